@@ -1,0 +1,1 @@
+"""Measurements beside peers; never part of the tests."""

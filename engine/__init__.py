@@ -1,0 +1,1 @@
+"""What a worker computes with: kernels, paged cache, models, scheduler, sampler."""

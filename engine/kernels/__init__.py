@@ -1,0 +1,1 @@
+"""Kernel sets of the devices, behind one Backend protocol."""

@@ -1,0 +1,117 @@
+"""The kernel set a device must offer; models and scheduler know nothing else of a device.
+
+Every kernel writes into ``out`` arguments the caller owns and allocates nothing that
+outlives the call. All floats are float32; bfloat16 weights are uint16 bits. A row's result
+must not depend on the other rows of the call (their number or content): that is what makes
+logits bitwise equal however a request is batched or chunked.
+
+Shapes: ``T`` rows (tokens of all chunks of a step), ``H`` hidden, ``Hq``/``Hk`` query and KV
+heads, ``D`` head dim, ``NB`` pool blocks, ``BS`` block size, ``S`` chunks (sequences).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+U8 = npt.NDArray[np.uint8]
+
+
+class PackedLinear(Protocol):
+    """A weight matrix in the backend's own order."""
+
+    in_features: int
+    out_features: int
+    nbytes: int
+
+
+class Backend(Protocol):
+    """Kernels of one device."""
+
+    name: str
+    numerics: str
+    """Names the arithmetic (backend, build, instruction set); equal strings give equal bits."""
+    row_independent: bool
+    """Whether a row's bits are independent of the other rows (False: NumPy on BLAS)."""
+
+    def pack_linear(
+        self, parts: Sequence[npt.NDArray[np.generic]], bias: F32 | None = None
+    ) -> PackedLinear:
+        """Pack weights ``[out_i, in]`` (float32, or uint16 bfloat16 bits), stacked on ``out``."""
+        ...
+
+    def linear(self, x: F32, weight: PackedLinear, out: F32) -> None:
+        """``out[T, out] = x[T, in] @ weight.T + bias``."""
+        ...
+
+    def embed(self, ids: I32, table: npt.NDArray[np.generic], out: F32) -> None:
+        """``out[t] = table[ids[t]]``; the table is float32 or uint16 bfloat16 bits ``[V, H]``."""
+        ...
+
+    def rms_norm(self, x: F32, weight: F32, eps: float, out: F32) -> None:
+        """``out = x / sqrt(mean(x^2) + eps) * weight`` per row ``[T, H]``."""
+        ...
+
+    def add_rms_norm(self, x: F32, residual: F32, weight: F32, eps: float, out: F32) -> None:
+        """``residual += x`` in place, then ``out = rms_norm(residual)``."""
+        ...
+
+    def qk_norm_rope_append(
+        self,
+        qkv: F32,
+        positions: I32,
+        slots: npt.NDArray[np.int64],
+        cos_sin: F32,
+        q_norm: F32 | None,
+        k_norm: F32 | None,
+        eps: float,
+        kv_layer: F32,
+        q_out: F32,
+    ) -> None:
+        """Per row of ``qkv[T, (Hq + 2 Hk) * D]``: optional per-head RMSNorm of q and k, rotate-half
+        RoPE with ``cos_sin[max_position, D]`` (first half cos, second half sin), write q to
+        ``q_out[T, Hq, D]`` and k, v into ``kv_layer[NB, 2, Hk, BS, D]`` at flat slot
+        ``block * BS + offset``.
+        """
+        ...
+
+    def attention(
+        self,
+        q: F32,
+        kv_layer: F32,
+        block_tables: I32,
+        row_offsets: I32,
+        positions: I32,
+        scale: float,
+        window: int,
+        out: F32,
+    ) -> None:
+        """Causal paged attention, GQA. Row ``t`` of sequence ``s`` (``row_offsets[S+1]``) attends
+        to positions ``max(0, p - window + 1) .. p`` (``window`` 0: all), ``p = positions[t]``,
+        through ``block_tables[S, Nmax]``; ``out[T, Hq * D]``. KV is walked in tiles aligned to
+        absolute positions, in order.
+        """
+        ...
+
+    def silu_mul(self, gate_up: F32, out: F32) -> None:
+        """``out[T, F] = silu(gate_up[:, :F]) * gate_up[:, F:]``."""
+        ...
+
+    def gather_blocks(
+        self, pool: F32, layer_start: int, layer_count: int, block_ids: I32, out: U8
+    ) -> int:
+        """Copy ``pool[layer_start:+layer_count, block_ids]`` (layer-major) into contiguous ``out``
+        and return the XXH3-64 of the copied bytes.
+        """
+        ...
+
+    def scatter_blocks(
+        self, pool: F32, layer_start: int, layer_count: int, block_ids: I32, payload: U8
+    ) -> None:
+        """Inverse of :meth:`gather_blocks`; the caller has checked the checksum."""
+        ...

@@ -1,0 +1,1 @@
+"""Model architectures over the Backend kernels."""

@@ -1,0 +1,88 @@
+"""What the scheduler tells the executor to compute in one step, and what comes back.
+
+These structs never leave the process; arrays are shared, not copied. The scheduler makes
+them on the I/O thread, the executor reads them on the compute thread, and neither touches
+an object the other may change: ``tokens``, ``block_table`` and ``history`` are snapshots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ..proto.outputs import TokenLogProbs
+from ..proto.sampling import SamplingParams
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True, frozen=True)
+class SampleSpec:
+    """How to draw the token behind a chunk.
+
+    ``position``: absolute index of the token drawn (the Philox counter).
+    ``history``: int32, all tokens before it, or empty when no penalty needs them.
+    ``prompt_length``: boundary inside ``history`` between prompt and generated.
+    ``banned``: token ids that may not be drawn (EOS before ``min_new_tokens``).
+    ``logprobs``: 0 = off, n = also the n most likely tokens.
+    """
+
+    params: SamplingParams
+    position: int
+    history: Int32
+    prompt_length: int
+    banned: tuple[int, ...] = ()
+    logprobs: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class Chunk:
+    """Consecutive tokens of one request to run through the model in this step.
+
+    ``tokens``: int32 ``[n]``, the inputs at positions ``start .. start+n``.
+    ``block_table``: int32, pool block of each logical block, covering ``start + n`` tokens.
+    ``sample``: draw a token from the last row's logits, or None (chunk of a longer prompt).
+    ``stream_layers``: report finished layers while the step runs (handoff overlaps compute).
+    """
+
+    request: bytes
+    start: int
+    tokens: Int32
+    block_table: Int32
+    sample: SampleSpec | None = None
+    stream_layers: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class StepPlan:
+    """One forward pass: decode rows first, then prefill chunks."""
+
+    step: int
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the forward pass."""
+        return sum(len(c.tokens) for c in self.chunks)
+
+
+@dataclass(slots=True, frozen=True)
+class Sampled:
+    """One token drawn."""
+
+    request: bytes
+    token: int
+    logprobs: TokenLogProbs | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class StepResult:
+    """Outcome of a plan. ``error`` names the requests whose step failed and why."""
+
+    step: int
+    sampled: tuple[Sampled, ...]
+    seconds: float
+    num_tokens: int
+    failed: dict[bytes, str] = field(default_factory=dict)

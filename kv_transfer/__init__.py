@@ -1,0 +1,1 @@
+"""Moving KV blocks: sender and receiver state machines and their transports."""

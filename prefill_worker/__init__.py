@@ -1,0 +1,1 @@
+"""The prefill worker process: encodes contexts and hands them over."""

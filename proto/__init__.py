@@ -1,0 +1,1 @@
+"""The wire contract: contexts, sampling parameters, messages, codec, layouts and errors."""

@@ -1,0 +1,75 @@
+"""How a worker stores KV blocks: the description two workers compare before a handoff."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape of one worker's KV pool.
+
+    The pool is one array ``[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]``
+    (axis 2: keys, then values), so a block of one layer is contiguous.
+
+    ``num_layers``, ``num_kv_heads``, ``head_dim``: of the model. ``block_size``: tokens per
+    block. ``dtype``: element type on the wire and in the pool.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str = "float32"
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int]:
+        """Shape of one block of one layer: ``(2, num_kv_heads, block_size, head_dim)``."""
+        return (2, self.num_kv_heads, self.block_size, self.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one layer."""
+        return math.prod(self.block_shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token over all layers."""
+        return self.num_layers * self.block_bytes // self.block_size
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold ``tokens`` tokens."""
+        return -(-tokens // self.block_size)
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """What must agree between the two sides of a handoff, and what clients may ask for.
+
+    ``fingerprint`` digests the weights' identity and the config; ``numerics`` names backend,
+    dtype, kernel build and instruction set. Replay stays within one numerics fingerprint.
+    """
+
+    name: str
+    architecture: str
+    fingerprint: str
+    numerics: str
+    vocab_size: int
+    max_length: int
+    eos_token_ids: list[int]
+    layout: KVLayout
+    weights_bytes: int = 0
+
+    def mismatch(self, other: ModelCard) -> tuple[str, str, str] | None:
+        """First field that forbids a handoff: ``(field, mine, theirs)``, or None."""
+        for field in ("architecture", "fingerprint", "numerics", "vocab_size"):
+            mine, theirs = getattr(self, field), getattr(other, field)
+            if mine != theirs:
+                return field, str(mine), str(theirs)
+        for field in ("num_layers", "num_kv_heads", "head_dim", "block_size", "dtype"):
+            mine, theirs = getattr(self.layout, field), getattr(other.layout, field)
+            if mine != theirs:
+                return f"layout.{field}", str(mine), str(theirs)
+        return None

@@ -1,0 +1,32 @@
+"""Caps checked before anything is allocated; one place, so an operator can read them all."""
+
+from __future__ import annotations
+
+PROTOCOL_VERSION = 1
+
+MAX_CONTROL_BYTES = 16 << 20
+"""Largest first frame of a control message."""
+MAX_ARRAY_FRAMES = 64
+"""Most array frames behind one control message."""
+MAX_KV_FRAME_BYTES = 16 << 20
+"""Largest payload of one KV frame; larger ZeroMQ frames collapse in speed."""
+MAX_MESSAGES_PER_FRAME = 65_536
+"""Most messages in one batch."""
+MAX_DEPTH = 32
+"""Deepest nesting of a decoded message."""
+MAX_ARRAY_NDIM = 8
+MAX_ARRAY_BYTES = 1 << 30
+
+MAX_REQUEST_ID_CHARS = 256
+MAX_MODEL_NAME_CHARS = 256
+MAX_STOP_SEQUENCES = 16
+MAX_STOP_CHARS = 128
+MAX_STOP_TOKEN_IDS = 64
+MAX_EOS_SEQUENCES = 64
+MAX_EOS_SEQUENCE_TOKENS = 128
+MAX_LOG_PROBABILITIES = 20
+MAX_TOP_K = 255
+MAX_CONTEXT_TOKENS = 4 << 20
+MAX_ENDPOINT_BYTES = 512
+DEFAULT_DEADLINE_S = 600.0
+MAX_DEADLINE_S = 86_400.0

@@ -1,0 +1,1 @@
+"""The router process: admission, policy, request lifecycle."""

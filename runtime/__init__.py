@@ -1,0 +1,1 @@
+"""The process shell: configuration, logging, event loop, sockets, lifecycle."""

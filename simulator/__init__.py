@@ -1,0 +1,1 @@
+"""All cores on a simulated clock and network."""

@@ -1,0 +1,3 @@
+"""Baton: a disaggregated serving cluster with separate prefill and decode pools."""
+
+__version__ = "0.1.0"

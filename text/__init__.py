@@ -1,0 +1,1 @@
+"""Text at the edge: tokenizer, chat template, incremental detokenizer."""
