@@ -25,9 +25,20 @@ U8 = npt.NDArray[np.uint8]
 class PackedLinear(Protocol):
     """A weight matrix in the backend's own order."""
 
-    in_features: int
-    out_features: int
-    nbytes: int
+    @property
+    def in_features(self) -> int:
+        """Columns of the input."""
+        ...
+
+    @property
+    def out_features(self) -> int:
+        """Columns of the output."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        ...
 
 
 class Backend(Protocol):
@@ -73,10 +84,12 @@ class Backend(Protocol):
         kv_layer: F32,
         q_out: F32,
     ) -> None:
-        """Per row of ``qkv[T, (Hq + 2 Hk) * D]``: optional per-head RMSNorm of q and k, rotate-half
-        RoPE with ``cos_sin[max_position, D]`` (first half cos, second half sin), write q to
-        ``q_out[T, Hq, D]`` and k, v into ``kv_layer[NB, 2, Hk, BS, D]`` at flat slot
-        ``block * BS + offset``.
+        """Normalise and rotate q and k, then write q out and k, v into the paged cache.
+
+        Per row of ``qkv[T, (Hq + 2 Hk) * D]``: optional per-head RMSNorm of q and k, rotate-half
+        RoPE with ``cos_sin[max_position, D]`` (first half cos, second half sin); q goes to
+        ``q_out[T, Hq, D]``, k and v into ``kv_layer[NB, 2, Hk, BS, D]`` at flat slot
+        ``block * BS + offset``. The slots of one call are distinct.
         """
         ...
 
@@ -91,10 +104,12 @@ class Backend(Protocol):
         window: int,
         out: F32,
     ) -> None:
-        """Causal paged attention, GQA. Row ``t`` of sequence ``s`` (``row_offsets[S+1]``) attends
-        to positions ``max(0, p - window + 1) .. p`` (``window`` 0: all), ``p = positions[t]``,
-        through ``block_tables[S, Nmax]``; ``out[T, Hq * D]``. KV is walked in tiles aligned to
-        absolute positions, in order.
+        """Causal paged attention with grouped query heads.
+
+        Row ``t`` of sequence ``s`` (``row_offsets[S+1]``) attends to positions
+        ``max(0, p - window + 1) .. p`` (``window`` 0: all), ``p = positions[t]``, through
+        ``block_tables[S, Nmax]``; ``out[T, Hq * D]``. KV is walked in tiles aligned to absolute
+        positions, in order.
         """
         ...
 
@@ -105,8 +120,10 @@ class Backend(Protocol):
     def gather_blocks(
         self, pool: F32, layer_start: int, layer_count: int, block_ids: I32, out: U8
     ) -> int:
-        """Copy ``pool[layer_start:+layer_count, block_ids]`` (layer-major) into contiguous ``out``
-        and return the XXH3-64 of the copied bytes.
+        """Copy blocks of some layers into contiguous ``out`` and checksum them.
+
+        Copies ``pool[layer_start:+layer_count, block_ids]``, layer-major, and returns the
+        XXH3-64 of the copied bytes.
         """
         ...
 

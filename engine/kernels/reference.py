@@ -1,0 +1,268 @@
+"""The kernels in NumPy: the oracle of every compiled backend, and what runs without one.
+
+Each method is the definition of its kernel, written to be read beside
+:class:`~baton.engine.kernels.backend.Backend`. ``NumpyBackend(np.float64)`` computes (and
+expects its float arguments) in float64 and serves as oracle; the default is float32.
+Matrix products go through BLAS, whose bits for a row depend on the number of rows, hence
+``row_independent`` is False.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from .backend import F32, I32, U8, PackedLinear
+
+Floats = npt.NDArray[Any]
+
+
+def widen(weights: npt.NDArray[np.generic], dtype: npt.DTypeLike = np.float32) -> Floats:
+    """Return float weights as ``dtype``; uint16 arrays hold bfloat16 bits."""
+    if weights.dtype == np.uint16:
+        weights = (weights.astype(np.uint32) << 16).view(np.float32)
+    if weights.dtype.kind != "f":
+        raise ValueError(f"weights are {weights.dtype}, not float32 or bfloat16 bits (uint16)")
+    return weights.astype(dtype, copy=False)
+
+
+@dataclass(slots=True)
+class NumpyLinear:
+    """Weights transposed once to ``[in, out]``: a single row then streams them in order."""
+
+    weight: Floats
+    bias: Floats | None
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the input."""
+        return int(self.weight.shape[0])
+
+    @property
+    def out_features(self) -> int:
+        """Columns of the output."""
+        return int(self.weight.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class NumpyBackend:
+    """Kernels on NumPy arrays; see :class:`~baton.engine.kernels.backend.Backend`."""
+
+    name = "numpy"
+    row_independent = False
+
+    def __init__(self, dtype: npt.DTypeLike = np.float32) -> None:
+        self._dtype = np.dtype(dtype)
+        self.numerics = f"numpy-{np.__version__}-{self._dtype.name}"
+
+    def pack_linear(
+        self, parts: Sequence[npt.NDArray[np.generic]], bias: F32 | None = None
+    ) -> NumpyLinear:
+        """Pack weights ``[out_i, in]`` (float32, or uint16 bfloat16 bits), stacked on ``out``."""
+        if not parts or any(p.ndim != 2 or p.shape[1] != parts[0].shape[1] for p in parts):
+            raise ValueError("weights must be matrices with the same number of columns")
+        weight = np.concatenate([widen(p, self._dtype).T for p in parts], axis=1)
+        if bias is not None and bias.shape != (weight.shape[1],):
+            raise ValueError(f"bias has shape {bias.shape}, not ({weight.shape[1]},)")
+        return NumpyLinear(np.ascontiguousarray(weight), bias)
+
+    def linear(self, x: F32, weight: PackedLinear, out: F32) -> None:
+        """``out[T, out] = x[T, in] @ weight.T + bias``."""
+        if not isinstance(weight, NumpyLinear):
+            raise TypeError(f"weight was packed by another backend: {type(weight).__name__}")
+        _shape("x", x, (None, weight.in_features))
+        _shape("out", out, (len(x), weight.out_features))
+        np.matmul(x, weight.weight, out=out)
+        if weight.bias is not None:
+            out += weight.bias
+
+    def embed(self, ids: I32, table: npt.NDArray[np.generic], out: F32) -> None:
+        """``out[t] = table[ids[t]]``; the table is float32 or uint16 bfloat16 bits ``[V, H]``."""
+        _shape("out", out, (len(ids), table.shape[1]))
+        _below("token ids", ids, len(table))
+        out[:] = widen(table[ids], self._dtype)
+
+    def rms_norm(self, x: F32, weight: F32, eps: float, out: F32) -> None:
+        """``out = x / sqrt(mean(x^2) + eps) * weight`` per row ``[T, H]``."""
+        _shape("x", x, (None, len(weight)))
+        _shape("out", out, x.shape)
+        out[:] = _rms(x, weight, eps)
+
+    def add_rms_norm(self, x: F32, residual: F32, weight: F32, eps: float, out: F32) -> None:
+        """``residual += x`` in place, then ``out = rms_norm(residual)``."""
+        _shape("x", x, (None, len(weight)))
+        _shape("residual", residual, x.shape)
+        _shape("out", out, x.shape)
+        residual += x
+        out[:] = _rms(residual, weight, eps)
+
+    def qk_norm_rope_append(
+        self,
+        qkv: F32,
+        positions: I32,
+        slots: npt.NDArray[np.int64],
+        cos_sin: F32,
+        q_norm: F32 | None,
+        k_norm: F32 | None,
+        eps: float,
+        kv_layer: F32,
+        q_out: F32,
+    ) -> None:
+        """Normalise and rotate q and k; write q to ``q_out``, k and v into the paged cache."""
+        blocks, _, kv_heads, block_size, dim = kv_layer.shape
+        _shape("q_out", q_out, (len(qkv), None, dim))
+        heads = q_out.shape[1]
+        _shape("qkv", qkv, (None, (heads + 2 * kv_heads) * dim))
+        _below("positions", positions, len(cos_sin))
+        _below("slots", slots, blocks * block_size)
+        rows = qkv.reshape(len(qkv), heads + 2 * kv_heads, dim)
+        q, k, v = np.split(rows, [heads, heads + kv_heads], axis=1)
+        q = q if q_norm is None else _rms(q, q_norm, eps)
+        k = k if k_norm is None else _rms(k, k_norm, eps)
+        table = cos_sin[positions][:, None, :]
+        q_out[:] = _rotate(q, table)
+        block, offset = np.divmod(slots, block_size)
+        kv_layer[block, 0, :, offset] = _rotate(k, table)
+        kv_layer[block, 1, :, offset] = v
+
+    def attention(
+        self,
+        q: F32,
+        kv_layer: F32,
+        block_tables: I32,
+        row_offsets: I32,
+        positions: I32,
+        scale: float,
+        window: int,
+        out: F32,
+    ) -> None:
+        """Causal paged attention with grouped heads; see the protocol."""
+        _shape("q", q, (None, None, kv_layer.shape[4]))
+        _shape("out", out, (len(q), q.shape[1] * q.shape[2]))
+        _shape("positions", positions, (len(q),))
+        _shape("block_tables", block_tables, (len(row_offsets) - 1, None))
+        _offsets(row_offsets, len(q))
+        block_size = kv_layer.shape[3]
+        for sequence, table in enumerate(block_tables):
+            rows = slice(row_offsets[sequence], row_offsets[sequence + 1])
+            if rows.start == rows.stop:
+                continue
+            where = positions[rows]
+            _below("positions", where, len(table) * block_size)
+            first = max(0, int(where.min()) - window + 1) // block_size if window else 0
+            used = table[first : where.max() // block_size + 1]
+            _below("block ids", used, len(kv_layer))
+            keys_at = np.arange(first * block_size, (first + len(used)) * block_size)
+            out[rows] = _attend(q[rows], kv_layer[used], _mask(where, keys_at, window), scale)
+
+    def silu_mul(self, gate_up: F32, out: F32) -> None:
+        """``out[T, F] = silu(gate_up[:, :F]) * gate_up[:, F:]``."""
+        width = out.shape[1]
+        _shape("gate_up", gate_up, (len(out), 2 * width))
+        gate, up = gate_up[:, :width], gate_up[:, width:]
+        with np.errstate(over="ignore"):  # exp(-gate) = inf gives the right limit, 0
+            out[:] = gate / (1 + np.exp(-gate)) * up
+
+    def gather_blocks(
+        self, pool: F32, layer_start: int, layer_count: int, block_ids: I32, out: U8
+    ) -> int:
+        """Copy blocks layer-major into contiguous ``out`` and return the XXH3-64 of the copy."""
+        picked = _picked(pool, layer_start, layer_count, block_ids, out)
+        view = out.view(pool.dtype).reshape(picked)
+        for layer in range(layer_count):
+            np.take(pool[layer_start + layer], block_ids, axis=0, out=view[layer])
+        return xxhash.xxh3_64_intdigest(out.data)
+
+    def scatter_blocks(
+        self, pool: F32, layer_start: int, layer_count: int, block_ids: I32, payload: U8
+    ) -> None:
+        """Inverse of :meth:`gather_blocks`; the caller has checked the checksum."""
+        picked = _picked(pool, layer_start, layer_count, block_ids, payload)
+        values = np.frombuffer(payload, pool.dtype).reshape(picked)
+        pool[layer_start : layer_start + layer_count, block_ids] = values
+
+
+def _rms(x: Floats, weight: Floats, eps: float) -> Floats:
+    """Normalise the last axis."""
+    mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
+    normed: Floats = x / np.sqrt(mean_square + x.dtype.type(eps)) * weight
+    return normed
+
+
+def _rotate(x: Floats, cos_sin: Floats) -> Floats:
+    """Rotate-half RoPE on the last axis; ``cos_sin`` broadcasts over heads."""
+    half = x.shape[-1] // 2
+    cos, sin = cos_sin[..., :half], cos_sin[..., half:]
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def _mask(positions: I32, keys_at: npt.NDArray[np.int64], window: int) -> npt.NDArray[np.bool_]:
+    """Which keys each row sees, ``[rows, keys]``."""
+    behind = positions[:, None] - keys_at[None, :]
+    seen = behind >= 0
+    return seen & (behind < window) if window else seen
+
+
+def _attend(q: Floats, blocks: Floats, seen: npt.NDArray[np.bool_], scale: float) -> Floats:
+    """Softmax attention of ``q[R, Hq, D]`` over ``blocks[n, 2, Hk, BS, D]``, ``[R, Hq * D]``."""
+    rows, heads, dim = q.shape
+    kv_heads = blocks.shape[2]
+    group = heads // kv_heads
+    out = np.empty_like(q)
+    for head in range(kv_heads):
+        keys = blocks[:, 0, head].reshape(-1, dim)
+        values = blocks[:, 1, head].reshape(-1, dim)
+        mine = slice(head * group, (head + 1) * group)
+        scores = q[:, mine] @ keys.T * q.dtype.type(scale)
+        scores = np.where(seen[:, None, :], scores, -np.inf)
+        scores -= scores.max(axis=-1, keepdims=True)
+        np.exp(scores, out=scores)
+        # A slot no row sees may hold anything, even NaN; 0 * NaN must not leak into the sum.
+        values = np.where(np.any(seen, axis=0, keepdims=True).T, values, 0)
+        out[:, mine] = scores @ values / scores.sum(axis=-1, keepdims=True)
+    return out.reshape(rows, heads * dim)
+
+
+def _shape(name: str, array: Floats, expected: tuple[int | None, ...]) -> None:
+    """Raise ValueError unless the shape matches; None matches any length."""
+    same = len(array.shape) == len(expected) and all(
+        want is None or want == have for want, have in zip(expected, array.shape, strict=True)
+    )
+    if not same:
+        raise ValueError(f"{name} has shape {array.shape}, not {expected}")
+
+
+def _below(name: str, values: npt.NDArray[Any], limit: int) -> None:
+    """Raise ValueError unless all values are in ``[0, limit)``."""
+    if values.size and (values.min() < 0 or values.max() >= limit):
+        raise ValueError(f"{name} outside 0..{limit - 1}: {values.min()} .. {values.max()}")
+
+
+def _offsets(row_offsets: I32, rows: int) -> None:
+    """Raise ValueError unless the offsets ascend from 0 to ``rows``."""
+    ends = len(row_offsets) and row_offsets[0] == 0 and row_offsets[-1] == rows
+    if not ends or (np.diff(row_offsets) < 0).any():
+        raise ValueError(f"row_offsets do not ascend from 0 to {rows}")
+
+
+def _picked(
+    pool: F32, layer_start: int, layer_count: int, block_ids: I32, payload: U8
+) -> tuple[int, ...]:
+    """Shape of the blocks picked, after checking them against the pool and the payload."""
+    if not (layer_start >= 0 and 0 <= layer_count <= len(pool) - layer_start):
+        raise ValueError(f"layers {layer_start}+{layer_count} outside 0..{len(pool)}")
+    _below("block ids", block_ids, pool.shape[1])
+    picked = (layer_count, len(block_ids), *pool.shape[2:])
+    if payload.nbytes != int(np.prod(picked)) * pool.itemsize or not payload.flags.c_contiguous:
+        raise ValueError(f"payload of {payload.nbytes} bytes does not hold blocks {picked}")
+    return picked
