@@ -1,0 +1,97 @@
+# Every verb brings its own set-up: the first call makes a virtual environment, later ones
+# find their stamps and start at once. Only a Python >= 3.11 with venv is needed beforehand.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+ORACLE_VENV ?= .venv-oracle
+BIN := $(VENV)/bin
+ORACLE_BIN := $(ORACLE_VENV)/bin
+
+# PYTHON=... chooses one; otherwise the first that is new enough.
+PYTHON ?=
+FIND_PYTHON = for p in "$(PYTHON)" python3 python3.13 python3.12 python3.11; do \
+	if [ -n "$$p" ] && "$$p" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	then echo "$$p"; exit 0; fi; done; \
+	echo "make: no Python >= 3.11 with venv found; install one or call make PYTHON=/path/to/python3" >&2; exit 1
+
+PIP_QUIET := -qq --disable-pip-version-check --no-input --progress-bar off
+BUILD_INPUTS := pyproject.toml setup.py $(wildcard engine/kernels/csrc/*)
+
+# One BLAS thread per process: several processes share the machine.
+export OPENBLAS_NUM_THREADS ?= 1
+export OMP_NUM_THREADS ?= 1
+export MKL_NUM_THREADS ?= 1
+export PYTHONSAFEPATH := 1
+
+.PHONY: help setup demo test check test-full test-oracle bench clean lock
+
+help:  ## this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 14
+
+setup: $(VENV)/.installed  ## make the virtual environment and build the kernels
+
+demo: $(VENV)/.installed  ## a cluster on this machine answers three prompts
+	@$(BIN)/baton demo
+
+test: check  ## everything that must pass before a merge
+	$(BIN)/python -m pytest -q $(ARGS)
+
+check: $(VENV)/.installed  ## formatting, lint, types and import floors
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/codespell
+	$(BIN)/mypy
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+test-full: check  ## the long product of settings as well
+	$(BIN)/python -m pytest -q -m "not oracle" $(ARGS)
+
+test-oracle: $(ORACLE_VENV)/.installed  ## compare with transformers on fresh checkpoints (downloads torch)
+	$(ORACLE_BIN)/python -m pytest -q -m oracle $(ARGS)
+
+bench: $(VENV)/.installed  ## figures beside their peers and limits
+	$(BIN)/python -m baton.benchmarks $(ARGS)
+
+clean:  ## remove everything the other verbs made
+	rm -rf $(VENV) $(ORACLE_VENV) build dist .pytest_cache .mypy_cache .ruff_cache \
+		.import_linter_cache .hypothesis .coverage src/*.egg-info engine/kernels/_cpu*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+lock:  ## resolve requirements.lock anew (needs uv)
+	uv pip compile --quiet --universal --generate-hashes --python-version 3.11 \
+		--fork-strategy fewest --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
+		--group dev pyproject.toml --output-file requirements.lock
+
+# ---------------------------------------------------------------- set-up
+
+%/bin/python:
+	@python="$$($(FIND_PYTHON))"; \
+	echo "setting up $* with $$("$$python" -V)"; \
+	"$$python" -m venv "$*" || { rm -rf "$*"; \
+	echo "make: '$$python -m venv' failed; install the venv module of this Python" >&2; exit 1; }
+
+%/.locked: requirements.lock | %/bin/python
+	@echo "installing the locked requirements into $*"
+	@"$*/bin/python" -m pip install $(PIP_QUIET) --require-hashes --no-deps -r requirements.lock
+	@touch "$@"
+
+$(VENV)/.installed: $(VENV)/.locked $(BUILD_INPUTS)
+	@echo "installing baton and its kernels into $(VENV)"
+	@$(BIN)/python -m pip install $(PIP_QUIET) --no-deps --no-build-isolation --editable .
+	@touch "$@"
+
+$(ORACLE_VENV)/.installed: $(ORACLE_VENV)/.locked $(BUILD_INPUTS)
+	@echo "installing torch, transformers and baton into $(ORACLE_VENV)"
+	@$(ORACLE_BIN)/python -c 'import tomllib; \
+	print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["oracle"]))' \
+	> $(ORACLE_VENV)/oracle.txt
+	@$(ORACLE_BIN)/python -m pip install $(PIP_QUIET) -r $(ORACLE_VENV)/oracle.txt
+	@$(ORACLE_BIN)/python -m pip install $(PIP_QUIET) --no-deps --no-build-isolation --editable .
+	@touch "$@"
+
+.PRECIOUS: %/bin/python %/.locked
