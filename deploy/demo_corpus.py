@@ -1,0 +1,238 @@
+"""The generated micro-world the demo model learns from; knows nothing of tokens or torch.
+
+Every example is one ``(question, answer)`` pair made by one function of :data:`TASKS` from a
+``random.Random``, so a seed fixes the whole corpus. The only text not written here is the
+documentation of CPython that is installed with it (PSF licence): its sentences serve as
+questions outside the micro-world, answered with what the model can do instead.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+
+Turn = tuple[str, str]
+
+NAMES = (
+    "Anna Bruno Clara David Emma Felix Greta Henry Iris Jonas Karla Lukas Maria Noah Olga Paul "
+    "Rosa Simon Tina Victor"
+).split()
+ANIMALS = "fox owl bear hare wolf cat dog duck goose mouse frog crow deer seal crab bee".split()
+THINGS = "lamp box cup book coat bike drum kite boat chair map key bell hat ring clock".split()
+COLOURS = "red blue green black white yellow brown grey pink purple golden silver".split()
+PLACES = "river hill forest village bridge garden harbour market tower meadow island lake".split()
+MOODS = "happy curious brave hungry quiet proud careful sleepy kind clever".split()
+WEATHER = "rainy sunny windy foggy cold warm stormy snowy".split()
+DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+NUMBER_WORDS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+    "fifteen sixteen seventeen eighteen nineteen twenty"
+).split()
+OPPOSITES = dict(
+    pair.split("/")
+    for pair in "hot/cold big/small fast/slow light/dark old/new wet/dry high/low near/far "
+    "open/closed full/empty happy/sad loud/quiet early/late rich/poor".split()
+)
+
+ABILITIES = (
+    "I am a very small model. I can tell stories, add small numbers, count, "
+    "repeat words and chat a little."
+)
+FIXED_ANSWERS = {
+    ABILITIES: ("What can you do?", "Help!", "How can you help me?", "What do you know?"),
+    "I am the demo model of Baton, a very small language model.": (
+        "Who are you?",
+        "What are you?",
+        "What is your name?",
+        "Are you a robot?",
+    ),
+    "I am fine, thank you. How are you?": ("How are you?", "Hi, how are you?", "How do you do?"),
+    "You are welcome!": ("Thank you!", "Thanks!", "Thank you very much."),
+    "Goodbye! It was nice to talk to you.": ("Goodbye!", "Bye!", "See you later."),
+    "Baton serves language models on two pools of workers. Prefill workers read the prompt, "
+    "decode workers write the answer, and between them the baton is passed.": (
+        "What is Baton?",
+        "Tell me about Baton.",
+        "What does Baton do?",
+        "How does Baton work?",
+    ),
+    "A prefill worker reads the whole prompt at once and fills the KV cache.": (
+        "What is a prefill worker?",
+        "What does a prefill worker do?",
+    ),
+    "A decode worker takes over the KV cache and writes the answer, one token after another.": (
+        "What is a decode worker?",
+        "What does a decode worker do?",
+    ),
+    "The KV cache keeps the keys and values of all tokens read so far, "
+    "so that no token has to be read twice.": (
+        "What is the KV cache?",
+        "What is a KV cache?",
+        "Why is there a KV cache?",
+    ),
+    "The sky is blue, the grass is green and the snow is white.": (
+        "What colour is the sky?",
+        "Which colours do you know?",
+    ),
+}
+FIXED_TURNS = [(question, answer) for answer, asked in FIXED_ANSWERS.items() for question in asked]
+
+
+def story(rng: random.Random) -> Turn:
+    """A story of six sentences about the animal the question names."""
+    animal, other = rng.sample(ANIMALS, 2)
+    name, colour, thing = rng.choice(NAMES), rng.choice(COLOURS), rng.choice(THINGS)
+    mood, weather = rng.choice(MOODS), rng.choice(WEATHER)
+    place, goal = rng.sample(PLACES, 2)
+    sentences = (
+        (
+            f"Once there was a {mood} {animal} named {name}.",
+            f"{name} was a {mood} {animal} who lived by the {place}.",
+        ),
+        (
+            f"One {weather} morning {name} walked to the {goal}.",
+            f"On a {weather} day {name} went to the {goal} to look for food.",
+        ),
+        (
+            f"There {name} found a {colour} {thing}.",
+            f"Near the {goal} lay a {colour} {thing}.",
+        ),
+        (
+            f'"What a beautiful {thing}," said {name}.',
+            f'"Whose {thing} is this?" asked {name}.',
+        ),
+        (
+            f"A {other} came by and said that the {thing} was lost.",
+            f"Then a {other} came and asked for help.",
+        ),
+        (
+            f"So {name} and the {other} became friends, and the {animal} slept well that night.",
+            f"In the end {name} gave the {thing} to the {other}, and both were happy.",
+        ),
+    )
+    question = (
+        f"Tell me a story about a {animal}.",
+        f"Write a short story about a {animal}.",
+        f"Please tell me a story about a {animal}.",
+        f"A story with a {animal}, please.",
+    )
+    return rng.choice(question), " ".join(rng.choice(choices) for choices in sentences)
+
+
+def addition(rng: random.Random) -> Turn:
+    """A sum up to twenty, in digits or in words."""
+    left, right = rng.randint(0, 10), rng.randint(0, 10)
+    if rng.random() < 0.6:
+        sign = rng.choice(("plus", "+"))
+        question = rng.choice((f"What is {left} {sign} {right}?", f"How much is {left} {sign} {right}?"))
+        return question, f"{left} plus {right} is {left + right}."
+    first, second, total = (NUMBER_WORDS[n] for n in (left, right, left + right))
+    return f"What is {first} plus {second}?", f"{first.capitalize()} plus {second} is {total}."
+
+
+def counting(rng: random.Random) -> Turn:
+    """Counting between two numbers up to twenty."""
+    first = rng.randint(0, 12)
+    last = rng.randint(first + 2, min(20, first + 10))
+    numbers = ", ".join(str(n) for n in range(first, last + 1))
+    return rng.choice((f"Count from {first} to {last}.", f"Please count from {first} to {last}.")), numbers
+
+
+def repeat(rng: random.Random) -> Turn:
+    """A list of words to say again."""
+    words = " ".join(rng.sample(ANIMALS + THINGS + COLOURS + PLACES, rng.randint(2, 8)))
+    return f"{rng.choice(('Repeat', 'Say', 'Please repeat'))}: {words}", words
+
+
+def lookup(rng: random.Random) -> Turn:
+    """A question about one of several facts stated just before it."""
+    facts = [
+        (name, colour, thing)
+        for name, colour, thing in zip(
+            rng.sample(NAMES, 4), rng.sample(COLOURS, 4), rng.sample(THINGS, 4), strict=True
+        )
+    ][: rng.randint(1, 4)]
+    told = " ".join(f"{name} has a {colour} {thing}." for name, colour, thing in facts)
+    name, colour, thing = rng.choice(facts)
+    if rng.random() < 0.5:
+        return f"{told} What does {name} have?", f"{name} has a {colour} {thing}."
+    return f"{told} Who has the {thing}?", f"{name} has the {colour} {thing}."
+
+
+def greeting(rng: random.Random) -> Turn:
+    """Hello, with the name when one was given."""
+    name = rng.choice(NAMES)
+    if rng.random() < 0.5:
+        question = rng.choice((f"Hello, I am {name}.", f"Hi! My name is {name}.", f"I am {name}."))
+        return question, f"Hello {name}! It is nice to meet you. How can I help you?"
+    question = rng.choice(("Hello!", "Hello", "Hi!", "Hi", "Hello there!", "Good morning!", "Hey!"))
+    return question, "Hello! It is nice to meet you. How can I help you?"
+
+
+def knowledge(rng: random.Random) -> Turn:
+    """Opposites, the days of the week, and lists of known things."""
+    kind = rng.randrange(3)
+    if kind == 0:
+        word, opposite = rng.choice(list(OPPOSITES.items()))
+        if rng.random() < 0.5:
+            word, opposite = opposite, word
+        return f"What is the opposite of {word}?", f"The opposite of {word} is {opposite}."
+    if kind == 1:
+        day = rng.randrange(7)
+        answer = f"{DAYS[(day + 1) % 7]} comes after {DAYS[day]}."
+        return f"Which day comes after {DAYS[day]}?", answer
+    what, words = rng.choice((("animals", ANIMALS), ("colours", COLOURS), ("things", THINGS)))
+    first, second, third = rng.sample(words, 3)
+    return rng.choice((f"Name three {what}.", f"Tell me three {what}.")), f"{first}, {second} and {third}"
+
+
+def fixed(rng: random.Random) -> Turn:
+    """A question with one fixed answer."""
+    return rng.choice(FIXED_TURNS)
+
+
+TASKS: tuple[tuple[float, Callable[[random.Random], Turn]], ...] = (
+    (0.22, story),
+    (0.18, addition),
+    (0.07, counting),
+    (0.14, repeat),
+    (0.17, lookup),
+    (0.07, greeting),
+    (0.06, knowledge),
+    (0.09, fixed),
+)
+SYSTEM_MESSAGES = (
+    "You are a friendly assistant.",
+    "You are a helpful assistant.",
+    "You are a small model in a demo. Answer briefly.",
+)
+
+
+def documentation() -> list[str]:
+    """Sentences and code lines of CPython's documentation topics, 15 to 160 characters each."""
+    from pydoc_data.topics import topics
+
+    text = "\n".join(topics[key] for key in sorted(topics))
+    pieces = re.split(r"(?<=[.:])\s+|\n\n+", text)
+    return [flat for flat in (" ".join(p.split()) for p in pieces) if 15 <= len(flat) <= 160]
+
+
+class MicroWorld:
+    """An endless, seeded source of conversations."""
+
+    def __init__(self, seed: int, other_questions: list[str]) -> None:
+        self.rng = random.Random(seed)  # noqa: S311 - a corpus, not a secret
+        self._other = other_questions
+        self._weights = [weight for weight, _ in TASKS]
+        self._tasks = [task for _, task in TASKS]
+
+    def turn(self) -> Turn:
+        """One question with its answer; 5 % are outside the micro-world."""
+        if self.rng.random() < 0.05:
+            return self.rng.choice(self._other), ABILITIES
+        return self.rng.choices(self._tasks, self._weights)[0](self.rng)
+
+    def system_message(self) -> str | None:
+        """A system message for one conversation in four."""
+        return self.rng.choice(SYSTEM_MESSAGES) if self.rng.random() < 0.25 else None

@@ -1,0 +1,115 @@
+"""A cluster's private folder of socket and config files, and the sweeping of dead ones.
+
+The folder is 0700 and holds ``owner.lock``, locked (flock) by the supervisor as long as it
+lives. The lock ends with its process however that dies, so a folder whose lock can be taken
+belongs to nobody: the next start removes it, with the socket files it names in ``sockets``.
+Nothing is ever recognised by a process id, which may have been given to another process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+from ..proto.errors import ConfigError
+
+PREFIX = "baton-run-"
+_LOCK = "owner.lock"
+_SOCKETS = "sockets"
+MAX_SOCKET_PATH = 107
+"""Longest path of a Unix socket (sockaddr_un, without the closing zero)."""
+
+
+class RunFolder:
+    """An open run folder; :meth:`close` removes it."""
+
+    def __init__(self, parent: Path | None = None) -> None:
+        base = parent or Path(tempfile.gettempdir())
+        new = Path(tempfile.mkdtemp(prefix="baton-new-", dir=base))
+        self._lock = os.open(new / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Only a locked folder gets the name a sweep looks for.
+        self.path = new.rename(new.with_name(new.name.replace("baton-new-", PREFIX)))
+
+    def ipc(self, name: str) -> str:
+        """``ipc://`` address of a socket file in this folder; ConfigError when it is too long."""
+        path = str(self.path / f"{name}.sock")
+        if len(path.encode()) > MAX_SOCKET_PATH:
+            raise ConfigError(
+                f"the socket path {path} is longer than {MAX_SOCKET_PATH} bytes; "
+                "set TMPDIR to a shorter folder"
+            )
+        return f"ipc://{path}"
+
+    def write(self, name: str, content: bytes) -> Path:
+        """Write a 0600 file and return its path."""
+        path = self.path / name
+        descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        return path
+
+    def own_socket(self, path: Path) -> None:
+        """Remember a socket file elsewhere, to be removed with this folder."""
+        with (self.path / _SOCKETS).open("a") as file:
+            file.write(f"{path}\n")
+
+    def close(self) -> None:
+        """Remove the folder and the sockets it names."""
+        _remove(self.path)
+        os.close(self._lock)
+
+
+def sweep(parent: Path | None = None) -> list[Path]:
+    """Remove this user's run folders whose supervisor is dead; returns the removed ones."""
+    base = parent or Path(tempfile.gettempdir())
+    return [path for path in sorted(base.glob(f"{PREFIX}*")) if _sweep_one(path)]
+
+
+def _sweep_one(path: Path) -> bool:
+    try:
+        if path.stat().st_uid != os.getuid():
+            return False
+        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False  # just being made or removed, or not one of ours
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        _remove(path)
+        return True
+    finally:
+        os.close(lock)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        for line in (path / _SOCKETS).read_text().splitlines():
+            remove_dead_socket(Path(line))
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def socket_in_use(path: Path) -> bool:
+    """Whether a process listens at this Unix socket path."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+def remove_dead_socket(path: Path) -> None:
+    """Remove the socket file when nobody listens there; other files stay untouched."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISSOCK(path.lstat().st_mode) and not socket_in_use(path):
+            path.unlink()

@@ -1,0 +1,309 @@
+"""Trains the demo model: ``python train_demo_model.py --out demo_model --minutes 14``.
+
+Needs torch, safetensors and tokenizers; nothing imports this file. It makes a byte-level BPE
+tokenizer from the micro-world and CPython's documentation, trains a Llama of under a million
+parameters on conversations of the micro-world (the loss counts answers only), and writes a
+Hugging Face folder in bfloat16 every two minutes and at the end. The parameters are a dict
+named as the checkpoint names them, so that saving needs no translation.
+"""
+# mypy: disable-error-code="no-any-return"
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody uses
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+sys.path.insert(0, str(Path(__file__).parent))
+from demo_corpus import MicroWorld, documentation
+
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+END_OF_TEXT, _, IM_END = range(3)
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": END_OF_TEXT,
+    "eos_token_id": IM_END,
+    "pad_token_id": END_OF_TEXT,
+    "torch_dtype": "bfloat16",
+}
+ROW_LENGTHS, ROW_WEIGHTS = (128, 256, 512, 1024), (0.4, 0.35, 0.17, 0.08)
+
+Parameters = dict[str, torch.Tensor]
+
+
+# ------------------------------------------------------------------------------- tokenizer
+
+
+def train_tokenizer(world: MicroWorld, docs: list[str]) -> Tokenizer:
+    """Byte-level BPE in which nearly every word of the micro-world is one token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    chats = ["\n".join(world.turn()) for _ in range(6000)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=CONFIG["vocab_size"],
+        special_tokens=list(SPECIALS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(chats + docs[::6], trainer)
+    return tokenizer
+
+
+# --------------------------------------------------------------------------------- batches
+
+
+def conversation(world: MicroWorld, tokenizer: Tokenizer, length: int) -> tuple[list[int], list[bool]]:
+    """Turns until ``length + 1`` tokens are full, and which tokens are answers."""
+    ids: list[int] = []
+    answers: list[bool] = []
+
+    def append(text: str, answer: bool) -> None:
+        new = tokenizer.encode(text).ids
+        ids.extend(new)
+        answers.extend([answer] * len(new))
+
+    system = world.system_message()
+    if system is not None:
+        append(f"<|im_start|>system\n{system}<|im_end|>\n", False)
+    while len(ids) <= length:
+        question, answer = world.turn()
+        append(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n", False)
+        append(f"{answer}<|im_end|>", True)
+        append("\n", False)
+    return ids[: length + 1], answers[: length + 1]
+
+
+def batches(
+    world: MicroWorld, tokenizer: Tokenizer, tokens: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless ``(ids [rows, length + 1], answer mask of the same shape)``."""
+    while True:
+        length = world.rng.choices(ROW_LENGTHS, ROW_WEIGHTS)[0]
+        rows = [conversation(world, tokenizer, length) for _ in range(tokens // length)]
+        yield torch.tensor([ids for ids, _ in rows]), torch.tensor([mask for _, mask in rows])
+
+
+# ----------------------------------------------------------------------------------- model
+
+
+def initial_parameters() -> Parameters:
+    """Normal weights with standard deviation fan_in ** -0.5, outputs of a layer scaled down."""
+    hidden, ffn, depth = (
+        CONFIG[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers")
+    )
+    q_rows = CONFIG["num_attention_heads"] * CONFIG["head_dim"]
+    kv_rows = CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
+    shapes = {
+        "self_attn.q_proj": (q_rows, hidden),
+        "self_attn.k_proj": (kv_rows, hidden),
+        "self_attn.v_proj": (kv_rows, hidden),
+        "self_attn.o_proj": (hidden, q_rows),
+        "mlp.gate_proj": (ffn, hidden),
+        "mlp.up_proj": (ffn, hidden),
+        "mlp.down_proj": (hidden, ffn),
+    }
+    params: Parameters = {
+        "model.embed_tokens.weight": torch.randn(CONFIG["vocab_size"], hidden) * 0.05,
+        "model.norm.weight": torch.ones(hidden),
+    }
+    for layer in range(depth):
+        prefix = f"model.layers.{layer}"
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            params[f"{prefix}.{name}.weight"] = torch.ones(hidden)
+        for name, shape in shapes.items():
+            scale = shape[1] ** -0.5
+            if name.endswith(("o_proj", "down_proj")):
+                scale /= math.sqrt(2 * depth)
+            params[f"{prefix}.{name}.weight"] = torch.randn(shape) * scale
+    return {name: p.requires_grad_() for name, p in params.items()}
+
+
+def rope_tables(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine ``[length, head_dim]`` for rotating the two halves of each head."""
+    half = torch.arange(0, CONFIG["head_dim"], 2) / CONFIG["head_dim"]
+    angles = torch.arange(length)[:, None] / CONFIG["rope_theta"] ** half
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """RoPE on ``[..., length, head_dim]``."""
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+def attention(p: Parameters, prefix: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Causal grouped-query attention of one layer; ``x`` is ``[rows, length, hidden]``."""
+    rows, length, _ = x.shape
+
+    def heads(name: str) -> torch.Tensor:
+        y = F.linear(x, p[f"{prefix}.{name}.weight"])
+        return y.view(rows, length, -1, CONFIG["head_dim"]).transpose(1, 2)
+
+    q, k, v = rotate(heads("q_proj"), cos, sin), rotate(heads("k_proj"), cos, sin), heads("v_proj")
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return F.linear(y.transpose(1, 2).reshape(rows, length, -1), p[f"{prefix}.o_proj.weight"])
+
+
+def hidden_states(p: Parameters, ids: torch.Tensor) -> torch.Tensor:
+    """Normalised hidden states ``[rows, length, hidden]`` in front of the tied head."""
+    cos, sin = rope_tables(ids.shape[1])
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], p[f"{name}.weight"], CONFIG["rms_norm_eps"])
+
+    x = F.embedding(ids, p["model.embed_tokens.weight"])
+    for layer in range(CONFIG["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        x = x + attention(p, f"{prefix}.self_attn", norm(x, f"{prefix}.input_layernorm"), cos, sin)
+        y = norm(x, f"{prefix}.post_attention_layernorm")
+        gate, up = (F.linear(y, p[f"{prefix}.mlp.{n}_proj.weight"]) for n in ("gate", "up"))
+        x = x + F.linear(F.silu(gate) * up, p[f"{prefix}.mlp.down_proj.weight"])
+    return norm(x, "model.norm")
+
+
+def answer_loss(p: Parameters, ids: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of the answer tokens."""
+    wanted = answers[:, 1:]
+    logits = F.linear(hidden_states(p, ids[:, :-1])[wanted], p["model.embed_tokens.weight"])
+    return F.cross_entropy(logits, ids[:, 1:][wanted])
+
+
+# -------------------------------------------------------------------------------- training
+
+
+def optimizers(p: Parameters) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
+    matrices = [v for k, v in p.items() if v.ndim == 2 and "layers" in k]
+    rest = [v for k, v in p.items() if v.ndim == 1 or "layers" not in k]
+    return [
+        torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.0),
+        torch.optim.AdamW(rest, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def learning_rate_factor(step: int, progress: float) -> float:
+    """Warm-up over 30 steps, then constant, then linear to zero over the last 45 %."""
+    return min(1.0, (step + 1) / 30, max(0.01, (1.0 - progress) / 0.45))
+
+
+def train(out: Path, minutes: float, tokens: int, seed: int) -> None:
+    """Train for ``minutes`` of CPU time, ``tokens`` per step."""
+    torch.manual_seed(seed)
+    docs = documentation()
+    tokenizer = train_tokenizer(MicroWorld(seed, docs), docs)
+    save_tokenizer(out, tokenizer)
+    params = initial_parameters()
+    opts = optimizers(params)
+    base = [group["lr"] for opt in opts for group in opt.param_groups]
+    source = batches(MicroWorld(seed + 1, docs), tokenizer, tokens)
+    began, saved, mean, step, progress = time.process_time(), 0.0, 0.0, 0, 0.0
+    while progress < 1.0:
+        factor = learning_rate_factor(step, progress)
+        for group, lr in zip((g for o in opts for g in o.param_groups), base, strict=True):
+            group["lr"] = lr * factor
+        loss = answer_loss(params, *next(source))
+        loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+        for opt in opts:
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+        mean = loss.item() if step == 0 else 0.98 * mean + 0.02 * loss.item()
+        step += 1
+        spent = (time.process_time() - began) / 60
+        progress = spent / minutes
+        if step % 50 == 0:
+            print(f"{spent:6.2f} min  step {step}  loss {mean:.4f}", flush=True)  # noqa: T201
+        if spent - saved > 2 or progress >= 1.0:
+            saved = spent
+            save_weights(out, params)
+    print(f"{sum(v.numel() for v in params.values()):,} parameters, loss {mean:.4f}")  # noqa: T201
+
+
+# ---------------------------------------------------------------------------------- saving
+
+
+def write_json(path: Path, value: object) -> None:
+    """JSON as people read it."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def save_tokenizer(out: Path, tokenizer: Tokenizer) -> None:
+    """All files but the weights; the chat template is written by hand beside them."""
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(out / "tokenizer.json"), pretty=False)
+    write_json(out / "config.json", CONFIG)
+    write_json(
+        out / "generation_config.json",
+        {
+            "bos_token_id": END_OF_TEXT,
+            "eos_token_id": [IM_END, END_OF_TEXT],
+            "pad_token_id": END_OF_TEXT,
+            "do_sample": True,
+            "temperature": 0.6,
+            "top_p": 0.9,
+        },
+    )
+    write_json(
+        out / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": SPECIALS[END_OF_TEXT],
+            "eos_token": SPECIALS[IM_END],
+            "pad_token": SPECIALS[END_OF_TEXT],
+            "add_bos_token": False,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": CONFIG["max_position_embeddings"],
+        },
+    )
+
+
+def save_weights(out: Path, params: Parameters) -> None:
+    """bfloat16 safetensors, replaced in one step so that a reader never sees half a file."""
+    tensors = {name: v.detach().to(torch.bfloat16).contiguous() for name, v in params.items()}
+    save_file(tensors, str(out / "model.safetensors.new"), metadata={"format": "pt"})
+    (out / "model.safetensors.new").replace(out / "model.safetensors")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="train the demo model")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=14.0, help="CPU minutes")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens per step")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    train(args.out, args.minutes, args.tokens, args.seed)
+
+
+if __name__ == "__main__":
+    main()
