@@ -1,0 +1,80 @@
+"""From flags, environment and a TOML file to one settings struct.
+
+Precedence, highest first: flag, ``BATON_*`` environment variable, file, default. Each layer
+is a mapping from field name to value; a layer that says nothing of a field lets the next one
+speak. Pure but for reading the file.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..deploy.config import ServeSettings, check
+from ..proto.errors import ConfigError
+
+ENV_PREFIX = "BATON_"
+
+HELP = {
+    "model": "folder of the checkpoint (empty: the embedded demo model)",
+    "prefill": "number of prefill workers",
+    "decode": "number of decode workers",
+    "address": "where clients connect, ipc://PATH or tcp://HOST:PORT (empty: a path of this user)",
+    "transport": "sockets between router and workers: ipc or tcp (on 127.0.0.1)",
+    "policy": "how the router chooses workers: round_robin, least_loaded or prefix_aware",
+    "block_size": "tokens per KV block",
+    "kv_blocks": "KV blocks per worker (0: from kv_memory, or chosen for the model)",
+    "kv_memory": "memory for KV blocks per worker, such as 512MiB",
+    "chunk_budget": "most prompt tokens computed per step (0: no bound)",
+    "max_batch": "most requests decoded together by one worker",
+    "backend": "kernels: auto, cpu (C) or numpy",
+    "grace": "seconds running requests may take to finish after an interrupt",
+    "stats_interval": "seconds between lines of figures (0: none)",
+    "log_level": "least severe log lines shown: debug, info, warning or error",
+    "run_dir": "parent of the private folder of sockets (empty: the system's temporary folder)",
+}
+"""One line for each field of :class:`ServeSettings`, shown by ``baton serve --help``."""
+
+
+def resolve(
+    flags: Mapping[str, Any], environment: Mapping[str, str], file: str | None
+) -> ServeSettings:
+    """Merge the layers and check the result; ConfigError says which value is wrong and where."""
+    merged: dict[str, Any] = {}
+    for source, layer in (
+        (f"file {file}", read_file(file) if file else {}),
+        ("environment", from_environment(environment)),
+        ("flags", {key: value for key, value in flags.items() if value is not None}),
+    ):
+        _convert(layer, source)  # so that a wrong value is blamed on its own layer
+        merged.update(layer)
+    return check(_convert(merged, "settings"))
+
+
+def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The fields set by ``BATON_<FIELD>``."""
+    names = {ENV_PREFIX + field.upper(): field for field in ServeSettings.__struct_fields__}
+    return {names[key]: value for key, value in environment.items() if key in names}
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """Keys of a TOML file; dashes count as underscores."""
+    try:
+        with Path(path).open("rb") as file:
+            content = tomllib.load(file)
+    except OSError as problem:
+        raise ConfigError(f"cannot read {path}: {problem.strerror}") from problem
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"{path} is not valid TOML: {problem}") from problem
+    return {key.replace("-", "_"): value for key, value in content.items()}
+
+
+def _convert(values: Mapping[str, Any], source: str) -> ServeSettings:
+    try:
+        return msgspec.convert(dict(values), ServeSettings, strict=False)
+    except msgspec.ValidationError as problem:
+        raise ConfigError(f"{source}: {problem}") from problem

@@ -1,0 +1,106 @@
+"""Everything the supervisor says to its terminal, as pure functions from facts to lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from .core import Say
+from .report import ClusterReport, WorkerReport
+
+_SENTENCES = {
+    "ready": "ready: all workers have registered",
+    "restarting": "{name} ended ({detail}); starting it again in {seconds:.1f} s",
+    "retired": "{name} finished its work and was not started again",
+    "hung": "{name} has not answered for {seconds:.1f} s; ending it",
+    "cannot_run": "{name} cannot run: {detail}",
+    "gave_up": "{name} ended too often; stopping the cluster. Last message: {detail}",
+    "draining": "draining: running requests may finish within {seconds:.0f} s "
+    "(interrupt again to stop at once)",
+    "grace_over": "the grace period is over; stopping with requests unfinished",
+}
+
+
+def sentence(say: Say) -> str:
+    """The line for a :class:`Say` of the core."""
+    return _SENTENCES[say.what].format(
+        name=say.name, detail=say.detail or "no message", seconds=say.seconds
+    )
+
+
+class BannerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the start-up banner shows."""
+
+    version: str
+    model: str
+    address: str
+    run_dir: str
+    transport: str
+    security: str
+
+
+def startup(facts: BannerFacts, report: ClusterReport) -> list[str]:
+    """Lines shown once every worker is ready."""
+    lines = [
+        f"baton {facts.version}",
+        f"  model      {facts.model}",
+        f"  address    {facts.address}",
+        f"  security   {facts.security}",
+        f"  handoff    {facts.transport}",
+    ]
+    for role in ("prefill", "decode"):
+        lines += [_pool_line(role, worker) for worker in report.of_role(role)]
+    return [*lines, f"  try        baton generate --address {facts.address} 'Once upon a time'"]
+
+
+def _pool_line(role: str, worker: WorkerReport) -> str:
+    return (
+        f"  {role:<10} {worker.id}  pid {worker.pid}  "
+        f"{worker.kv_blocks_total} KV blocks  {worker.endpoint}"
+    )
+
+
+def throughput(before: ClusterReport, after: ClusterReport, seconds: float) -> str:
+    """One line of figures for the ``seconds`` between two reports.
+
+    A worker that was restarted in between starts counting from zero, so its counters are
+    compared per incarnation.
+    """
+    prompt = _grown("prompt_tokens", before, after)
+    generated = _grown("generated_tokens", before, after)
+    hits = _grown("prefix_hit_tokens", before, after)
+    total = sum(worker.kv_blocks_total for worker in after.workers)
+    used = sum(worker.kv_blocks_used for worker in after.workers)
+    running = sum(worker.requests_running for worker in after.workers)
+    waiting = sum(worker.requests_waiting for worker in after.workers)
+    return (
+        f"prompt {prompt / seconds:.1f} tok/s, generation {generated / seconds:.1f} tok/s, "
+        f"running {running}, waiting {waiting}, "
+        f"KV {_percent(used, total)}, prefix hit {_percent(hits, hits + prompt)}"
+    )
+
+
+def _grown(counter: str, before: ClusterReport, after: ClusterReport) -> int:
+    base = {(w.id, w.incarnation): getattr(w, counter) for w in before.workers}
+    return sum(getattr(w, counter) - base.get((w.id, w.incarnation), 0) for w in after.workers)
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100.0 * part / whole if whole else 0.0:.1f} %"
+
+
+def load_progress(progress: Sequence[tuple[str, int, int]]) -> str:
+    """``(process, bytes done, bytes total)`` of each loading worker as one line."""
+    parts = [f"{name} {_bar(done, total)}" for name, done, total in progress]
+    return "loading  " + "  ".join(parts)
+
+
+def _bar(done: int, total: int, width: int = 12) -> str:
+    filled = min(width, width * done // total) if total else 0
+    return f"[{'#' * filled}{'.' * (width - filled)}] {mebibytes(done)}/{mebibytes(total)}"
+
+
+def mebibytes(size: int) -> str:
+    """A byte count for people."""
+    return f"{size / (1 << 20):.1f} MiB" if size >= 1 << 20 else f"{size / 1024:.1f} KiB"

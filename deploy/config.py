@@ -1,0 +1,93 @@
+"""What an operator can set for a cluster on one machine; one frozen struct.
+
+Every field is a flag of ``baton serve``, an environment variable and a key of its file
+(see the ``baton`` command); this module knows none of the three. Zero and the empty text
+mean "choose for me". :func:`check` finds what the types cannot say.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from ..proto.errors import ConfigError
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?)", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+TRANSPORTS = ("ipc", "tcp")
+BACKENDS = ("auto", "cpu", "numpy")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of ``baton serve``; sizes in bytes as text ("512MiB"), durations in seconds."""
+
+    model: str = ""
+    prefill: int = 1
+    decode: int = 1
+    address: str = ""
+    transport: str = "ipc"
+    policy: str = "prefix_aware"
+    block_size: int = 16
+    kv_blocks: int = 0
+    kv_memory: str = ""
+    chunk_budget: int = 512
+    max_batch: int = 64
+    backend: str = "auto"
+    grace: float = 30.0
+    stats_interval: float = 10.0
+    log_level: str = "warning"
+    run_dir: str = ""
+
+
+def check(settings: ServeSettings) -> ServeSettings:
+    """Return the settings unchanged; ConfigError names the first wrong one."""
+    positive = ("prefill", "decode", "block_size", "max_batch")
+    for name in positive:
+        _require(getattr(settings, name) >= 1, name, "must be at least 1")
+    for name in ("kv_blocks", "chunk_budget", "grace", "stats_interval"):
+        _require(getattr(settings, name) >= 0, name, "must not be negative")
+    _require_choice(settings, "transport", TRANSPORTS)
+    _require_choice(settings, "backend", BACKENDS)
+    _require_choice(settings, "log_level", LOG_LEVELS)
+    _require(not (settings.kv_blocks and settings.kv_memory), "kv_blocks", "excludes kv_memory")
+    parse_size(settings.kv_memory)
+    return settings
+
+
+def _require(holds: bool, name: str, rule: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name} {rule}")
+
+
+def _require_choice(settings: ServeSettings, name: str, choices: tuple[str, ...]) -> None:
+    value = getattr(settings, name)
+    _require(value in choices, name, f"must be one of {', '.join(choices)}, not '{value}'")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "4096", "512MiB" or "2G" (powers of 1024); 0 for the empty text."""
+    if not text.strip():
+        return 0
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"kv_memory '{text}' is not a size such as 512MiB or 2GiB")
+    number, unit = match.groups()
+    return int(float(number) * 1024 ** _POWERS[unit[:1].upper()])
+
+
+def default_address() -> str:
+    """The per-user address where ``serve`` listens and the other verbs look."""
+    runtime_dir = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime_dir and Path(runtime_dir).is_dir():
+        return f"ipc://{Path(runtime_dir) / 'baton.sock'}"
+    return f"ipc://{Path(tempfile.gettempdir()) / f'baton-{os.getuid()}' / 'serve.sock'}"
+
+
+def demo_model_folder() -> Path:
+    """Folder of the embedded model, the default MODEL."""
+    return Path(__file__).parent / "demo_model"

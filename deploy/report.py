@@ -1,0 +1,78 @@
+"""The router's status report as the supervisor and the ``baton`` command read it.
+
+The router writes the object ``baton status --json`` prints; only the keys needed here are
+declared, and unknown ones are ignored, so a newer router can say more.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..proto.errors import DecodeFailed
+
+ALIVE_STATES = frozenset({"ready", "draining"})
+
+
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker; token counts since its start."""
+
+    id: str
+    role: str
+    pid: int = 0
+    state: str = ""
+    endpoint: str = ""
+    incarnation: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_cached: int = 0
+    requests_running: int = 0
+    requests_waiting: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether the router hears it, ready or draining."""
+        return self.state in ALIVE_STATES
+
+
+class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One handoff."""
+
+    prefill: str = ""
+    decode: str = ""
+    transport: str = ""
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    blocks: int = 0
+    cached_tokens: int = 0
+    milliseconds: float = 0.0
+
+
+class HandoffTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """All handoffs the router knows of, the recent ones last."""
+
+    count: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    last: list[HandoffRecord] = []
+
+
+class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole cluster."""
+
+    workers: list[WorkerReport] = []
+    handoffs: HandoffTotals = HandoffTotals()
+
+    def of_role(self, role: str) -> list[WorkerReport]:
+        """Workers of one pool."""
+        return [worker for worker in self.workers if worker.role == role]
+
+
+def parse_report(data: bytes) -> ClusterReport:
+    """Decode the JSON text; DecodeFailed when it is not a report."""
+    try:
+        return msgspec.json.decode(data, type=ClusterReport)
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise DecodeFailed(f"the router sent no readable status report: {problem}") from problem

@@ -1,0 +1,66 @@
+import pytest
+
+from baton.deploy import banner
+from baton.deploy.core import Say
+from baton.deploy.report import ClusterReport, WorkerReport, parse_report
+from baton.proto.errors import DecodeFailed
+
+
+def worker(role="decode", **kwargs):
+    return WorkerReport(id=f"{role}-0", role=role, state="ready", incarnation=1, **kwargs)
+
+
+def test_throughput_shows_rates_and_levels():
+    before = ClusterReport(workers=[worker(generated_tokens=100), worker("prefill")])
+    after = ClusterReport(
+        workers=[
+            worker(generated_tokens=1100, requests_running=3, kv_blocks_total=80, kv_blocks_used=9),
+            worker("prefill", prompt_tokens=300, prefix_hit_tokens=100, requests_waiting=2),
+        ]
+    )
+    assert banner.throughput(before, after, 10.0) == (
+        "prompt 30.0 tok/s, generation 100.0 tok/s, running 3, waiting 2, "
+        "KV 11.2 %, prefix hit 25.0 %"
+    )
+
+
+def test_a_restarted_worker_counts_from_zero():
+    before = ClusterReport(workers=[WorkerReport(id="d", role="decode", generated_tokens=900)])
+    after = ClusterReport(
+        workers=[WorkerReport(id="d", role="decode", incarnation=2, generated_tokens=50)]
+    )
+    assert "generation 5.0 tok/s" in banner.throughput(before, after, 10.0)
+
+
+def test_an_empty_cluster_divides_by_nothing():
+    line = banner.throughput(ClusterReport(), ClusterReport(), 10.0)
+    assert "KV 0.0 %, prefix hit 0.0 %" in line
+
+
+def test_banner_names_pools_blocks_address_and_security():
+    facts = banner.BannerFacts(
+        version="0", model="m", address="ipc://a", run_dir="/r", transport="zmq", security="local"
+    )
+    report = ClusterReport(
+        workers=[worker(pid=7, kv_blocks_total=64, endpoint="ipc://d"), worker("prefill", pid=6)]
+    )
+    text = "\n".join(banner.startup(facts, report))
+    for part in ("ipc://a", "local", "decode-0  pid 7  64 KV blocks  ipc://d", "prefill-0  pid 6"):
+        assert part in text
+
+
+@pytest.mark.parametrize("what", list(banner._SENTENCES))
+def test_every_sentence_formats(what):
+    assert "{" not in banner.sentence(Say(what, "decode-0", "because", 1.25))
+
+
+def test_load_progress_bar():
+    line = banner.load_progress([("decode-0", 6 << 20, 12 << 20), ("decode-1", 0, 0)])
+    assert "decode-0 [######......] 6.0 MiB/12.0 MiB" in line
+
+
+def test_a_report_with_unknown_keys_is_read_and_garbage_is_a_typed_error():
+    data = b'{"workers":[{"id":"a","role":"decode","state":"ready","more":1}],"x":2}'
+    assert parse_report(data).workers[0].alive
+    with pytest.raises(DecodeFailed):
+        parse_report(b"\xff")
