@@ -27,6 +27,10 @@ from .outputs import TokenLogProbs
 from .wire import WireContext
 
 
+Binary = bytes
+"""For structs with a field named ``bytes``, which would hide the type."""
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True, gc=False):
     """Base of all messages: a msgpack map with a ``type`` key; defaults do not travel."""
 
@@ -52,13 +56,13 @@ class TokenRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: list[TokenLogProbs] | None = None
 
 
-class Tokens(Message):
+class Tokens(Message, frozen=True, kw_only=True):
     """Worker to router and router to client: the tokens of one step, all requests of the peer."""
 
     runs: list[TokenRun]
 
 
-class Terminal(Message):
+class Terminal(Message, frozen=True, kw_only=True):
     """Worker to router and router to client: the one end of a request.
 
     ``status`` is a GenerationStatus value for a finished request and ``None`` for a failed
@@ -81,7 +85,7 @@ class Terminal(Message):
 # --------------------------------------------------------------------------- client -> router
 
 
-class Submit(Message):
+class Submit(Message, frozen=True, kw_only=True):
     """Start a request; sent again with the same content it re-attaches."""
 
     request_id: str
@@ -92,7 +96,7 @@ class Submit(Message):
     fallback: bool = False  # choose another worker when target_endpoint cannot take it
 
 
-class Resume(Message):
+class Resume(Message, frozen=True, kw_only=True):
     """Continue a stream after the connection or the router was lost."""
 
     request_id: str
@@ -108,38 +112,38 @@ class Resume(Message):
     fallback: bool = False
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True, kw_only=True):
     """End a request; answered by its Terminal."""
 
     request_id: str = ""
     request: bytes = b""
 
 
-class FinalAck(Message):
+class FinalAck(Message, frozen=True, kw_only=True):
     """The client has these terminals; the router may forget them."""
 
     requests: list[bytes]
 
 
-class Describe(Message):
+class Describe(Message, frozen=True, kw_only=True):
     """Ask for the model's card and, by name, its text files."""
 
     files: list[str] = []
 
 
-class Status(Message):
+class Status(Message, frozen=True, kw_only=True):
     """Ask for the cluster's state."""
 
     handoffs: int = 16  # how many recent handoffs to list
 
 
-class Drain(Message):
+class Drain(Message, frozen=True, kw_only=True):
     """Client (operator) to router, router to worker: take no new work, finish what runs."""
 
     worker: str = ""  # worker id; for the router's own use empty
 
 
-class Ping(Message):
+class Ping(Message, frozen=True, kw_only=True):
     """Any direction: are you there; carries nothing."""
 
     nonce: int = 0
@@ -151,7 +155,7 @@ ClientToRouter = Submit | Resume | Cancel | FinalAck | Describe | Status | Drain
 # --------------------------------------------------------------------------- router -> client
 
 
-class Submitted(Message):
+class Submitted(Message, frozen=True, kw_only=True):
     """The request was admitted; ``secret`` opens a later Resume."""
 
     request_id: str
@@ -160,7 +164,7 @@ class Submitted(Message):
     attempt: int = 1
 
 
-class Described(Message):
+class Described(Message, frozen=True, kw_only=True):
     """The model's card, generation defaults and the text files asked for."""
 
     model: ModelCard | None = None
@@ -169,20 +173,20 @@ class Described(Message):
     available: list[str] = []
 
 
-class StatusReport(Message):
+class StatusReport(Message, frozen=True, kw_only=True):
     """The object ``baton status --json`` prints, as JSON text."""
 
     report: bytes
 
 
-class Moved(Message):
+class Moved(Message, frozen=True, kw_only=True):
     """The request is served through another router now."""
 
     request: bytes
     router: str = ""
 
 
-class Drained(Message):
+class Drained(Message, frozen=True, kw_only=True):
     """Worker to router: nothing left in flight. Router to client: the drain was started or done."""
 
     worker: str
@@ -190,7 +194,7 @@ class Drained(Message):
     message: str = ""
 
 
-class Rejected(Message):
+class Rejected(Message, frozen=True, kw_only=True):
     """A message could not be understood or is not allowed; the connection stays usable."""
 
     code: str
@@ -198,7 +202,7 @@ class Rejected(Message):
     request_id: str = ""
 
 
-class Pong(Message):
+class Pong(Message, frozen=True, kw_only=True):
     """Answer to Ping."""
 
     nonce: int = 0
@@ -238,7 +242,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     preemptions: int = 0
 
 
-class Hello(Message):
+class Hello(Message, frozen=True, kw_only=True):
     """First message of a worker on every (re)connection."""
 
     version: int
@@ -255,7 +259,7 @@ class Hello(Message):
     draining: bool = False
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True, kw_only=True):
     """Every 200 ms: alive, and whether the engine makes progress."""
 
     incarnation: int
@@ -266,14 +270,14 @@ class Heartbeat(Message):
     load: WorkerLoad = WorkerLoad()
 
 
-class Accepted(Message):
+class Accepted(Message, frozen=True, kw_only=True):
     """The worker has the request (also the answer to a repeated Assign)."""
 
     request: bytes
     attempt: int
 
 
-class Busy(Message):
+class Busy(Message, frozen=True, kw_only=True):
     """No room now. Prefill to router for an Assign; decode to prefill for a Reserve."""
 
     request: bytes
@@ -283,14 +287,14 @@ class Busy(Message):
     decode_full: bool = False  # prefill to router: the decode side refused, choose another
 
 
-class Aborted(Message):
+class Aborted(Message, frozen=True, kw_only=True):
     """The worker holds nothing of this attempt or of lower ones any more."""
 
     request: bytes
     attempt: int
 
 
-class HandoffReport(Message):
+class HandoffReport(Message, frozen=True, kw_only=True):
     """Prefill to router after Committed; kept by the router, so it survives the worker."""
 
     request: bytes
@@ -307,7 +311,7 @@ class HandoffReport(Message):
     seconds: float = 0.0
 
 
-class PeerLost(Message):
+class PeerLost(Message, frozen=True, kw_only=True):
     """Worker to router: a handoff partner does not answer."""
 
     endpoint: str
@@ -325,14 +329,14 @@ WorkerToRouter = (
 # --------------------------------------------------------------------------- router -> worker
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True, kw_only=True):
     """The router knows the worker now."""
 
     router: str  # stable name; Assign and Commit refer to it
     incarnation: int
 
 
-class Assign(Message):
+class Assign(Message, frozen=True, kw_only=True):
     """Prefill this; the handoff goes to ``decode``. Repeated until Accepted or Busy."""
 
     request: bytes
@@ -345,7 +349,7 @@ class Assign(Message):
     deadline: float  # remaining seconds
 
 
-class Abort(Message):
+class Abort(Message, frozen=True, kw_only=True):
     """Free everything of this attempt and of lower ones; repeated until Aborted."""
 
     request: bytes
@@ -353,20 +357,20 @@ class Abort(Message):
     reason: str = ""
 
 
-class Adopt(Message):
+class Adopt(Message, frozen=True, kw_only=True):
     """Send the tokens from ``position`` on again, to this router from now on."""
 
     request: bytes
     position: int
 
 
-class TerminalAck(Message):
+class TerminalAck(Message, frozen=True, kw_only=True):
     """The router has these terminals; the worker may forget them."""
 
     requests: list[tuple[bytes, int]]
 
 
-class PeerDead(Message):
+class PeerDead(Message, frozen=True, kw_only=True):
     """A worker's incarnation is finally dead: free what waits for it."""
 
     incarnation: int
@@ -381,7 +385,7 @@ RouterToWorker = (
 # --------------------------------------------------------------------------- prefill -> decode
 
 
-class Open(Message):
+class Open(Message, frozen=True, kw_only=True):
     """First message on a link: who I am and what my blocks look like."""
 
     version: int
@@ -391,7 +395,7 @@ class Open(Message):
     transports: list[str]
 
 
-class Reserve(Message):
+class Reserve(Message, frozen=True, kw_only=True):
     """Ask for blocks. Repeated with the same key it repeats the same answer."""
 
     request: bytes
@@ -400,14 +404,15 @@ class Reserve(Message):
     hashes: list[bytes]  # chained hashes of the full blocks of the tokens
     num_tokens: int  # tokens whose KV will arrive
     growth: int  # further tokens to have room for
+    serial: int = 0  # per handoff started: a new one asks for a fresh grant
     layout_id: int = 0
     deadline: float
 
 
-class Commit(Message):
+class Commit(Message, frozen=True, kw_only=True):
     """Everything was sent: manifest and the whole context with its first token."""
 
-    request: bytes
+    request: Binary
     attempt: int
     grant: GrantRef
     frames: int
@@ -423,7 +428,7 @@ class Commit(Message):
     deadline: float
 
 
-class Release(Message):
+class Release(Message, frozen=True, kw_only=True):
     """Give a grant back, or a Reserve that was not answered; repeated until Released."""
 
     request: bytes
@@ -431,13 +436,13 @@ class Release(Message):
     grant: GrantRef | None = None
 
 
-class Fence(Message):
+class Fence(Message, frozen=True, kw_only=True):
     """Device path: the sender wrote its last byte into a revoked grant."""
 
     grant: GrantRef
 
 
-class Probe(Message):
+class Probe(Message, frozen=True, kw_only=True):
     """Anyone may ask an endpoint who it is."""
 
     nonce: int = 0
@@ -449,7 +454,7 @@ PrefillToDecode = Open | Reserve | Commit | Release | Fence | Probe | Ping | Pon
 # --------------------------------------------------------------------------- decode -> prefill
 
 
-class Opened(Message):
+class Opened(Message, frozen=True, kw_only=True):
     """The link stands; KV frames go to ``data_endpoint``."""
 
     worker: str
@@ -460,7 +465,7 @@ class Opened(Message):
     max_frame_bytes: int = 1 << 20
 
 
-class OpenRefused(Message):
+class OpenRefused(Message, frozen=True, kw_only=True):
     """The two workers cannot exchange blocks; ``field`` is the first that differs."""
 
     field: str
@@ -469,7 +474,7 @@ class OpenRefused(Message):
     code: str = "model_mismatch"
 
 
-class Grant(Message):
+class Grant(Message, frozen=True, kw_only=True):
     """Blocks are reserved and pinned; push up to ``credit`` bytes, then wait for Credit."""
 
     request: bytes
@@ -479,24 +484,24 @@ class Grant(Message):
     credit: int  # cumulative bytes of this grant the sender may have sent
 
 
-class Credit(Message):
+class Credit(Message, frozen=True, kw_only=True):
     """Raised cumulative credit of a grant."""
 
     grant: GrantRef
     credit: int
 
 
-class Committed(Message):
+class Committed(Message, frozen=True, kw_only=True):
     """The decode worker owns the request now; the sender may let go."""
 
-    request: bytes
+    request: Binary
     attempt: int
     grant: GrantRef
     bytes: int
     frames: int
 
 
-class Refused(Message):
+class Refused(Message, frozen=True, kw_only=True):
     """A Commit cannot be taken as it is.
 
     With ``frames`` the sender sends those again (lost or damaged) and commits again;
@@ -512,7 +517,7 @@ class Refused(Message):
     credit: int = 0  # cumulative credit that covers the repeated frames
 
 
-class Stale(Message):
+class Stale(Message, frozen=True, kw_only=True):
     """The grant does not exist any more; nothing was done."""
 
     grant: GrantRef | None = None
@@ -520,20 +525,20 @@ class Stale(Message):
     attempt: int = 0
 
 
-class Released(Message):
+class Released(Message, frozen=True, kw_only=True):
     """Nothing of this attempt is held for the sender."""
 
     request: bytes
     attempt: int
 
 
-class Revoke(Message):
+class Revoke(Message, frozen=True, kw_only=True):
     """Device path: stop writing into this grant and answer Fence."""
 
     grant: GrantRef
 
 
-class ProbeReply(Message):
+class ProbeReply(Message, frozen=True, kw_only=True):
     """Who listens at this endpoint."""
 
     nonce: int
