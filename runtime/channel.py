@@ -1,0 +1,129 @@
+"""What both kinds of sockets share: options, limits, counting, and one owning thread.
+
+A received message is a list of frames: ``bytes`` up to 64 KiB, above that a ``memoryview``
+of ZeroMQ's own buffer. A sent buffer above 64 KiB is not copied and must stay unchanged
+until ZeroMQ is done with it (``tracked`` tells when).
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import msgspec
+import zmq
+
+from ..proto.errors import InternalError
+from ..proto.limits import MAX_ARRAY_FRAMES, MAX_CONTROL_BYTES
+
+COPY_LIMIT = 64 << 10
+"""Frames up to this many bytes are copied; above, a copy costs more than the bookkeeping."""
+_HANDSHAKE_MS = 2000
+
+Frames = list[bytes | memoryview]
+Buffers = Sequence[Any]
+"""Outgoing frames: bytes, memoryviews, C-contiguous arrays."""
+
+
+class SendResult(enum.Enum):
+    """Whether ZeroMQ took a message; true only for SENT. Taken is not delivered."""
+
+    SENT = "sent"
+    UNREACHABLE = "unreachable"
+    FULL = "full"
+
+    def __bool__(self) -> bool:
+        return self is SendResult.SENT
+
+
+class ChannelOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits and timers of a socket; high-water marks count messages per peer."""
+
+    max_frame_bytes: int = MAX_CONTROL_BYTES
+    max_frames: int = MAX_ARRAY_FRAMES + 1
+    send_hwm: int = 1000
+    receive_hwm: int = 1000
+    heartbeat_s: float = 0.1
+    heartbeat_timeout_s: float = 0.3
+
+
+class ChannelStats(msgspec.Struct):
+    """Messages since the channel was made."""
+
+    sent: int = 0
+    received: int = 0
+    unreachable: int = 0  # not sent: no such peer
+    full: int = 0  # not sent: the peer's queue is at its mark
+    malformed: int = 0  # received with too many frames and dropped
+    refused: int = 0  # connections whose handshake failed
+
+
+class Channel:
+    """Base of the two channels: options, frames, ownership, end."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], kind: int, options: ChannelOptions
+    ) -> None:
+        self.stats = ChannelStats()
+        self._max_frames = options.max_frames
+        self._owner: int | None = None
+        self._socket: zmq.Socket[bytes] = context.socket(kind)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.MAXMSGSIZE, options.max_frame_bytes),
+            (zmq.SNDHWM, options.send_hwm),
+            (zmq.RCVHWM, options.receive_hwm),
+            (zmq.HEARTBEAT_IVL, int(options.heartbeat_s * 1000)),
+            (zmq.HEARTBEAT_TIMEOUT, int(options.heartbeat_timeout_s * 1000)),
+            (zmq.HANDSHAKE_IVL, _HANDSHAKE_MS),
+        ):
+            self._socket.setsockopt(option, value)
+        # The socket's default threshold of 64 KiB decides which frames are copied.
+        self._socket.copy_threshold = COPY_LIMIT
+
+    def _own(self) -> None:
+        """A ZeroMQ socket used by two threads corrupts memory: refuse the second."""
+        me = threading.get_ident()
+        if self._owner is None:
+            self._owner = me
+        elif self._owner != me:
+            raise InternalError("a ZeroMQ socket belongs to one thread")
+
+    def _read_frames(self, flags: int = 0) -> Frames | None:
+        """Read a message, or the rest of one; None when it has too many frames.
+
+        ZeroMQ delivers messages whole, so only the first frame can be missing (zmq.Again).
+        """
+        frames: Frames = []
+        count = 0
+        while True:
+            frame = self._socket.recv(flags, copy=False)
+            count += 1
+            if count <= self._max_frames:
+                frames.append(frame.bytes if len(frame) <= COPY_LIMIT else frame.buffer)
+            if not frame.more:
+                break
+        if count > self._max_frames:
+            self.stats.malformed += 1
+            return None
+        self.stats.received += 1
+        return frames
+
+    def _put(self, parts: Buffers) -> None:
+        self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
+        self.stats.sent += 1
+
+    def _put_tracked(self, parts: Buffers) -> zmq.MessageTracker:
+        tracker = self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False, track=True)
+        self.stats.sent += 1
+        return cast("zmq.MessageTracker", tracker)
+
+
+OnMessage = Callable[[Frames], object]
+"""Handler of a message from the one peer of a DEALER."""
+OnPeerMessage = Callable[[bytes, Frames], object]
+"""Handler of a message from the peer with this identity."""
+OnPeer = Callable[[bytes], object]
+"""Handler of something that happened to the peer with this identity."""

@@ -1,0 +1,261 @@
+"""One thread's event loop over ZeroMQ sockets, descriptors, timers and other threads' posts.
+
+ZeroMQ's descriptor only says "ask me": it signals changes of state, and any call on the
+socket, a send included, can consume the signal. So after every activity the loop asks all
+sockets until none has anything left.
+
+Invariant: a message that arrived is handled without a further signal; a callback that raises
+is logged and counted, and neither ends the loop nor keeps the others from running.
+
+All methods but :meth:`Loop.post` belong to the loop's own thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import cast
+
+import uvloop
+import zmq
+
+from .log import get_logger
+
+MESSAGES_PER_VISIT = 100
+"""Most messages taken from one socket before the others get their turn."""
+PASSES_PER_TURN = 8
+"""Most rounds over all sockets before timers and descriptors get theirs."""
+
+_EVENTS = zmq.EVENTS
+_POLLIN = int(zmq.POLLIN)
+_log = get_logger()
+
+Callback = Callable[[], object]
+
+
+class Timer:
+    """A call at a time of :meth:`Loop.now`; never early, never twice."""
+
+    __slots__ = ("_callback", "_handle", "_loop", "when")
+
+    def __init__(self, loop: Loop, when: float, callback: Callback) -> None:
+        self._loop = loop
+        self._callback: Callback | None = callback
+        self.when = when
+        self._handle: asyncio.TimerHandle | None = None
+        self._arm()
+
+    def cancel(self) -> None:
+        """Do not call any more; harmless when already called."""
+        self._callback = None
+        if self._handle is not None:
+            self._handle.cancel()
+
+    def _arm(self) -> None:
+        # libuv counts whole milliseconds from the time its iteration began, so a timer may
+        # come early by what has passed since; _fire arms it again.
+        delay = math.ceil(max(0.0, self.when - time.monotonic()) * 1000) / 1000
+        self._handle = self._loop.asyncio_loop.call_later(delay, self._fire)
+
+    def _fire(self) -> None:
+        callback = self._callback
+        if callback is None:
+            return
+        if time.monotonic() < self.when:
+            self._arm()
+            return
+        self._callback = None
+        self._loop.guarded(callback)
+        self._loop.turn_soon()
+
+
+class _Source:
+    """One registered socket."""
+
+    __slots__ = ("closed", "fd", "on_readable", "socket")
+
+    def __init__(self, socket: zmq.Socket[bytes], on_readable: Callable[[], bool]) -> None:
+        self.socket = socket
+        self.on_readable = on_readable
+        self.fd = cast("int", socket.getsockopt(zmq.FD))
+        self.closed = False
+
+
+class Loop:
+    """Event loop of one thread.
+
+    Without an argument it owns a uvloop and is driven by :meth:`run`; given a running
+    asyncio loop it lives inside that one.
+    """
+
+    def __init__(self, asyncio_loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._owned = asyncio_loop is None
+        self.asyncio_loop = asyncio_loop or uvloop.new_event_loop()
+        self.callback_errors = 0
+        self._sources: list[_Source] = []
+        self._turn_end: list[Callback] = []
+        self._in_turn = False
+        self._turn_soon = False
+        self._posted: deque[Callback] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.asyncio_loop.add_reader(self._wake_fd, self._on_wake)
+        self._closed = False
+
+    # ------------------------------------------------------------------ what to watch
+
+    def add_socket(self, socket: zmq.Socket[bytes], on_readable: Callable[[], bool]) -> None:
+        """Call ``on_readable`` while ``socket`` has messages.
+
+        It takes one message without blocking and returns True, or returns False when there
+        was none.
+        """
+        source = _Source(socket, on_readable)
+        self._sources.append(source)
+        self.asyncio_loop.add_reader(source.fd, self._turn)
+        self.turn_soon()  # what arrived before the registration gives no signal
+
+    def remove_socket(self, socket: zmq.Socket[bytes]) -> None:
+        """Forget ``socket``; call before closing it."""
+        for source in [s for s in self._sources if s.socket is socket]:
+            source.closed = True
+            self._sources.remove(source)
+            self.asyncio_loop.remove_reader(source.fd)
+
+    def add_fd(self, fd: int, callback: Callback) -> None:
+        """Call ``callback`` whenever ``fd`` is readable."""
+        self.asyncio_loop.add_reader(fd, self._on_event, callback)
+
+    def remove_fd(self, fd: int) -> None:
+        """Forget ``fd``."""
+        self.asyncio_loop.remove_reader(fd)
+
+    def on_turn_end(self, callback: Callback) -> None:
+        """Call ``callback`` after every batch of activity; outgoing messages are flushed there."""
+        self._turn_end.append(callback)
+
+    # ------------------------------------------------------------------ time and threads
+
+    @staticmethod
+    def now() -> float:
+        """Monotonic seconds."""
+        return time.monotonic()
+
+    def call_at(self, when: float, callback: Callback) -> Timer:
+        """Call once at ``when`` (seconds of :meth:`now`)."""
+        return Timer(self, when, callback)
+
+    def call_later(self, delay: float, callback: Callback) -> Timer:
+        """Call once after ``delay`` seconds."""
+        return Timer(self, time.monotonic() + delay, callback)
+
+    def post(self, callback: Callback) -> None:
+        """Run ``callback`` on the loop's thread soon; safe from any thread."""
+        self._posted.append(callback)
+        try:
+            os.eventfd_write(self._wake_fd, 1)
+        except OSError:
+            if not self._closed:
+                raise
+
+    # ------------------------------------------------------------------ life
+
+    def run(self) -> None:
+        """Serve until :meth:`stop`, then release what the loop owns."""
+        try:
+            self.asyncio_loop.run_forever()
+        finally:
+            self.close()
+
+    def stop(self) -> None:
+        """Return from :meth:`run` after this turn; safe to call more than once."""
+        self.asyncio_loop.call_soon(self.asyncio_loop.stop)
+
+    def close(self) -> None:
+        """Unregister everything; sockets stay with their owners."""
+        if self._closed:
+            return
+        self._closed = True
+        for source in list(self._sources):
+            self.remove_socket(source.socket)
+        self.asyncio_loop.remove_reader(self._wake_fd)
+        os.close(self._wake_fd)
+        if self._owned:
+            self.asyncio_loop.close()
+
+    # ------------------------------------------------------------------ turns
+
+    def guarded(self, callback: Callback) -> None:
+        """Run ``callback``; an exception is logged with its traceback and counted."""
+        try:
+            callback()
+        except Exception:
+            self._failed(callback)
+
+    def turn_soon(self) -> None:
+        """Visit the sockets and end the turn in the loop's next iteration."""
+        if not self._turn_soon and not self._in_turn:
+            self._turn_soon = True
+            self.asyncio_loop.call_soon(self._turn)
+
+    def _on_wake(self) -> None:
+        try:
+            os.eventfd_read(self._wake_fd)
+        except BlockingIOError:
+            return
+        for _ in range(len(self._posted)):
+            self.guarded(self._posted.popleft())
+        self._turn()
+
+    def _on_event(self, callback: Callback) -> None:
+        self.guarded(callback)
+        self.turn_soon()
+
+    def _turn(self) -> None:
+        """Take messages until there are none, then flush; what is left comes next turn."""
+        if self._in_turn or self._closed:
+            return
+        self._turn_soon = False
+        self._in_turn = True
+        try:
+            for _ in range(PASSES_PER_TURN):
+                if not self._visit_all():
+                    break
+            for callback in self._turn_end:
+                self.guarded(callback)
+        finally:
+            self._in_turn = False
+        # The flush sent, and sending swallows signals: look once more before sleeping.
+        if any(self._readable(source) for source in self._sources):
+            self.turn_soon()
+
+    def _visit_all(self) -> bool:
+        active = False
+        for source in tuple(self._sources):
+            if not source.closed and self._readable(source):
+                active = True
+                self._visit(source)
+        return active
+
+    def _visit(self, source: _Source) -> None:
+        for _ in range(MESSAGES_PER_VISIT):
+            try:
+                if source.closed or not source.on_readable():
+                    return
+            except Exception:
+                self._failed(source.on_readable)
+
+    def _readable(self, source: _Source) -> bool:
+        try:
+            return bool(cast("int", source.socket.getsockopt(_EVENTS)) & _POLLIN)
+        except zmq.ZMQError:  # closed by its owner without remove_socket
+            self.remove_socket(source.socket)
+            return False
+
+    def _failed(self, callback: object) -> None:
+        self.callback_errors += 1
+        name = getattr(callback, "__qualname__", repr(callback))
+        _log.exception("loop.callback_failed", callback=name)

@@ -1,0 +1,36 @@
+"""Connection events of one socket, as libzmq's monitor reports them."""
+
+from __future__ import annotations
+
+import struct
+
+import zmq
+
+HANDSHAKE_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES
+_HEAD = struct.Struct("=Hi")
+
+
+class Monitor:
+    """Reads ``(event, value)`` pairs; of a disconnect the value is the descriptor that closed."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._watched = socket
+        self.socket: zmq.Socket[bytes] = socket.get_monitor_socket(_EVENTS)
+
+    def read(self) -> tuple[int, int] | None:
+        """Next event, or None when there is none."""
+        try:
+            head, _endpoint = self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        event, value = _HEAD.unpack(head)
+        return event, value
+
+    def close(self) -> None:
+        """Stop the reports."""
+        self._watched.disable_monitor()
