@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from baton import __version__
+
 from .core import Say
+from .plan import ClusterPlan
 from .report import ClusterReport, WorkerReport
 
 _SENTENCES = {
@@ -38,6 +41,21 @@ class BannerFacts(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     transport: str
     security: str
+
+
+def facts(plan: ClusterPlan, run_dir: str) -> BannerFacts:
+    """The banner's facts of a plan."""
+    local = "this user only (ipc socket files, mode 0600)"
+    if plan.address.startswith("tcp://") or plan.settings.transport == "tcp":
+        local = "this machine only (loopback, no keys)"
+    return BannerFacts(
+        version=__version__,
+        model=plan.model,
+        address=plan.address,
+        run_dir=run_dir,
+        transport=f"zmq over {plan.settings.transport}",
+        security=local,
+    )
 
 
 def startup(facts: BannerFacts, report: ClusterReport) -> list[str]:

@@ -7,9 +7,7 @@ mean "choose for me". :func:`check` finds what the types cannot say.
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from pathlib import Path
 
 import msgspec
@@ -36,7 +34,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_blocks: int = 0
     kv_memory: str = ""
     chunk_budget: int = 512
-    max_batch: int = 64
+    max_batch: int = 32
+    max_length: int = 0
     backend: str = "auto"
     grace: float = 30.0
     stats_interval: float = 10.0
@@ -49,7 +48,7 @@ def check(settings: ServeSettings) -> ServeSettings:
     positive = ("prefill", "decode", "block_size", "max_batch")
     for name in positive:
         _require(getattr(settings, name) >= 1, name, "must be at least 1")
-    for name in ("kv_blocks", "chunk_budget", "grace", "stats_interval"):
+    for name in ("kv_blocks", "chunk_budget", "max_length", "grace", "stats_interval"):
         _require(getattr(settings, name) >= 0, name, "must not be negative")
     _require_choice(settings, "transport", TRANSPORTS)
     _require_choice(settings, "backend", BACKENDS)
@@ -78,14 +77,6 @@ def parse_size(text: str) -> int:
         raise ConfigError(f"kv_memory '{text}' is not a size such as 512MiB or 2GiB")
     number, unit = match.groups()
     return int(float(number) * 1024 ** _POWERS[unit[:1].upper()])
-
-
-def default_address() -> str:
-    """The per-user address where ``serve`` listens and the other verbs look."""
-    runtime_dir = os.environ.get("XDG_RUNTIME_DIR", "")
-    if runtime_dir and Path(runtime_dir).is_dir():
-        return f"ipc://{Path(runtime_dir) / 'baton.sock'}"
-    return f"ipc://{Path(tempfile.gettempdir()) / f'baton-{os.getuid()}' / 'serve.sock'}"
 
 
 def demo_model_folder() -> Path:

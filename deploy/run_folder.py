@@ -17,13 +17,12 @@ import stat
 import tempfile
 from pathlib import Path
 
+from ..proto.endpoints import MAX_IPC_PATH_BYTES
 from ..proto.errors import ConfigError
 
 PREFIX = "baton-run-"
 _LOCK = "owner.lock"
 _SOCKETS = "sockets"
-MAX_SOCKET_PATH = 107
-"""Longest path of a Unix socket (sockaddr_un, without the closing zero)."""
 
 
 class RunFolder:
@@ -40,9 +39,9 @@ class RunFolder:
     def ipc(self, name: str) -> str:
         """``ipc://`` address of a socket file in this folder; ConfigError when it is too long."""
         path = str(self.path / f"{name}.sock")
-        if len(path.encode()) > MAX_SOCKET_PATH:
+        if len(path.encode()) > MAX_IPC_PATH_BYTES:
             raise ConfigError(
-                f"the socket path {path} is longer than {MAX_SOCKET_PATH} bytes; "
+                f"the socket path {path} is longer than {MAX_IPC_PATH_BYTES} bytes; "
                 "set TMPDIR to a shorter folder"
             )
         return f"ipc://{path}"

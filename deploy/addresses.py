@@ -1,0 +1,109 @@
+"""Where a cluster on this machine listens: the per-user default, free ports, early refusals.
+
+The checks here only make the common mistakes quick and clear; whoever binds has the last word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+from ..proto.endpoints import check_endpoint
+from ..proto.errors import ConfigError, InputError
+from ..runtime.security import check_bind
+from .run_folder import socket_in_use
+
+
+def default_address() -> str:
+    """The per-user ipc address where ``serve`` listens and the other verbs look."""
+    runtime_dir = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime_dir and Path(runtime_dir).is_dir():
+        return f"ipc://{Path(runtime_dir) / 'baton.sock'}"
+    return f"ipc://{_private_folder() / 'serve.sock'}"
+
+
+def _private_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"baton-{os.getuid()}"
+
+
+def ipc_path(address: str) -> Path | None:
+    """The socket file of an ipc address."""
+    return Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
+
+
+def client_address(wanted: str) -> str:
+    """The address to serve at: ``wanted`` or the default; a port of 0 becomes a free one.
+
+    ConfigError when it is malformed, in use, reachable by strangers or its folder is missing.
+    """
+    address = wanted or default_address()
+    if not wanted:
+        _make_private_folder()
+    if address.startswith("tcp://") and address.rpartition(":")[2] in ("0", "*"):
+        address = f"{address.rpartition(':')[0]}:{free_ports(1)[0]}"
+    try:
+        check_endpoint(address)
+    except InputError as problem:
+        raise ConfigError(f"address: {problem}") from problem
+    if address.startswith("inproc://"):
+        raise ConfigError("address must start with ipc:// or tcp://")
+    check_bind(address, None)
+    _check_free(address)
+    return address
+
+
+def _make_private_folder() -> None:
+    """The default's folder: ours alone, or not used."""
+    folder = _private_folder()
+    if not default_address().startswith(f"ipc://{folder}"):
+        return
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise ConfigError(f"{folder} belongs to somebody else; give --address")
+
+
+def _check_free(address: str) -> None:
+    path = ipc_path(address)
+    if path is None:
+        _check_port_free(address)
+        return
+    if not path.parent.is_dir():
+        raise ConfigError(f"the folder {path.parent} of the address does not exist")
+    if path.exists() and not path.is_socket():
+        raise ConfigError(f"{path} exists and is no socket; give another --address")
+    if path.exists() and socket_in_use(path):
+        raise ConfigError(f"{address} is in use by another process; give another --address")
+
+
+def _check_port_free(address: str) -> None:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host, int(port)))
+        except OSError as problem:
+            if problem.errno == errno.EADDRINUSE:
+                raise ConfigError(
+                    f"{address} is in use by another process; give another --address"
+                ) from problem
+            raise ConfigError(f"cannot listen on {address}: {problem.strerror}") from problem
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports of 127.0.0.1 that were free just now, all different."""
+    with contextlib.ExitStack() as stack:
+        trials = [
+            stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            for _ in range(count)
+        ]
+        for trial in trials:
+            trial.bind(("127.0.0.1", 0))
+        return [trial.getsockname()[1] for trial in trials]

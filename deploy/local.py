@@ -1,0 +1,251 @@
+"""The local supervisor behind ``baton serve``: one cluster on this machine, from start to end.
+
+The decisions are :class:`.core.SupervisorCore`'s; here are the processes, descriptors and
+timers around it. Invariant: when :meth:`LocalCluster.run` returns, no child lives and the
+run folder and socket files are gone; if the supervisor itself is killed, the kernel ends the
+children and the next start sweeps the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from ..engine.checkpoint import load_checkpoint, require_tokenizer
+from ..runtime.lifecycle import on_stop_signal
+from ..runtime.loop import Loop
+from . import banner
+from .addresses import client_address, free_ports, ipc_path
+from .config import ServeSettings
+from .core import (
+    Action,
+    Begin,
+    End,
+    Event,
+    Exited,
+    Interrupted,
+    Kill,
+    Phase,
+    Reported,
+    Say,
+    Start,
+    SupervisorCore,
+    SupervisorLimits,
+    Terminate,
+    Tick,
+)
+from .monitor import StatusMonitor
+from .plan import (
+    ROUTER,
+    ClusterPlan,
+    ipc_addresses,
+    model_folder,
+    ports_needed,
+    resolve_plan,
+    tcp_addresses,
+)
+from .processes import Child, describe_log
+from .progress import LoadProgress
+from .report import ClusterReport
+from .run_folder import RunFolder, sweep
+
+TICK = 0.1
+"""Seconds between looks at the clock."""
+_SEVERITY = {"debug": 0, "info": 1, "warning": 2, "error": 3, "critical": 3}
+
+Out = Callable[[str], object]
+
+
+def check_model(settings: ServeSettings) -> None:
+    """Open the model folder; CheckpointError now, once, instead of from every worker."""
+    folder = model_folder(settings)
+    load_checkpoint(folder)
+    require_tokenizer(folder)
+
+
+def make_plan(settings: ServeSettings, folder: RunFolder | None) -> ClusterPlan:
+    """Choose addresses and resolve the plan; without a folder (``--dry-run``) a placeholder."""
+    client = client_address(settings.address)
+    if settings.transport == "tcp":
+        addresses = tcp_addresses(settings, client, free_ports(ports_needed(settings)))
+    else:
+        path = folder.path if folder is not None else Path("RUN_FOLDER")
+        addresses = ipc_addresses(settings, client, str(path))
+    return resolve_plan(settings, addresses, secrets.token_hex(32))
+
+
+class LocalCluster:
+    """Runs one cluster in the calling (main) thread until it ends.
+
+    ``out``: takes the lines for the operator. ``on_ready``: called once when every worker has
+    registered, on the supervisor's thread; it must not block.
+    """
+
+    def __init__(
+        self, settings: ServeSettings, out: Out, on_ready: Callable[[], object] | None = None
+    ) -> None:
+        self._settings = settings
+        self._out = out
+        self._on_ready = on_ready
+        parent = Path(settings.run_dir) if settings.run_dir else None
+        sweep(parent)
+        self._folder = RunFolder(parent)
+        try:
+            self.plan = make_plan(settings, self._folder)
+        except BaseException:
+            self._folder.close()
+            raise
+        self._specs = {spec.name: spec for spec in self.plan.processes}
+        self._children: dict[str, Child] = {}
+        self._last_error: dict[str, str] = {}
+        self._progress = LoadProgress(out)
+        self._report = ClusterReport()
+        self._stats: tuple[float, ClusterReport] | None = None
+        limits = SupervisorLimits(grace=settings.grace)
+        self._core = SupervisorCore(ROUTER, self.plan.worker_names, limits)
+        self._loop = Loop()
+        self._exit_code = 1
+
+    # ------------------------------------------------------------- life
+
+    def run(self) -> int:
+        """Serve until interrupted or failed; returns the exit code."""
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        path = ipc_path(self.plan.address)
+        try:
+            if path is not None:
+                self._folder.own_socket(path)
+            on_stop_signal(self._loop, lambda _times: self._decide(Interrupted()))
+            self._loop.asyncio_loop.add_signal_handler(
+                signal.SIGHUP, lambda: self._decide(Interrupted())
+            )
+            monitor = StatusMonitor(self._loop, context, self.plan.address, self._on_report)
+            self._loop.call_later(0.0, lambda: self._decide(Begin()))
+            self._loop.call_later(TICK, self._tick)
+            self._loop.run()
+            monitor.close()
+        finally:
+            self._end_children()
+            context.destroy(linger=0)
+            self._folder.close()
+        return self._exit_code
+
+    def interrupt(self) -> None:
+        """Begin an orderly end; safe from any thread."""
+        self._loop.post(lambda: self._decide(Interrupted()))
+
+    def _end_children(self) -> None:
+        """Only does something when the loop was left by an exception."""
+        for child in self._children.values():
+            child.kill()
+        for child in self._children.values():
+            child.wait()
+            child.close()
+        self._children.clear()
+
+    # ------------------------------------------------------------- events
+
+    def _tick(self) -> None:
+        self._loop.call_later(TICK, self._tick)
+        self._decide(Tick())
+        self._show_stats()
+
+    def _on_report(self, report: ClusterReport) -> None:
+        self._report = report
+        self._decide(Reported({w.id: w.pid for w in report.workers if w.alive}))
+
+    def _on_exit(self, name: str) -> None:
+        child = self._children[name]
+        code = child.exit_code()
+        if code is None:
+            return
+        self._loop.remove_fd(child.exit_fd)
+        self._loop.remove_fd(child.stderr_fd)
+        child.kill()  # whatever it may have left in its process group
+        for event in child.drain_log():
+            self._on_log(name, event)
+        child.close()
+        del self._children[name]
+        self._progress.forget(name)
+        self._decide(Exited(name, code, self._last_error.pop(name, "")))
+
+    def _on_stderr(self, name: str) -> None:
+        child = self._children[name]
+        events = child.read_log()
+        if not events and child.exit_code() is not None:
+            self._loop.remove_fd(child.stderr_fd)  # closed; the exit itself comes by exit_fd
+        for event in events:
+            self._on_log(name, event)
+
+    def _on_log(self, name: str, event: dict[str, Any]) -> None:
+        level = str(event.get("level", "info"))
+        if event.get("event") == "load.progress":
+            self._progress.update(name, int(event.get("done", 0)), int(event.get("total", 0)))
+            return
+        line = describe_log(event)
+        if _SEVERITY.get(level, 1) >= _SEVERITY["error"]:
+            self._last_error[name] = line
+        if _SEVERITY.get(level, 1) >= _SEVERITY[self._settings.log_level]:
+            self._out(f"{name}: {level}: {line}")
+
+    # ------------------------------------------------------------- actions
+
+    def _decide(self, event: Event) -> None:
+        for action in self._core.handle(event, self._loop.now()):
+            self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Start(name):
+                self._start(name)
+            case Terminate(name) if name in self._children:
+                self._children[name].terminate()
+            case Kill(name) if name in self._children:
+                self._children[name].kill()
+            case Say():
+                self._say(action)
+            case End(code):
+                self._exit_code = code
+                self._loop.stop()
+
+    def _start(self, name: str) -> None:
+        spec = self._specs[name]
+        child = Child(spec, self._folder.write(f"{name}.json", spec.config_json()))
+        self._children[name] = child
+        self._core.started(name, child.pid)
+        self._loop.add_fd(child.stderr_fd, lambda: self._on_stderr(name))
+        self._loop.add_fd(child.exit_fd, lambda: self._on_exit(name))
+
+    def _say(self, say: Say) -> None:
+        self._out(banner.sentence(say))
+        if say.what == "ready":
+            for line in banner.startup(self._facts(), self._report):
+                self._out(line)
+            self._stats = (self._loop.now(), self._report)
+            if self._on_ready is not None:
+                self._on_ready()
+
+    def _facts(self) -> banner.BannerFacts:
+        return banner.facts(self.plan, str(self._folder.path))
+
+    def _show_stats(self) -> None:
+        interval = self._settings.stats_interval
+        if not interval or self._stats is None or self._core.phase is not Phase.SERVING:
+            return
+        since, before = self._stats
+        seconds = self._loop.now() - since
+        if seconds >= interval:
+            self._out(banner.throughput(before, self._report, seconds))
+            self._stats = (self._loop.now(), self._report)
+
+
+def terminal(line: str) -> None:
+    """Print a line at once; a closed terminal must not end the cluster."""
+    with contextlib.suppress(OSError, ValueError):
+        print(line, flush=True)  # noqa: T201 -- this is the operator's terminal

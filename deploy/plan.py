@@ -1,0 +1,169 @@
+"""The resolved plan: which processes a cluster on this machine consists of.
+
+Pure: settings, addresses and the cluster key come in, :class:`ClusterPlan` comes out. The
+addresses are chosen before anything starts and stay the same over restarts, so a worker that
+comes back is found where its predecessor was.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..decode_worker.config import DecodeWorkerConfig
+from ..engine.runner import DEFAULT_KV_BYTES, RunnerConfig
+from ..prefill_worker.config import PrefillWorkerConfig
+from ..router.config import PolicyConfig, RouterConfig
+from .config import ServeSettings, demo_model_folder, parse_size
+from .processes import ProcessSpec
+
+ROUTER = "router"
+
+
+class Addresses(msgspec.Struct, frozen=True, kw_only=True):
+    """Where everybody listens; ``control`` and ``data`` by worker name."""
+
+    client: str
+    workers: str
+    control: dict[str, str]
+    data: dict[str, str]
+
+
+class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Processes in start order: the router, then the workers."""
+
+    settings: ServeSettings
+    model: str
+    address: str
+    processes: list[ProcessSpec]
+
+    @property
+    def worker_names(self) -> tuple[str, ...]:
+        """Names of all workers."""
+        return tuple(spec.name for spec in self.processes if spec.name != ROUTER)
+
+
+def worker_names(settings: ServeSettings, role: str) -> list[str]:
+    """Names of a pool's workers: ``prefill-0``, ``prefill-1`` ..."""
+    return [f"{role}-{index}" for index in range(getattr(settings, role))]
+
+
+def all_worker_names(settings: ServeSettings) -> list[str]:
+    """Names of both pools' workers."""
+    return [*worker_names(settings, "prefill"), *worker_names(settings, "decode")]
+
+
+def model_folder(settings: ServeSettings) -> str:
+    """Absolute folder of the checkpoint."""
+    return str(Path(settings.model).resolve() if settings.model else demo_model_folder())
+
+
+def ipc_addresses(settings: ServeSettings, client: str, folder: str) -> Addresses:
+    """Sockets as files of ``folder``, the client socket at ``client``."""
+    return Addresses(
+        client=client,
+        workers=f"ipc://{folder}/router.sock",
+        control={name: f"ipc://{folder}/{name}.sock" for name in all_worker_names(settings)},
+        data={
+            name: f"ipc://{folder}/{name}.data.sock" for name in worker_names(settings, "decode")
+        },
+    )
+
+
+def ports_needed(settings: ServeSettings) -> int:
+    """How many TCP ports :func:`tcp_addresses` takes."""
+    return 1 + settings.prefill + 2 * settings.decode
+
+
+def tcp_addresses(settings: ServeSettings, client: str, ports: list[int]) -> Addresses:
+    """Sockets on 127.0.0.1; ``ports``: at least :func:`ports_needed` free ones."""
+    free = iter(f"tcp://127.0.0.1:{port}" for port in ports)
+    return Addresses(
+        client=client,
+        workers=next(free),
+        control={name: next(free) for name in all_worker_names(settings)},
+        data={name: next(free) for name in worker_names(settings, "decode")},
+    )
+
+
+def resolve_plan(settings: ServeSettings, addresses: Addresses, cluster_key: str) -> ClusterPlan:
+    """The plan for checked settings; ``cluster_key`` is hex text, the same over restarts."""
+    prefills = [_prefill(settings, addresses, n) for n in worker_names(settings, "prefill")]
+    decodes = [_decode(settings, addresses, n) for n in worker_names(settings, "decode")]
+    return ClusterPlan(
+        settings=settings,
+        model=model_folder(settings),
+        address=addresses.client,
+        processes=[_router(settings, addresses, cluster_key), *prefills, *decodes],
+    )
+
+
+def _router(settings: ServeSettings, addresses: Addresses, cluster_key: str) -> ProcessSpec:
+    config = RouterConfig(
+        client_address=addresses.client,
+        worker_address=addresses.workers,
+        name=ROUTER,
+        cluster_key=cluster_key,
+        model_folder=model_folder(settings),
+        policy=PolicyConfig(name=settings.policy),
+    )
+    return ProcessSpec(name=ROUTER, role=ROUTER, module="baton.router", config=config)
+
+
+def _prefill(settings: ServeSettings, addresses: Addresses, name: str) -> ProcessSpec:
+    config = PrefillWorkerConfig(
+        worker_id=name,
+        endpoint=addresses.control[name],
+        routers={ROUTER: addresses.workers},
+        runner=_runner(settings),
+        token_budget=settings.chunk_budget,
+        drain_grace_s=settings.grace,
+    )
+    return ProcessSpec(name=name, role="prefill", module="baton.prefill_worker", config=config)
+
+
+def _decode(settings: ServeSettings, addresses: Addresses, name: str) -> ProcessSpec:
+    config = DecodeWorkerConfig(
+        worker_id=name,
+        endpoint=addresses.control[name],
+        data_endpoint=addresses.data[name],
+        routers={ROUTER: addresses.workers},
+        runner=_runner(settings),
+        max_batch=settings.max_batch,
+        drain_grace_s=settings.grace,
+    )
+    return ProcessSpec(name=name, role="decode", module="baton.decode_worker", config=config)
+
+
+def _runner(settings: ServeSettings) -> RunnerConfig:
+    return RunnerConfig(
+        model=model_folder(settings),
+        backend=settings.backend,
+        block_size=settings.block_size,
+        num_blocks=settings.kv_blocks,
+        kv_bytes=parse_size(settings.kv_memory) or DEFAULT_KV_BYTES,
+        max_length=settings.max_length,
+    )
+
+
+def describe_plan(plan: ClusterPlan) -> dict[str, Any]:
+    """The plan as ``--dry-run`` prints it, without the cluster key."""
+    processes = [
+        {"name": spec.name, "role": spec.role, "module": spec.module, "config": _shown(spec)}
+        for spec in plan.processes
+    ]
+    return {
+        "model": plan.model,
+        "address": plan.address,
+        "settings": msgspec.to_builtins(plan.settings),
+        "processes": processes,
+    }
+
+
+def _shown(spec: ProcessSpec) -> dict[str, Any]:
+    config: dict[str, Any] = msgspec.to_builtins(spec.config)
+    if config.get("cluster_key"):
+        config["cluster_key"] = "(secret)"
+    return config

@@ -1,0 +1,133 @@
+"""One child process: its start, its log lines, its end.
+
+A child is the leader of its own session, so a Ctrl-C at the terminal reaches the supervisor
+alone, and a kill reaches whatever the child itself started. It asks the kernel to die with
+its parent (``runtime.lifecycle``). Its standard error is a pipe of JSON lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+_READ = 1 << 16
+_MAX_LINE = 1 << 20
+_ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run: ``python -P -m module --config FILE``."""
+
+    name: str
+    role: str
+    module: str
+    config: msgspec.Struct
+
+    def config_json(self) -> bytes:
+        """The config file's content."""
+        return msgspec.json.format(msgspec.json.encode(self.config), indent=2)
+
+
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a child.
+
+    One BLAS thread per process, because the processes share the machine; a safe import path,
+    because the working directory may hold a folder with the name of a package.
+    """
+    fixed = dict.fromkeys(_ONE_THREAD, "1")
+    return {**environment, **fixed, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+
+
+class Child:
+    """A started process. ``stderr_fd`` is readable whenever it logged, and at its end."""
+
+    def __init__(self, spec: ProcessSpec, config_path: Path) -> None:
+        self.spec = spec
+        self._popen = subprocess.Popen(  # noqa: S603 -- our own interpreter and module
+            [sys.executable, "-P", "-m", spec.module, "--config", str(config_path)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=child_environment(os.environ),
+            start_new_session=True,
+        )
+        if self._popen.stderr is None:
+            raise OSError("no pipe to the child's standard error")
+        self._pipe = self._popen.stderr
+        os.set_blocking(self._pipe.fileno(), False)
+        self._buffer = b""
+        self.exit_fd = os.pidfd_open(self.pid)
+
+    @property
+    def pid(self) -> int:
+        """Process id, also of its process group."""
+        return self._popen.pid
+
+    @property
+    def stderr_fd(self) -> int:
+        """Descriptor of the log pipe."""
+        return self._pipe.fileno()
+
+    def exit_code(self) -> int | None:
+        """Exit code, negative for a signal; ``None`` while it runs."""
+        return self._popen.poll()
+
+    def wait(self) -> None:
+        """Block until it has ended."""
+        self._popen.wait()
+
+    def terminate(self) -> None:
+        """Ask for an orderly end."""
+        with contextlib.suppress(ProcessLookupError):
+            self._popen.terminate()
+
+    def kill(self) -> None:
+        """End it and everything it started, at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def read_log(self) -> list[dict[str, Any]]:
+        """The log events that arrived; a line that is not JSON becomes a warning."""
+        try:
+            data = os.read(self.stderr_fd, _READ)
+        except BlockingIOError:
+            return []
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if len(self._buffer) > _MAX_LINE or not data:
+            lines, self._buffer = [*lines, self._buffer], b""
+        return [parse_log_line(line) for line in lines if line.strip()]
+
+    def drain_log(self) -> list[dict[str, Any]]:
+        """What is left in the pipe of a child that ended."""
+        events: list[dict[str, Any]] = []
+        while more := self.read_log():
+            events += more
+        return events
+
+    def close(self) -> None:
+        """Release the descriptors; the process must have ended."""
+        self._pipe.close()
+        os.close(self.exit_fd)
+
+
+def parse_log_line(line: bytes) -> dict[str, Any]:
+    """A log event as written by ``runtime.log``, or a warning that carries the raw text."""
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {"level": "warning", "event": line.decode("utf-8", "replace").rstrip()}
+
+
+def describe_log(event: dict[str, Any]) -> str:
+    """A log event as one line for the terminal."""
+    hidden = {"event", "level", "timestamp", "role", "process", "traceback"}
+    keys = " ".join(f"{key}={value}" for key, value in event.items() if key not in hidden)
+    return f"{event.get('event', '')} {keys}".strip()

@@ -1,0 +1,37 @@
+"""How far the workers are with loading their checkpoints, shown now and then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from .banner import load_progress
+
+INTERVAL = 0.5
+"""Least seconds between two lines."""
+
+
+class LoadProgress:
+    """Collects ``(bytes done, bytes total)`` per worker and shows all in one line.
+
+    A worker that finishes is always shown, the steps between only every half second.
+    """
+
+    def __init__(
+        self, out: Callable[[str], object], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._out = out
+        self._clock = clock
+        self._shown_at = float("-inf")
+        self._state: dict[str, tuple[int, int]] = {}
+
+    def update(self, name: str, done: int, total: int) -> None:
+        """Worker ``name`` has packed ``done`` of ``total`` bytes of weights."""
+        self._state[name] = (done, total)
+        if done >= total or self._clock() - self._shown_at >= INTERVAL:
+            self._shown_at = self._clock()
+            self._out(load_progress([(n, *state) for n, state in sorted(self._state.items())]))
+
+    def forget(self, name: str) -> None:
+        """The worker ended."""
+        self._state.pop(name, None)

@@ -1,0 +1,72 @@
+import msgspec
+import pytest
+
+from baton.deploy.config import ServeSettings
+from baton.deploy.plan import (
+    describe_plan,
+    ipc_addresses,
+    ports_needed,
+    resolve_plan,
+    tcp_addresses,
+)
+from baton.proto.errors import ConfigError
+
+KEY = "ab" * 32
+
+
+def plan_for(**kwargs):
+    settings = ServeSettings(model="/models/m", **kwargs)
+    return resolve_plan(settings, ipc_addresses(settings, "ipc:///run/x.sock", "/run/folder"), KEY)
+
+
+def test_one_router_then_the_pools():
+    plan = plan_for(prefill=2, decode=3)
+    assert [spec.name for spec in plan.processes] == [
+        "router", "prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2",
+    ]  # fmt: skip
+    assert plan.worker_names[0] == "prefill-0"
+
+
+def test_addresses_are_distinct_and_workers_know_the_router():
+    plan = plan_for(prefill=2, decode=2)
+    router, *workers = (msgspec.to_builtins(spec.config) for spec in plan.processes)
+    assert router["client_address"] == "ipc:///run/x.sock"
+    assert {w["routers"]["router"] for w in workers} == {router["worker_address"]}
+    bound = [w["endpoint"] for w in workers] + [w.get("data_endpoint") for w in workers[2:]]
+    assert len({*bound, router["worker_address"]}) == 7
+
+
+def test_tcp_uses_exactly_the_ports_it_asks_for():
+    settings = ServeSettings(prefill=2, decode=3, transport="tcp")
+    ports = list(range(1000, 1000 + ports_needed(settings)))
+    addresses = tcp_addresses(settings, "ipc:///run/x.sock", ports)
+    used = {addresses.workers, *addresses.control.values(), *addresses.data.values()}
+    assert used == {f"tcp://127.0.0.1:{port}" for port in ports}
+
+
+def test_settings_reach_every_process():
+    plan = plan_for(
+        block_size=8, kv_memory="1MiB", chunk_budget=0, max_batch=3, policy="round_robin"
+    )
+    router, prefill, decode = (spec.config for spec in plan.processes)
+    assert router.policy.name == "round_robin"
+    assert prefill.token_budget == 0
+    assert decode.max_batch == 3
+    assert prefill.runner == decode.runner
+    assert (prefill.runner.kv_bytes, prefill.runner.block_size) == (1 << 20, 8)
+
+
+def test_config_files_are_read_back_equal():
+    for spec in plan_for().processes:
+        assert msgspec.json.decode(spec.config_json(), type=type(spec.config)) == spec.config
+
+
+def test_the_printed_plan_hides_the_key():
+    text = msgspec.json.encode(describe_plan(plan_for())).decode()
+    assert KEY not in text
+    assert "prefill-0" in text
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ConfigError, match="known are"):
+        plan_for(policy="random")
