@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -100,6 +101,7 @@ class Loop:
         self._turn_end: list[Callback] = []
         self._in_turn = False
         self._turn_soon = False
+        self._wake_lock = threading.Lock()
         self._posted: deque[Callback] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.asyncio_loop.add_reader(self._wake_fd, self._on_wake)
@@ -155,11 +157,9 @@ class Loop:
     def post(self, callback: Callback) -> None:
         """Run ``callback`` on the loop's thread soon; safe from any thread."""
         self._posted.append(callback)
-        try:
-            os.eventfd_write(self._wake_fd, 1)
-        except OSError:
+        with self._wake_lock:  # a closed descriptor's number may belong to someone else
             if not self._closed:
-                raise
+                os.eventfd_write(self._wake_fd, 1)
 
     # ------------------------------------------------------------------ life
 
@@ -178,7 +178,8 @@ class Loop:
         """Unregister everything; sockets stay with their owners."""
         if self._closed:
             return
-        self._closed = True
+        with self._wake_lock:
+            self._closed = True
         for source in list(self._sources):
             self.remove_socket(source.socket)
         self.asyncio_loop.remove_reader(self._wake_fd)

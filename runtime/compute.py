@@ -1,0 +1,78 @@
+"""The one compute thread of a worker, fed by the loop's thread and reporting back to it.
+
+Invariant: every submitted item is answered once, in order, with a result or an exception,
+or dropped by :meth:`ComputeThread.stop`; the handlers run on the loop's thread only.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from .loop import Loop
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class ComputeThread(Generic[Item, Result]):
+    """Runs ``function(item)`` for every submitted item, one after the other.
+
+    ``on_done(item, result)`` gets a result, or the exception the function raised.
+    ``progress`` counts finished items: what a heartbeat reports to tell busy from hung.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        function: Callable[[Item], Result],
+        on_done: Callable[[Item, Result | Exception], object],
+        *,
+        name: str = "compute",
+    ) -> None:
+        self._loop = loop
+        self._function = function
+        self._on_done = on_done
+        self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.submitted = 0
+        self.progress = 0
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether something submitted is not finished yet."""
+        return self.submitted > self.progress
+
+    def submit(self, item: Item) -> None:
+        """Queue an item; from the loop's thread."""
+        self.submitted += 1
+        self._items.put(item)
+
+    def post(self, callback: Callable[[], object]) -> None:
+        """Run ``callback`` on the loop's thread; for events from within ``function``."""
+        self._loop.post(callback)
+
+    def stop(self, timeout: float = 5.0) -> bool:
+        """End after the running item, dropping what is queued; false when it still runs then."""
+        self._stopping = True
+        self._items.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (item := self._items.get()) is not None and not self._stopping:
+            result: Result | Exception
+            try:
+                result = self._function(item)
+            except Exception as error:
+                result = error
+            self.progress += 1
+            self._report(item, result)
+
+    def _report(self, item: Item, result: Result | Exception) -> None:
+        # A function of its own, so that no name keeps the last item's arrays alive.
+        self._loop.post(lambda: self._on_done(item, result))

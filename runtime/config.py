@@ -1,0 +1,73 @@
+"""Settings of a process: one frozen msgspec struct, parsed once, unknown keys refused."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from ..proto.errors import ConfigError
+
+Config = TypeVar("Config", bound=msgspec.Struct)
+
+
+def parse_json(text: str | bytes, kind: type[Config], source: str = "settings") -> Config:
+    """Read ``kind`` from a JSON object. Raises ConfigError naming the wrong key."""
+    try:
+        return from_mapping(msgspec.json.decode(text), kind, source)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source}: not valid JSON: {error}") from error
+
+
+def parse_toml(text: str, kind: type[Config], source: str = "settings") -> Config:
+    """Read ``kind`` from a TOML document. Raises ConfigError naming the wrong key."""
+    try:
+        return from_mapping(tomllib.loads(text), kind, source)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source}: not valid TOML: {error}") from error
+
+
+def load(path: str | Path, kind: type[Config]) -> Config:
+    """Read ``kind`` from a ``.json`` or ``.toml`` file. Raises ConfigError."""
+    path = Path(path)
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read settings {path}: {error}") from error
+    parse = parse_toml if path.suffix == ".toml" else parse_json
+    return parse(text, kind, str(path))
+
+
+def from_mapping(values: Any, kind: type[Config], source: str = "settings") -> Config:
+    """Read ``kind`` from a decoded object. Raises ConfigError naming the wrong key."""
+    unknown = _unknown_keys(values, kind)
+    if unknown:
+        known = ", ".join(field.encode_name for field in msgspec.structs.fields(kind))
+        raise ConfigError(f"{source}: unknown key {unknown[0]!r}; known: {known}")
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def dump(config: msgspec.Struct) -> str:
+    """Write a config as JSON, for a child process."""
+    return msgspec.json.encode(config).decode()
+
+
+def _unknown_keys(values: Any, kind: type[msgspec.Struct]) -> list[str]:
+    """Keys of ``values`` that no field of ``kind`` has, with their path; nested structs too."""
+    if not isinstance(values, dict):
+        return []
+    fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    unknown = [str(key) for key in values if key not in fields]
+    for key, field_type in fields.items():
+        if (
+            key in values
+            and isinstance(field_type, type)
+            and issubclass(field_type, msgspec.Struct)
+        ):
+            unknown += [f"{key}.{name}" for name in _unknown_keys(values[key], field_type)]
+    return unknown
