@@ -63,11 +63,8 @@ def _unknown_keys(values: Any, kind: type[msgspec.Struct]) -> list[str]:
         return []
     fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
     unknown = [str(key) for key in values if key not in fields]
-    for key, field_type in fields.items():
-        if (
-            key in values
-            and isinstance(field_type, type)
-            and issubclass(field_type, msgspec.Struct)
-        ):
-            unknown += [f"{key}.{name}" for name in _unknown_keys(values[key], field_type)]
+    for key in values.keys() & fields.keys():
+        inner = fields[key]
+        if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+            unknown += [f"{key}.{name}" for name in _unknown_keys(values[key], inner)]
     return unknown

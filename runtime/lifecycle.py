@@ -1,4 +1,4 @@
-"""What a process arranges with the operating system: signals, its parent's death, memory, threads."""
+"""What a process settles with the operating system: signals, parent's death, memory, threads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 from .log import get_logger
 from .loop import Loop
@@ -76,7 +77,7 @@ def recycle_large_buffers(limit: int = 64 << 20) -> bool:
 
 def _loaded_libraries(word: str) -> set[str]:
     try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as maps:
             paths = (line.split(maxsplit=5)[-1].strip() for line in maps if word in line)
             return {path for path in paths if path.startswith("/")}
     except OSError:
