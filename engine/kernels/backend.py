@@ -19,7 +19,10 @@ import numpy.typing as npt
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
+Weights = npt.NDArray[np.generic]
+"""float32, or uint16 holding bfloat16 bits."""
 
 
 class PackedLinear(Protocol):
@@ -50,9 +53,7 @@ class Backend(Protocol):
     row_independent: bool
     """Whether a row's bits are independent of the other rows (False: NumPy on BLAS)."""
 
-    def pack_linear(
-        self, parts: Sequence[npt.NDArray[np.generic]], bias: F32 | None = None
-    ) -> PackedLinear:
+    def pack_linear(self, parts: Sequence[Weights], bias: F32 | None = None) -> PackedLinear:
         """Pack weights ``[out_i, in]`` (float32, or uint16 bfloat16 bits), stacked on ``out``."""
         ...
 
@@ -60,7 +61,7 @@ class Backend(Protocol):
         """``out[T, out] = x[T, in] @ weight.T + bias``."""
         ...
 
-    def embed(self, ids: I32, table: npt.NDArray[np.generic], out: F32) -> None:
+    def embed(self, ids: I32, table: Weights, out: F32) -> None:
         """``out[t] = table[ids[t]]``; the table is float32 or uint16 bfloat16 bits ``[V, H]``."""
         ...
 
@@ -76,7 +77,7 @@ class Backend(Protocol):
         self,
         qkv: F32,
         positions: I32,
-        slots: npt.NDArray[np.int64],
+        slots: I64,
         cos_sin: F32,
         q_norm: F32 | None,
         k_norm: F32 | None,

@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from .backend import F32, I32, U8, PackedLinear
+from .backend import F32, I32, I64, U8, PackedLinear, Weights
 
 Floats = npt.NDArray[Any]
 
 
-def widen(weights: npt.NDArray[np.generic], dtype: npt.DTypeLike = np.float32) -> Floats:
+def widen(weights: Weights, dtype: npt.DTypeLike = np.float32) -> Floats:
     """Return float weights as ``dtype``; uint16 arrays hold bfloat16 bits."""
     if weights.dtype == np.uint16:
         weights = (weights.astype(np.uint32) << 16).view(np.float32)
@@ -64,9 +64,7 @@ class NumpyBackend:
         self._dtype = np.dtype(dtype)
         self.numerics = f"numpy-{np.__version__}-{self._dtype.name}"
 
-    def pack_linear(
-        self, parts: Sequence[npt.NDArray[np.generic]], bias: F32 | None = None
-    ) -> NumpyLinear:
+    def pack_linear(self, parts: Sequence[Weights], bias: F32 | None = None) -> NumpyLinear:
         """Pack weights ``[out_i, in]`` (float32, or uint16 bfloat16 bits), stacked on ``out``."""
         if not parts or any(p.ndim != 2 or p.shape[1] != parts[0].shape[1] for p in parts):
             raise ValueError("weights must be matrices with the same number of columns")
@@ -85,7 +83,7 @@ class NumpyBackend:
         if weight.bias is not None:
             out += weight.bias
 
-    def embed(self, ids: I32, table: npt.NDArray[np.generic], out: F32) -> None:
+    def embed(self, ids: I32, table: Weights, out: F32) -> None:
         """``out[t] = table[ids[t]]``; the table is float32 or uint16 bfloat16 bits ``[V, H]``."""
         _shape("out", out, (len(ids), table.shape[1]))
         _below("token ids", ids, len(table))
@@ -109,7 +107,7 @@ class NumpyBackend:
         self,
         qkv: F32,
         positions: I32,
-        slots: npt.NDArray[np.int64],
+        slots: I64,
         cos_sin: F32,
         q_norm: F32 | None,
         k_norm: F32 | None,

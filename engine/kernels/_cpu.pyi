@@ -1,0 +1,41 @@
+# Signatures of the C extension; csrc/cpu_module.c checks the arguments.
+
+from .backend import F32, I32, I64, U8, Weights
+
+def instruction_sets() -> list[tuple[int, str, int]]: ...
+def pack(isa: int, part: Weights, panels: U8, bf16: int, start: int, /) -> None: ...
+def linear(isa: int, x: F32, panels: U8, bf16: int, bias: F32 | None, out: F32, /) -> None: ...
+def embed(ids: I32, table: Weights, bf16: int, out: F32, /) -> None: ...
+def rms_norm(
+    isa: int, x: F32, residual: F32 | None, weight: F32, eps: float, out: F32, /
+) -> None: ...
+def silu_mul(isa: int, gate_up: F32, out: F32, /) -> None: ...
+def rope_append(
+    isa: int,
+    qkv: F32,
+    positions: I32,
+    slots: I64,
+    cos_sin: F32,
+    q_norm: F32 | None,
+    k_norm: F32 | None,
+    eps: float,
+    kv_layer: F32,
+    q_out: F32,
+    /,
+) -> None: ...
+def attention(
+    isa: int,
+    q: F32,
+    kv_layer: F32,
+    block_tables: I32,
+    row_offsets: I32,
+    positions: I32,
+    scale: float,
+    window: int,
+    out: F32,
+    /,
+) -> None: ...
+def gather(pool: F32, layer_start: int, layer_count: int, block_ids: I32, out: U8, /) -> None: ...
+def scatter(
+    pool: F32, layer_start: int, layer_count: int, block_ids: I32, payload: U8, /
+) -> None: ...

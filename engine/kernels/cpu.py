@@ -1,0 +1,156 @@
+"""The compiled kernels of one core.
+
+Invariant: a row's bits depend on its own inputs alone. ``numerics`` names the instruction set
+in use; it and the revision of the C code determine every bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from . import _cpu
+from .backend import F32, I32, I64, U8, PackedLinear, Weights
+
+REVISION = 1
+"""Raise it when a change of the C code changes a bit of any result."""
+
+CACHE_LINE = 64
+
+
+@dataclass(slots=True)
+class CpuLinear:
+    """Weights as panels ``[ceil(out / panel), in, panel]`` of float32 or bfloat16.
+
+    ``bias`` is padded to whole panels; ``isa`` is the instruction set that packed them.
+    """
+
+    in_features: int
+    out_features: int
+    bf16: bool
+    panels: U8
+    bias: F32 | None
+    isa: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class CpuBackend:
+    """Kernels in C; see :class:`~baton.engine.kernels.backend.Backend`.
+
+    ``isa`` picks an instruction set by name (``avx512``, ``avx2``, ``plain``), None the best
+    one of this machine. Wrong arguments raise ValueError before anything is written.
+    """
+
+    name = "cpu"
+    row_independent = True
+
+    def __init__(self, isa: str | None = None) -> None:
+        usable = {name: (index, panel) for index, name, panel in _cpu.instruction_sets()}
+        chosen = next(iter(usable)) if isa is None else isa
+        if chosen not in usable:
+            raise ValueError(f"instruction set {isa!r} is not one of {', '.join(usable)}")
+        self._isa, self._panel = usable[chosen]
+        self.numerics = f"cpu-{REVISION}-{chosen}"
+
+    def pack_linear(self, parts: Sequence[Weights], bias: F32 | None = None) -> CpuLinear:
+        """Pack weights ``[out_i, in]`` (float32, or uint16 bfloat16 bits), stacked on ``out``.
+
+        They stay bfloat16 when all parts are.
+        """
+        if not parts or any(p.ndim != 2 or p.shape[1] != parts[0].shape[1] for p in parts):
+            raise ValueError("weights must be matrices with the same number of columns")
+        rows, columns = sum(len(part) for part in parts), int(parts[0].shape[1])
+        bf16 = all(part.dtype == np.uint16 for part in parts)
+        padded = -(-rows // self._panel) * self._panel
+        panels = aligned_zeros(padded * columns * (2 if bf16 else 4))
+        start = 0
+        for part in parts:
+            _cpu.pack(self._isa, np.ascontiguousarray(part), panels, bf16, start)
+            start += len(part)
+        if bias is not None:
+            bias = np.pad(np.asarray(bias, np.float32), (0, padded - rows))
+        return CpuLinear(columns, rows, bf16, panels, bias, self._isa)
+
+    def linear(self, x: F32, weight: PackedLinear, out: F32) -> None:
+        """``out[T, out] = x[T, in] @ weight.T + bias``."""
+        if not isinstance(weight, CpuLinear) or weight.isa != self._isa:
+            raise ValueError("weight was packed by another backend")
+        if out.shape[-1] != weight.out_features:
+            raise ValueError(f"out has {out.shape[-1]} columns, not {weight.out_features}")
+        _cpu.linear(self._isa, x, weight.panels, weight.bf16, weight.bias, out)
+
+    def embed(self, ids: I32, table: Weights, out: F32) -> None:
+        """``out[t] = table[ids[t]]``; the table is float32 or uint16 bfloat16 bits ``[V, H]``."""
+        _cpu.embed(ids, table, table.dtype == np.uint16, out)
+
+    def rms_norm(self, x: F32, weight: F32, eps: float, out: F32) -> None:
+        """``out = x / sqrt(mean(x^2) + eps) * weight`` per row ``[T, H]``."""
+        _cpu.rms_norm(self._isa, x, None, weight, eps, out)
+
+    def add_rms_norm(self, x: F32, residual: F32, weight: F32, eps: float, out: F32) -> None:
+        """``residual += x`` in place, then ``out = rms_norm(residual)``."""
+        _cpu.rms_norm(self._isa, x, residual, weight, eps, out)
+
+    def qk_norm_rope_append(
+        self,
+        qkv: F32,
+        positions: I32,
+        slots: I64,
+        cos_sin: F32,
+        q_norm: F32 | None,
+        k_norm: F32 | None,
+        eps: float,
+        kv_layer: F32,
+        q_out: F32,
+    ) -> None:
+        """Normalise and rotate q and k; write q to ``q_out``, k and v into the paged cache."""
+        _cpu.rope_append(
+            self._isa, qkv, positions, slots, cos_sin, q_norm, k_norm, eps, kv_layer, q_out
+        )
+
+    def attention(
+        self,
+        q: F32,
+        kv_layer: F32,
+        block_tables: I32,
+        row_offsets: I32,
+        positions: I32,
+        scale: float,
+        window: int,
+        out: F32,
+    ) -> None:
+        """Causal paged attention with grouped heads; see the protocol."""
+        _cpu.attention(
+            self._isa, q, kv_layer, block_tables, row_offsets, positions, scale, window, out
+        )
+
+    def silu_mul(self, gate_up: F32, out: F32) -> None:
+        """``out[T, F] = silu(gate_up[:, :F]) * gate_up[:, F:]``."""
+        _cpu.silu_mul(self._isa, gate_up, out)
+
+    def gather_blocks(
+        self, pool: F32, layer_start: int, layer_count: int, block_ids: I32, out: U8
+    ) -> int:
+        """Copy blocks layer-major into contiguous ``out`` and return the XXH3-64 of the copy."""
+        _cpu.gather(pool, layer_start, layer_count, block_ids, out)
+        return xxhash.xxh3_64_intdigest(out.data)
+
+    def scatter_blocks(
+        self, pool: F32, layer_start: int, layer_count: int, block_ids: I32, payload: U8
+    ) -> None:
+        """Inverse of :meth:`gather_blocks`; the caller has checked the checksum."""
+        _cpu.scatter(pool, layer_start, layer_count, block_ids, payload)
+
+
+def aligned_zeros(nbytes: int) -> U8:
+    """Zeroed bytes that start on a cache line: a vector then never straddles two."""
+    memory = np.zeros(nbytes + CACHE_LINE, np.uint8)
+    skip = -memory.ctypes.data % CACHE_LINE
+    return memory[skip : skip + nbytes]

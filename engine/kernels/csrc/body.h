@@ -1,0 +1,23 @@
+/* All kernels over the lanes included before; ends in the table of this instruction set. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define PANEL (PANEL_VECTORS * LANES)
+
+#include "matrix.h"
+
+#include "elementwise.h"
+
+#include "attention.h"
+
+const Kernels TABLE = {
+    .name = TABLE_NAME,
+    .panel = PANEL,
+    .pack = pack,
+    .linear = linear,
+    .rms_norm = rms_norm,
+    .rope_append = rope_append,
+    .attention = attention,
+    .silu_mul = silu_mul,
+};

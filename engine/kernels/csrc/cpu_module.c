@@ -1,0 +1,508 @@
+/* Python's door to the kernels.
+ *
+ * Every array is checked for type, contiguity, shape and range of its indices before the first
+ * byte is written; what is wrong raises ValueError. Kernels run without the GIL.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <string.h>
+
+#include "kernels.h"
+
+#define MOST_ARRAYS 9
+
+/* ---- arrays of one call ---- */
+
+typedef struct {
+    Py_buffer held[MOST_ARRAYS];
+    int count;
+} Arrays;
+
+static void drop(Arrays *arrays) {
+    for (int i = 0; i < arrays->count; i++) PyBuffer_Release(&arrays->held[i]);
+}
+
+static PyObject *refuse(Arrays *arrays) {
+    drop(arrays);
+    return NULL;
+}
+
+static PyObject *done(Arrays *arrays) {
+    drop(arrays);
+    Py_RETURN_NONE;
+}
+
+static int is_type(const Py_buffer *b, char type) {
+    const char *format = b->format ? b->format : "B";
+    if (*format == '<' || *format == '=' || *format == '@') format++;
+    if (type == 'q') return (*format == 'q' || *format == 'l') && b->itemsize == 8;
+    if (type == 'i') return (*format == 'i' || *format == 'l') && b->itemsize == 4;
+    return *format == type && format[1] == 0;
+}
+
+/* One C-contiguous array of `type` (f i q H B) with `ndim` axes, or NULL with ValueError set. */
+static const Py_buffer *take(Arrays *arrays, PyObject *object, const char *name, char type,
+                             int ndim, int writable) {
+    Py_buffer *b = &arrays->held[arrays->count];
+    int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0);
+    if (PyObject_GetBuffer(object, b, flags) < 0) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_ValueError, "%s is no C-contiguous%s array", name,
+                     writable ? " writable" : "");
+        return NULL;
+    }
+    arrays->count++;
+    if (b->ndim != ndim || !is_type(b, type)) {
+        PyErr_Format(PyExc_ValueError, "%s has %d axes of format %s, not %d of %c", name, b->ndim,
+                     b->format, ndim, type);
+        return NULL;
+    }
+    return b;
+}
+
+static int has_length(const Py_buffer *b, const char *name, int axis, int64_t expected) {
+    if (b->shape[axis] == expected) return 1;
+    PyErr_Format(PyExc_ValueError, "axis %d of %s is %zd, not %lld", axis, name, b->shape[axis],
+                 (long long)expected);
+    return 0;
+}
+
+static int all_below(const Py_buffer *b, const char *name, int64_t limit) {
+    int64_t n = b->len / b->itemsize, value = 0;
+    for (int64_t i = 0; i < n; i++) {
+        value = b->itemsize == 8 ? ((const int64_t *)b->buf)[i] : ((const int32_t *)b->buf)[i];
+        if (value >= 0 && value < limit) continue;
+        PyErr_Format(PyExc_ValueError, "%s: %lld is outside 0..%lld", name, (long long)value,
+                     (long long)limit - 1);
+        return 0;
+    }
+    return 1;
+}
+
+static int apart(const Py_buffer *a, const Py_buffer *b, const char *names) {
+    const char *p = a->buf, *q = b->buf;
+    if (p + a->len <= q || q + b->len <= p) return 1;
+    PyErr_Format(PyExc_ValueError, "%s overlap", names);
+    return 0;
+}
+
+static int has_arguments(Py_ssize_t given, Py_ssize_t expected) {
+    if (given == expected) return 1;
+    PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, given);
+    return 0;
+}
+
+static int get_float(PyObject *object, float *value) {
+    *value = (float)PyFloat_AsDouble(object);
+    return !(*value == -1.0f && PyErr_Occurred());
+}
+
+static int get_int(PyObject *object, int64_t *value) {
+    *value = PyLong_AsLongLong(object);
+    return !(*value == -1 && PyErr_Occurred());
+}
+
+/* ---- instruction sets ---- */
+
+typedef struct {
+    const Kernels *kernels;
+    int usable;
+} Choice;
+
+static Choice choices[] = {
+#if defined(__x86_64__)
+    {&kernels_avx512, 0},
+    {&kernels_avx2, 0},
+#endif
+    {&kernels_plain, 1},
+};
+#define CHOICES ((int64_t)(sizeof choices / sizeof *choices))
+
+static void find_usable(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    choices[0].usable = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    choices[1].usable = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                        __builtin_cpu_supports("bmi2");
+#endif
+}
+
+static const Kernels *chosen(PyObject *index) {
+    int64_t i;
+    if (!get_int(index, &i)) return NULL;
+    if (i >= 0 && i < CHOICES && choices[i].usable) return choices[i].kernels;
+    PyErr_SetString(PyExc_ValueError, "no such instruction set on this machine");
+    return NULL;
+}
+
+/* instruction_sets() -> [(index, name, panel width)], best first */
+static PyObject *py_instruction_sets(PyObject *self, PyObject *none) {
+    (void)self, (void)none;
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list && i < CHOICES; i++) {
+        if (!choices[i].usable) continue;
+        const Kernels *k = choices[i].kernels;
+        PyObject *item = Py_BuildValue("(isi)", i, k->name, k->panel);
+        if (!item || PyList_Append(list, item) < 0) Py_CLEAR(list);
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
+/* ---- matrices ---- */
+
+/* pack(isa, part, panels, in_features, start): part as columns start.. of uint8 panels */
+static PyObject *py_pack(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Kernels *k;
+    int64_t bf16, start;
+    if (!has_arguments(n, 5) || !(k = chosen(a[0]))) return NULL;
+    if (!get_int(a[3], &bf16) || !get_int(a[4], &start)) return NULL;
+    const Py_buffer *panels = take(&arrays, a[2], "panels", 'B', 1, 1);
+    const Py_buffer *part = panels ? take(&arrays, a[1], "weights", 'f', 2, 0) : NULL;
+    int from_bf16 = 0;
+    if (panels && !part && arrays.count == 2 && is_type(&arrays.held[1], 'H') &&
+        arrays.held[1].ndim == 2) {
+        PyErr_Clear();
+        part = &arrays.held[1];
+        from_bf16 = 1;
+    }
+    if (!part) return refuse(&arrays);
+    int64_t out = part->shape[0], in = part->shape[1];
+    int64_t wide = (start + out + k->panel - 1) / k->panel * k->panel;
+    if ((bf16 && !from_bf16) || start < 0 || wide * in * (bf16 ? 2 : 4) > panels->len) {
+        PyErr_SetString(PyExc_ValueError, "panels are too small, or of the wrong type");
+        return refuse(&arrays);
+    }
+    Py_BEGIN_ALLOW_THREADS
+    k->pack(part->buf, from_bf16, panels->buf, bf16 != 0, start, out, in);
+    Py_END_ALLOW_THREADS
+    return done(&arrays);
+}
+
+/* linear(isa, x, panels, bf16, bias or None, out) */
+static PyObject *py_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Py_buffer *x, *panels, *bias = NULL, *y;
+    const Kernels *k;
+    int64_t bf16;
+    if (!has_arguments(n, 6) || !(k = chosen(a[0])) || !get_int(a[3], &bf16)) return NULL;
+    if (!(x = take(&arrays, a[1], "x", 'f', 2, 0))) return refuse(&arrays);
+    if (!(panels = take(&arrays, a[2], "panels", 'B', 1, 0))) return refuse(&arrays);
+    if (!(y = take(&arrays, a[5], "out", 'f', 2, 1))) return refuse(&arrays);
+    if (a[4] != Py_None && !(bias = take(&arrays, a[4], "bias", 'f', 1, 0)))
+        return refuse(&arrays);
+    int64_t rows = x->shape[0], in = x->shape[1], out = y->shape[1];
+    int64_t wide = (out + k->panel - 1) / k->panel * k->panel;
+    if (!has_length(y, "out", 0, rows) || !apart(x, y, "x and out")) return refuse(&arrays);
+    if (!has_length(panels, "panels", 0, wide * in * (bf16 ? 2 : 4))) return refuse(&arrays);
+    if (bias && !has_length(bias, "bias", 0, wide)) return refuse(&arrays);
+    Py_BEGIN_ALLOW_THREADS
+    k->linear(x->buf, panels->buf, bf16 != 0, bias ? bias->buf : NULL, y->buf, rows, in, out);
+    Py_END_ALLOW_THREADS
+    return done(&arrays);
+}
+
+/* ---- rows ---- */
+
+static void widen_row(const uint16_t *from, float *to, int64_t width) {
+    for (int64_t i = 0; i < width; i++) {
+        uint32_t bits = (uint32_t)from[i] << 16;
+        memcpy(to + i, &bits, 4);
+    }
+}
+
+static void embed(const Py_buffer *ids, const Py_buffer *table, int bf16, float *y) {
+    int64_t width = table->shape[1];
+    for (int64_t t = 0; t < ids->shape[0]; t++, y += width) {
+        int64_t at = ((const int32_t *)ids->buf)[t] * width;
+        if (bf16) widen_row((const uint16_t *)table->buf + at, y, width);
+        else memcpy(y, (const float *)table->buf + at, (size_t)width * sizeof(float));
+    }
+}
+
+/* embed(ids, table, bf16, out) */
+static PyObject *py_embed(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Py_buffer *ids, *table, *y;
+    int64_t bf16;
+    if (!has_arguments(n, 4) || !get_int(a[2], &bf16)) return NULL;
+    if (!(ids = take(&arrays, a[0], "ids", 'i', 1, 0))) return refuse(&arrays);
+    if (!(table = take(&arrays, a[1], "table", bf16 ? 'H' : 'f', 2, 0))) return refuse(&arrays);
+    if (!(y = take(&arrays, a[3], "out", 'f', 2, 1))) return refuse(&arrays);
+    if (!has_length(y, "out", 0, ids->shape[0])) return refuse(&arrays);
+    if (!has_length(y, "out", 1, table->shape[1])) return refuse(&arrays);
+    if (!all_below(ids, "ids", table->shape[0])) return refuse(&arrays);
+    Py_BEGIN_ALLOW_THREADS
+    embed(ids, table, bf16 != 0, y->buf);
+    Py_END_ALLOW_THREADS
+    return done(&arrays);
+}
+
+/* rms_norm(isa, x, residual or None, weight, eps, out) */
+static PyObject *py_rms_norm(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Py_buffer *x, *residual = NULL, *weight, *y;
+    const Kernels *k;
+    float eps;
+    if (!has_arguments(n, 6) || !(k = chosen(a[0])) || !get_float(a[4], &eps)) return NULL;
+    if (!(x = take(&arrays, a[1], "x", 'f', 2, 0))) return refuse(&arrays);
+    if (!(weight = take(&arrays, a[3], "weight", 'f', 1, 0))) return refuse(&arrays);
+    if (!(y = take(&arrays, a[5], "out", 'f', 2, 1))) return refuse(&arrays);
+    if (a[2] != Py_None && !(residual = take(&arrays, a[2], "residual", 'f', 2, 1)))
+        return refuse(&arrays);
+    for (int axis = 0; axis < 2; axis++) {
+        if (!has_length(y, "out", axis, x->shape[axis])) return refuse(&arrays);
+        if (residual && !has_length(residual, "residual", axis, x->shape[axis]))
+            return refuse(&arrays);
+    }
+    if (!has_length(weight, "weight", 0, x->shape[1])) return refuse(&arrays);
+    if (residual && !apart(residual, y, "residual and out")) return refuse(&arrays);
+    Py_BEGIN_ALLOW_THREADS
+    k->rms_norm(x->buf, residual ? residual->buf : NULL, weight->buf, eps, y->buf, x->shape[0],
+                x->shape[1]);
+    Py_END_ALLOW_THREADS
+    return done(&arrays);
+}
+
+/* silu_mul(isa, gate_up, out) */
+static PyObject *py_silu_mul(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Py_buffer *x, *y;
+    const Kernels *k;
+    if (!has_arguments(n, 3) || !(k = chosen(a[0]))) return NULL;
+    if (!(x = take(&arrays, a[1], "gate_up", 'f', 2, 0))) return refuse(&arrays);
+    if (!(y = take(&arrays, a[2], "out", 'f', 2, 1))) return refuse(&arrays);
+    if (!has_length(x, "gate_up", 0, y->shape[0])) return refuse(&arrays);
+    if (!has_length(x, "gate_up", 1, 2 * y->shape[1])) return refuse(&arrays);
+    if (!apart(x, y, "gate_up and out")) return refuse(&arrays);
+    Py_BEGIN_ALLOW_THREADS
+    k->silu_mul(x->buf, y->buf, y->shape[0], y->shape[1]);
+    Py_END_ALLOW_THREADS
+    return done(&arrays);
+}
+
+/* ---- paged cache ---- */
+
+static int cache_fits(const Py_buffer *kv, const Py_buffer *q, int64_t dim) {
+    if (!has_length(kv, "kv_layer", 1, 2) || !has_length(kv, "kv_layer", 4, dim)) return 0;
+    if (kv->shape[2] > 0 && kv->shape[3] > 0 && q->shape[1] % kv->shape[2] == 0) return 1;
+    PyErr_Format(PyExc_ValueError, "%zd query heads do not group over %zd KV heads", q->shape[1],
+                 kv->shape[2]);
+    return 0;
+}
+
+static int take_norm(Arrays *arrays, PyObject *object, const char *name, int64_t dim,
+                     const float **weight) {
+    *weight = NULL;
+    if (object == Py_None) return 1;
+    const Py_buffer *b = take(arrays, object, name, 'f', 1, 0);
+    if (!b || !has_length(b, name, 0, dim)) return 0;
+    *weight = b->buf;
+    return 1;
+}
+
+static int take_rope_append(Arrays *arrays, PyObject *const *a, RopeAppend *r) {
+    const Py_buffer *qkv, *positions, *slots, *table, *kv, *q;
+    if (!(qkv = take(arrays, a[1], "qkv", 'f', 2, 0))) return 0;
+    if (!(positions = take(arrays, a[2], "positions", 'i', 1, 0))) return 0;
+    if (!(slots = take(arrays, a[3], "slots", 'q', 1, 0))) return 0;
+    if (!(table = take(arrays, a[4], "cos_sin", 'f', 2, 0))) return 0;
+    if (!(kv = take(arrays, a[8], "kv_layer", 'f', 5, 1))) return 0;
+    if (!(q = take(arrays, a[9], "q_out", 'f', 3, 1))) return 0;
+    int64_t rows = qkv->shape[0], dim = q->shape[2];
+    if (!cache_fits(kv, q, dim)) return 0;
+    int64_t width = (q->shape[1] + 2 * kv->shape[2]) * dim;
+    if (!has_length(qkv, "qkv", 1, width) || !has_length(q, "q_out", 0, rows)) return 0;
+    if (!has_length(positions, "positions", 0, rows) || !has_length(slots, "slots", 0, rows))
+        return 0;
+    if (!has_length(table, "cos_sin", 1, dim / 2 * 2)) return 0;
+    if (!has_length(table, "cos_sin", 1, dim)) return 0;
+    if (!all_below(positions, "positions", table->shape[0])) return 0;
+    if (!all_below(slots, "slots", kv->shape[0] * kv->shape[3])) return 0;
+    if (!take_norm(arrays, a[5], "q_norm", dim, &r->q_norm)) return 0;
+    if (!take_norm(arrays, a[6], "k_norm", dim, &r->k_norm)) return 0;
+    r->qkv = qkv->buf, r->positions = positions->buf, r->slots = slots->buf;
+    r->cos_sin = table->buf, r->kv = kv->buf, r->q_out = q->buf;
+    r->rows = rows, r->heads = q->shape[1], r->kv_heads = kv->shape[2];
+    r->block_size = kv->shape[3], r->dim = dim;
+    return get_float(a[7], &r->eps);
+}
+
+/* rope_append(isa, qkv, positions, slots, cos_sin, q_norm, k_norm, eps, kv_layer, q_out) */
+static PyObject *py_rope_append(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Kernels *k;
+    RopeAppend r;
+    if (!has_arguments(n, 10) || !(k = chosen(a[0]))) return NULL;
+    if (!take_rope_append(&arrays, a, &r)) return refuse(&arrays);
+    Py_BEGIN_ALLOW_THREADS
+    k->rope_append(&r);
+    Py_END_ALLOW_THREADS
+    return done(&arrays);
+}
+
+/* Rows ascend from 0 to all; each row's position and the blocks it reads exist. */
+static int rows_readable(const Attention *a, int64_t rows, int64_t blocks) {
+    int64_t most = a->table_width * a->block_size, next = 0;
+    for (int64_t s = 0; s < a->sequences; s++) {
+        int64_t low = INT64_MAX, high = -1;
+        if (a->offsets[s] != next || a->offsets[s + 1] < next || a->offsets[s + 1] > rows) break;
+        for (; next < a->offsets[s + 1]; next++) {
+            int64_t p = a->positions[next];
+            if (p < 0 || p >= most) {
+                PyErr_Format(PyExc_ValueError, "position %lld is outside the block table",
+                             (long long)p);
+                return 0;
+            }
+            int64_t from = a->window && p >= a->window ? p - a->window + 1 : 0;
+            low = from < low ? from : low;
+            high = p > high ? p : high;
+        }
+        for (int64_t b = low / a->block_size; high >= 0 && b <= high / a->block_size; b++) {
+            int64_t id = a->tables[s * a->table_width + b];
+            if (id >= 0 && id < blocks) continue;
+            PyErr_Format(PyExc_ValueError, "block %lld is outside 0..%lld", (long long)id,
+                         (long long)blocks - 1);
+            return 0;
+        }
+    }
+    if (next == rows && a->offsets[a->sequences] == rows) return 1;
+    PyErr_SetString(PyExc_ValueError, "row_offsets do not ascend from 0 to the number of rows");
+    return 0;
+}
+
+static int take_attention(Arrays *arrays, PyObject *const *a, Attention *t) {
+    const Py_buffer *q, *kv, *tables, *offsets, *positions, *out;
+    if (!(q = take(arrays, a[1], "q", 'f', 3, 0))) return 0;
+    if (!(kv = take(arrays, a[2], "kv_layer", 'f', 5, 0))) return 0;
+    if (!(tables = take(arrays, a[3], "block_tables", 'i', 2, 0))) return 0;
+    if (!(offsets = take(arrays, a[4], "row_offsets", 'i', 1, 0))) return 0;
+    if (!(positions = take(arrays, a[5], "positions", 'i', 1, 0))) return 0;
+    if (!(out = take(arrays, a[8], "out", 'f', 2, 1))) return 0;
+    int64_t rows = q->shape[0], dim = q->shape[2];
+    if (!cache_fits(kv, q, dim)) return 0;
+    if (!has_length(offsets, "row_offsets", 0, tables->shape[0] + 1)) return 0;
+    if (!has_length(positions, "positions", 0, rows) || !has_length(out, "out", 0, rows)) return 0;
+    if (!has_length(out, "out", 1, q->shape[1] * dim)) return 0;
+    if (!apart(q, out, "q and out") || !apart(kv, out, "kv_layer and out")) return 0;
+    *t = (Attention){.q = q->buf, .kv = kv->buf, .tables = tables->buf, .offsets = offsets->buf,
+                     .positions = positions->buf, .out = out->buf,
+                     .sequences = tables->shape[0], .table_width = tables->shape[1],
+                     .heads = q->shape[1], .kv_heads = kv->shape[2],
+                     .block_size = kv->shape[3], .dim = dim};
+    if (!get_float(a[6], &t->scale) || !get_int(a[7], &t->window)) return 0;
+    if (t->window < 0) {
+        PyErr_SetString(PyExc_ValueError, "window is negative");
+        return 0;
+    }
+    return rows_readable(t, rows, kv->shape[0]);
+}
+
+/* attention(isa, q, kv_layer, block_tables, row_offsets, positions, scale, window, out) */
+static PyObject *py_attention(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Kernels *k;
+    Attention t;
+    int failed;
+    if (!has_arguments(n, 9) || !(k = chosen(a[0]))) return NULL;
+    if (!take_attention(&arrays, a, &t)) return refuse(&arrays);
+    Py_BEGIN_ALLOW_THREADS
+    failed = k->attention(&t);
+    Py_END_ALLOW_THREADS
+    drop(&arrays);
+    if (failed) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+/* ---- blocks on the move ---- */
+
+typedef struct {
+    char *pool;     /* first layer wanted */
+    char *payload;
+    const int32_t *ids;
+    int64_t count;  /* blocks of a layer */
+    int64_t blocks; /* of the pool, per layer */
+    size_t bytes;   /* of one block of one layer */
+} Move;
+
+static int take_move(Arrays *arrays, PyObject *const *a, int gather, Move *m) {
+    const Py_buffer *pool, *ids, *payload;
+    int64_t start, layers;
+    if (!(pool = take(arrays, a[0], "pool", 'f', 6, !gather))) return 0;
+    if (!get_int(a[1], &start) || !get_int(a[2], &layers)) return 0;
+    if (!(ids = take(arrays, a[3], "block_ids", 'i', 1, 0))) return 0;
+    if (!(payload = take(arrays, a[4], "payload", 'B', 1, gather))) return 0;
+    if (start < 0 || layers < 0 || layers > pool->shape[0] - start) {
+        PyErr_Format(PyExc_ValueError, "layers %lld+%lld are outside the pool's %zd",
+                     (long long)start, (long long)layers, pool->shape[0]);
+        return 0;
+    }
+    int64_t bytes = 4 * pool->shape[2] * pool->shape[3] * pool->shape[4] * pool->shape[5];
+    if (!has_length(payload, "payload", 0, layers * ids->shape[0] * bytes)) return 0;
+    if (!all_below(ids, "block_ids", pool->shape[1])) return 0;
+    if (!apart(pool, payload, "pool and payload")) return 0;
+    *m = (Move){.pool = (char *)pool->buf + start * pool->shape[1] * bytes,
+                .payload = payload->buf, .ids = ids->buf, .count = ids->shape[0],
+                .blocks = pool->shape[1], .bytes = (size_t)bytes};
+    return 1;
+}
+
+static void move_blocks(const Move *m, int gather, int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; i++) {
+        int64_t block = i / m->count * m->blocks + m->ids[i % m->count];
+        char *pool = m->pool + block * (int64_t)m->bytes;
+        char *payload = m->payload + i * (int64_t)m->bytes;
+        memcpy(gather ? payload : pool, gather ? pool : payload, m->bytes);
+    }
+}
+
+/* gather(pool, layer_start, layer_count, block_ids, payload) and scatter(the same) */
+static PyObject *move(PyObject *const *a, Py_ssize_t n, int gather) {
+    Arrays arrays = {.count = 0};
+    Move m;
+    if (!has_arguments(n, 5)) return NULL;
+    if (!take_move(&arrays, a, gather, &m)) return refuse(&arrays);
+    int64_t all = m.bytes ? arrays.held[2].len / (int64_t)m.bytes : 0;
+    Py_BEGIN_ALLOW_THREADS
+    move_blocks(&m, gather, 0, all);
+    Py_END_ALLOW_THREADS
+    return done(&arrays);
+}
+
+static PyObject *py_gather(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    return move(a, n, 1);
+}
+
+static PyObject *py_scatter(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    return move(a, n, 0);
+}
+
+/* ---- module ---- */
+
+#define FAST(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
+
+static PyMethodDef methods[] = {
+    {"instruction_sets", py_instruction_sets, METH_NOARGS, NULL},
+    FAST(pack), FAST(linear), FAST(embed), FAST(rms_norm), FAST(silu_mul), FAST(rope_append),
+    FAST(attention), FAST(gather), FAST(scatter), {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_cpu",
+                                    "Compiled kernels; see cpu.py.", -1, methods,
+                                    NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__cpu(void) {
+    find_usable();
+    return PyModule_Create(&module);
+}

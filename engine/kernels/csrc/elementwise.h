@@ -1,0 +1,108 @@
+/* Kernels that walk one row at a time: norms, rotary embedding, activation. */
+
+static inline float v_total(vf v) { /* pairwise, so the order is ours and not the compiler's */
+    float t[LANES];
+    v_store(t, v);
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) t[i] += t[i + half];
+    return t[0];
+}
+
+/* e^x to 1.5 ulp; exactly 1 at 0, 0 below the smallest normal number, NaN stays NaN. */
+static inline vf v_exp(vf x) {
+    const vf low = v_set(-87.3f), magic = v_set(12582912.0f); /* 1.5 * 2^23 rounds to a whole */
+    vf c = v_min(v_set(88.3f), v_max(low, x));
+    vf n = v_sub(v_add(v_mul(c, v_set(1.44269504f)), magic), magic);
+    vf r = v_fma(n, v_set(-0.693359375f), c);
+    r = v_fma(n, v_set(2.12194440e-4f), r);
+    vf p = v_set(1.9875691500e-4f);
+    p = v_fma(p, r, v_set(1.3981999507e-3f));
+    p = v_fma(p, r, v_set(8.3334519073e-3f));
+    p = v_fma(p, r, v_set(4.1665795894e-2f));
+    p = v_fma(p, r, v_set(1.6666665459e-1f));
+    p = v_fma(p, r, v_set(5.0000001201e-1f));
+    p = v_add(v_fma(p, v_mul(r, r), r), v_set(1.0f));
+    return v_keep(v_scale2(p, n), x, low);
+}
+
+/* 1 / sqrt(mean(x^2) + eps) */
+static float inverse_rms(const float *x, int64_t width, float eps) {
+    vf a = v_set(0), b = a, c = a, d = a;
+    int64_t i = 0;
+    for (; i + 4 * LANES <= width; i += 4 * LANES) {
+        vf p = v_load(x + i), q = v_load(x + i + LANES);
+        vf r = v_load(x + i + 2 * LANES), s = v_load(x + i + 3 * LANES);
+        a = v_fma(p, p, a), b = v_fma(q, q, b), c = v_fma(r, r, c), d = v_fma(s, s, d);
+    }
+    for (; i < width; i += LANES) {
+        vf p = width - i < LANES ? v_load_n(x + i, (int)(width - i)) : v_load(x + i);
+        a = v_fma(p, p, a);
+    }
+    return 1.0f / sqrtf(v_total(v_add(v_add(a, b), v_add(c, d))) / (float)width + eps);
+}
+
+static void scale_row(const float *x, const float *weight, float scale, float *y, int64_t width) {
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES)
+        v_store(y + i, v_mul(v_mul(v_load(x + i), v_set(scale)), v_load(weight + i)));
+    for (; i < width; i++) y[i] = x[i] * scale * weight[i];
+}
+
+/* With a residual: residual += x first, and that is what is normalised. */
+static void rms_norm(const float *x, float *residual, const float *weight, float eps, float *y,
+                     int64_t rows, int64_t width) {
+    for (int64_t t = 0; t < rows; t++, x += width, y += width) {
+        const float *from = x;
+        if (residual) {
+            for (int64_t i = 0; i < width; i++) residual[i] += x[i];
+            from = residual;
+            residual += width;
+        }
+        scale_row(from, weight, inverse_rms(from, width, eps), y, width);
+    }
+}
+
+/* Optional norm, then (a, b) -> (a cos - b sin, b cos + a sin) on the halves of one head. */
+static void rotate_head(const float *x, const float *weight, float eps, const float *cos_sin,
+                        float *y, int64_t dim) {
+    int64_t half = dim / 2, i = 0;
+    float scale = weight ? inverse_rms(x, dim, eps) : 1.0f;
+    for (; i < half; i += LANES) {
+        int n = half - i < LANES ? (int)(half - i) : LANES;
+        vf a = v_load_n(x + i, n), b = v_load_n(x + half + i, n);
+        if (weight) {
+            a = v_mul(v_mul(a, v_set(scale)), v_load_n(weight + i, n));
+            b = v_mul(v_mul(b, v_set(scale)), v_load_n(weight + half + i, n));
+        }
+        vf c = v_load_n(cos_sin + i, n), s = v_load_n(cos_sin + half + i, n);
+        v_store_n(y + i, v_fma(a, c, v_sub(v_set(0), v_mul(b, s))), n);
+        v_store_n(y + half + i, v_fma(b, c, v_mul(a, s)), n);
+    }
+}
+
+static void rope_append(const RopeAppend *r) {
+    int64_t dim = r->dim, plane = r->block_size * dim, values = r->kv_heads * plane;
+    for (int64_t t = 0; t < r->rows; t++) {
+        const float *in = r->qkv + t * (r->heads + 2 * r->kv_heads) * dim;
+        const float *cos_sin = r->cos_sin + r->positions[t] * dim;
+        int64_t block = r->slots[t] / r->block_size, offset = r->slots[t] % r->block_size;
+        float *to = r->kv + block * 2 * values + offset * dim;
+        float *q = r->q_out + t * r->heads * dim;
+        for (int64_t h = 0; h < r->heads; h++, in += dim)
+            rotate_head(in, r->q_norm, r->eps, cos_sin, q + h * dim, dim);
+        for (int64_t h = 0; h < r->kv_heads; h++, in += dim)
+            rotate_head(in, r->k_norm, r->eps, cos_sin, to + h * plane, dim);
+        for (int64_t h = 0; h < r->kv_heads; h++, in += dim)
+            memcpy(to + values + h * plane, in, (size_t)dim * sizeof(float));
+    }
+}
+
+static void silu_mul(const float *gate_up, float *y, int64_t rows, int64_t width) {
+    for (int64_t t = 0; t < rows; t++, gate_up += 2 * width, y += width)
+        for (int64_t i = 0; i < width; i += LANES) {
+            int n = width - i < LANES ? (int)(width - i) : LANES;
+            vf g = v_load_n(gate_up + i, n), u = v_load_n(gate_up + width + i, n);
+            vf e = v_exp(v_sub(v_set(0), g));
+            v_store_n(y + i, v_mul(v_div(g, v_add(v_set(1), e)), u), n);
+        }
+}

@@ -1,0 +1,60 @@
+/* The table of kernels one instruction set provides, and the shapes they take.
+ *
+ * Kernels trust their arguments: cpu_module.c has checked them. Floats are float32, counts are
+ * int64. Sums have one fixed order (strictly over k in products), fused multiply-adds are written
+ * out and the compiler may not contract others, so a table's name determines the bits.
+ */
+#ifndef BATON_KERNELS_H
+#define BATON_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Widest row group of the matrix micro kernel; 1..MAX_ROWS are instantiated. */
+#define MAX_ROWS 6
+/* Keys of an attention tile; tiles are aligned to absolute positions. */
+#define TILE_KEYS 64
+
+typedef struct {
+    const float *q;          /* [rows, heads, dim] */
+    const float *kv;         /* [blocks, 2, kv_heads, block_size, dim] */
+    const int32_t *tables;   /* [sequences, table_width] */
+    const int32_t *offsets;  /* [sequences + 1] */
+    const int32_t *positions;/* [rows] */
+    float *out;              /* [rows, heads * dim] */
+    float scale;
+    int64_t window, sequences, table_width, heads, kv_heads, block_size, dim;
+} Attention;
+
+typedef struct {
+    const float *qkv;        /* [rows, (heads + 2 * kv_heads) * dim] */
+    const int32_t *positions;
+    const int64_t *slots;
+    const float *cos_sin;    /* [max_position, dim] */
+    const float *q_norm, *k_norm; /* [dim] or NULL */
+    float *kv;
+    float *q_out;            /* [rows, heads, dim] */
+    float eps;
+    int64_t rows, heads, kv_heads, block_size, dim;
+} RopeAppend;
+
+typedef struct {
+    const char *name;
+    int panel; /* columns of a packed weight panel */
+    /* pack rows of w[out, in] as columns start.. of the panels; source and target both bf16 or f32 */
+    void (*pack)(const void *w, int from_bf16, void *panels, int to_bf16, int64_t start,
+                 int64_t out, int64_t in);
+    void (*linear)(const float *x, const void *panels, int bf16, const float *bias, float *y,
+                   int64_t rows, int64_t in, int64_t out);
+    void (*rms_norm)(const float *x, float *residual, const float *weight, float eps, float *y,
+                     int64_t rows, int64_t width);
+    void (*rope_append)(const RopeAppend *);
+    /* returns 0, or -1 when no scratch memory could be had */
+    int (*attention)(const Attention *);
+    void (*silu_mul)(const float *gate_up, float *y, int64_t rows, int64_t width);
+} Kernels;
+
+/* Best first, ends with NULL. An entry the processor lacks is skipped by the module. */
+extern const Kernels kernels_avx512, kernels_avx2, kernels_plain;
+
+#endif

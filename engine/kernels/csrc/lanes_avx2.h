@@ -1,0 +1,65 @@
+/* 8 float lanes of AVX2 with FMA. */
+#define LANES 8
+#define PANEL_VECTORS 2
+
+typedef __m256 vf;
+
+static inline __m256i first(int n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+static inline vf v_load(const float *p) { return _mm256_loadu_ps(p); }
+static inline void v_store(float *p, vf v) { _mm256_storeu_ps(p, v); }
+static inline vf v_load_n(const float *p, int n) { return _mm256_maskload_ps(p, first(n)); }
+static inline void v_store_n(float *p, vf v, int n) { _mm256_maskstore_ps(p, first(n), v); }
+static inline vf v_set(float x) { return _mm256_set1_ps(x); }
+static inline vf v_add(vf a, vf b) { return _mm256_add_ps(a, b); }
+static inline vf v_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+static inline vf v_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+static inline vf v_div(vf a, vf b) { return _mm256_div_ps(a, b); }
+static inline vf v_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+static inline vf v_max(vf a, vf b) { return _mm256_max_ps(a, b); } /* b where either is NaN */
+static inline vf v_min(vf a, vf b) { return _mm256_min_ps(a, b); }
+static inline float v_largest(vf v) {
+    __m128 m = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+    return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+}
+/* value where x >= limit or x is NaN, else 0 */
+static inline vf v_keep(vf value, vf x, vf limit) {
+    return _mm256_and_ps(value, _mm256_cmp_ps(x, limit, _CMP_NLT_UQ));
+}
+/* value in lanes from..to-1, else other */
+static inline vf v_between(vf value, vf other, int from, int to) {
+    __m256i inside = _mm256_andnot_si256(first(from), first(to));
+    return _mm256_blendv_ps(other, value, _mm256_castsi256_ps(inside));
+}
+/* y * 2^n, n a whole number in -126..127 */
+static inline vf v_scale2(vf y, vf n) {
+    __m256i bits = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
+    __m256i one = _mm256_set1_epi32(127 << 23);
+    return _mm256_mul_ps(y, _mm256_castsi256_ps(_mm256_add_epi32(bits, one)));
+}
+/* 16 bfloat16 in pair order: low halves are lanes 0..7, high halves lanes 8..15 */
+static inline void v_pair(const uint16_t *p, vf *low, vf *high) {
+    __m256i v = _mm256_loadu_si256((const __m256i *)p);
+    *low = _mm256_castsi256_ps(_mm256_slli_epi32(v, 16));
+    *high = _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32((int)0xffff0000)));
+}
+
+/* to[d * stride + j] = from[j][d] for LANES keys j and LANES dims d */
+static inline __m256 halves(const float *const *from, int key, int64_t d) {
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(from[key] + d)),
+                                _mm_loadu_ps(from[key + 4] + d), 1);
+}
+static inline void v_transpose(const float *const *from, int64_t d, float *to, int64_t stride) {
+    for (int part = 0; part < 2; part++, d += 4, to += 4 * stride) {
+        __m256 a = halves(from, 0, d), b = halves(from, 1, d);
+        __m256 c = halves(from, 2, d), e = halves(from, 3, d);
+        __m256 ab = _mm256_unpacklo_ps(a, b), ce = _mm256_unpacklo_ps(c, e);
+        __m256 ba = _mm256_unpackhi_ps(a, b), ec = _mm256_unpackhi_ps(c, e);
+        _mm256_storeu_ps(to, _mm256_shuffle_ps(ab, ce, 0x44));
+        _mm256_storeu_ps(to + stride, _mm256_shuffle_ps(ab, ce, 0xee));
+        _mm256_storeu_ps(to + 2 * stride, _mm256_shuffle_ps(ba, ec, 0x44));
+        _mm256_storeu_ps(to + 3 * stride, _mm256_shuffle_ps(ba, ec, 0xee));
+    }
+}

@@ -1,0 +1,58 @@
+/* 16 float lanes of AVX-512. */
+#define LANES 16
+#define PANEL_VECTORS 4
+
+typedef __m512 vf;
+
+static inline __mmask16 first(int n) { return (__mmask16)((1u << n) - 1); }
+static inline vf v_load(const float *p) { return _mm512_loadu_ps(p); }
+static inline void v_store(float *p, vf v) { _mm512_storeu_ps(p, v); }
+static inline vf v_load_n(const float *p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
+static inline void v_store_n(float *p, vf v, int n) { _mm512_mask_storeu_ps(p, first(n), v); }
+static inline vf v_set(float x) { return _mm512_set1_ps(x); }
+static inline vf v_add(vf a, vf b) { return _mm512_add_ps(a, b); }
+static inline vf v_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+static inline vf v_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+static inline vf v_div(vf a, vf b) { return _mm512_div_ps(a, b); }
+static inline vf v_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+static inline vf v_max(vf a, vf b) { return _mm512_max_ps(a, b); } /* b where either is NaN */
+static inline vf v_min(vf a, vf b) { return _mm512_min_ps(a, b); }
+static inline float v_largest(vf v) { return _mm512_reduce_max_ps(v); }
+/* value where x >= limit or x is NaN, else 0 */
+static inline vf v_keep(vf value, vf x, vf limit) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), value);
+}
+/* value in lanes from..to-1, else other */
+static inline vf v_between(vf value, vf other, int from, int to) {
+    return _mm512_mask_mov_ps(other, first(to) & ~first(from), value);
+}
+/* y * 2^n, n a whole number in -126..127 */
+static inline vf v_scale2(vf y, vf n) { return _mm512_scalef_ps(y, n); }
+/* 32 bfloat16 in pair order: low halves are lanes 0..15, high halves lanes 16..31 */
+static inline void v_pair(const uint16_t *p, vf *low, vf *high) {
+    __m512i v = _mm512_loadu_si512(p);
+    *low = _mm512_castsi512_ps(_mm512_slli_epi32(v, 16));
+    *high = _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000)));
+}
+
+/* to[d * stride + j] = from[j][d] for LANES keys j and LANES dims d.
+ * Quarters of four keys land in one register by insertion from memory, so that only the
+ * two shuffle steps inside 128-bit lanes remain. */
+static inline __m512 quarters(const float *const *from, int key, int64_t d) {
+    __m512 v = _mm512_castps128_ps512(_mm_loadu_ps(from[key] + d));
+    v = _mm512_insertf32x4(v, _mm_loadu_ps(from[key + 4] + d), 1);
+    v = _mm512_insertf32x4(v, _mm_loadu_ps(from[key + 8] + d), 2);
+    return _mm512_insertf32x4(v, _mm_loadu_ps(from[key + 12] + d), 3);
+}
+static inline void v_transpose(const float *const *from, int64_t d, float *to, int64_t stride) {
+    for (int part = 0; part < 4; part++, d += 4, to += 4 * stride) {
+        __m512 a = quarters(from, 0, d), b = quarters(from, 1, d);
+        __m512 c = quarters(from, 2, d), e = quarters(from, 3, d);
+        __m512 ab = _mm512_unpacklo_ps(a, b), ce = _mm512_unpacklo_ps(c, e);
+        __m512 ba = _mm512_unpackhi_ps(a, b), ec = _mm512_unpackhi_ps(c, e);
+        _mm512_storeu_ps(to, _mm512_shuffle_ps(ab, ce, 0x44));
+        _mm512_storeu_ps(to + stride, _mm512_shuffle_ps(ab, ce, 0xee));
+        _mm512_storeu_ps(to + 2 * stride, _mm512_shuffle_ps(ba, ec, 0x44));
+        _mm512_storeu_ps(to + 3 * stride, _mm512_shuffle_ps(ba, ec, 0xee));
+    }
+}

@@ -1,0 +1,62 @@
+/* 4 float lanes in the compiler's vector extension: any processor, no fused multiply-add. */
+#include <string.h>
+
+#define LANES 4
+#define PANEL_VECTORS 2
+
+typedef float vf __attribute__((vector_size(16)));
+typedef int32_t vi __attribute__((vector_size(16)));
+
+static inline vf v_load(const float *p) {
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+static inline void v_store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+static inline vf v_load_n(const float *p, int n) {
+    vf v = {0};
+    for (int i = 0; i < n; i++) v[i] = p[i];
+    return v;
+}
+static inline void v_store_n(float *p, vf v, int n) {
+    for (int i = 0; i < n; i++) p[i] = v[i];
+}
+static inline vf v_set(float x) { return (vf){x, x, x, x}; }
+static inline vf v_add(vf a, vf b) { return a + b; }
+static inline vf v_sub(vf a, vf b) { return a - b; }
+static inline vf v_mul(vf a, vf b) { return a * b; }
+static inline vf v_div(vf a, vf b) { return a / b; }
+static inline vf v_fma(vf a, vf b, vf c) { return a * b + c; }
+static inline vf v_select(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+static inline vf v_max(vf a, vf b) { return v_select((vi)(a > b), a, b); } /* b where NaN */
+static inline vf v_min(vf a, vf b) { return v_select((vi)(a < b), a, b); }
+static inline float v_largest(vf v) {
+    float m = v[0];
+    for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
+    return m;
+}
+/* value where x >= limit or x is NaN, else 0 */
+static inline vf v_keep(vf value, vf x, vf limit) { return (vf)(~(vi)(x < limit) & (vi)value); }
+/* value in lanes from..to-1, else other */
+static inline vf v_between(vf value, vf other, int from, int to) {
+    vi lane = {0, 1, 2, 3};
+    return v_select((vi)(lane >= from) & (vi)(lane < to), value, other);
+}
+/* y * 2^n, n a whole number in -126..127 */
+static inline vf v_scale2(vf y, vf n) {
+    vi power = __builtin_convertvector(n, vi);
+    return y * (vf)((power + 127) << 23);
+}
+/* 8 bfloat16 in pair order: low halves are lanes 0..3, high halves lanes 4..7 */
+static inline void v_pair(const uint16_t *p, vf *low, vf *high) {
+    vi v;
+    memcpy(&v, p, sizeof v);
+    *low = (vf)(v << 16);
+    *high = (vf)(v & (int32_t)0xffff0000);
+}
+
+/* to[d * stride + j] = from[j][d] for LANES keys j and LANES dims d */
+static inline void v_transpose(const float *const *from, int64_t d, float *to, int64_t stride) {
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < LANES; j++) to[i * stride + j] = from[j][d + i];
+}
