@@ -1,0 +1,98 @@
+"""A model folder in the Hugging Face layout: config, tensors, generation defaults.
+
+Opening reads the configs and the tensors' headers only; weights are paged in when the
+model packs them. :meth:`Checkpoint.take` is the one way to a tensor, and checks its shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from ..proto.errors import CheckpointError
+from .model_config import (
+    GenerationConfig,
+    ModelConfig,
+    load_generation_config,
+    load_model_config,
+)
+from .safetensors import TensorStore, Weights
+
+_SAMPLE_BYTES = 4096
+_SAMPLES = 16
+
+
+@dataclass(slots=True, frozen=True)
+class Checkpoint:
+    """An opened model folder."""
+
+    folder: Path
+    config: ModelConfig
+    generation: GenerationConfig
+    tensors: TensorStore
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Weights:
+        """Tensor as float32 or as uint16 bfloat16 bits (float16 is widened to float32).
+
+        Raises :class:`CheckpointError` naming the tensor, the wanted and the found shape.
+        """
+        found = self.tensors.entry(name).shape
+        if found != shape:
+            raise CheckpointError(
+                f"{self.tensors.path(name)}: tensor '{name}' has shape {list(found)}, "
+                f"config.json asks for {list(shape)}"
+            )
+        tensor = self.tensors.tensor(name)
+        return tensor.astype(np.float32) if tensor.dtype == np.float16 else tensor
+
+    def weight_dtypes(self) -> tuple[str, ...]:
+        """Dtypes of the tensors in the file, ascending."""
+        return tuple(sorted({self.tensors.entry(name).dtype for name in self.tensors}))
+
+    def fingerprint(self, *, full: bool = False) -> str:
+        """BLAKE2b-128 (hex) of config, tensor names, shapes, dtypes and data.
+
+        The data enters through evenly spread samples of every tensor, or as a whole when
+        ``full``; samples tell checkpoints apart, they do not prove a file undamaged.
+        """
+        digest = blake2b(digest_size=16)
+        digest.update(msgspec.msgpack.encode(self.config))
+        for name in sorted(self.tensors):
+            entry = self.tensors.entry(name)
+            digest.update(msgspec.msgpack.encode((name, entry.dtype, entry.shape)))
+            _digest_data(digest, self.tensors.raw(name), full=full)
+        return digest.hexdigest()
+
+
+def load_checkpoint(folder: str | Path) -> Checkpoint:
+    """Open a model folder; :class:`CheckpointError` says what is missing or wrong."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such model folder")
+    config = load_model_config(path)
+    generation = load_generation_config(path, config)
+    return Checkpoint(path, config, generation, TensorStore.open(path))
+
+
+def require_tokenizer(folder: str | Path) -> Path:
+    """Path of tokenizer.json; :class:`CheckpointError` when the folder has none."""
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder}: tokenizer.json is missing; only tokenizers in this format are supported"
+        )
+    return path
+
+
+def _digest_data(digest: blake2b, data: memoryview, *, full: bool) -> None:
+    if full or len(data) <= _SAMPLES * _SAMPLE_BYTES:
+        digest.update(data)
+        return
+    last = len(data) - _SAMPLE_BYTES
+    for i in range(_SAMPLES):
+        at = last * i // (_SAMPLES - 1)
+        digest.update(data[at : at + _SAMPLE_BYTES])

@@ -1,0 +1,244 @@
+"""What a model is, read from config.json of either layout.
+
+Checkpoints on hubs carry ``rope_theta``, ``rope_scaling`` and ``torch_dtype``; newer ones
+``rope_parameters`` and ``dtype``. Both become one :class:`ModelConfig`; everything behind
+it is blind to the difference. A setting the decoder cannot honour is refused here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..proto.errors import CheckpointError
+from ..proto.sampling import SamplingParamsGenerationConfigDefaults
+from .models.rope import RopeConfig, parse_rope
+from .safetensors import read_json
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"max_position_embeddings": 2048},
+    "MistralForCausalLM": {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+    "Qwen2ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+    "Qwen3ForCausalLM": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+    },
+}
+"""Values transformers gives to keys a config.json leaves out, by architecture."""
+
+SUPPORTED_ARCHITECTURES = tuple(_DEFAULTS)
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape and options of a decoder.
+
+    ``windows``: per layer, positions a token sees (0: all). ``eos_token_ids``: those of
+    config.json; generation_config.json may name others. ``dtype``: what the checkpoint says
+    of itself; the tensors decide.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+
+
+class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """generation_config.json: ids that end a text, defaults for what a user leaves open."""
+
+    eos_token_ids: tuple[int, ...]
+    defaults: SamplingParamsGenerationConfigDefaults
+
+
+class _Raw(msgspec.Struct, kw_only=True):
+    """The keys read from config.json, typed; others are ignored."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+    use_sliding_window: bool = False
+    max_window_layers: int = 28
+    layer_types: list[str] | None = None
+    eos_token_id: int | list[int] | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+
+
+class _RawGeneration(msgspec.Struct, kw_only=True):
+    eos_token_id: int | list[int] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    do_sample: bool | None = None
+
+
+def load_model_config(folder: Path) -> ModelConfig:
+    """Read ``config.json``; :class:`CheckpointError` says what cannot be served."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: config.json is missing; is this a model folder?")
+    raw = read_json(path)
+    architecture = _architecture(path, raw)
+    try:
+        return parse_model_config(raw, architecture)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+
+
+def load_generation_config(folder: Path, config: ModelConfig) -> GenerationConfig:
+    """Read ``generation_config.json``; without it, the ids of config.json and no defaults."""
+    path = folder / "generation_config.json"
+    try:
+        raw = msgspec.convert(read_json(path) if path.is_file() else {}, _RawGeneration)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    eos = _ids(raw.eos_token_id) or config.eos_token_ids
+    if any(not 0 <= token < config.vocab_size for token in eos):
+        raise CheckpointError(
+            f"{folder}: end-of-sequence ids {list(eos)} outside the vocabulary "
+            f"of {config.vocab_size}"
+        )
+    fields = {f: getattr(raw, f) for f in raw.__struct_fields__ if f != "eos_token_id"}
+    return GenerationConfig(
+        eos_token_ids=eos, defaults=SamplingParamsGenerationConfigDefaults(**fields)
+    )
+
+
+def parse_model_config(raw: dict[str, Any], architecture: str) -> ModelConfig:
+    """Build the config from config.json's object; raises as :func:`load_model_config`."""
+    filled = {**_DEFAULTS[architecture], **raw}
+    fields = msgspec.convert(filled, _Raw)
+    _refuse(filled, fields)
+    kv_heads = fields.num_key_value_heads or fields.num_attention_heads
+    head_dim = fields.head_dim or fields.hidden_size // fields.num_attention_heads
+    if fields.num_attention_heads % kv_heads or head_dim % 2:
+        raise CheckpointError(
+            f"config.json: {fields.num_attention_heads} heads of {head_dim} channels "
+            f"do not fit {kv_heads} key-value heads and rotary pairs"
+        )
+    qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
+    biased = fields.attention_bias and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.vocab_size,
+        hidden_size=fields.hidden_size,
+        intermediate_size=fields.intermediate_size,
+        num_layers=fields.num_hidden_layers,
+        num_heads=fields.num_attention_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=fields.rms_norm_eps,
+        rope=parse_rope(filled),
+        tie_word_embeddings=fields.tie_word_embeddings,
+        qkv_bias=qwen2 or biased,
+        o_bias=biased,
+        mlp_bias=fields.mlp_bias and architecture == "LlamaForCausalLM",
+        qk_norm=qwen3,
+        windows=_windows(fields, architecture),
+        eos_token_ids=_ids(fields.eos_token_id),
+        dtype=fields.dtype or fields.torch_dtype or "float32",
+    )
+
+
+def _architecture(path: Path, raw: dict[str, Any]) -> str:
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if not isinstance(name, str) or name not in _DEFAULTS:
+        raise CheckpointError(
+            f"{path}: unsupported architecture {name or 'none given'}; "
+            f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    return name
+
+
+def _refuse(raw: dict[str, Any], fields: _Raw) -> None:
+    """Settings that would silently change the results."""
+    if fields.hidden_act != "silu":
+        raise CheckpointError(f"config.json: unsupported hidden_act '{fields.hidden_act}'")
+    if raw.get("quantization_config"):
+        raise CheckpointError("config.json: quantized checkpoints are not supported")
+    sizes = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+    )
+    for name in sizes:
+        if getattr(fields, name) < 1:
+            raise CheckpointError(f"config.json: {name} must be positive")
+    if (fields.num_key_value_heads or 1) < 1 or (fields.head_dim or 1) < 1:
+        raise CheckpointError("config.json: num_key_value_heads and head_dim must be positive")
+
+
+def _windows(fields: _Raw, architecture: str) -> tuple[int, ...]:
+    """Sliding window of each layer, 0 for full attention."""
+    layers, window = fields.num_hidden_layers, fields.sliding_window
+    if architecture == "LlamaForCausalLM":
+        return (0,) * layers
+    if window is not None and window < 1:
+        raise CheckpointError(f"config.json: sliding_window {window} must be positive")
+    if architecture == "MistralForCausalLM":
+        return (window or 0,) * layers
+    if not fields.use_sliding_window:
+        window = None
+    if fields.layer_types is not None:
+        return _windows_by_type(fields.layer_types, layers, window)
+    full = min(fields.max_window_layers, layers)
+    return (0,) * full + (window or 0,) * (layers - full)
+
+
+def _windows_by_type(types: list[str], layers: int, window: int | None) -> tuple[int, ...]:
+    known = {"full_attention": 0, "sliding_attention": window}
+    windows = [known.get(kind) for kind in types]
+    if len(types) != layers or None in windows:
+        raise CheckpointError(
+            f"config.json: layer_types {types} do not describe {layers} layers of full "
+            f"or sliding attention (sliding_window {window})"
+        )
+    return tuple(w or 0 for w in windows)
+
+
+def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """Token ids given as one number, a list, or not at all."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(dict.fromkeys(value))

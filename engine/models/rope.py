@@ -1,0 +1,242 @@
+"""Rotary position embedding: the scalings of Llama-type models and their tables.
+
+A table ``cos_sin[positions, head_dim]`` holds float32 cosines (first half of a row) and
+sines (second half). Frequencies and angles are rounded to float32 exactly where
+transformers rounds them, because at position 1000 one unit in the last place of a
+frequency is visible in the logits.
+
+Two scalings depend on the length of a sequence, which a paged cache shared between
+sequences cannot follow: their frequencies are fixed by the served length instead.
+``dynamic`` up to ``max_position`` and ``longrope`` up to ``original_max_position`` are
+served exactly as transformers computes them, and these lengths are the default limits.
+A longer served length (up to :meth:`RopeConfig.ceiling`) takes the frequencies of that
+length for all positions of all sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ...proto.errors import CheckpointError
+
+F32 = npt.NDArray[np.float32]
+
+
+class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Rope settings under the names of ``rope_parameters``; see :data:`SCALINGS`.
+
+    ``rope_theta``: base. ``max_position_embeddings`` and the top-level
+    ``original_max_position_embeddings`` are copied in from the model's config.
+    """
+
+    rope_type: str = "default"
+    rope_theta: float = 10000.0
+    max_position_embeddings: int
+    original_max_position_embeddings: int | None = None
+    factor: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    partial_rotary_factor: float = 1.0
+
+    @property
+    def original(self) -> int:
+        """Length of the sequences the model was first trained on."""
+        return self.original_max_position_embeddings or self.max_position_embeddings
+
+    def default_length(self) -> int:
+        """Positions served unless the operator asks for more."""
+        if self.rope_type == "longrope":
+            return min(self.original, self.max_position_embeddings)
+        return self.max_position_embeddings
+
+    def ceiling(self) -> int:
+        """Most positions that can be served."""
+        if self.rope_type == "dynamic":
+            return int(self.max_position_embeddings * max(1.0, self.require("factor")))
+        return self.max_position_embeddings
+
+    def require(self, field: str) -> float:
+        """Value of a field its scaling cannot do without."""
+        value = getattr(self, field)
+        if value is None:
+            raise CheckpointError(f"config.json: rope type '{self.rope_type}' needs '{field}'")
+        return float(value)
+
+
+def parse_rope(raw: dict[str, Any]) -> RopeConfig:
+    """Rope settings of a config.json, old layout (``rope_scaling``) or new."""
+    fields = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        nested = msgspec.convert(raw.get(key) or {}, dict[str, Any])
+        fields.update({k: value for k, value in nested.items() if value is not None})
+    fields.setdefault("rope_type", fields.pop("type", "default"))
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if raw.get(key) is not None:
+            fields.setdefault(key, raw[key])
+    fields["max_position_embeddings"] = raw.get("max_position_embeddings")
+    if raw.get("original_max_position_embeddings") is not None:
+        fields["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
+    config = msgspec.convert(fields, RopeConfig)
+    if config.rope_type not in SCALINGS:
+        raise CheckpointError(
+            f"config.json: unsupported rope type '{config.rope_type}'; "
+            f"supported are {', '.join(SCALINGS)}"
+        )
+    if config.partial_rotary_factor != 1.0 and config.rope_type != "proportional":
+        raise CheckpointError("config.json: partial_rotary_factor other than 1 is not supported")
+    return config
+
+
+def frequencies(config: RopeConfig, head_dim: int, length: int) -> tuple[F32, float]:
+    """Frequencies for sequences of up to ``length`` positions.
+
+    Returns the angle per position of each pair of channels, float32 ``[head_dim / 2]``, and
+    the factor on cosine and sine.
+    """
+    return SCALINGS[config.rope_type](config, head_dim, length)
+
+
+def cos_sin_table(config: RopeConfig, head_dim: int, length: int) -> F32:
+    """Table ``[length, head_dim]``: cosines, then sines, attention factor included."""
+    inv_freq, scale = frequencies(config, head_dim, length)
+    angles = np.arange(length, dtype=np.float32)[:, None] * inv_freq
+    # The angle is rounded to float32, its cosine is not approximated further.
+    exact = angles.astype(np.float64)
+    table = np.concatenate([np.cos(exact), np.sin(exact)], axis=1).astype(np.float32)
+    return np.ascontiguousarray(table * np.float32(scale))
+
+
+def _powers(theta: float, head_dim: int, count: int | None = None) -> F32:
+    """``theta ** (2i / head_dim)``, rounded to float32."""
+    channels = np.arange(0, head_dim if count is None else 2 * count, 2, dtype=np.float32)
+    exponents = channels / np.float32(head_dim)
+    return np.power(np.float64(theta), exponents.astype(np.float64)).astype(np.float32)
+
+
+def _inverse(powers: F32) -> F32:
+    return np.float32(1.0) / powers
+
+
+def _default(config: RopeConfig, head_dim: int, length: int) -> tuple[F32, float]:  # noqa: ARG001
+    return _inverse(_powers(config.rope_theta, head_dim)), 1.0
+
+
+def _linear(config: RopeConfig, head_dim: int, length: int) -> tuple[F32, float]:  # noqa: ARG001
+    """Positions are interpolated by ``factor``."""
+    plain = _inverse(_powers(config.rope_theta, head_dim))
+    return plain / np.float32(config.require("factor")), 1.0
+
+
+def _proportional(config: RopeConfig, head_dim: int, length: int) -> tuple[F32, float]:  # noqa: ARG001
+    """Only the leading part of the pairs rotates, with the full head's frequencies."""
+    rotated = int(config.partial_rotary_factor * head_dim // 2)
+    inv_freq = np.zeros(head_dim // 2, np.float32)
+    inv_freq[:rotated] = _inverse(_powers(config.rope_theta, head_dim, rotated))
+    return inv_freq / np.float32(config.factor or 1.0), 1.0
+
+
+def _dynamic(config: RopeConfig, head_dim: int, length: int) -> tuple[F32, float]:
+    """NTK: the base grows with the served length beyond ``max_position_embeddings``."""
+    factor, limit = config.require("factor"), config.max_position_embeddings
+    stretch = factor * max(length, limit) / limit - (factor - 1)
+    theta = config.rope_theta * stretch ** (head_dim / (head_dim - 2))
+    return _inverse(_powers(theta, head_dim)), 1.0
+
+
+def _llama3(config: RopeConfig, head_dim: int, length: int) -> tuple[F32, float]:  # noqa: ARG001
+    """Long wavelengths are interpolated, short ones kept, those between blended."""
+    factor = np.float32(config.require("factor"))
+    low, high = config.require("low_freq_factor"), config.require("high_freq_factor")
+    plain = _inverse(_powers(config.rope_theta, head_dim))
+    # torch divides a number by a tensor as reciprocal times number; so the roundings agree.
+    wavelength = _inverse(plain) * np.float32(2 * math.pi)
+    turns = _inverse(wavelength) * np.float32(config.original)
+    smooth = (turns - np.float32(low)) / np.float32(high - low)
+    blended = (1 - smooth) * plain / factor + smooth * plain
+    scaled = np.where(wavelength > config.original / low, plain / factor, blended)
+    kept = np.where(wavelength < config.original / high, plain, scaled)
+    return kept.astype(np.float32), 1.0
+
+
+def _yarn(config: RopeConfig, head_dim: int, length: int) -> tuple[F32, float]:  # noqa: ARG001
+    """Interpolation for slow channels, none for fast ones, a ramp between, and a factor."""
+    factor = config.factor or config.max_position_embeddings / config.original
+    powers = _powers(config.rope_theta, head_dim)
+    extrapolated = _inverse(powers)
+    interpolated = _inverse(np.float32(factor) * powers)
+    low, high = _yarn_range(config, head_dim)
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
+    keep: F32 = np.float32(1) - np.clip(ramp, np.float32(0), np.float32(1))
+    inv_freq = interpolated * (1 - keep) + extrapolated * keep
+    return inv_freq.astype(np.float32), _yarn_attention(config, factor)
+
+
+def _yarn_range(config: RopeConfig, head_dim: int) -> tuple[float, float]:
+    """Channels between which the ramp runs."""
+
+    def channel(rotations: float) -> float:
+        turns = config.original / (rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(config.rope_theta))
+
+    low, high = channel(config.beta_fast or 32), channel(config.beta_slow or 1)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    return low, high + 0.001 if low == high else high
+
+
+def _yarn_attention(config: RopeConfig, factor: float) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return mscale(config.mscale) / mscale(config.mscale_all_dim)
+    return mscale(1.0)
+
+
+def _longrope(config: RopeConfig, head_dim: int, length: int) -> tuple[F32, float]:
+    """A factor per pair of channels: the short set up to the original length."""
+    long = length > config.original
+    factors = np.asarray(config.long_factor if long else config.short_factor, np.float32)
+    if factors.shape != (head_dim // 2,):
+        raise CheckpointError(
+            f"config.json: rope type 'longrope' needs {head_dim // 2} factors in "
+            f"'{'long_factor' if long else 'short_factor'}', found {len(factors)}"
+        )
+    inv_freq = _inverse(factors * _powers(config.rope_theta, head_dim))
+    return inv_freq, _longrope_attention(config)
+
+
+def _longrope_attention(config: RopeConfig) -> float:
+    factor = config.factor or config.max_position_embeddings / config.original
+    if config.attention_factor is not None:
+        return config.attention_factor
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(config.original))
+
+
+SCALINGS: dict[str, Callable[[RopeConfig, int, int], tuple[F32, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "llama3": _llama3,
+    "proportional": _proportional,
+}
+"""Frequencies by ``rope_type``."""

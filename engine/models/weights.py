@@ -1,0 +1,80 @@
+"""Handing a checkpoint's tensors to a backend, with progress and nothing left over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ...proto.errors import CheckpointError
+from ..checkpoint import Checkpoint
+from ..kernels.backend import Backend, PackedLinear
+from ..safetensors import Weights
+
+F32 = npt.NDArray[np.float32]
+Progress = Callable[[int, int], None]
+
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+"""Tensors old checkpoints carry though they follow from the config."""
+
+
+class WeightLoader:
+    """Takes tensors by name, checks their shapes, packs them, reports bytes done and total."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, backend: Backend, on_progress: Progress | None
+    ) -> None:
+        self.packed_bytes = 0
+        self._checkpoint = checkpoint
+        self._backend = backend
+        self._on_progress = on_progress
+        self._total = checkpoint.tensors.nbytes
+        self._done = 0
+        self._taken: set[str] = set()
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Weights:
+        """Tensor of the given shape: float32, or uint16 bfloat16 bits."""
+        tensor = self._checkpoint.take(name, shape)
+        if name not in self._taken:
+            entry = self._checkpoint.tensors.entry(name)
+            self._taken.add(name)
+            self._done += entry.end - entry.begin
+        return tensor
+
+    def vector(self, name: str, size: int) -> F32:
+        """Tensor ``[size]`` as float32 of its own."""
+        return _to_float32(self.take(name, (size,)))
+
+    def linear(
+        self, parts: Sequence[tuple[str, int]], in_features: int, *, bias: bool
+    ) -> PackedLinear:
+        """Pack the modules ``(name, out_features)``, stacked; with their biases if asked."""
+        weights = [self.take(f"{name}.weight", (out, in_features)) for name, out in parts]
+        if len({w.dtype for w in weights}) > 1:
+            weights = [_to_float32(w) for w in weights]
+        biases = [self.vector(f"{name}.bias", out) for name, out in parts] if bias else []
+        packed = self._backend.pack_linear(weights, np.concatenate(biases) if bias else None)
+        self.packed_bytes += packed.nbytes
+        if self._on_progress is not None:
+            self._on_progress(self._done, self._total)
+        return packed
+
+    def finish(self) -> None:
+        """Refuse a checkpoint with weights the config has no place for; report the end."""
+        for name in self._checkpoint.tensors:
+            tied = self._checkpoint.config.tie_word_embeddings and name == "lm_head.weight"
+            if name not in self._taken and not tied and not name.endswith(_IGNORED_SUFFIXES):
+                raise CheckpointError(
+                    f"{self._checkpoint.tensors.path(name)}: tensor '{name}' has no place in a "
+                    f"{self._checkpoint.config.architecture} with this config.json"
+                )
+        if self._on_progress is not None:
+            self._on_progress(self._total, self._total)
+
+
+def _to_float32(tensor: Weights) -> F32:
+    """Copy as float32; uint16 arrays hold bfloat16 bits."""
+    if tensor.dtype == np.uint16:
+        return (tensor.astype(np.uint32) << 16).view(np.float32)
+    return tensor.astype(np.float32)

@@ -1,0 +1,31 @@
+"""Scratch arrays of the forward pass, kept between calls."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+F32 = npt.NDArray[np.float32]
+
+
+class Workspace:
+    """Named float32 arrays that grow to the next power of two of rows and never shrink."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, F32] = {}
+
+    def rows(self, name: str, rows: int, columns: int) -> F32:
+        """First ``rows`` of the array ``name``, contiguous ``[rows, columns]``.
+
+        The content is whatever the last user left; two calls with one name share memory.
+        """
+        array = self._arrays.get(name)
+        if array is None or len(array) < rows or array.shape[1] != columns:
+            capacity = 1 << max(0, rows - 1).bit_length()
+            array = self._arrays[name] = np.empty((capacity, columns), np.float32)
+        return array[:rows]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(array.nbytes for array in self._arrays.values())

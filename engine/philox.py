@@ -1,0 +1,44 @@
+"""Philox4x32-10: random numbers as a pure function of (seed, position, lane, stream).
+
+A draw depends on nothing but the request's seed and the absolute position of the token
+drawn, so it is the same on every worker, in every batch and on replay. Arithmetic is on
+Python integers, exact on every platform.
+"""
+
+from __future__ import annotations
+
+Words4 = tuple[int, int, int, int]
+
+_MASK = 0xFFFFFFFF
+_MULTIPLY_0, _MULTIPLY_1 = 0xD2511F53, 0xCD9E8D57
+_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+ROUNDS = 10
+
+
+def philox4x32(counter: Words4, key: tuple[int, int]) -> Words4:
+    """Ten rounds of Philox on four 32-bit counter words under two 32-bit key words."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        product_0, product_1 = _MULTIPLY_0 * c0, _MULTIPLY_1 * c2
+        c0, c1, c2, c3 = (
+            (product_1 >> 32) ^ c1 ^ k0,
+            product_1 & _MASK,
+            (product_0 >> 32) ^ c3 ^ k1,
+            product_0 & _MASK,
+        )
+        k0, k1 = (k0 + _WEYL_0) & _MASK, (k1 + _WEYL_1) & _MASK
+    return c0, c1, c2, c3
+
+
+def uniform(seed: int, position: int, lane: int = 0, stream: int = 0) -> float:
+    """Multiple of 2**-53 in ``[0, 1)``.
+
+    Key: low and high word of ``seed`` modulo 2**64. Counter: low word of ``position``,
+    ``lane``, ``stream``, high word of ``position``. The number is made of the upper 27 bits
+    of the first word and the upper 26 bits of the second.
+    """
+    key = (seed & _MASK, (seed >> 32) & _MASK)
+    counter = (position & _MASK, lane & _MASK, stream & _MASK, (position >> 32) & _MASK)
+    first, second, _, _ = philox4x32(counter, key)
+    return ((first >> 5) * (1 << 26) + (second >> 6)) / (1 << 53)

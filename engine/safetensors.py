@@ -1,0 +1,255 @@
+"""Reading safetensors files without trusting them.
+
+A file is an 8-byte little-endian header length, a JSON header and the tensors' bytes. The
+whole header is checked against the file's size before any tensor is touched, so a view is
+never made from an unchecked offset. Views share the file's memory map: nothing is read
+until it is used. bfloat16 has no NumPy dtype and is given as uint16 bits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ..proto.errors import CheckpointError
+
+Weights = npt.NDArray[np.generic]
+
+MAX_HEADER_BYTES = 100_000_000
+"""Longest header accepted, as in the format's reference implementation."""
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+_ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+_READABLE: dict[str, npt.DTypeLike] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """Where a tensor lies: ``begin`` and ``end`` count from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class SafetensorsFile:
+    """One file, its header checked; :meth:`tensor` gives views of the memory map."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._map = _map_file(path)
+        length = _header_length(path, self._map)
+        self._data = 8 + length
+        self.entries = _entries(path, self._map[8 : self._data], len(self._map) - self._data)
+
+    def tensor(self, name: str) -> Weights:
+        """View of a tensor: float32, float16, or uint16 bits of bfloat16.
+
+        Raises :class:`CheckpointError` for an unknown name and for other dtypes.
+        """
+        entry = self.entries.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.path}: tensor '{name}' is missing")
+        if entry.dtype not in _READABLE:
+            supported = ", ".join(_READABLE)
+            raise CheckpointError(
+                f"{self.path}: tensor '{name}' is {entry.dtype}; supported are {supported}"
+            )
+        count = math.prod(entry.shape)
+        flat: Weights = np.frombuffer(
+            self._map, _READABLE[entry.dtype], count, self._data + entry.begin
+        )
+        shaped = flat.reshape(entry.shape)
+        return shaped if shaped.flags.aligned else shaped.copy()
+
+    def raw(self, name: str) -> memoryview:
+        """The bytes of a tensor of any dtype."""
+        entry = self.entries[name]
+        return memoryview(self._map)[self._data + entry.begin : self._data + entry.end]
+
+
+class TensorStore:
+    """The tensors of a model folder by name, in one file or in shards.
+
+    Mapping-like: ``name in store``, iteration over names, :meth:`tensor`, :meth:`entry`.
+    """
+
+    def __init__(self, files: dict[str, SafetensorsFile]) -> None:
+        self._files = files
+
+    @classmethod
+    def open(cls, folder: Path) -> TensorStore:
+        """Open ``model.safetensors`` or all shards of ``model.safetensors.index.json``."""
+        if (folder / INDEX_NAME).is_file():
+            return cls(_open_shards(folder))
+        single = folder / SINGLE_NAME
+        if not single.is_file():
+            raise CheckpointError(
+                f"{folder}: no weights; expected {SINGLE_NAME} or {INDEX_NAME} in this folder"
+            )
+        file = SafetensorsFile(single)
+        return cls(dict.fromkeys(file.entries, file))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def entry(self, name: str) -> TensorEntry:
+        """Dtype, shape and place of a tensor."""
+        return self._file(name).entries[name]
+
+    def tensor(self, name: str) -> Weights:
+        """View of a tensor, see :meth:`SafetensorsFile.tensor`."""
+        return self._file(name).tensor(name)
+
+    def raw(self, name: str) -> memoryview:
+        """The bytes of a tensor of any dtype."""
+        return self._file(name).raw(name)
+
+    def path(self, name: str) -> Path:
+        """File that holds a tensor."""
+        return self._file(name).path
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(f.entries[n].end - f.entries[n].begin for n, f in self._files.items())
+
+    def _file(self, name: str) -> SafetensorsFile:
+        file = self._files.get(name)
+        if file is None:
+            where = next((f.path.parent for f in self._files.values()), Path())
+            raise CheckpointError(f"{where}: tensor '{name}' is missing")
+        return file
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Object in a JSON file; :class:`CheckpointError` when unreadable or not an object."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:  # an empty file cannot be mapped
+        raise CheckpointError(f"{path}: the file is empty") from error
+
+
+def _header_length(path: Path, data: mmap.mmap) -> int:
+    if len(data) < 8:
+        raise CheckpointError(f"{path}: truncated: {len(data)} bytes, a header needs 8")
+    length = int.from_bytes(data[:8], "little")
+    if length > min(MAX_HEADER_BYTES, len(data) - 8):
+        raise CheckpointError(
+            f"{path}: truncated or corrupt: header of {length} bytes in a file of {len(data)}"
+        )
+    return length
+
+
+def _entries(path: Path, header: bytes, data_bytes: int) -> dict[str, TensorEntry]:
+    try:
+        table = json.loads(header, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: corrupt header: {error}") from error
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{path}: corrupt header: not a JSON object")
+    table.pop("__metadata__", None)
+    entries = {name: _entry(path, name, value) for name, value in table.items()}
+    _check_cover(path, entries, data_bytes)
+    return entries
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return table
+
+
+def _entry(path: Path, name: str, value: object) -> TensorEntry:
+    """Check one header entry by itself."""
+    where = f"{path}: tensor '{name}'"
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where}: corrupt header entry")
+    dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
+        raise CheckpointError(f"{where}: unknown dtype {dtype!r}")
+    if not _naturals(shape):
+        raise CheckpointError(f"{where}: shape {shape!r} is not a list of sizes")
+    if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(f"{where}: data_offsets {offsets!r} are not a range")
+    wanted, found = math.prod(shape) * _ITEM_BYTES[dtype], offsets[1] - offsets[0]
+    if wanted != found:
+        raise CheckpointError(
+            f"{where}: {dtype} {shape} needs {wanted} bytes, its offsets span {found}"
+        )
+    return TensorEntry(dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def _naturals(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
+
+
+def _check_cover(path: Path, entries: dict[str, TensorEntry], data_bytes: int) -> None:
+    """Tensors must cover the data exactly: no overlap, no gap, nothing past the end."""
+    at = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.end > data_bytes:
+            raise CheckpointError(
+                f"{path}: truncated: tensor '{name}' ends at byte {entry.end} of {data_bytes}"
+            )
+        if entry.begin != at:
+            kind = "overlaps the one before" if entry.begin < at else "leaves a gap before it"
+            raise CheckpointError(f"{path}: corrupt header: tensor '{name}' {kind}")
+        at = entry.end
+    if at != data_bytes:
+        raise CheckpointError(f"{path}: {data_bytes - at} bytes after the last tensor")
+
+
+def _open_shards(folder: Path) -> dict[str, SafetensorsFile]:
+    index = folder / INDEX_NAME
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: no weight_map")
+    shards: dict[str, SafetensorsFile] = {}
+    files: dict[str, SafetensorsFile] = {}
+    for tensor, shard in weight_map.items():
+        # A plain name only: an index must not reach outside its folder.
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise CheckpointError(f"{index}: tensor '{tensor}' names the file {shard!r}")
+        if shard not in shards:
+            shards[shard] = SafetensorsFile(folder / shard)
+        if tensor not in shards[shard].entries:
+            raise CheckpointError(f"{folder / shard}: tensor '{tensor}' is missing")
+        files[tensor] = shards[shard]
+    return files

@@ -1,0 +1,151 @@
+"""Drawing a token from a row of logits; docs/sampling.md defines the method.
+
+The result is a pure function of the row and the :class:`SampleSpec`. This module is the
+quick form of :func:`.sampler_reference.sample_reference`, equal to it bit by bit: it never
+sorts token ids, because equal weights can change places without changing a sum, so sorted
+values give the cut and ids decide only between values equal to it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..proto.errors import InternalError
+from ..proto.outputs import TokenLogProbs
+from ..proto.sampling import SamplingParams
+from .philox import uniform
+from .plan import SampleSpec
+
+F32 = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.intp]
+
+
+def sample(logits: F32, spec: SampleSpec) -> tuple[int, TokenLogProbs | None]:
+    """Draw a token from ``logits[vocab]`` (left unchanged), with log-probs if asked for.
+
+    Raises :class:`InternalError` when the history does not fit the vocabulary or bans and
+    processors leave no token.
+    """
+    token = _draw(_adjusted(logits, spec), spec)
+    return token, log_probs(logits, token, spec.logprobs) if spec.logprobs else None
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    """Whether the most likely token is taken without a draw."""
+    return params.top_k == 1 or np.float32(params.temperature) == 0
+
+
+def log_probs(logits: F32, token: int, top: int) -> TokenLogProbs:
+    """Log-softmax of the raw logits: of ``token``, and of the ``top`` most likely tokens."""
+    highest = float(logits.max())
+    log_total = float(np.log(np.exp(logits - np.float32(highest)).sum(dtype=np.float64)))
+    ids = _largest(logits, min(top, len(logits)))
+    ranked = ids[np.argsort(-logits[ids], kind="stable")]
+    best = {int(i): float(logits[i]) - highest - log_total for i in ranked}
+    return TokenLogProbs(float(logits[token]) - highest - log_total, best)
+
+
+def _adjusted(logits: F32, spec: SampleSpec) -> F32:
+    """Logits after penalties, processors and bans; the input itself when there are none."""
+    params = spec.params
+    if not (params.needs_penalties or params.logits_processors or spec.banned):
+        return logits
+    adjusted = logits.copy()
+    if params.needs_penalties:
+        _penalize(adjusted, spec)
+    for processor in params.logits_processors or ():
+        processor(adjusted)
+    if spec.banned:
+        adjusted[np.asarray(spec.banned)] = -np.inf
+    return adjusted
+
+
+def _penalize(logits: F32, spec: SampleSpec) -> None:
+    """Apply repetition, frequency and presence penalties in place."""
+    params, history = spec.params, spec.history
+    if history.size and (history.min() < 0 or history.max() >= len(logits)):
+        raise InternalError("the history holds ids outside the vocabulary")
+    if params.repetition_penalty != 1.0:
+        seen, penalty = logits[history], np.float32(params.repetition_penalty)
+        logits[history] = np.where(seen > 0, seen / penalty, seen * penalty)
+    generated = history[spec.prompt_length :]
+    if generated.size and (params.frequency_penalty or params.presence_penalty):
+        ids, counts = np.unique(generated, return_counts=True)
+        logits[ids] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
+        logits[ids] -= np.float32(params.presence_penalty)
+
+
+def _draw(logits: F32, spec: SampleSpec) -> int:
+    """Greedy choice, or the filters and one draw."""
+    params = spec.params
+    best = int(logits.argmax())
+    if not np.isfinite(logits[best]):
+        raise InternalError("no token is left to draw, or a logit is not a number")
+    if is_greedy(params):
+        return best
+    with np.errstate(over="ignore"):  # -inf, weight 0, is the right limit
+        scaled = (logits - logits[best]) / np.float32(params.temperature)
+    ids: Ids | None = None
+    if 0 < params.top_k < len(scaled):
+        ids = _largest(scaled, params.top_k)
+        scaled = scaled[ids]
+    weights = np.exp(scaled)
+    keep = _filtered(weights, params)
+    if keep is not None:
+        weights = weights[keep]
+        ids = keep if ids is None else ids[keep]
+    index = _invert(weights, uniform(params.seed, spec.position))
+    return index if ids is None else int(ids[index])
+
+
+def _filtered(weights: F32, params: SamplingParams) -> Ids | None:
+    """Ascending indices that top-p and min-p leave, None for all."""
+    keep = _nucleus(weights, params.top_p) if params.top_p < 1 else None
+    if params.min_p > 0:
+        likely = weights >= np.float32(params.min_p)
+        keep = np.flatnonzero(likely) if keep is None else keep[likely[keep]]
+    return keep
+
+
+def _largest(values: F32, count: int) -> Ids:
+    """Ascending indices of the ``count`` largest values, the lowest index first among equals."""
+    at = len(values) - count
+    return _above(values, np.partition(values, at)[at], count) if count else np.empty(0, np.intp)
+
+
+def _above(values: F32, cut: np.float32, count: int) -> Ids:
+    """Indices above ``cut``, filled up to ``count`` with the lowest ones equal to it."""
+    ids = np.flatnonzero(values >= cut)
+    surplus = len(ids) - count
+    if surplus <= 0:
+        return ids
+    ties = np.flatnonzero(values[ids] == cut)
+    return np.delete(ids, ties[len(ties) - surplus :])
+
+
+def _nucleus(weights: F32, top_p: float) -> Ids:
+    """Indices of the shortest list of largest weights whose sum reaches ``top_p`` of all."""
+    target = top_p * _running_sum(weights)[-1]
+    # Weights below this bound weigh less than half of 1 - top_p together: none can be needed.
+    bound = np.float32(0.5 * (1 - top_p) * (target / max(top_p, 1e-9)) / len(weights))
+    ranked = np.sort(weights[weights >= bound])[::-1]
+    sums = _running_sum(ranked)
+    if sums[-1] < target:  # top_p within rounding of 1
+        ranked = np.sort(weights)[::-1]
+        sums = _running_sum(ranked)
+    count = min(int(np.searchsorted(sums, target)) + 1, len(ranked))
+    return _above(weights, ranked[count - 1], count)
+
+
+def _invert(weights: F32, draw: float) -> int:
+    """First index whose running sum exceeds ``draw`` times the total."""
+    sums = _running_sum(weights)
+    index = int(np.searchsorted(sums, draw * sums[-1], side="right"))
+    # Rounding can lift the product to the total: then the last weight above 0.
+    return index if index < len(sums) else int(np.searchsorted(sums, sums[-1]))
+
+
+def _running_sum(weights: F32) -> npt.NDArray[np.float64]:
+    """Sums in float64, one element after the other."""
+    return np.cumsum(weights, dtype=np.float64)

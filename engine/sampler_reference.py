@@ -1,0 +1,77 @@
+"""The sampling method spelled out for reading, step by step as in docs/sampling.md.
+
+Nothing serves from here; tests hold :mod:`.sampler` to these results, token by token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .philox import uniform
+from .plan import SampleSpec
+
+F32 = npt.NDArray[np.float32]
+
+
+def sample_reference(logits: F32, spec: SampleSpec) -> int:
+    """Draw a token from ``logits[vocab]``."""
+    params = spec.params
+    logits = logits.astype(np.float32)
+    _penalties(logits, spec)
+    for processor in params.logits_processors or ():
+        processor(logits)
+    for token in spec.banned:
+        logits[token] = -np.inf
+    best = int(np.argmax(logits))
+    if params.top_k == 1 or np.float32(params.temperature) == 0:
+        return best
+
+    with np.errstate(over="ignore"):
+        scaled = (logits - logits[best]) / np.float32(params.temperature)
+    survivors = list(range(len(logits)))
+    if params.top_k > 0:
+        survivors = sorted(survivors, key=lambda i: (-scaled[i], i))[: params.top_k]
+    weights = {i: np.exp(scaled[i]) for i in sorted(survivors)}
+
+    if params.top_p < 1:
+        target = params.top_p * _sum(list(weights.values()))
+        kept, so_far = {}, 0.0
+        for i in sorted(weights, key=lambda i: (-weights[i], i)):
+            kept[i] = weights[i]
+            so_far += float(weights[i])
+            if so_far >= target:
+                break
+        weights = kept
+    if params.min_p > 0:
+        weights = {i: w for i, w in weights.items() if w >= np.float32(params.min_p)}
+
+    ids = sorted(weights)
+    threshold = uniform(params.seed, spec.position) * _sum([weights[i] for i in ids])
+    so_far = 0.0
+    for i in ids:
+        so_far += float(weights[i])
+        if so_far > threshold:
+            return i
+    return max(i for i in ids if weights[i] > 0)
+
+
+def _penalties(logits: F32, spec: SampleSpec) -> None:
+    params = spec.params
+    history = [int(t) for t in spec.history]
+    generated = history[spec.prompt_length :]
+    repetition = np.float32(params.repetition_penalty)
+    for token in set(history):
+        value = logits[token]
+        logits[token] = value / repetition if value > 0 else value * repetition
+    for token in set(generated):
+        count = np.float32(generated.count(token))
+        logits[token] -= np.float32(params.frequency_penalty) * count
+        logits[token] -= np.float32(params.presence_penalty)
+
+
+def _sum(weights: list[np.float32]) -> float:
+    total = 0.0
+    for weight in weights:
+        total += float(weight)
+    return total

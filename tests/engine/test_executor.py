@@ -1,0 +1,153 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from baton.engine.executor import make_batch
+from baton.engine.plan import Chunk, SampleSpec, StepPlan
+from baton.engine.runner import RunnerConfig, load_runner
+from baton.proto.sampling import SamplingParams
+
+DATA = Path(__file__).resolve().parents[1] / "data" / "checkpoints"
+EMPTY = np.empty(0, np.int32)
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.fixture
+def runner():
+    return load_runner(
+        RunnerConfig(model=str(DATA / "llama_plain"), backend="numpy", num_blocks=32, block_size=4)
+    )
+
+
+def chunk(name, tokens=(5, 6, 7), start=0, table=(3, 9), params=GREEDY, **more):
+    spec = SampleSpec(params, start + len(tokens), EMPTY, len(tokens)) if params else None
+    return Chunk(name, start, np.array(tokens, np.int32), np.array(table, np.int32), spec, **more)
+
+
+def execute(runner, *chunks, on_layers=None):
+    return runner.executor.execute(StepPlan(7, chunks), on_layers)
+
+
+def test_batch_lays_chunks_out_as_rows():
+    batch = make_batch(
+        [chunk(b"a", (1, 2, 3), 5, (4, 7)), chunk(b"b", (8,), 0, (2,)), chunk(b"c", (9,), 3, (6,))],
+        block_size=4,
+    )
+    assert batch.tokens.tolist() == [1, 2, 3, 8, 9]
+    assert batch.positions.tolist() == [5, 6, 7, 0, 3]
+    assert batch.slots.tolist() == [29, 30, 31, 8, 27]
+    assert batch.block_tables.tolist() == [[4, 7], [2, 0], [6, 0]]
+    assert batch.row_offsets.tolist() == [0, 3, 4, 5]
+    assert batch.logit_rows.tolist() == [2, 3, 4]
+    assert {batch.tokens.dtype, batch.positions.dtype, batch.block_tables.dtype} == {
+        np.dtype(np.int32)
+    }
+    assert batch.slots.dtype == np.int64
+
+
+def test_result_names_step_tokens_and_time(runner):
+    result = execute(runner, chunk(b"a"), chunk(b"b", (1,), table=(0,)))
+    assert (result.step, result.num_tokens, result.failed) == (7, 4, {})
+    assert [s.request for s in result.sampled] == [b"a", b"b"]
+    assert result.seconds > 0
+
+
+def test_chunks_without_a_sample_draw_nothing_but_write_the_cache(runner):
+    assert execute(runner, chunk(b"a", params=None)).sampled == ()
+    assert np.abs(runner.pool[:, 3, :, :, :3]).min() > 0
+    split = execute(runner, chunk(b"a", (8,), start=3))
+    whole = execute(runner, chunk(b"w", (5, 6, 7, 8), table=(20, 21)))
+    assert split.sampled[0].token == whole.sampled[0].token
+
+
+def test_the_cache_is_never_read_before_it_is_written(runner):
+    clean = execute(runner, chunk(b"a"), chunk(b"b", (4, 4), table=(6,)))
+    for poison in (np.nan, np.inf, 1e30):
+        runner.pool.fill(poison)
+        assert (
+            execute(runner, chunk(b"a"), chunk(b"b", (4, 4), table=(6,))).sampled == clean.sampled
+        )
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        chunk(b"bad", ()),
+        chunk(b"bad", start=-1),
+        chunk(b"bad", start=2046, table=range(32)),
+        chunk(b"bad", table=()),
+        chunk(b"bad", start=6),
+        chunk(b"bad", (5, 256)),
+        chunk(b"bad", (-999, 5)),
+        chunk(b"bad", table=(32, 0)),
+        chunk(b"bad", table=(-1, 0)),
+    ],
+)
+def test_a_chunk_that_does_not_fit_fails_alone(runner, bad):
+    good = chunk(b"good", table=(1, 2))
+    expected = execute(runner, good).sampled
+    for order in ((bad, good), (good, bad)):
+        result = execute(runner, *order)
+        assert list(result.failed) == [b"bad"]
+        assert result.sampled == expected
+    assert list(execute(runner, bad).failed) == [b"bad"]
+
+
+def test_non_finite_logits_fail_alone(runner):
+    """Damaged keys of one request, as after a broken handoff, do not reach the others."""
+    execute(runner, chunk(b"a"), chunk(b"b", table=(1, 2)))
+    runner.pool[:, 3] = np.nan
+    result = execute(runner, chunk(b"a", (9,), start=3), chunk(b"b", (9,), start=3, table=(1, 2)))
+    assert list(result.failed) == [b"a"]
+    assert "non-finite" in result.failed[b"a"]
+    assert [s.request for s in result.sampled] == [b"b"]
+
+
+def test_an_error_in_sampling_fails_alone(runner):
+    def explode(row):
+        raise RuntimeError("no")
+
+    params = SamplingParams(logits_processors=[explode])
+    result = execute(runner, chunk(b"a", params=params), chunk(b"b", table=(1, 2)))
+    assert result.failed == {b"a": "sampling: RuntimeError: no"}
+    assert [s.request for s in result.sampled] == [b"b"]
+
+
+def test_a_failing_pass_fails_its_requests_and_not_the_executor(runner, monkeypatch):
+    def out_of_memory(*args):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner.executor.model, "forward", out_of_memory)
+        assert set(execute(runner, chunk(b"a"), chunk(b"b", table=(1,))).failed) == {b"a", b"b"}
+    assert len(execute(runner, chunk(b"a")).sampled) == 1
+
+
+def test_finished_layers_are_reported_while_the_step_runs(runner):
+    runner.pool.fill(np.nan)
+    seen = []
+
+    def on_layers(request, layer_end):
+        written = np.isfinite(runner.pool[:, 3, :, :, :3]).all(axis=(1, 2, 3, 4))
+        assert written.tolist() == [layer < layer_end for layer in range(3)]
+        seen.append((request, layer_end))
+
+    streaming = chunk(b"a", stream_layers=True)
+    result = execute(runner, streaming, chunk(b"b", table=(1, 2)), on_layers=on_layers)
+    assert not result.failed
+    assert seen == [(b"a", 1), (b"a", 2), (b"a", 3)]
+    runner.executor.layer_group = 2
+    runner.pool.fill(np.nan)
+    seen.clear()
+    monitored = []
+    execute(runner, streaming, on_layers=lambda request, end: monitored.append(end))
+    assert monitored == [2, 3]
+
+
+def test_last_layer_skips_rows_nobody_samples(runner):
+    """All chunks of a step draw, some, or none: the drawn tokens are the same."""
+    a, b = chunk(b"a"), chunk(b"b", (9, 8, 7, 6, 5), table=(1, 2))
+    both = {s.request: s.token for s in execute(runner, a, b).sampled}
+    silent = chunk(b"b", (9, 8, 7, 6, 5), table=(1, 2), params=None)
+    assert {s.request: s.token for s in execute(runner, a, silent).sampled} == {b"a": both[b"a"]}

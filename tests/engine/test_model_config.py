@@ -1,0 +1,168 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from baton.engine.checkpoint import load_checkpoint, require_tokenizer
+from baton.engine.model_config import (
+    SUPPORTED_ARCHITECTURES,
+    load_generation_config,
+    load_model_config,
+)
+from baton.engine.models.registry import MODELS
+from baton.proto.errors import CheckpointError
+
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "eos_token_id": 7,
+}
+
+
+def write(folder: Path, name="config.json", **changes) -> Path:
+    (folder / name).write_text(json.dumps({**BASE, **changes}))
+    return folder
+
+
+def config_of(folder: Path, architecture="Llama", **changes):
+    return load_model_config(write(folder, architectures=[f"{architecture}ForCausalLM"], **changes))
+
+
+def test_old_and_new_layout_are_one_config(tmp_path):
+    old = config_of(
+        tmp_path,
+        rope_theta=5e5,
+        rope_scaling={"type": "linear", "factor": 2},
+        torch_dtype="float16",
+    )
+    new = config_of(
+        tmp_path,
+        rope_parameters={"rope_type": "linear", "factor": 2, "rope_theta": 5e5},
+        dtype="float16",
+    )
+    assert old == new
+    assert (new.dtype, new.rope.rope_theta, new.rope.factor) == ("float16", 5e5, 2.0)
+
+
+def test_left_out_keys_take_the_family_defaults(tmp_path):
+    llama = config_of(tmp_path)
+    assert (llama.num_kv_heads, llama.head_dim, llama.rms_norm_eps) == (4, 8, 1e-6)
+    assert config_of(tmp_path, "Qwen3", num_key_value_heads=2).head_dim == 128
+    assert config_of(tmp_path, "Mistral", num_key_value_heads=2).windows == (4096,) * 4
+
+
+def test_options_of_the_families(tmp_path):
+    heads = {"num_key_value_heads": 2}
+    qwen2 = config_of(tmp_path, "Qwen2", **heads)
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
+    qwen3 = config_of(tmp_path, "Qwen3", attention_bias=True, **heads)
+    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm) == (True, True, True)
+    llama = config_of(tmp_path, attention_bias=True, mlp_bias=True)
+    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "windows"),
+    [
+        ("Llama", {"sliding_window": 8}, (0, 0, 0, 0)),
+        ("Mistral", {"sliding_window": 8}, (8, 8, 8, 8)),
+        ("Mistral", {"sliding_window": None}, (0, 0, 0, 0)),
+        ("Qwen2", {"sliding_window": 8}, (0, 0, 0, 0)),
+        (
+            "Qwen2",
+            {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3},
+            (0, 0, 0, 8),
+        ),
+        ("Qwen3", {"sliding_window": 8, "use_sliding_window": True}, (0, 0, 0, 0)),
+        (
+            "Qwen3",
+            {
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            (8, 0, 8, 0),
+        ),
+    ],
+)
+def test_sliding_windows(tmp_path, architecture, changes, windows):
+    config = config_of(tmp_path, architecture, num_key_value_heads=2, **changes)
+    assert config.windows == windows
+
+
+def test_unsupported_architecture_is_named_with_the_supported_ones(tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        config_of(tmp_path, "Mamba")
+    message = str(caught.value)
+    assert "MambaForCausalLM" in message
+    assert all(name in message for name in SUPPORTED_ARCHITECTURES)
+    assert set(SUPPORTED_ARCHITECTURES) == set(MODELS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": None}, "none given"),
+        ({"architectures": [3]}, "unsupported architecture"),
+        ({"vocab_size": "many"}, r"vocab_size"),
+        ({"hidden_size": None}, r"hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be positive"),
+        ({"num_key_value_heads": 3}, "do not fit 3 key-value heads"),
+        ({"head_dim": 7}, "7 channels"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"quantization_config": {"bits": 4}}, "quantized"),
+        ({"rope_scaling": {"type": "spiral"}}, "rope type 'spiral'"),
+        ({"rope_theta": "x"}, "rope_theta"),
+        ({"rope_scaling": 3}, "config.json"),
+    ],
+)
+def test_bad_settings_are_one_clear_error(tmp_path, changes, message):
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_model_config(write(tmp_path, **changes))
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xff", b"[" * 100_000])
+def test_unreadable_config(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_model_config(tmp_path)
+
+
+def test_missing_folder_config_weights_and_tokenizer(tmp_path):
+    with pytest.raises(CheckpointError, match="no such model folder"):
+        load_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        load_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"expected model\.safetensors"):
+        load_checkpoint(write(tmp_path))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
+        require_tokenizer(tmp_path)
+
+
+def generation_of(folder: Path, content: dict | None):
+    config = config_of(folder)
+    if content is not None:
+        (folder / "generation_config.json").write_text(json.dumps(content))
+    return load_generation_config(folder, config)
+
+
+def test_generation_config(tmp_path):
+    assert generation_of(tmp_path, None).eos_token_ids == (7,)
+    read = generation_of(
+        tmp_path, {"eos_token_id": [5, 6, 5], "temperature": 0.6, "do_sample": True, "other": {}}
+    )
+    assert read.eos_token_ids == (5, 6)
+    assert read.defaults.values_to_update == {"temperature": 0.6, "do_sample": True}
+    assert generation_of(tmp_path, {"top_k": 20}).eos_token_ids == (7,)
+
+
+@pytest.mark.parametrize("content", [{"eos_token_id": 100}, {"eos_token_id": "x"}, {"top_p": []}])
+def test_bad_generation_config(tmp_path, content):
+    with pytest.raises(CheckpointError):
+        generation_of(tmp_path, content)

@@ -1,0 +1,116 @@
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from baton.engine.runner import RunnerConfig, load_runner
+from baton.proto.errors import CheckpointError, ConfigError
+
+DATA = Path(__file__).resolve().parents[1] / "data" / "checkpoints"
+
+
+def load(model="llama", on_progress=None, **settings):
+    settings = {"backend": "numpy", "num_blocks": 8, **settings}
+    return load_runner(RunnerConfig(model=str(DATA / model), **settings), on_progress)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Path(shutil.copytree(DATA / "llama_plain", tmp_path / "model"))
+
+
+def edit(folder: Path, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_card_describes_the_model():
+    runner = load(block_size=32, name="tiny")
+    card = runner.card
+    assert (card.name, card.architecture) == ("tiny", "LlamaForCausalLM")
+    assert (card.vocab_size, card.max_length, card.eos_token_ids) == (256, 2048, [2, 3])
+    assert runner.pool.shape == (3, 8, 2, 2, 32, 8)
+    assert runner.pool.shape[2:] == card.layout.block_shape
+    assert runner.pool.dtype == np.float32
+    assert card.weights_bytes > 100_000
+    assert "F32" in card.numerics
+    assert runner.backend.numerics in card.numerics
+    assert load().card.name == "llama"
+
+
+def test_two_loads_agree_and_other_models_do_not(folder):
+    card = load().card
+    assert card.mismatch(load().card) is None
+    field, _, _ = card.mismatch(load("llama_plain").card)
+    assert field == "fingerprint"
+    assert card.mismatch(load(block_size=8).card)[0] == "layout.block_size"
+    before = load(folder).card
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 1
+    path.write_bytes(data)
+    assert before.mismatch(load(folder).card)[0] == "fingerprint"
+    edit(folder, rms_norm_eps=1e-4)
+    assert load(folder).card.fingerprint not in (before.fingerprint, card.fingerprint)
+
+
+def test_full_digest_is_another_name_for_the_same_file():
+    assert load(full_digest=True).card.fingerprint == load(full_digest=True).card.fingerprint
+
+
+def test_progress_ends_with_the_whole():
+    seen = []
+    load(on_progress=lambda done, total: seen.append((done, total)))
+    assert [d for d, _ in seen] == sorted(d for d, _ in seen)
+    assert len({t for _, t in seen}) == 1
+    assert seen[-1][0] == seen[-1][1]
+    assert len(seen) > 10
+
+
+def test_size_of_the_pool():
+    token_bytes = load().card.layout.token_bytes
+    assert load(num_blocks=0, kv_bytes=token_bytes * 16 * 5 + 1).num_blocks == 5
+    with pytest.raises(ConfigError, match="holds no block"):
+        load(num_blocks=0, kv_bytes=10)
+    with pytest.raises(ConfigError, match="block_size"):
+        load(block_size=0)
+
+
+def test_served_length():
+    assert load(max_length=100).card.max_length == 100
+    with pytest.raises(ConfigError, match="max_length 4096"):
+        load(max_length=4096)
+
+
+def test_length_that_changes_the_frequencies_changes_the_numerics(folder):
+    edit(folder, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    short, long = load(folder).card, load(folder, max_length=4096).card
+    assert (short.max_length, long.max_length) == (2048, 4096)
+    assert short.mismatch(long)[0] == "numerics"
+
+
+def test_shape_mismatch_names_tensor_wanted_and_found(folder):
+    edit(folder, intermediate_size=60)
+    with pytest.raises(CheckpointError, match=r"gate_proj.weight'.*\[56, 32\].*\[60, 32\]"):
+        load(folder)
+
+
+def test_missing_layer_is_named(folder):
+    edit(folder, num_hidden_layers=4)
+    with pytest.raises(CheckpointError, match=r"'model\.layers\.3\.\S+' is missing"):
+        load(folder)
+
+
+def test_tensor_without_a_place_is_named(folder):
+    edit(folder, num_hidden_layers=2)
+    with pytest.raises(CheckpointError, match=r"'model\.layers\.2\.\S+' has no place"):
+        load(folder)
+
+
+def test_truncated_weights(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="truncated: tensor"):
+        load(folder)

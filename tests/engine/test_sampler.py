@@ -1,0 +1,183 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.engine.plan import SampleSpec
+from baton.engine.sampler import is_greedy, log_probs, sample
+from baton.engine.sampler_reference import sample_reference
+from baton.proto.errors import InternalError
+from baton.proto.sampling import SamplingParams
+
+EMPTY = np.empty(0, np.int32)
+
+
+def spec_of(position=0, history=EMPTY, prompt_length=0, banned=(), logprobs=0, **params):
+    params.setdefault("seed", 1)
+    return SampleSpec(
+        SamplingParams(**params),
+        position,
+        np.asarray(history, np.int32),
+        prompt_length,
+        banned,
+        logprobs,
+    )
+
+
+def draw(logits, **spec):
+    return sample(np.asarray(logits, np.float32), spec_of(**spec))[0]
+
+
+def frequencies(logits, count=4000, **spec):
+    """Share of each token over many positions."""
+    logits = np.asarray(logits, np.float32)
+    tokens = [sample(logits, spec_of(position=p, **spec))[0] for p in range(count)]
+    return np.bincount(tokens, minlength=len(logits)) / count
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    data=st.data(),
+    size=st.integers(2, 40),
+    scale=st.sampled_from([0.0, 0.5, 3.0, 30.0]),
+    rounded=st.booleans(),
+    temperature=st.sampled_from([0.0, 1e-40, 0.01, 0.8, 1.0, 5.0]),
+    top_k=st.sampled_from([-1, 1, 2, 5, 39, 200]),
+    top_p=st.sampled_from([0.0, 1e-9, 0.3, 0.9, 1 - 1e-16, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.7, 1.0]),
+    repetition=st.sampled_from([1.0, 1.3, 0.5]),
+    frequency=st.sampled_from([0.0, 0.4, -1.0]),
+    presence=st.sampled_from([0.0, 0.6]),
+)
+def test_equals_the_reference(
+    data, size, scale, rounded, temperature, top_k, top_p, min_p, repetition, frequency, presence
+):
+    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
+    logits = (scale * rng.standard_normal(size)).astype(np.float32)
+    if rounded:
+        logits = np.round(logits)  # many ties
+    history = rng.integers(0, size, data.draw(st.integers(0, 30)))
+    spec = spec_of(
+        position=data.draw(st.integers(0, 1 << 40)),
+        history=history,
+        prompt_length=len(history) // 2,
+        banned=tuple(int(t) for t in rng.integers(0, size, data.draw(st.integers(0, 1)))),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition,
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+        seed=data.draw(st.integers(0, (1 << 64) - 1)),
+    )
+    untouched = logits.copy()
+    assert sample(logits, spec)[0] == sample_reference(logits, spec)
+    np.testing.assert_array_equal(logits, untouched)
+
+
+@pytest.mark.parametrize("top_p", [0.5, 0.9, 0.99999])
+@pytest.mark.parametrize("scale", [0.1, 4.0])
+def test_equals_the_reference_on_a_large_vocabulary(top_p, scale):
+    rng = np.random.default_rng(3)
+    logits = (scale * rng.standard_normal(5000)).astype(np.float32)
+    for position in range(5):
+        spec = spec_of(position=position, top_p=top_p, temperature=0.8)
+        assert sample(logits, spec)[0] == sample_reference(logits, spec)
+
+
+def test_greedy_takes_the_lowest_id_of_equals():
+    assert draw([1, 3, 3, 2], temperature=0) == 1
+    assert draw([1, 3, 3, 2], top_k=1) == 1
+    assert is_greedy(SamplingParams(temperature=0))
+    assert not is_greedy(SamplingParams(temperature=0.1))
+
+
+def test_draws_follow_the_softmax():
+    logits = np.log([0.5, 0.3, 0.2])
+    np.testing.assert_allclose(frequencies(logits), [0.5, 0.3, 0.2], atol=0.03)
+    hot = np.array([0.5, 0.3, 0.2]) ** 0.5
+    np.testing.assert_allclose(frequencies(logits, temperature=2.0), hot / hot.sum(), atol=0.03)
+
+
+def test_a_draw_depends_on_seed_and_position_only():
+    logits = np.zeros(1000, np.float32)
+    again = [draw(logits, position=p, seed=9) for p in range(20)]
+    assert again == [draw(logits, position=p, seed=9) for p in range(20)]
+    assert again != [draw(logits, position=p, seed=8) for p in range(20)]
+    assert len(set(again)) > 15
+
+
+def test_top_k_keeps_the_lowest_ids_among_equals():
+    assert np.flatnonzero(frequencies([2, 1, 1, 1, 0], top_k=3, count=300)).tolist() == [0, 1, 2]
+
+
+def test_top_p_keeps_the_shortest_list_that_reaches_it():
+    logits = np.log([0.4, 0.3, 0.2, 0.1])
+    assert np.flatnonzero(frequencies(logits, top_p=0.65, count=300)).tolist() == [0, 1]
+    assert np.flatnonzero(frequencies(logits, top_p=0.0, count=50)).tolist() == [0]
+    shares = frequencies(logits, top_p=0.65)
+    np.testing.assert_allclose(shares[:2], [4 / 7, 3 / 7], atol=0.03)
+
+
+def test_min_p_is_relative_to_the_best():
+    logits = np.log([0.1, 0.5, 0.26, 0.14])
+    assert np.flatnonzero(frequencies(logits, min_p=0.5, count=300)).tolist() == [1, 2]
+
+
+def test_repetition_penalty_covers_prompt_and_generated():
+    logits = [4.0, -1.0, 3.9, -1.2]
+    options = {"history": [0, 1, 1], "prompt_length": 2, "temperature": 0}
+    assert draw(logits, repetition_penalty=1.1, **options) == 2  # 4 / 1.1 < 3.9
+    negative = [-1.0, -1.05]
+    assert draw(negative, history=[0], prompt_length=1, repetition_penalty=1.1, temperature=0) == 1
+
+
+def test_frequency_and_presence_penalties_cover_generated_only():
+    logits = [2.0, 1.5, 0.0]
+    history = [0, 0, 0, 1, 0, 0]
+    everywhere = {"history": history, "temperature": 0}
+    assert draw(logits, prompt_length=6, frequency_penalty=1.0, **everywhere) == 0
+    assert draw(logits, prompt_length=4, frequency_penalty=1.0, **everywhere) == 1
+    assert draw(logits, prompt_length=4, frequency_penalty=0.2, **everywhere) == 0
+    assert draw(logits, prompt_length=4, presence_penalty=0.6, **everywhere) == 1
+    assert draw(logits, prompt_length=4, presence_penalty=0.4, **everywhere) == 0
+
+
+def test_banned_tokens_are_not_drawn():
+    assert draw([5, 4, 3], banned=(0, 1), temperature=0) == 2
+    assert frequencies([5, 4, 3], banned=(1,), count=200)[1] == 0
+    with pytest.raises(InternalError):
+        draw([5, 4, 3], banned=(0, 1, 2))
+
+
+def test_logits_processors_run_on_a_copy():
+    def favour_last(row):
+        row[-1] = 100.0
+
+    logits = np.zeros(4, np.float32)
+    spec = spec_of(logits_processors=[favour_last])
+    assert sample(logits, spec)[0] == 3
+    assert logits[-1] == 0
+
+
+def test_ids_outside_the_vocabulary_are_refused():
+    for token in (-999, 4):
+        with pytest.raises(InternalError):
+            draw([1, 2, 3, 4], history=[token], prompt_length=0, frequency_penalty=1.0)
+
+
+def test_log_probs_are_of_the_raw_logits():
+    logits = np.log(np.array([0.1, 0.6, 0.3], np.float32))
+    token, logprobs = sample(logits, spec_of(banned=(1,), temperature=0, logprobs=2))
+    assert token == 2
+    assert logprobs.logprob == pytest.approx(np.log(0.3), abs=1e-6)
+    assert list(logprobs.top) == [1, 2]
+    assert logprobs.top[1] == pytest.approx(np.log(0.6), abs=1e-6)
+    assert sample(logits, spec_of())[1] is None
+
+
+def test_log_probs_of_ties_and_of_more_than_there_are():
+    logprobs = log_probs(np.array([1, 2, 2, 2, 0], np.float32), 4, 2)
+    assert list(logprobs.top) == [1, 2]
+    assert len(log_probs(np.zeros(3, np.float32), 0, 20).top) == 3
