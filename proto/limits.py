@@ -6,8 +6,11 @@ PROTOCOL_VERSION = 1
 
 MAX_CONTROL_BYTES = 16 << 20
 """Largest first frame of a control message."""
+INLINE_ARRAY_BYTES = 4096
+"""Arrays from this size on are frames of their own; below, a frame costs more than the copy."""
 MAX_ARRAY_FRAMES = 64
 """Most array frames behind one control message."""
+MAX_KV_HEADER_BYTES = 256
 MAX_KV_FRAME_BYTES = 16 << 20
 """Largest payload of one KV frame; larger ZeroMQ frames collapse in speed."""
 MAX_MESSAGES_PER_FRAME = 65_536
@@ -22,7 +25,8 @@ MAX_MODEL_NAME_CHARS = 256
 MAX_STOP_SEQUENCES = 16
 MAX_STOP_CHARS = 128
 MAX_STOP_TOKEN_IDS = 64
-MAX_EOS_SEQUENCES = 64
+MAX_EOS_TOKEN_IDS = 64
+MAX_EOS_SEQUENCES = MAX_STOP_SEQUENCES + MAX_STOP_TOKEN_IDS
 MAX_EOS_SEQUENCE_TOKENS = 128
 MAX_LOG_PROBABILITIES = 20
 MAX_TOP_K = 255
@@ -30,3 +34,4 @@ MAX_CONTEXT_TOKENS = 4 << 20
 MAX_ENDPOINT_BYTES = 512
 DEFAULT_DEADLINE_S = 600.0
 MAX_DEADLINE_S = 86_400.0
+MAX_CACHE_SALT_CHARS = 256

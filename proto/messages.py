@@ -26,7 +26,6 @@ from .layout import ModelCard
 from .outputs import TokenLogProbs
 from .wire import WireContext
 
-
 Binary = bytes
 """For structs with a field named ``bytes``, which would hide the type."""
 
@@ -209,8 +208,16 @@ class Pong(Message, frozen=True, kw_only=True):
 
 
 RouterToClient = (
-    Submitted | Tokens | Terminal | Described | StatusReport | Moved | Drained | Rejected
-    | Ping | Pong
+    Submitted
+    | Tokens
+    | Terminal
+    | Described
+    | StatusReport
+    | Moved
+    | Drained
+    | Rejected
+    | Ping
+    | Pong
 )
 
 
@@ -321,8 +328,18 @@ class PeerLost(Message, frozen=True, kw_only=True):
 
 
 WorkerToRouter = (
-    Hello | Heartbeat | Accepted | Busy | Tokens | Terminal | Aborted | HandoffReport | PeerLost
-    | Drained | Ping | Pong
+    Hello
+    | Heartbeat
+    | Accepted
+    | Busy
+    | Tokens
+    | Terminal
+    | Aborted
+    | HandoffReport
+    | PeerLost
+    | Drained
+    | Ping
+    | Pong
 )
 
 
@@ -549,8 +566,21 @@ class ProbeReply(Message, frozen=True, kw_only=True):
 
 
 DecodeToPrefill = (
-    Opened | OpenRefused | Grant | Busy | Credit | Committed | Refused | Stale | Released | Revoke
-    | Aborted | ProbeReply | Rejected | Ping | Pong
+    Opened
+    | OpenRefused
+    | Grant
+    | Busy
+    | Credit
+    | Committed
+    | Refused
+    | Stale
+    | Released
+    | Revoke
+    | Aborted
+    | ProbeReply
+    | Rejected
+    | Ping
+    | Pong
 )
 
 

@@ -6,8 +6,37 @@ convert to and from these; see ``TextContext.to_wire`` and ``TextContext.from_wi
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Annotated
+
 import msgspec
 import numpy as np
+from msgspec import Meta
+
+from .limits import (
+    MAX_EOS_SEQUENCE_TOKENS,
+    MAX_EOS_SEQUENCES,
+    MAX_EOS_TOKEN_IDS,
+    MAX_STOP_SEQUENCES,
+    MAX_STOP_TOKEN_IDS,
+)
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    TokenArray = npt.NDArray[np.int32]
+else:
+    # What the field decodes into before the codec puts the array in its place. A declared
+    # ext, unlike a declared array, can never be decoded into generic lists and maps.
+    TokenArray = msgspec.msgpack.Ext
+
+# Lengths that a decoder refuses before it builds anything; see limits.py.
+StopStrings = Annotated[list[str], Meta(max_length=MAX_STOP_SEQUENCES)]
+StopTokenIds = Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)]
+EosTokenIds = Annotated[list[int], Meta(max_length=MAX_EOS_TOKEN_IDS)]
+EosSequences = Annotated[
+    list[Annotated[list[int], Meta(max_length=MAX_EOS_SEQUENCE_TOKENS)]],
+    Meta(max_length=MAX_EOS_SEQUENCES),
+]
 
 
 class WireSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -23,14 +52,20 @@ class WireSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_new_tokens: int | None = None
     min_new_tokens: int = 0
     ignore_eos: bool = False
-    stop: list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: StopStrings | None = None
+    stop_token_ids: StopTokenIds | None = None
     detokenize: bool = True
     seed: int = 0
 
 
 class WireContext(
-    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="TextContext", gc=False
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    tag="TextContext",
+    gc=False,
+    eq=False,
 ):
     """A text request: the prompt's tokens and everything that decides its continuation.
 
@@ -38,12 +73,12 @@ class WireContext(
     ``eos_sequences``: token sequences that end the request (stop strings, user stop ids).
     """
 
-    tokens: np.ndarray
+    tokens: TokenArray
     max_length: int
     sampling: WireSampling = WireSampling()
     model_name: str = ""
-    eos_token_ids: list[int] = []
-    eos_sequences: list[list[int]] = []
+    eos_token_ids: EosTokenIds = []
+    eos_sequences: EosSequences = []
     log_probabilities: int = 0
     log_probabilities_echo: bool = False
     ignore_eos: bool = False
@@ -51,3 +86,14 @@ class WireContext(
     target_endpoint: str | None = None
     cache_salt: str = ""
     lora_name: str | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, WireContext):
+            return NotImplemented
+        return np.array_equal(self.tokens, other.tokens) and all(
+            getattr(self, name) == getattr(other, name)
+            for name in self.__struct_fields__
+            if name != "tokens"
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # holds an array

@@ -1,0 +1,445 @@
+"""A text request's state: its tokens, what ends it, and what was not yet delivered.
+
+Invariants: the prompt boundary set at construction never moves, also not through ``reset``;
+every generated token is delivered once, in order; ``status`` is decided by the tokens alone
+(and by ``update_status``), so a context rebuilt from its tokens continues identically.
+
+A context knows nothing of blocks, batches or workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .endpoints import check_target_endpoint
+from .errors import InputError
+from .ids import RequestID
+from .outputs import LogProbabilities, TextGenerationOutput, TokenLogProbs
+from .sampling import SamplingParams
+from .status import GenerationStatus
+from .tokens import FUTURE_TOKEN, TokenBuffer
+from .wire import WireContext
+
+Int32 = npt.NDArray[np.int32]
+
+_NO_ROWS = np.zeros((0, 2), np.int32)
+
+
+class Matcher(Protocol):
+    """Grammar state that follows the accepted tokens."""
+
+    def consume_token(self, token: int) -> bool:
+        """Advance by ``token``; False if the grammar does not allow it."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class TextContext:
+    """One text request.
+
+    ``max_length``: total tokens at which generation ends. ``tokens``: a TokenBuffer, or any
+    1-D integer array or list, which is copied to int64. ``eos_token_ids``: end the request
+    unless ``ignore_eos``; ``eos_sequences`` end it always, when the generated tokens end
+    with one of them. ``log_probabilities``: 0 off, n also the n most likely tokens.
+    ``target_endpoint``: worker the request is pinned to.
+    """
+
+    max_length: int
+    tokens: TokenBuffer
+    request_id: RequestID = field(default_factory=RequestID)
+    eos_token_ids: set[int] = field(default_factory=set)
+    eos_sequences: list[list[int]] = field(default_factory=list)
+    log_probabilities: int = 0
+    log_probabilities_echo: bool = False
+    ignore_eos: bool = False
+    json_schema: str | None = None
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    model_name: str = ""
+    _matcher: Matcher | None = None
+    status: GenerationStatus = GenerationStatus.ACTIVE
+    _log_probabilities_data: dict[int, LogProbabilities] = field(default_factory=dict)
+    _is_initial_prompt: bool = True
+    _draft_offset: int = 0
+    target_endpoint: str | None = None
+    lora_name: str | None = None
+    cache_salt: str = ""
+    _prompt_length: int = -1
+    _carried_start: int = 0  # undelivered tokens a reset took out of the completion window
+    _carried_end: int = 0
+    _committed_idx: int = 0
+    _cache_seq_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tokens, TokenBuffer):
+            self.tokens = _wrap_tokens(self.tokens)
+        if isinstance(self.request_id, str):
+            self.request_id = RequestID(self.request_id)
+        if self.log_probabilities is None:
+            self.log_probabilities = 0
+        self.eos_token_ids = set(self.eos_token_ids)
+        if not all(self.eos_sequences):
+            raise InputError("an end-of-sequence token sequence is empty")
+        if self._prompt_length < 0:
+            self._prompt_length = self.tokens.prompt_length
+        if self.min_tokens + self._prompt_length > self.max_length:
+            raise InputError(
+                f"min_new_tokens {self.min_tokens} + prompt length {self._prompt_length} is more "
+                f"than max_length {self.max_length}"
+            )
+        if self.target_endpoint is not None:
+            check_target_endpoint(self.target_endpoint)
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens the request came with; no reset moves it."""
+        return self._prompt_length
+
+    @property
+    def min_tokens(self) -> int:
+        """Tokens to generate before an EOS id may be drawn."""
+        return self.sampling_params.min_new_tokens
+
+    @property
+    def is_done(self) -> bool:
+        """Whether generation has ended."""
+        return self.status is not GenerationStatus.ACTIVE
+
+    @property
+    def is_initial_prompt(self) -> bool:
+        """Whether no token was accepted since construction or the last reset."""
+        return self._is_initial_prompt
+
+    @property
+    def matcher(self) -> Matcher | None:
+        """Grammar state, or None."""
+        return self._matcher
+
+    def set_matcher(self, matcher: Matcher) -> None:
+        """Constrain the tokens by a grammar."""
+        self._matcher = matcher
+
+    def update_status(self, status: GenerationStatus) -> None:
+        """Set the status."""
+        self.status = status
+
+    # ------------------------------------------------------------------ growth
+
+    def update(
+        self, new_token: int, log_probabilities: LogProbabilities | TokenLogProbs | None = None
+    ) -> None:
+        """Accept a sampled token; in the middle of a chunked prompt it is discarded instead.
+
+        The token is delivered, also when it ends the request. ValueError behind a
+        placeholder or when the grammar refuses the token.
+        """
+        tokens = self.tokens
+        if tokens._chunked:
+            tokens.advance_chunk()
+            return
+        if tokens._store.item(tokens._length - 1) == FUTURE_TOKEN:
+            raise ValueError("Cannot append a token after a future token.")
+        if self._matcher is not None:
+            self._match(new_token)
+        if log_probabilities is not None:
+            self._queue(tokens._length, log_probabilities)
+        tokens.advance_with_token(new_token)
+        status = self._status_at(tokens._length, new_token, tokens._end)
+        if status is not None:
+            self.status = status
+        self._is_initial_prompt = False
+
+    def jump_ahead(self, new_token: int) -> None:
+        """Accept a token that needed no sampling; the active window widens by it."""
+        tokens = self.tokens
+        if tokens.is_chunked:
+            tokens.advance_chunk()
+            return
+        if tokens[-1] == FUTURE_TOKEN:
+            raise ValueError("Cannot append a token after a future token.")
+        if self._matcher is not None:
+            self._match(new_token)
+        tokens.advance_with_token(new_token, mark_previous_as_processed=False)
+        status = self._status_at(len(tokens), new_token, tokens.current_position)
+        if status is not None:
+            self.status = status
+        self._is_initial_prompt = False
+
+    def update_with_future_token(self) -> None:
+        """Append a placeholder for a token that is still being computed."""
+        if self._matcher is not None:
+            raise ValueError("Cannot use future tokens when a matcher is present.")
+        if self.tokens[-1] == FUTURE_TOKEN:
+            raise ValueError("Cannot have multiple future tokens.")
+        self.update(FUTURE_TOKEN)
+
+    def realize_future_token(
+        self, new_token: int, log_probabilities: LogProbabilities | TokenLogProbs | None = None
+    ) -> None:
+        """Replace the placeholder; an end of sequence wins over a maximum length reached by it."""
+        tokens = self.tokens
+        length = len(tokens)
+        if length == self._prompt_length:
+            raise ValueError("Cannot realize a future token when there are no generated tokens")
+        if tokens[-1] != FUTURE_TOKEN:
+            raise ValueError(f"Attempted to realize a non-future token: {tokens[-1]}")
+        if log_probabilities is not None:
+            self._queue(length - 1, log_probabilities)
+        tokens.overwrite_last_token(new_token)
+        if self._ends_sequence(length, new_token):
+            self.status = GenerationStatus.END_OF_SEQUENCE
+
+    def _match(self, token: int) -> None:
+        if self._matcher is not None and not self._matcher.consume_token(token):
+            raise ValueError(f"the grammar does not allow token {token}")
+
+    def _queue(self, index: int, entry: LogProbabilities | TokenLogProbs) -> None:
+        if isinstance(entry, TokenLogProbs):
+            entry = LogProbabilities.of_token(entry)
+        self._log_probabilities_data[index] = entry
+
+    def _status_at(self, length: int, token: int, position: int) -> GenerationStatus | None:
+        """The end that ``token``, the last of ``length``, brings about, or None."""
+        if token in self.eos_token_ids and not self.ignore_eos:
+            return GenerationStatus.END_OF_SEQUENCE
+        if self.eos_sequences and self._ends_sequence(length, token):
+            return GenerationStatus.END_OF_SEQUENCE
+        return GenerationStatus.MAXIMUM_LENGTH if position >= self.max_length else None
+
+    def _ends_sequence(self, length: int, token: int) -> bool:
+        if token in self.eos_token_ids and not self.ignore_eos:
+            return True
+        for sequence in self.eos_sequences:
+            if sequence[-1] != token:  # nearly always decided here
+                continue
+            start = length - len(sequence)
+            if start < self._prompt_length:
+                continue
+            if self.tokens._store[start:length].tolist() == sequence:
+                return True
+        return False
+
+    # ------------------------------------------------------------------ output
+
+    def to_generation_output(self) -> TextGenerationOutput:
+        """Take the undelivered tokens; none gives an output without tokens.
+
+        ValueError while a placeholder is among them, and then nothing is taken.
+        """
+        start, tokens = self._undelivered()
+        if FUTURE_TOKEN in tokens:
+            raise ValueError(
+                "Attempted to create generation output while future token is not yet realized."
+            )
+        queued = self._log_probabilities_data
+        entries = None
+        if queued:
+            found = [queued.pop(index, None) for index in range(start, start + len(tokens))]
+            entries = found if any(entry is not None for entry in found) else None
+        if self.tokens.has_outstanding_generated_tokens:
+            self.tokens.consume_recently_generated_tokens()
+        self._carried_start = self._carried_end = 0
+        return TextGenerationOutput(
+            request_id=self.request_id,
+            tokens=tokens,
+            final_status=self.status,
+            log_probabilities=entries,
+        )
+
+    def outstanding_completion_tokens(
+        self, *, strip_eos: bool = False
+    ) -> list[tuple[int, LogProbabilities | None]]:
+        """Take the undelivered tokens with their log-probabilities.
+
+        ``strip_eos`` drops the last one when it ended the sequence.
+        """
+        output = self.to_generation_output()
+        entries = output.log_probabilities or [None] * len(output.tokens)
+        pairs = list(zip(output.tokens, entries, strict=True))
+        if strip_eos and self.status is GenerationStatus.END_OF_SEQUENCE:
+            pairs = pairs[:-1]
+        return pairs
+
+    def _undelivered(self) -> tuple[int, list[int]]:
+        """Position of the first undelivered token, and all of them."""
+        tokens = self.tokens
+        window: list[int] = []
+        start = tokens._completion_start
+        if tokens._completion_end > start:
+            if tokens._completion_end > len(tokens):
+                raise ValueError("the completion window ends behind the last token")
+            window = tokens._store[start : tokens._completion_end].tolist()
+        if self._carried_start < self._carried_end:
+            carried: list[int] = tokens._store[self._carried_start : self._carried_end].tolist()
+            return self._carried_start, carried + window
+        return start, window
+
+    def compute_num_available_steps(self, max_seq_len: int) -> int:
+        """Steps until ``max_seq_len`` tokens."""
+        return max_seq_len - (len(self.tokens) - self.tokens.active_length)
+
+    def get_min_token_logit_mask(self, num_steps: int) -> list[Int32]:
+        """Per step int32 rows ``(0, eos id)``, ids ascending, that may not be drawn yet.
+
+        Empty ``(0, 2)`` once the minimum is reached, and always under ``ignore_eos``.
+        """
+        first = self.tokens.current_position
+        end = self._prompt_length + self.min_tokens
+        ids = [] if self.ignore_eos else sorted(self.eos_token_ids)
+        rows = np.array([(0, i) for i in ids], np.int32) if ids else _NO_ROWS
+        return [
+            rows.copy() if self._prompt_length <= first + step < end else _NO_ROWS.copy()
+            for step in range(num_steps)
+        ]
+
+    def apply_processing_offset(self, offset: int) -> None:
+        """See :meth:`.TokenBuffer.apply_processing_offset`."""
+        self.tokens.apply_processing_offset(offset)
+
+    # ------------------------------------------------------------------ reset, rollback
+
+    def reset(self) -> None:
+        """Make every token an unprocessed prompt token, to be computed again.
+
+        The original prompt boundary, the status and the undelivered tokens stay; a trailing
+        placeholder is dropped.
+        """
+        tokens = self.tokens
+        length = len(tokens)
+        future = length > self._prompt_length and tokens[-1] == FUTURE_TOKEN
+        kept = length - 1 if future else length
+        start = tokens._completion_start
+        if self._carried_start < self._carried_end:
+            start = self._carried_start
+        if future and length == tokens.prompt_length:  # an earlier reset took it for prompt
+            tokens.truncate(kept)
+            future = False
+        tokens.reset_as_new_prompt(delete_last_generated_token=future)
+        self._log_probabilities_data.pop(kept, None)
+        self._carried_start, self._carried_end = (start, kept) if start < kept else (0, 0)
+        self._is_initial_prompt = True
+        self._cache_seq_id = None
+        self._committed_idx = 0
+
+    def rollback(self, n: int) -> None:
+        """Drop the last ``n`` tokens, their log-probabilities and an end they had caused.
+
+        ValueError, and nothing changes, when that would cut into the prompt or into tokens
+        already delivered.
+        """
+        tokens = self.tokens
+        length = len(tokens) - n
+        self._check_rollback(n, length)
+        tokens.truncate(length)
+        for index in [i for i in self._log_probabilities_data if i >= length]:
+            del self._log_probabilities_data[index]
+        self._carried_end = min(self._carried_end, length)
+        if self.status in (GenerationStatus.END_OF_SEQUENCE, GenerationStatus.MAXIMUM_LENGTH):
+            self.status = self._derive_status()
+
+    def _check_rollback(self, n: int, length: int) -> None:
+        carried = self._carried_start < self._carried_end
+        delivered = self._carried_start if carried else self.tokens.completion_start
+        if n < 0:
+            raise ValueError(f"cannot roll back {n} tokens")
+        if length < 1:
+            raise ValueError(f"cannot roll back {n} tokens, before the start of the context")
+        if self.tokens.is_chunked:
+            raise ValueError("cannot roll back a chunked prompt")
+        if length < self._prompt_length:
+            raise ValueError(f"cannot roll back {n} tokens, into the prompt")
+        if length < delivered:
+            raise ValueError(f"cannot roll back {n} tokens, some of them were delivered")
+
+    def _derive_status(self) -> GenerationStatus:
+        """The end the generated tokens have caused, the latest one counting."""
+        status = GenerationStatus.ACTIVE
+        tokens = self.tokens.all[self._prompt_length :].tolist()
+        for length, token in enumerate(tokens, self._prompt_length + 1):
+            status = self._status_at(length, token, length) or status
+        return status
+
+    # ------------------------------------------------------------------ wire
+
+    def to_wire(self) -> WireContext:
+        """Wire form of the request as it was submitted: the prompt without generated tokens.
+
+        InputError for what cannot travel (logits processors).
+        """
+        return WireContext(
+            tokens=self.tokens.all[: self._prompt_length].astype(np.int32),
+            max_length=self.max_length,
+            sampling=self.sampling_params.to_wire(),
+            model_name=self.model_name,
+            eos_token_ids=sorted(self.eos_token_ids),
+            eos_sequences=[list(sequence) for sequence in self.eos_sequences],
+            log_probabilities=self.log_probabilities,
+            log_probabilities_echo=self.log_probabilities_echo,
+            ignore_eos=self.ignore_eos,
+            json_schema=self.json_schema,
+            target_endpoint=self.target_endpoint,
+            cache_salt=self.cache_salt,
+            lora_name=self.lora_name,
+        )
+
+    @classmethod
+    def from_wire(
+        cls,
+        wire: WireContext,
+        request_id: RequestID | str | None = None,
+        emitted: Sequence[int] = (),
+    ) -> TextContext:
+        """Build the context a worker continues.
+
+        ``emitted``: tokens generated and delivered before (a handoff or a replay). They
+        stand behind the prompt, count as generated, are not delivered again, and end the
+        context if the last one does. ``max_new_tokens`` lowers ``max_length``.
+        """
+        params = SamplingParams.from_wire(wire.sampling)
+        prompt = len(wire.tokens)
+        tokens = np.empty(prompt + len(emitted), np.int64)
+        tokens[:prompt] = wire.tokens
+        if emitted:
+            tokens[prompt:] = emitted
+        limit = params.max_new_tokens
+        context = cls(
+            max_length=wire.max_length if limit is None else min(wire.max_length, prompt + limit),
+            tokens=TokenBuffer(tokens),
+            request_id=_request_id(request_id),
+            eos_token_ids=set(wire.eos_token_ids),
+            eos_sequences=[list(sequence) for sequence in wire.eos_sequences],
+            log_probabilities=wire.log_probabilities,
+            log_probabilities_echo=wire.log_probabilities_echo,
+            ignore_eos=wire.ignore_eos or params.ignore_eos,
+            json_schema=wire.json_schema,
+            sampling_params=params,
+            model_name=wire.model_name,
+            target_endpoint=wire.target_endpoint,
+            lora_name=wire.lora_name,
+            cache_salt=wire.cache_salt,
+            _prompt_length=prompt,
+        )
+        if emitted:
+            last = context._status_at(len(tokens), int(emitted[-1]), len(tokens))
+            context.status = last or GenerationStatus.ACTIVE
+        return context
+
+
+def _request_id(value: RequestID | str | None) -> RequestID:
+    if value is None:
+        return RequestID()
+    return RequestID(value) if isinstance(value, str) else value
+
+
+def _wrap_tokens(tokens: npt.ArrayLike) -> TokenBuffer:
+    """Any 1-D integers as a buffer of their own; ValueError for anything else."""
+    array = np.asarray(tokens)
+    if array.size and array.dtype.kind not in "iu":
+        raise InputError(f"tokens must be integers, not {array.dtype}")
+    return TokenBuffer(array.astype(np.int64))

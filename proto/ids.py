@@ -1,0 +1,80 @@
+"""Identities: who a request is, which life of a process speaks, what a context contains.
+
+All digests are BLAKE2b with a personalisation of their own, so none can stand for another.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import msgspec
+import numpy as np
+
+from .wire import WireContext
+
+KEY_BYTES = 16
+"""Length of a request key, a resume secret and a context digest."""
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex
+
+
+@dataclass(frozen=True, slots=True)
+class RequestID:
+    """A request's name, made once at the edge; on the wire the map ``{"value": ...}``."""
+
+    value: str = field(default_factory=_new_id)
+
+    def __str__(self) -> str:
+        return self.value
+
+
+def request_key(client: bytes, request_id: str) -> bytes:
+    """16-byte key of a request: digest of the client's identity and the request id."""
+    digest = blake2b(digest_size=KEY_BYTES, person=b"baton-request")
+    digest.update(len(client).to_bytes(4, "little"))
+    digest.update(client)
+    digest.update(request_id.encode("utf-8", "surrogatepass"))
+    return digest.digest()
+
+
+def new_incarnation(entropy: bytes | None = None) -> int:
+    """Random 64-bit number of one process life, never 0.
+
+    ``entropy`` (at least 8 bytes) replaces the system's randomness where a caller must be
+    reproducible.
+    """
+    source = os.urandom(8) if entropy is None else entropy
+    if len(source) < 8:
+        raise ValueError("an incarnation needs at least 8 random bytes")
+    return int.from_bytes(source[:8], "little") or 1
+
+
+def resume_secret(cluster_key: bytes, request: bytes) -> bytes:
+    """16 bytes that prove a client owns ``request``; every router with the key derives the same."""
+    key = cluster_key if len(cluster_key) <= 64 else blake2b(cluster_key).digest()
+    return blake2b(request, digest_size=KEY_BYTES, key=key, person=b"baton-resume").digest()
+
+
+def _array_content(obj: object) -> object:
+    if isinstance(obj, np.ndarray):
+        flat = np.ascontiguousarray(obj)
+        return [flat.dtype.str, list(flat.shape), flat.data.cast("B") if flat.size else b""]
+    raise TypeError(f"{type(obj).__name__} has no place in a context digest")
+
+
+_CONTENT = msgspec.msgpack.Encoder(enc_hook=_array_content)
+
+
+def context_digest(wire: WireContext, *options: str | bool | None) -> bytes:
+    """16-byte digest of everything that decides a request's continuation.
+
+    ``options``: what travels beside the context (pool, pin, fallback). Two submissions of
+    one id with equal digests are the same request.
+    """
+    content = _CONTENT.encode((wire, options))
+    return blake2b(content, digest_size=KEY_BYTES, person=b"baton-context").digest()

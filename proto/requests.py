@@ -1,0 +1,165 @@
+"""What a client builds and a router checks: a request's wire form against the model's card."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from .endpoints import check_target_endpoint
+from .errors import InputError
+from .layout import ModelCard
+from .limits import (
+    MAX_CACHE_SALT_CHARS,
+    MAX_CONTEXT_TOKENS,
+    MAX_EOS_SEQUENCE_TOKENS,
+    MAX_EOS_SEQUENCES,
+    MAX_EOS_TOKEN_IDS,
+    MAX_LOG_PROBABILITIES,
+)
+from .sampling import SamplingParams
+from .wire import WireContext, WireSampling
+
+Int32 = npt.NDArray[np.int32]
+
+
+def build_wire_context(
+    tokens: npt.ArrayLike,
+    card: ModelCard,
+    params: SamplingParams,
+    *,
+    stop_sequences: Sequence[Sequence[int]] = (),
+    max_length: int | None = None,
+    log_probabilities: int = 0,
+    target_endpoint: str | None = None,
+    cache_salt: str = "",
+) -> WireContext:
+    """Checked wire form of a request.
+
+    ``tokens``: 1-D integers. ``stop_sequences``: ``params.stop`` as tokens, where they have
+    a fixed spelling. They and ``params.stop_token_ids`` become ``eos_sequences``, which
+    stop also under ``ignore_eos``; the model's own ids are ``eos_token_ids``.
+    ``max_length``: total tokens; default what ``max_new_tokens`` and the model allow.
+    Raises InputError as :func:`check_wire_context`.
+    """
+    prompt = _int32_tokens(tokens)
+    limit = card.max_length if max_length is None else max_length
+    if params.max_new_tokens is not None:
+        limit = min(limit, len(prompt) + params.max_new_tokens)
+    sequences = [[int(token)] for token in params.stop_token_ids or ()]
+    sequences += [[int(token) for token in sequence] for sequence in stop_sequences]
+    wire = WireContext(
+        tokens=prompt,
+        max_length=limit,
+        sampling=params.to_wire(),
+        model_name=card.name,
+        eos_token_ids=sorted(card.eos_token_ids),
+        eos_sequences=sequences,
+        log_probabilities=log_probabilities,
+        ignore_eos=params.ignore_eos,
+        target_endpoint=target_endpoint,
+        cache_salt=cache_salt,
+    )
+    check_wire_context(wire, card)
+    return wire
+
+
+def check_wire_context(wire: WireContext, card: ModelCard) -> None:
+    """Raise one InputError that says what is wrong with a request, or return."""
+    _check_tokens(wire.tokens, card)
+    _check_lengths(wire, card)
+    _check_features(wire, card)
+    _check_ends(wire, card)
+    if wire.sampling != _DEFAULT_SAMPLING:
+        SamplingParams.from_wire(wire.sampling)
+    if wire.target_endpoint is not None:
+        check_target_endpoint(wire.target_endpoint)
+
+
+_DEFAULT_SAMPLING = WireSampling()
+
+
+def _int32_tokens(tokens: npt.ArrayLike) -> Int32:
+    array = np.asarray(tokens)
+    if array.size and array.dtype.kind not in "iu":
+        raise InputError(f"tokens must be integers, not {array.dtype}")
+    if array.ndim != 1:
+        raise InputError(f"tokens must be one-dimensional, not of shape {array.shape}")
+    result = array.astype(np.int32)
+    if array.dtype.itemsize >= 4 and array.dtype != np.int32 and (result != array).any():
+        at = int(np.flatnonzero(result != array)[0])
+        raise InputError(f"token id {array[at]} at position {at} does not fit 32 bits")
+    return result
+
+
+def _check_tokens(tokens: Int32, card: ModelCard) -> None:
+    if tokens.dtype != np.int32 or tokens.ndim != 1:
+        raise InputError(
+            f"tokens must be one-dimensional int32, not {tokens.dtype} of shape {tokens.shape}"
+        )
+    count = len(tokens)
+    if count == 0:
+        raise InputError("the prompt is empty")
+    if count > card.max_length - 1:
+        raise InputError(
+            f"the prompt has {count} tokens, but the model takes at most {card.max_length - 1} "
+            f"(its context of {card.max_length} less one new token)"
+        )
+    # Read as unsigned, negative ids are the largest: one pass finds both.
+    if int(np.maximum.reduce(tokens.view(np.uint32))) >= card.vocab_size:
+        at = int(np.flatnonzero(tokens.view(np.uint32) >= card.vocab_size)[0])
+        raise InputError(
+            f"token id {tokens[at]} at position {at} is outside the vocabulary of {card.vocab_size}"
+        )
+
+
+def _check_lengths(wire: WireContext, card: ModelCard) -> None:
+    count = len(wire.tokens)
+    if wire.max_length > min(card.max_length, MAX_CONTEXT_TOKENS):
+        raise InputError(f"max_length {wire.max_length} is more than the model's {card.max_length}")
+    if wire.max_length <= count:
+        raise InputError(
+            f"max_length {wire.max_length} leaves no room behind the prompt of {count} tokens"
+        )
+    if count + wire.sampling.min_new_tokens > wire.max_length:
+        raise InputError(
+            f"min_new_tokens {wire.sampling.min_new_tokens} + prompt length {count} is more than "
+            f"max_length {wire.max_length}"
+        )
+
+
+def _check_features(wire: WireContext, card: ModelCard) -> None:
+    if wire.json_schema is not None:
+        raise InputError("json_schema is not supported yet")
+    if wire.log_probabilities_echo:
+        raise InputError("log_probabilities_echo is not supported yet")
+    if wire.lora_name is not None:
+        raise InputError("lora_name is not supported yet")
+    if not 0 <= wire.log_probabilities <= MAX_LOG_PROBABILITIES:
+        raise InputError(
+            f"log_probabilities must be 0 to {MAX_LOG_PROBABILITIES}, not {wire.log_probabilities}"
+        )
+    if len(wire.cache_salt) > MAX_CACHE_SALT_CHARS:
+        raise InputError(f"cache_salt is longer than {MAX_CACHE_SALT_CHARS} characters")
+    if wire.model_name and wire.model_name != card.name:
+        raise InputError(f"model {wire.model_name[:80]!r} is not served here, {card.name!r} is")
+
+
+def _check_ends(wire: WireContext, card: ModelCard) -> None:
+    if len(wire.eos_token_ids) > MAX_EOS_TOKEN_IDS:
+        raise InputError(f"more than {MAX_EOS_TOKEN_IDS} end-of-sequence ids")
+    if not wire.eos_sequences:
+        return
+    if len(wire.eos_sequences) > MAX_EOS_SEQUENCES:
+        raise InputError(
+            f"{len(wire.eos_sequences)} stop sequences, at most {MAX_EOS_SEQUENCES} are allowed"
+        )
+    for sequence in wire.eos_sequences:
+        if not 0 < len(sequence) <= MAX_EOS_SEQUENCE_TOKENS:
+            raise InputError(f"a stop sequence must have 1 to {MAX_EOS_SEQUENCE_TOKENS} tokens")
+        if not 0 <= min(sequence) <= max(sequence) < card.vocab_size:
+            raise InputError(
+                f"stop sequence {sequence[:8]} has an id outside the vocabulary of "
+                f"{card.vocab_size}"
+            )

@@ -1,0 +1,342 @@
+"""A request's tokens, with what is processed, what is active and what is undelivered.
+
+Invariant::
+
+    0 <= processing start <= processing end <= length <= capacity
+    0 <= completion start <= completion end,   0 <= prompt length <= length
+
+    |<-- processed -->|<-- active -->|<- later chunks ->|<- zeroed slack ->|
+    0            start + offset     end              length            capacity
+
+The buffer knows no end of sequence and no log-probabilities; :mod:`.contexts` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, overload
+
+import numpy as np
+import numpy.typing as npt
+
+Int64 = npt.NDArray[np.int64]
+
+FUTURE_TOKEN = -999
+"""Stands for a token that is being computed; replaced when it is known."""
+
+_UNSET = -1
+
+
+@dataclass(slots=True)
+class Range:
+    """Half-open range ``[start, end)`` of token positions."""
+
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.end < 0:
+            raise ValueError(f"range [{self.start}, {self.end}) must not be negative")
+        if self.start > self.end:
+            raise ValueError(f"range start {self.start} is behind its end {self.end}")
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def bump_start(self, n: int) -> None:
+        """Move the start by ``n``; it stays within ``[0, end]``."""
+        if not 0 <= self.start + n <= self.end:
+            raise ValueError(f"start {self.start} + {n} leaves [0, {self.end}]")
+        self.start += n
+
+    def bump_end(self, n: int) -> None:
+        """Move the end by ``n``; it stays at or behind the start."""
+        if self.end + n < max(self.start, 0):
+            raise ValueError(f"end {self.end} + {n} falls before the start {self.start}")
+        self.end += n
+
+    def advance(self) -> None:
+        """Make the range empty at its end."""
+        self.start = self.end
+
+
+class _ValidPrefix:
+    """The field ``array``: set whole, read without the slack behind the last token.
+
+    A field that is a descriptor keeps capacity out of every wire form, comparison and copy.
+    """
+
+    def __get__(self, buffer: TokenBuffer | None, owner: type | None = None) -> Int64:
+        if buffer is None:
+            raise AttributeError("array has no default")
+        return buffer._store[: buffer._length]
+
+    def __set__(self, buffer: TokenBuffer, value: Int64) -> None:
+        buffer._store = value
+
+
+@dataclass(eq=False, repr=False)
+class TokenBuffer:
+    """Growing int64 tokens with a processing window and a completion window.
+
+    ``array``: 1-D, int64, not empty (ValueError in this order); a read-only one is copied.
+    The completion window holds tokens appended and not yet consumed.
+    """
+
+    array: Int64 = _ValidPrefix()  # type: ignore[assignment]
+    _length: int = field(default=_UNSET, init=False)
+    _start: int = field(default=0, init=False)
+    _end: int = field(default=_UNSET, init=False)
+    _offset: int = field(default=0, init=False)
+    _completion_start: int = field(default=_UNSET, init=False)
+    _completion_end: int = field(default=_UNSET, init=False)
+    _prompt: int = field(default=_UNSET, init=False)
+    _chunked: bool = field(default=False, init=False)
+    if TYPE_CHECKING:  # kept out of the fields, and so off the wire: what has slack behind it
+        _store: Int64 = field(init=False)
+        _capacity: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        store = self._store
+        if store.ndim != 1:
+            raise ValueError(f"tokens must be one-dimensional, not of shape {store.shape}")
+        if store.dtype != np.int64:
+            raise ValueError(f"tokens must be int64, not {store.dtype}")
+        if not len(store):
+            raise ValueError("tokens must not be empty")
+        if not store.flags.writeable:
+            self._store = store.copy()
+        self._capacity = len(store)
+        if self._length == _UNSET:
+            self._length = self._end = self._prompt = self._capacity
+            self._completion_start = self._completion_end = self._capacity
+        self._check()
+
+    def _check(self) -> None:
+        windows = (
+            0 <= self._start <= self._end <= self._length <= self._capacity
+            and 0 <= self._start + self._offset <= self._end
+            and 0 <= self._completion_start <= self._completion_end
+            and 0 <= self._prompt <= self._length
+        )
+        if not windows or not self._length:
+            raise ValueError("token windows contradict each other")
+
+    # ------------------------------------------------------------------ views
+
+    @property
+    def all(self) -> Int64:
+        """Every token, as a view ``[length]``."""
+        return self._store[: self._length]
+
+    @property
+    def prompt(self) -> Int64:
+        """Tokens before the prompt boundary, as a view."""
+        return self._store[: self._prompt]
+
+    @property
+    def generated(self) -> Int64:
+        """Tokens behind the prompt boundary, as a view."""
+        return self._store[self._prompt : self._length]
+
+    @property
+    def active(self) -> Int64:
+        """Tokens of the next step, as a view."""
+        return self._store[self._start + self._offset : self._end]
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the prompt boundary."""
+        return self._prompt
+
+    @property
+    def generated_length(self) -> int:
+        """Tokens behind the prompt boundary."""
+        return self._length - self._prompt
+
+    @property
+    def processed_length(self) -> int:
+        """Start of the processing window."""
+        return self._start
+
+    @property
+    def active_length(self) -> int:
+        """Tokens of the next step."""
+        return self._end - self._start - self._offset
+
+    @property
+    def current_position(self) -> int:
+        """Processed plus active tokens; an offset makes it differ from the window's end."""
+        return self._end - self._offset
+
+    @property
+    def processing_end(self) -> int:
+        """End of the processing window."""
+        return self._end
+
+    @property
+    def completion_start(self) -> int:
+        """Position of the first token not consumed."""
+        return self._completion_start
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether tokens wait behind the processing window."""
+        return self._chunked
+
+    @property
+    def has_outstanding_generated_tokens(self) -> bool:
+        """Whether the completion window holds tokens."""
+        return self._completion_start < self._completion_end
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Int64: ...
+    def __getitem__(self, index: int | slice) -> int | Int64:
+        if isinstance(index, slice):
+            return self.all[index]
+        if type(index) is not int:
+            raise TypeError(f"token index must be int or slice, not {type(index).__name__}")
+        if not -self._length <= index < self._length:
+            raise IndexError(f"token index {index} is outside the {self._length} tokens")
+        return self._store.item(index if index >= 0 else index + self._length)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TokenBuffer):
+            return NotImplemented
+        return self._state() == other._state() and np.array_equal(self.all, other.all)
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+    def __repr__(self) -> str:
+        start, end, length = self._start + self._offset, self._end, self._length
+        return f"TokenBuffer(length={length}, prompt={self._prompt}, active=[{start}, {end}))"
+
+    def _state(self) -> tuple[int, ...]:
+        return (
+            self._length,
+            self._start,
+            self._end,
+            self._offset,
+            self._completion_start,
+            self._completion_end,
+            self._prompt,
+            self._chunked,
+        )
+
+    # ------------------------------------------------------------------ processing window
+
+    def apply_processing_offset(self, offset: int) -> None:
+        """Set (not add) the offset of the active window; negative shows processed tokens again."""
+        if not 0 <= self._start + offset <= self._end:
+            raise ValueError(f"offset {offset} leaves the tokens [0, {self._end}]")
+        self._offset = offset
+
+    def rewind_processing(self, n: int) -> None:
+        """Make ``n`` processed tokens active again."""
+        if n < 0 or n > self._start:
+            raise ValueError(f"cannot rewind {n} of {self._start} processed tokens")
+        self._start -= n
+
+    def skip_processing(self, n: int) -> None:
+        """Count ``n`` active tokens as processed; at least one stays active."""
+        if n < 0 or n >= self.active_length:
+            raise ValueError(f"cannot skip {n} of {self.active_length} active tokens")
+        self._start += n
+
+    def chunk(self, n: int) -> None:
+        """Leave only the first ``n`` active tokens for the next step."""
+        if not 1 <= n < self.active_length:
+            raise ValueError(f"cannot chunk {self.active_length} active tokens to {n}")
+        self._end = self._start + self._offset + n
+        self._chunked = True
+
+    def advance_chunk(self) -> None:
+        """Count the chunk as processed and make the rest active."""
+        if not self._chunked:
+            raise ValueError("cannot advance a chunk: the tokens are not chunked")
+        self._offset = 0
+        self._start = self._end
+        self._end = self._length
+        self._chunked = False
+
+    # ------------------------------------------------------------------ growth
+
+    def advance_with_token(self, token: int, mark_previous_as_processed: bool = True) -> None:
+        """Append a token; what was active counts as processed unless told otherwise."""
+        if self._chunked:
+            raise ValueError("cannot append a token to a chunked buffer")
+        length = self._length
+        if length == self._capacity:
+            self._reserve(length + 1)
+        self._store[length] = token
+        self._length = length + 1
+        if mark_previous_as_processed:
+            self._start = self._end
+        self._end += 1
+        self._completion_end += 1
+        self._offset = 0
+
+    def overwrite_last_token(self, token: int) -> None:
+        """Replace the last token."""
+        self._store[self._length - 1] = token
+
+    def consume_recently_generated_tokens(self) -> Int64:
+        """View of the completion window, which is empty afterwards."""
+        start, end = self._completion_start, self._completion_end
+        if start >= end:
+            raise ValueError("there are no recently generated tokens to consume")
+        if end > self._length:
+            raise ValueError(f"the completion window ends at {end}, behind the last token")
+        self._completion_start = end
+        return self._store[start:end]
+
+    def reset_as_new_prompt(self, delete_last_generated_token: bool = False) -> None:
+        """Make every token an unprocessed prompt token; the offset stays."""
+        if self._end > self._length:
+            raise ValueError("the processing window ends behind the last token")
+        length = self._length
+        if delete_last_generated_token:
+            if length == self._prompt:
+                raise ValueError("there is no generated token to delete")
+            length -= 1
+            self._store[length] = 0
+        self._length = self._prompt = self._end = length
+        self._start = 0
+        self._completion_start = self._completion_end = length
+        self._chunked = False
+
+    def truncate(self, length: int) -> None:
+        """Drop the tokens from ``length`` on; the last one left becomes active at least."""
+        if not 1 <= length <= self._length:
+            raise ValueError(f"cannot truncate {self._length} tokens to {length}")
+        self._store[length : self._length] = 0
+        self._length = self._end = length
+        self._start = min(self._start, length - 1)
+        self._prompt = min(self._prompt, length)
+        self._completion_start = min(self._completion_start, length)
+        self._completion_end = length
+        self._offset = 0
+        self._chunked = False
+
+    def set_windows(self, start: int, end: int, length: int) -> None:
+        """Move the processing window and the length; new room is zeroed, values stay.
+
+        Needs ``0 <= start < end <= length``; ``end < length`` makes the buffer chunked.
+        """
+        if not 0 <= start < end <= length:
+            raise ValueError(f"need 0 <= start < active <= end, not {start}, {end}, {length}")
+        self._reserve(length)
+        self._start, self._end, self._length = start, end, length
+        self._chunked = end < length
+
+    def _reserve(self, length: int) -> None:
+        if length <= self._capacity:
+            return
+        store = np.zeros(max(2 * self._capacity, length), np.int64)
+        store[: self._capacity] = self._store
+        self._store, self._capacity = store, len(store)
