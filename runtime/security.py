@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 import msgspec
 import zmq
 
-from ..proto.errors import ConfigError
+from ..proto.endpoints import check_endpoint
+from ..proto.errors import ConfigError, InputError
 
 
 class CurveKeys(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,8 +50,18 @@ def is_local(endpoint: str) -> bool:
         return False  # a wildcard, an interface or a host name
 
 
+def check_address(endpoint: str) -> None:
+    """Raise ConfigError unless ``endpoint`` is an address; port 0 stands for any free one."""
+    stem = endpoint.removesuffix(":0")
+    try:
+        check_endpoint(endpoint if stem == endpoint else f"{stem}:1")
+    except InputError as error:
+        raise ConfigError(str(error)) from None
+
+
 def check_bind(endpoint: str, keys: CurveKeys | None) -> None:
     """Refuse to listen where strangers could connect without keys."""
+    check_address(endpoint)
     if keys is None and not is_local(endpoint):
         raise ConfigError(
             f"refusing to listen on {endpoint} without CURVE keys: use 127.0.0.1 or ipc://, "

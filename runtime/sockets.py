@@ -34,7 +34,7 @@ from .log import get_logger
 from .loop import Loop
 from .monitor import HANDSHAKE_FAILURES, Monitor
 from .peers import PeerTable
-from .security import CurveKeys, apply_client_keys, apply_server_keys, check_bind
+from .security import CurveKeys, apply_client_keys, apply_server_keys, check_address, check_bind
 
 VERIFY_DELAYS = (0.0, 0.002, 0.010, 0.050)
 """Seconds after a closed connection at which the peer is tried: a send in the first
@@ -195,6 +195,7 @@ class DealerChannel(Channel):
         keys: CurveKeys | None = None,
         options: ChannelOptions = _DEFAULTS,
     ) -> None:
+        check_address(endpoint)
         super().__init__(context, zmq.DEALER, options)
         self.endpoint = endpoint
         self.identity = identity

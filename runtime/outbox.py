@@ -1,0 +1,97 @@
+"""Collects a turn's outgoing messages and sends each peer one envelope.
+
+The cost of a hop is paid per envelope, so everything a turn has to say to a peer travels
+together, in order. A message that cannot be sent is reported and forgotten: every exchange
+of the protocol repeats itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from ..proto.codec import EnvelopeEncoder
+from ..proto.errors import ProtocolError
+from ..proto.messages import Message
+from .channel import Buffers, SendResult
+from .log import get_logger
+
+MESSAGES_PER_ENVELOPE = 4096
+CONTEXTS_PER_ENVELOPE = 8
+"""A context with its emitted tokens can take megabytes; an envelope has a size limit."""
+
+Peer = TypeVar("Peer")
+_log = get_logger()
+
+
+class Outbox(Generic[Peer]):
+    """Messages by peer until :meth:`flush`, which belongs at the end of a loop's turn.
+
+    ``send(peer, frames)`` is a channel's send; ``on_unsent(peer, messages, result)`` hears
+    of what ZeroMQ did not take.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Peer, Buffers], SendResult],
+        on_unsent: Callable[[Peer, list[Message], SendResult], object] | None = None,
+    ) -> None:
+        self._send = send
+        self._on_unsent = on_unsent
+        self._encoder = EnvelopeEncoder()
+        self._waiting: dict[Peer, list[Message]] = {}
+        self.envelopes = 0
+        self.unsent = 0
+
+    def put(self, peer: Peer, message: Message) -> None:
+        """Queue ``message`` behind what is queued for ``peer``."""
+        self._waiting.setdefault(peer, []).append(message)
+
+    def drop(self, peer: Peer) -> None:
+        """Forget what is queued for a peer that is gone."""
+        self._waiting.pop(peer, None)
+
+    def flush(self) -> None:
+        """Encode and send everything queued."""
+        while self._waiting:
+            waiting, self._waiting = self._waiting, {}
+            for peer, messages in waiting.items():
+                for batch in _batches(messages):
+                    self._send_batch(peer, batch)
+
+    def _send_batch(self, peer: Peer, batch: list[Message]) -> None:
+        try:
+            frames = self._encoder.encode(batch)
+        except ProtocolError as error:
+            self._encode_failed(peer, batch, error)
+            return
+        result = self._send(peer, frames)
+        self.envelopes += 1
+        if not result:
+            self.unsent += len(batch)
+            if self._on_unsent is not None:
+                self._on_unsent(peer, batch, result)
+
+    def _encode_failed(self, peer: Peer, batch: list[Message], error: ProtocolError) -> None:
+        """One message over a limit must not take its neighbours with it."""
+        if len(batch) > 1:
+            for message in batch:
+                self._send_batch(peer, [message])
+            return
+        self.unsent += 1
+        _log.error("outbox.not_encodable", message=type(batch[0]).__name__, reason=str(error))
+
+
+def _batches(messages: list[Message]) -> list[list[Message]]:
+    """Split so that no envelope holds too many messages or contexts; order is kept."""
+    if len(messages) <= CONTEXTS_PER_ENVELOPE:
+        return [messages]
+    batches: list[list[Message]] = [[]]
+    contexts = 0
+    for message in messages:
+        contexts += hasattr(message, "context")
+        if contexts > CONTEXTS_PER_ENVELOPE or len(batches[-1]) >= MESSAGES_PER_ENVELOPE:
+            batches.append([])
+            contexts = int(hasattr(message, "context"))
+        batches[-1].append(message)
+    return batches

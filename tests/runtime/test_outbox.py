@@ -1,0 +1,95 @@
+"""One envelope per peer and turn."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from baton.proto.codec import EnvelopeDecoder
+from baton.proto.errors import LimitExceeded
+from baton.proto.messages import ClientToRouter, Ping, Submit
+from baton.proto.wire import WireContext
+from baton.runtime.channel import SendResult
+from baton.runtime.outbox import CONTEXTS_PER_ENVELOPE, Outbox
+
+DECODER = EnvelopeDecoder(ClientToRouter)
+
+
+class Wire:
+    def __init__(self, result=SendResult.SENT):
+        self.result = result
+        self.sent = []
+
+    def send(self, peer, frames):
+        self.sent.append((peer, DECODER.decode(frames)))
+        return self.result
+
+
+def submit(n, size=2000):
+    context = WireContext(tokens=np.arange(size, dtype=np.int32), max_length=size + 10)
+    return Submit(request_id=f"r{n}", context=context)
+
+
+def test_a_turn_is_one_envelope_per_peer_in_order():
+    wire = Wire()
+    outbox = Outbox(wire.send)
+    for n in range(20):
+        outbox.put(b"ab"[n % 2 : n % 2 + 1], Ping(nonce=n))
+    outbox.flush()
+    outbox.flush()
+    assert [(peer, [m.nonce for m in ms]) for peer, ms in wire.sent] == [
+        (b"a", list(range(0, 20, 2))),
+        (b"b", list(range(1, 20, 2))),
+    ]
+    assert outbox.envelopes == 2
+
+
+def test_contexts_are_spread_over_envelopes():
+    wire = Wire()
+    outbox = Outbox(wire.send)
+    messages = [m for n in range(20) for m in (submit(n), Ping(nonce=n))]
+    for message in messages:
+        outbox.put(b"a", message)
+    outbox.flush()
+    got = [m for _, ms in wire.sent for m in ms]
+    assert [type(m) for m in got] == [type(m) for m in messages]
+    assert [m.request_id for m in got if isinstance(m, Submit)] == [f"r{n}" for n in range(20)]
+    counts = [sum(isinstance(m, Submit) for m in ms) for _, ms in wire.sent]
+    assert max(counts) == CONTEXTS_PER_ENVELOPE and len(counts) == 3
+
+
+def test_what_was_not_taken_is_reported():
+    wire = Wire(SendResult.FULL)
+    unsent = []
+    outbox = Outbox(wire.send, lambda *args: unsent.append(args))
+    outbox.put(b"a", Ping())
+    outbox.flush()
+    assert unsent == [(b"a", [Ping()], SendResult.FULL)] and outbox.unsent == 1
+
+
+def test_a_dropped_peer_gets_nothing():
+    wire = Wire()
+    outbox = Outbox(wire.send)
+    outbox.put(b"a", Ping())
+    outbox.drop(b"a")
+    outbox.drop(b"b")
+    outbox.flush()
+    assert not wire.sent
+
+
+def test_a_message_over_a_limit_spares_its_neighbours(monkeypatch, capsys):
+    wire = Wire()
+    outbox = Outbox(wire.send)
+    encode = outbox._encoder.encode
+
+    def strict(messages):
+        if any(m.nonce == 2 for m in messages):
+            raise LimitExceeded("too large")
+        return encode(messages)
+
+    monkeypatch.setattr(outbox._encoder, "encode", strict)
+    for n in range(4):
+        outbox.put(b"a", Ping(nonce=n))
+    outbox.flush()
+    assert [m.nonce for _, ms in wire.sent for m in ms] == [0, 1, 3]
+    assert outbox.unsent == 1
+    assert "not_encodable" in capsys.readouterr().err

@@ -1,0 +1,383 @@
+"""Router and dealer channels on real sockets."""
+
+from __future__ import annotations
+
+import signal
+import socket as posix
+import stat
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from baton.proto.errors import ConfigError, InternalError
+from baton.runtime.channel import ChannelOptions, SendResult
+from baton.runtime.security import CurveKeys, is_local
+from baton.runtime.sockets import DealerChannel, RouterChannel
+
+pytestmark = pytest.mark.integration
+
+
+class Server:
+    """A RouterChannel that echoes and remembers."""
+
+    def __init__(self, loop, context, endpoint, **kwargs):
+        self.channel = RouterChannel(context, endpoint, **kwargs)
+        self.heard: list[tuple[bytes, list]] = []
+        self.gone: list[bytes] = []
+        self.channel.attach(loop, self.on_message, self.gone.append)
+
+    def on_message(self, identity, frames):
+        self.heard.append((identity, frames))
+        self.channel.send(identity, [b"echo", *frames])
+
+
+class Peer:
+    """A DealerChannel that remembers."""
+
+    def __init__(self, loop, context, endpoint, identity=b"peer", **kwargs):
+        self.channel = DealerChannel(context, endpoint, identity, **kwargs)
+        self.heard: list[list] = []
+        self.links: list[str] = []
+        self.channel.attach(loop, self.heard.append, lambda: self.links.append("up"), self.on_down)
+
+    def on_down(self):
+        self.links.append("down")
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def endpoint(request, tmp_path):
+    return f"ipc://{tmp_path}/s" if request.param == "ipc" else "tcp://127.0.0.1:0"
+
+
+def test_round_trip_keeps_frames(loop, drive, context, endpoint):
+    server = Server(loop, context, endpoint)
+    peer = Peer(loop, context, server.channel.endpoint)
+    drive.until(lambda: peer.channel.connected)
+    large = np.arange(100_000, dtype=np.int32)
+    assert peer.channel.send([b"small", large, b""])
+    drive.until(lambda: peer.heard)
+    identity, frames = server.heard[0]
+    assert identity == b"peer"
+    assert isinstance(frames[0], bytes) and isinstance(frames[1], memoryview)
+    assert np.array_equal(np.frombuffer(frames[1], np.int32), large)
+    assert [bytes(f) for f in peer.heard[0]] == [b"echo", b"small", large.tobytes(), b""]
+    assert server.channel.stats.received == server.channel.stats.sent == 1
+
+
+def test_send_says_why_it_did_not(loop, drive, context, tmp_path):
+    server = Server(loop, context, f"ipc://{tmp_path}/s", options=ChannelOptions(send_hwm=5))
+    assert server.channel.send(b"nobody", [b"x"]) is SendResult.UNREACHABLE
+    deaf = context.socket(zmq.DEALER)
+    deaf.setsockopt(zmq.IDENTITY, b"deaf")
+    deaf.setsockopt(zmq.RCVHWM, 5)
+    deaf.connect(server.channel.endpoint)
+    deaf.send(b"hi")
+    drive.until(lambda: server.heard)
+    block = bytes(1 << 20)
+    results = [server.channel.send(b"deaf", [block]) for _ in range(50)]
+    assert results[0] is SendResult.SENT and not results[-1]
+    assert results[-1] is SendResult.FULL
+    assert server.channel.stats.full > 0 and server.channel.stats.unreachable == 1
+
+
+def test_a_dealer_queues_nothing_without_a_connection(loop, drive, context, tmp_path):
+    peer = Peer(loop, context, f"ipc://{tmp_path}/s")
+    assert peer.channel.send([b"stale"]) is SendResult.UNREACHABLE
+    server = Server(loop, context, f"ipc://{tmp_path}/s")
+    drive.until(lambda: peer.channel.connected)
+    peer.channel.send([b"fresh"])
+    drive.until(lambda: server.heard)
+    assert server.heard[0][1] == [b"fresh"]
+
+
+def test_a_dealer_comes_back_after_its_router(loop, drive, context, tmp_path):
+    endpoint = f"ipc://{tmp_path}/s"
+    first = Server(loop, context, endpoint)
+    peer = Peer(loop, context, endpoint)
+    drive.until(lambda: peer.links == ["up"])
+    first.channel.close()
+    drive.until(lambda: peer.links == ["up", "down"])
+    second = Server(loop, context, endpoint)
+    drive.until(lambda: peer.links == ["up", "down", "up"])
+    peer.channel.send([b"again"])
+    drive.until(lambda: second.heard)
+
+
+def test_a_closed_peer_is_reported_once(loop, drive, context, endpoint):
+    server = Server(loop, context, endpoint)
+    peers = [Peer(loop, context, server.channel.endpoint, b"p%d" % n) for n in range(3)]
+    drive.until(lambda: all(p.channel.connected for p in peers))
+    for peer in peers:
+        peer.channel.send([b"hi"])
+    drive.until(lambda: len(server.heard) == 3)
+    peers[1].channel.close()
+    drive.until(lambda: server.gone)
+    drive.spin(0.08)
+    assert server.gone == [b"p1"]
+    assert server.channel.peers == 2
+
+
+def test_a_peer_that_speaks_and_dies_at_once_is_reported(loop, drive, context, endpoint):
+    server = Server(loop, context, endpoint)
+    for n in range(20):
+        brief = context.socket(zmq.DEALER)
+        brief.setsockopt(zmq.IDENTITY, b"b%d" % n)
+        brief.setsockopt(zmq.LINGER, 1000)
+        brief.connect(server.channel.endpoint)
+        brief.send(b"hi")
+        brief.close()
+    time.sleep(0.05)  # all connections are over before the loop looks for the first time
+    drive.until(lambda: len(server.heard) == 20 and len(set(server.gone)) == 20)
+    assert server.channel.peers == 0
+
+
+def test_a_peer_that_reconnects_is_not_reported(loop, drive, context, tmp_path):
+    """The connection breaks, the peer does not."""
+    server = Server(loop, context, f"ipc://{tmp_path}/s")
+    proxy = Cut(tmp_path / "proxy", tmp_path / "s")
+    peer = Peer(loop, context, f"ipc://{tmp_path}/proxy")
+    drive.until(lambda: peer.channel.connected)
+    peer.channel.send([b"one"])
+    drive.until(lambda: peer.heard)
+    # The old end of the connection stays half open until the peer is back.
+    proxy.cut_client_side()
+    drive.until(lambda: peer.links == ["up", "down", "up"])
+    proxy.close_old_server_side()
+    drive.spin(0.1)
+    proxy.stop()
+    assert server.gone in ([], [b"peer"])
+    assert proxy.accepted >= 2
+
+
+class Cut:
+    """A relay between two unix sockets whose connections can be cut at either side."""
+
+    def __init__(self, listen: Path, target: Path) -> None:
+        self.target = target
+        self.server = posix.socket(posix.AF_UNIX)
+        self.server.bind(str(listen))
+        self.server.listen()
+        self.pairs: list[tuple[posix.socket, posix.socket]] = []
+        self.accepted = 0
+        self.thread = threading.Thread(target=self._accept, daemon=True)
+        self.thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                left, _ = self.server.accept()
+            except OSError:
+                return
+            self.accepted += 1
+            right = posix.socket(posix.AF_UNIX)
+            right.connect(str(self.target))
+            self.pairs.append((left, right))
+            for a, b in ((left, right), (right, left)):
+                threading.Thread(target=self._copy, args=(a, b), daemon=True).start()
+
+    def _copy(self, source: posix.socket, sink: posix.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                sink.sendall(data)
+        except OSError:
+            return
+
+    def cut_client_side(self) -> None:
+        self.pairs[0][0].shutdown(posix.SHUT_RDWR)
+
+    def close_old_server_side(self) -> None:
+        self.pairs[0][1].shutdown(posix.SHUT_RDWR)
+
+    def stop(self) -> None:
+        self.server.shutdown(posix.SHUT_RDWR)
+        self.server.close()
+        self.thread.join(1)
+        for pair in self.pairs:
+            for end in pair:
+                end.close()
+
+
+def test_a_killed_peer_is_seen_within_milliseconds(loop, drive, context, endpoint, start_peer):
+    server = Server(loop, context, endpoint)
+    child = start_peer(server.channel.endpoint, "doomed")
+    drive.until(lambda: server.heard, 10)
+    child.send_signal(signal.SIGKILL)
+    assert drive.until(lambda: server.gone) < 0.5  # usually 2 to 5 ms
+    assert server.gone == [b"doomed"]
+
+
+def test_a_stopped_peer_is_seen_by_heartbeat(loop, drive, context, tmp_path, start_peer):
+    server = Server(loop, context, f"ipc://{tmp_path}/s")
+    child = start_peer(server.channel.endpoint, "frozen")
+    drive.until(lambda: server.heard, 10)
+    child.send_signal(signal.SIGSTOP)
+    took = drive.until(lambda: server.gone)
+    child.send_signal(signal.SIGCONT)
+    assert 0.2 < took < 2.0  # usually 0.4 s
+    assert server.gone == [b"frozen"]
+
+
+def test_an_oversized_frame_costs_the_connection_only(loop, drive, context, tmp_path):
+    options = ChannelOptions(max_frame_bytes=10_000)
+    server = Server(loop, context, f"ipc://{tmp_path}/s", options=options)
+    peer = Peer(loop, context, server.channel.endpoint)
+    drive.until(lambda: peer.channel.connected)
+    peer.channel.send([bytes(20_000)])
+    drive.until(lambda: "down" in peer.links)
+    drive.until(lambda: peer.channel.connected)
+    peer.channel.send([b"fine"])
+    drive.until(lambda: server.heard)
+    assert server.heard[0][1] == [b"fine"]
+
+
+def test_too_many_frames_are_dropped_and_counted(loop, drive, context, tmp_path):
+    server = Server(loop, context, f"ipc://{tmp_path}/s", options=ChannelOptions(max_frames=3))
+    peer = Peer(loop, context, server.channel.endpoint)
+    drive.until(lambda: peer.channel.connected)
+    peer.channel.send([b"x"] * 4)
+    peer.channel.send([b"x"] * 3)
+    drive.until(lambda: server.heard)
+    assert len(server.heard) == 1 and server.channel.stats.malformed == 1
+
+
+def test_noise_on_the_port_leaves_the_socket_working(loop, drive, context):
+    server = Server(loop, context, "tcp://127.0.0.1:0")
+    port = int(server.channel.endpoint.rsplit(":", 1)[1])
+    with posix.create_connection(("127.0.0.1", port)) as noise:
+        noise.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+        peer = Peer(loop, context, server.channel.endpoint)
+        drive.until(lambda: peer.channel.connected)
+        peer.channel.send([b"hi"])
+        drive.until(lambda: peer.heard)
+
+
+def test_ipc_path_is_private_and_removed(context, tmp_path):
+    path = tmp_path / "s"
+    channel = RouterChannel(context, f"ipc://{path}")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(ConfigError, match="address in use"):
+        RouterChannel(context, f"ipc://{path}")
+    channel.close()
+    channel.close()
+    assert not path.exists()
+
+
+def test_an_ipc_path_left_by_a_dead_process_is_taken_over(context, tmp_path):
+    path = tmp_path / "s"
+    dead = posix.socket(posix.AF_UNIX)
+    dead.bind(str(path))
+    dead.close()
+    RouterChannel(context, f"ipc://{path}").close()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "message"),
+    [
+        ("tcp://0.0.0.0:0", "without CURVE keys"),
+        ("tcp://*:5555", "without CURVE keys"),
+        ("tcp://10.1.2.3:5555", "without CURVE keys"),
+        ("ipc:///no/such/folder/s", "no folder"),
+        ("tcp://127.0.0.1:99999", "port must be"),
+        ("udp://127.0.0.1:1", "must start with"),
+        ("nonsense", "must start with"),
+    ],
+)
+def test_addresses_that_are_refused(context, endpoint, message):
+    with pytest.raises(ConfigError, match=message):
+        RouterChannel(context, endpoint)
+
+
+def test_a_file_of_another_kind_is_not_removed(context, tmp_path):
+    path = tmp_path / "precious"
+    path.write_text("data")
+    with pytest.raises(ConfigError, match="another kind"):
+        RouterChannel(context, f"ipc://{path}")
+    assert path.read_text() == "data"
+
+
+def test_a_port_in_use(context):
+    first = RouterChannel(context, "tcp://127.0.0.1:0")
+    with pytest.raises(ConfigError, match="address in use"):
+        RouterChannel(context, first.endpoint)
+    first.close()
+
+
+def test_localhost_can_be_listened_on(context):
+    channel = RouterChannel(context, "tcp://localhost:0")
+    assert channel.endpoint.startswith("tcp://127.0.0.1:")
+    channel.close()
+
+
+def test_a_bad_address_to_connect_to(context):
+    with pytest.raises(ConfigError, match="must start with"):
+        DealerChannel(context, "nonsense", b"x")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "local"),
+    [
+        ("tcp://127.0.0.1:1", True),
+        ("tcp://127.3.2.1:1", True),
+        ("tcp://[::1]:1", True),
+        ("tcp://localhost:1", True),
+        ("ipc:///x", True),
+        ("tcp://[::]:1", False),
+        ("tcp://eth0:1", False),
+        ("tcp://127.0.0.1.example.org:1", False),
+        ("tcp://[bad", False),
+    ],
+)
+def test_is_local(endpoint, local):
+    assert is_local(endpoint) is local
+
+
+def test_a_socket_refuses_a_second_thread(loop, context, tmp_path):
+    server = Server(loop, context, f"ipc://{tmp_path}/s")
+    server.channel.recv()
+    raised = []
+
+    def intrude():
+        try:
+            server.channel.send(b"x", [b"y"])
+        except InternalError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=intrude)
+    thread.start()
+    thread.join()
+    assert raised
+
+
+def test_curve_lets_in_who_knows_the_key(loop, drive, context):
+    public, secret = zmq.curve_keypair()
+    server = Server(
+        loop, context, "tcp://127.0.0.1:0", keys=CurveKeys(public=public, secret=secret)
+    )
+    mine, mine_secret = zmq.curve_keypair()
+    plain = Peer(loop, context, server.channel.endpoint, b"plain")
+    good = Peer(
+        loop,
+        context,
+        server.channel.endpoint,
+        b"good",
+        keys=CurveKeys(public=mine, secret=mine_secret, server=public),
+    )
+    drive.until(lambda: good.channel.connected)
+    good.channel.send([b"hi"])
+    drive.until(lambda: good.heard)
+    drive.spin(0.05)
+    assert not plain.channel.connected
+    assert {identity for identity, _ in server.heard} == {b"good"}
+
+
+def test_tracked_send_tells_when_the_buffer_is_free(loop, drive, context, tmp_path):
+    server = Server(loop, context, f"ipc://{tmp_path}/s")
+    peer = Peer(loop, context, server.channel.endpoint)
+    drive.until(lambda: peer.channel.connected)
+    tracker = peer.channel.send_tracked([b"head", np.zeros(1 << 20, np.uint8)])
+    assert isinstance(tracker, zmq.MessageTracker)
+    drive.until(lambda: server.heard and tracker.done)
