@@ -1,0 +1,530 @@
+"""The decode side of a handoff: grants of blocks, from Reserve to ownership.
+
+Invariants: a block belongs to at most one grant; a grant is named by (incarnation, slot,
+generation) and the generation rises on every FREE, so a late message can only be stale;
+ownership passes once, when every cell (layer, block) of the manifest has arrived intact;
+every Reserve, Commit and Release gets an answer, the same one when it is repeated.
+
+Host path: this worker is the only writer of its blocks, so an abort frees at once. The
+device path passes through REVOKING and waits for the sender's Fence.
+
+The receiver knows nothing of sockets, pools or models: blocks come from a
+:class:`.store.BlockStore`, payload bytes never pass through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Generic
+
+import numpy as np
+import numpy.typing as npt
+
+from ..proto.errors import ProtocolError
+from ..proto.layout import KVLayout
+from ..proto.messages import (
+    Aborted,
+    Busy,
+    Commit,
+    Committed,
+    Credit,
+    Fence,
+    Grant,
+    GrantRef,
+    KVFrame,
+    Message,
+    Refused,
+    Release,
+    Released,
+    Reserve,
+    Revoke,
+    Stale,
+)
+from .credit import CreditPool
+from .store import A, BlockStore
+
+Peer = bytes
+"""Routing identity of a prefill worker's control connection."""
+
+
+class GrantState(Enum):
+    """Life of a slot."""
+
+    FREE = "free"
+    GRANTED = "granted"  # blocks reserved, nothing arrived
+    FILLING = "filling"  # frames arrive
+    OWNED = "owned"  # committed: the decode scheduler holds the blocks
+    REVOKING = "revoking"  # device path: waiting for the sender's fence
+
+
+TRANSITIONS: dict[tuple[GrantState, str], GrantState] = {
+    (GrantState.FREE, "reserve"): GrantState.GRANTED,
+    (GrantState.GRANTED, "frame"): GrantState.FILLING,
+    (GrantState.FILLING, "frame"): GrantState.FILLING,
+    (GrantState.GRANTED, "own"): GrantState.OWNED,  # everything was cached
+    (GrantState.FILLING, "own"): GrantState.OWNED,
+    (GrantState.GRANTED, "free"): GrantState.FREE,
+    (GrantState.FILLING, "free"): GrantState.FREE,
+    (GrantState.OWNED, "free"): GrantState.FREE,
+    (GrantState.GRANTED, "revoke"): GrantState.REVOKING,
+    (GrantState.FILLING, "revoke"): GrantState.REVOKING,
+    (GrantState.REVOKING, "free"): GrantState.FREE,
+}
+
+
+class IllegalTransition(ProtocolError):
+    """A grant was asked to do what its state forbids; always our own bug."""
+
+    code = "illegal_transition"
+
+
+@dataclass(slots=True, frozen=True)
+class Reply:
+    """Send ``message`` to the prefill worker ``peer``."""
+
+    peer: Peer
+    message: Message
+
+
+@dataclass(slots=True, frozen=True)
+class Handover(Generic[A]):
+    """The request is ours: run it. The allocation now belongs to the caller."""
+
+    commit: Commit
+    allocation: A
+    cached_tokens: int
+    bytes_received: int
+
+
+@dataclass(slots=True, frozen=True)
+class Evict:
+    """A higher attempt supersedes an owned request: stop it and free its blocks."""
+
+    request: bytes
+    attempt: int
+
+
+Output = Reply | Handover[A] | Evict
+
+
+@dataclass(slots=True)
+class _Slot(Generic[A]):
+    """One grant's table entry, reused over generations."""
+
+    index: int
+    generation: int = 0
+    state: GrantState = GrantState.FREE
+    reserve: Reserve | None = None
+    peer: Peer = b""
+    allocation: A | None = None
+    arrived: npt.NDArray[np.bool_] | None = None  # bool [layers, blocks]: cells that came intact
+    damaged: dict[int, int] = field(default_factory=dict)  # frame index -> bytes
+    frames: dict[int, int] = field(default_factory=dict)  # frame index -> checksum
+    sizes: int = 0  # intact bytes
+    commit: Commit | None = None
+    refusals: int = 0
+    expires: float = 0.0
+    progress_at: float = 0.0
+    credit: int = 0
+
+    def step(self, event: str) -> None:
+        target = TRANSITIONS.get((self.state, event))
+        if target is None:
+            raise IllegalTransition(f"grant {self.index}: {event} in state {self.state.value}")
+        self.state = target
+
+
+@dataclass(slots=True, frozen=True)
+class ReceiverConfig:
+    """Limits of the receiving side.
+
+    ``patience``: seconds a committed manifest may stay incomplete before frames are asked
+    for again; ``max_refusals``: how often; ``window`` and ``budget``: see CreditPool, bytes.
+    ``device``: blocks are written by the sender (CUDA IPC), so freeing needs a fence.
+    """
+
+    window: int = 32 << 20
+    budget: int = 256 << 20
+    patience: float = 0.5
+    max_refusals: int = 8
+    retry_after: float = 0.02
+    device: bool = False
+
+
+class Receiver(Generic[A]):
+    """All grants of one decode worker."""
+
+    def __init__(
+        self, incarnation: int, layout: KVLayout, store: BlockStore[A], config: ReceiverConfig
+    ) -> None:
+        self._incarnation = incarnation
+        self._layout = layout
+        self._store = store
+        self._config = config
+        self._slots: list[_Slot[A]] = []
+        self._free: list[int] = []
+        self._live: dict[bytes, _Slot[A]] = {}  # one grant per request: the highest attempt's
+        self._highest: dict[bytes, tuple[int, float]] = {}  # attempt, forget at
+        self._tombs: dict[tuple[bytes, int], float] = {}
+        self._committed: dict[tuple[bytes, int], tuple[Committed, float]] = {}
+        self._credits = CreditPool(config.budget, config.window)
+        self.stale = 0
+        self.damaged = 0
+
+    # ------------------------------------------------------------------ control messages
+
+    def on_reserve(self, peer: Peer, message: Reserve, now: float) -> list[Output[A]]:
+        """Grant blocks, or say Busy; a repeated Reserve repeats its answer."""
+        key = (message.request, message.attempt)
+        if self._is_past(message.request, message.attempt, now):
+            return [Reply(peer, Aborted(request=message.request, attempt=message.attempt))]
+        done = self._committed.get(key)
+        if done:
+            return [Reply(peer, done[0])]
+        slot = self._live.get(message.request)
+        if slot and slot.reserve and _same_reserve(slot.reserve, message):
+            slot.peer = peer
+            return [Reply(peer, self._grant_message(slot))]
+        outputs = self._drop(slot) if slot else []
+        return [*outputs, Reply(peer, self._reserve(peer, message, now))]
+
+    def _reserve(self, peer: Peer, message: Reserve, now: float) -> Message:
+        allocation = self._store.reserve(message.hashes, message.num_tokens, message.growth)
+        if allocation is None:
+            return Busy(
+                request=message.request,
+                attempt=message.attempt,
+                reason="no free KV blocks",
+                retry_after=self._config.retry_after,
+            )
+        expires = now + message.deadline
+        self._highest[message.request] = (message.attempt, expires)
+        slot = self._take_slot()
+        slot.step("reserve")
+        slot.reserve, slot.peer, slot.allocation = message, peer, allocation
+        slot.expires, slot.progress_at = expires, now
+        blocks = self._layout.blocks_for(message.num_tokens)
+        slot.arrived = np.zeros((self._layout.num_layers, blocks), np.bool_)
+        slot.arrived[:, : allocation.cached_blocks] = True
+        missing = (blocks - allocation.cached_blocks) * self._layout.num_layers
+        slot.credit = self._credits.open(slot.index, missing * self._layout.block_bytes)
+        self._live[message.request] = slot
+        return self._grant_message(slot)
+
+    def on_commit(self, peer: Peer, message: Commit, now: float) -> list[Output[A]]:
+        """Take ownership once all is there; never silent (a pending manifest is answered later)."""
+        done = self._committed.get((message.request, message.attempt))
+        if done:
+            return [Reply(peer, done[0])]
+        slot = self._find(message.grant)
+        if slot is None or slot.reserve is None or slot.reserve.attempt != message.attempt:
+            return [Reply(peer, self._stale(message.grant, message.request, message.attempt))]
+        slot.peer = peer
+        if slot.commit is None:
+            slot.progress_at = now
+        slot.commit = message
+        return self._try_own(slot, now)
+
+    def on_release(self, peer: Peer, message: Release, now: float) -> list[Output[A]]:
+        """The sender gives up this attempt; an owned request is not the sender's any more."""
+        answer = Reply(peer, Released(request=message.request, attempt=message.attempt))
+        slot = self._live.get(message.request)
+        held = slot and slot.reserve and slot.reserve.attempt == message.attempt
+        if slot and held and slot.state in (GrantState.GRANTED, GrantState.FILLING):
+            self._free_slot(slot)
+        return [answer]
+
+    def on_fence(self, message: Fence) -> list[Output[A]]:
+        """Device path: the sender has stopped writing, so the blocks may be freed."""
+        slot = self._find(message.grant)
+        if slot is None or slot.state is not GrantState.REVOKING:
+            self.stale += 1
+            return []
+        self._free_slot(slot)
+        return []
+
+    # ------------------------------------------------------------------ data frames
+
+    def locate(self, frame: KVFrame) -> npt.NDArray[np.int32] | None:
+        """Pool blocks (int32) a frame belongs to, or None when it must be dropped.
+
+        Raises ProtocolError when the frame does not fit its own grant: wrong bounds or
+        size, overlapping cells, more bytes than the credit.
+        """
+        slot = self._find(frame.grant)
+        if slot is None or slot.state not in (GrantState.GRANTED, GrantState.FILLING):
+            self.stale += 1
+            return None
+        if frame.index in slot.frames:
+            return None  # a duplicate of what already arrived
+        self._check_bounds(slot, frame)
+        if not self._credits.receive(slot.index, frame.nbytes):
+            raise ProtocolError(f"KV frame {frame.index} exceeds the byte credit of its grant")
+        first, last = frame.block_start, frame.block_start + frame.block_count
+        allocation = slot.allocation
+        return None if allocation is None else allocation.block_table[first:last]
+
+    def _check_bounds(self, slot: _Slot[A], frame: KVFrame) -> None:
+        cells = slot.arrived
+        layers = range(frame.layer_start, frame.layer_start + frame.layer_count)
+        blocks = range(frame.block_start, frame.block_start + frame.block_count)
+        if cells is None or not len(layers) or not len(blocks):
+            raise ProtocolError(f"KV frame {frame.index} is empty")
+        if layers.start < 0 or layers.stop > cells.shape[0]:
+            raise ProtocolError(f"KV frame {frame.index}: layers outside the model")
+        if blocks.start < 0 or blocks.stop > cells.shape[1]:
+            raise ProtocolError(f"KV frame {frame.index}: blocks outside the grant")
+        if frame.nbytes != len(layers) * len(blocks) * self._layout.block_bytes:
+            raise ProtocolError(
+                f"KV frame {frame.index}: {frame.nbytes} bytes do not fit its shape"
+            )
+        if cells[layers.start : layers.stop, blocks.start : blocks.stop].any():
+            raise ProtocolError(f"KV frame {frame.index} covers blocks that are already filled")
+
+    def on_frame(self, frame: KVFrame, *, intact: bool, now: float) -> list[Output[A]]:
+        """A located frame was checked and, if intact, written into the pool."""
+        slot = self._find(frame.grant)
+        if slot is None or slot.arrived is None:
+            self.stale += 1
+            return []
+        slot.progress_at = now
+        if intact:
+            slot.step("frame")
+            slot.frames[frame.index] = frame.checksum
+            slot.sizes += frame.nbytes
+            slot.damaged.pop(frame.index, None)
+            slot.arrived[
+                frame.layer_start : frame.layer_start + frame.layer_count,
+                frame.block_start : frame.block_start + frame.block_count,
+            ] = True
+        else:
+            self.damaged += 1
+            slot.damaged[frame.index] = frame.nbytes
+        outputs = self._credit_outputs()
+        return outputs + (self._try_own(slot, now) if slot.commit else [])
+
+    def _try_own(self, slot: _Slot[A], now: float) -> list[Output[A]]:
+        commit, cells = slot.commit, slot.arrived
+        if commit is None or cells is None or slot.allocation is None:
+            return []
+        if slot.damaged:
+            return self._refuse_frames(slot, sorted(slot.damaged))
+        if len(slot.frames) < commit.frames:
+            return []  # frames are still on their way; tick() asks again when they do not come
+        if not self._manifest_agrees(slot, commit) or not cells.all():
+            return self._fail(slot, "handoff_failed", "the manifest does not match the frames")
+        slot.step("own")
+        self._credits.close(slot.index)
+        answer = Committed(
+            request=commit.request,
+            attempt=commit.attempt,
+            grant=commit.grant,
+            bytes=slot.sizes,
+            frames=len(slot.frames),
+        )
+        self._committed[(commit.request, commit.attempt)] = (answer, slot.expires)
+        allocation = slot.allocation
+        slot.allocation = None
+        cached = allocation.cached_blocks * self._layout.block_size
+        return [Reply(slot.peer, answer), Handover(commit, allocation, cached, slot.sizes)]
+
+    @staticmethod
+    def _manifest_agrees(slot: _Slot[A], commit: Commit) -> bool:
+        digest = 0
+        for checksum in slot.frames.values():
+            digest ^= checksum
+        return (len(slot.frames), slot.sizes, digest) == (
+            commit.frames,
+            commit.bytes,
+            commit.digest,
+        )
+
+    def _refuse_frames(self, slot: _Slot[A], missing: list[int]) -> list[Output[A]]:
+        """Ask for frames again; their bytes get fresh credit."""
+        commit = slot.commit
+        if commit is None:
+            return []
+        slot.refusals += 1
+        if slot.refusals > self._config.max_refusals:
+            return self._fail(slot, "handoff_failed", f"frames {missing[:8]} never arrived intact")
+        absent = 0 if slot.arrived is None else int(np.count_nonzero(~slot.arrived))
+        slot.damaged.clear()
+        slot.credit = self._credits.expect_more(slot.index, absent * self._layout.block_bytes)
+        message = Refused(
+            request=commit.request,
+            attempt=commit.attempt,
+            grant=commit.grant,
+            code="frames_missing",
+            frames=missing,
+            credit=slot.credit,
+        )
+        slot.commit = None
+        return [Reply(slot.peer, message)]
+
+    def _fail(self, slot: _Slot[A], code: str, text: str) -> list[Output[A]]:
+        commit = slot.commit
+        if commit is None:
+            return []
+        message = Refused(
+            request=commit.request,
+            attempt=commit.attempt,
+            grant=commit.grant,
+            code=code,
+            message=text,
+        )
+        peer = slot.peer
+        self._free_slot(slot)
+        return [Reply(peer, message)]
+
+    # ------------------------------------------------------------------ ends
+
+    def abort(self, request: bytes, attempt: int, now: float, keep: float) -> list[Output[A]]:
+        """Free every grant of this request up to ``attempt``; remember that for ``keep`` seconds.
+
+        An owned request is left to its owner, who calls :meth:`close`.
+        """
+        self._tombs[(request, attempt)] = now + keep
+        known = self._highest.get(request)
+        if known is None or known[0] <= attempt:
+            self._highest[request] = (attempt, now + keep)
+        slot = self._live.get(request)
+        if slot and slot.reserve and slot.reserve.attempt <= attempt:
+            return self._drop(slot)
+        return []
+
+    def close(self, request: bytes, attempt: int) -> None:
+        """The owner is done with an owned request (its blocks are freed by the owner)."""
+        slot = self._live.get(request)
+        held = slot and slot.reserve and slot.reserve.attempt == attempt
+        if slot and held and slot.state is GrantState.OWNED:
+            self._free_slot(slot)
+
+    def peer_dead(self, incarnation: int) -> list[Output[A]]:
+        """A prefill worker's incarnation is dead: nothing of its grants will ever arrive."""
+        for slot in list(self._live.values()):
+            theirs = slot.reserve is not None and slot.reserve.incarnation == incarnation
+            if theirs and slot.state is not GrantState.OWNED:
+                self._free_slot(slot)
+        return self._credit_outputs()
+
+    def tick(self, now: float) -> list[Output[A]]:
+        """Evaluate deadlines and the patience with incomplete manifests."""
+        outputs: list[Output[A]] = []
+        for slot in list(self._live.values()):
+            if slot.state is GrantState.OWNED:
+                continue
+            if now >= slot.expires:
+                outputs += self._drop(slot)
+            elif slot.commit and now >= slot.progress_at + self._config.patience:
+                slot.progress_at = now
+                missing = [i for i in range(slot.commit.frames) if i not in slot.frames]
+                outputs += self._refuse_frames(slot, missing)
+        self._forget(now)
+        return outputs + self._credit_outputs()
+
+    @property
+    def granted(self) -> int:
+        """Grants whose blocks wait for KV."""
+        return sum(s.state is not GrantState.OWNED for s in self._live.values())
+
+    def held(self) -> list[A]:
+        """Allocations that belong to grants (for integrity checks)."""
+        return [s.allocation for s in self._live.values() if s.allocation is not None]
+
+    # ------------------------------------------------------------------ slots
+
+    def _take_slot(self) -> _Slot[A]:
+        if not self._free:
+            self._slots.append(_Slot(len(self._slots)))
+            return self._slots[-1]
+        return self._slots[self._free.pop()]
+
+    def _find(self, grant: GrantRef) -> _Slot[A] | None:
+        if grant.incarnation != self._incarnation or not 0 <= grant.slot < len(self._slots):
+            return None
+        slot = self._slots[grant.slot]
+        live = slot.generation == grant.generation and slot.state is not GrantState.FREE
+        return slot if live else None
+
+    def _grant_message(self, slot: _Slot[A]) -> Grant:
+        reserve, allocation = slot.reserve, slot.allocation
+        if reserve is None or allocation is None:
+            raise IllegalTransition(f"grant {slot.index} is described while {slot.state.value}")
+        return Grant(
+            request=reserve.request,
+            attempt=reserve.attempt,
+            grant=GrantRef(self._incarnation, slot.index, slot.generation),
+            cached_tokens=allocation.cached_blocks * self._layout.block_size,
+            credit=slot.credit,
+        )
+
+    def _credit_outputs(self) -> list[Output[A]]:
+        outputs: list[Output[A]] = []
+        for index, credit in self._credits.top_up():
+            slot = self._slots[index]
+            slot.credit = credit
+            grant = GrantRef(self._incarnation, index, slot.generation)
+            outputs.append(Reply(slot.peer, Credit(grant=grant, credit=credit)))
+        return outputs
+
+    def _drop(self, slot: _Slot[A]) -> list[Output[A]]:
+        """End a grant before its natural end."""
+        if slot.reserve is None:
+            return []
+        if slot.state is GrantState.OWNED:
+            evicted = Evict(slot.reserve.request, slot.reserve.attempt)
+            self._free_slot(slot)
+            return [evicted]
+        if self._config.device and slot.state is not GrantState.REVOKING:
+            slot.step("revoke")
+            grant = GrantRef(self._incarnation, slot.index, slot.generation)
+            return [Reply(slot.peer, Revoke(grant=grant))]
+        if slot.state is not GrantState.REVOKING:
+            self._free_slot(slot)
+        return []
+
+    def _free_slot(self, slot: _Slot[A]) -> None:
+        slot.step("free")
+        self._credits.close(slot.index)
+        if slot.allocation is not None:
+            self._store.free(slot.allocation)
+        if slot.reserve and self._live.get(slot.reserve.request) is slot:
+            del self._live[slot.reserve.request]
+        index, generation = slot.index, slot.generation + 1
+        self._slots[index] = _Slot(index, generation)
+        self._free.append(index)
+
+    def _is_past(self, request: bytes, attempt: int, now: float) -> bool:
+        if self._tombs.get((request, attempt), -1.0) > now:
+            return True
+        known = self._highest.get(request)
+        return known is not None and known[0] > attempt
+
+    def _stale(self, grant: GrantRef, request: bytes, attempt: int) -> Stale:
+        self.stale += 1
+        return Stale(grant=grant, request=request, attempt=attempt)
+
+    def _forget(self, now: float) -> None:
+        self._tombs = {k: t for k, t in self._tombs.items() if t > now}
+        self._committed = {k: v for k, v in self._committed.items() if v[1] > now}
+        self._highest = {k: v for k, v in self._highest.items() if v[1] > now}
+
+
+def _same_reserve(held: Reserve, asked: Reserve) -> bool:
+    """Whether ``asked`` is ``held`` once more, and not a new try."""
+    names = ("attempt", "incarnation", "serial")
+    return all(getattr(held, name) == getattr(asked, name) for name in names)
+
+
+def check_receiver(receiver: Receiver[Any], owned: Sequence[bytes]) -> None:
+    """Raise InternalError-worthy facts in tests: slots, live table and states agree."""
+    live = receiver._live
+    for request, slot in live.items():
+        if slot.reserve is None or slot.reserve.request != request:
+            raise IllegalTransition(f"live table names a foreign slot {slot.index}")
+        if slot.state is GrantState.OWNED and request not in owned:
+            raise IllegalTransition(f"owned grant {slot.index} has no owner")
+        if (slot.state is GrantState.OWNED) != (slot.allocation is None):
+            raise IllegalTransition(f"slot {slot.index}: allocation and state disagree")
