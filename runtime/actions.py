@@ -1,0 +1,69 @@
+"""What a worker's core asks its shell to do, and what the shell tells the core.
+
+Pure data: no socket, clock or thread. The simulator interprets the same actions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..proto.messages import Message
+
+
+@dataclass(slots=True, frozen=True)
+class ToRouter:
+    """Send to the router of this name; dropped when it is not connected (all is repeated)."""
+
+    router: str
+    message: Message
+
+
+@dataclass(slots=True, frozen=True)
+class FromRouter:
+    """A router said something."""
+
+    router: str
+    message: Message
+
+
+@dataclass(slots=True, frozen=True)
+class RouterUp:
+    """The connection to a router stands (again)."""
+
+    router: str
+
+
+@dataclass(slots=True, frozen=True)
+class RouterDown:
+    """The connection to a router was lost."""
+
+    router: str
+
+
+@dataclass(slots=True, frozen=True)
+class Tick:
+    """Time passed; the core evaluates its timers."""
+
+
+@dataclass(slots=True, frozen=True)
+class DrainRequested:
+    """Take no new work and say so; sent by the operator or on SIGTERM."""
+
+
+@dataclass(slots=True, frozen=True)
+class Note:
+    """An event worth a log line: dotted name and keys."""
+
+    event: str
+    fields: dict[str, object]
+
+
+@dataclass(slots=True, frozen=True)
+class Exit:
+    """The incarnation is over: end the process; a supervisor may start a new one.
+
+    ``restart``: whether another start can help (a zombie), or not (another model).
+    """
+
+    reason: str
+    restart: bool

@@ -1,0 +1,82 @@
+"""A worker's connections to all its routers, and the batching of what it says to them.
+
+Messages of one turn to one router leave in one envelope. What cannot be sent is dropped:
+everything a worker says is repeated by its core until it is answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
+from ..proto.errors import ProtocolError
+from ..proto.messages import Message, RouterToWorker
+from .actions import FromRouter, RouterDown, RouterUp
+from .channel import Frames
+from .log import get_logger
+from .loop import Loop
+from .security import CurveKeys
+from .sockets import Context, DealerChannel
+
+_log = get_logger()
+
+LinkEvent = FromRouter | RouterUp | RouterDown
+
+
+class RouterLinks:
+    """One DealerChannel per router; ``deliver`` hears what happens on them."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        context: Context,
+        routers: dict[str, str],
+        identity: bytes,
+        deliver: Callable[[LinkEvent], object],
+        keys: CurveKeys | None = None,
+    ) -> None:
+        self._deliver = deliver
+        self._encoder = EnvelopeEncoder()
+        self._decoder = EnvelopeDecoder(RouterToWorker)
+        self._outgoing: dict[str, list[Message]] = {}
+        self._channels: dict[str, DealerChannel] = {}
+        self.malformed = 0
+        for name, address in routers.items():
+            channel = DealerChannel(context, address, identity, keys=keys)
+            self._channels[name] = channel
+            self._attach(loop, name, channel)
+
+    def _attach(self, loop: Loop, name: str, channel: DealerChannel) -> None:
+        channel.attach(
+            loop,
+            lambda frames: self._hear(name, frames),
+            lambda: self._deliver(RouterUp(name)),
+            lambda: self._deliver(RouterDown(name)),
+        )
+
+    def _hear(self, name: str, frames: Frames) -> None:
+        try:
+            messages = self._decoder.decode(frames)
+        except ProtocolError as error:
+            self.malformed += 1
+            _log.warning("router.malformed", router=name, error=str(error))
+            return
+        for message in messages:
+            self._deliver(FromRouter(name, message))
+
+    def send(self, router: str, message: Message) -> None:
+        """Queue for the end of the turn."""
+        self._outgoing.setdefault(router, []).append(message)
+
+    def flush(self) -> None:
+        """Send what was queued, one envelope per router."""
+        outgoing, self._outgoing = self._outgoing, {}
+        for router, messages in outgoing.items():
+            channel = self._channels.get(router)
+            if channel is not None and channel.connected:
+                channel.send(self._encoder.encode(messages))
+
+    def close(self) -> None:
+        """Disconnect from all routers."""
+        for channel in self._channels.values():
+            channel.close()

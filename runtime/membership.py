@@ -1,0 +1,208 @@
+"""A worker's standing with its routers: Hello, Heartbeat and terminals until acknowledged.
+
+Invariant: a terminal is repeated until the router that owns the request acknowledged it or
+its deadline passed, and with it the tokens it ends stay available; a router that comes back
+hears Hello (with every request still held) before anything else.
+
+Pure; the role's core feeds it and forwards its actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..proto.layout import ModelCard
+from ..proto.limits import PROTOCOL_VERSION
+from ..proto.messages import (
+    Heartbeat,
+    Hello,
+    Rejected,
+    RequestState,
+    Terminal,
+    TokenRun,
+    Tokens,
+    WorkerLoad,
+)
+from .actions import Exit, Note, ToRouter
+
+HOPELESS = frozenset({"version_mismatch", "model_mismatch", "config"})
+"""Rejections that another start would meet again."""
+FINAL = HOPELESS | {"endpoint_dead"}
+"""Rejections after which this incarnation can never serve."""
+HEARTBEAT_S = 0.2
+TERMINAL_REPEAT_S = 0.5
+
+
+@dataclass(slots=True, frozen=True)
+class WorkerIdentity:
+    """Who this worker is, for its whole life."""
+
+    worker: str
+    role: str
+    incarnation: int
+    pid: int
+    endpoint: str
+    pool: str
+    model: ModelCard
+    max_batch: int
+
+
+@dataclass(slots=True, frozen=True)
+class EngineState:
+    """Progress of the compute thread, as heartbeats report it."""
+
+    progress: int
+    busy: bool
+    step_s: float
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A terminal a router has not acknowledged, with the tokens it may ask for again."""
+
+    router: str
+    terminal: Terminal
+    prompt_length: int
+    first: int  # position of tokens[0]
+    tokens: list[int]
+    expires: float
+    repeat_at: float
+
+
+class Membership:
+    """One worker's links to all its routers."""
+
+    def __init__(self, identity: WorkerIdentity, routers: tuple[str, ...]) -> None:
+        self.identity = identity
+        self.routers = routers
+        self._up: set[str] = set()
+        self._pending: dict[tuple[bytes, int], _Pending] = {}
+        self._beat_at = 0.0
+        self.draining = False
+
+    # ------------------------------------------------------------------ links
+
+    def up(
+        self, router: str, load: WorkerLoad, requests: list[RequestState], now: float
+    ) -> list[ToRouter]:
+        """A router is reachable: introduce ourselves, then repeat its terminals."""
+        self._up.add(router)
+        me = self.identity
+        ended = [
+            RequestState(*key, p.terminal.position, p.prompt_length, done=True)
+            for key, p in self._pending.items()
+        ]
+        hello = Hello(
+            version=PROTOCOL_VERSION,
+            worker=me.worker,
+            role=me.role,
+            incarnation=me.incarnation,
+            pid=me.pid,
+            endpoint=me.endpoint,
+            pool=me.pool,
+            model=me.model,
+            max_batch=me.max_batch,
+            load=load,
+            requests=requests + ended,
+            draining=self.draining,
+        )
+        return [ToRouter(router, hello), *self._repeat(now, lambda p: p.router == router)]
+
+    def down(self, router: str) -> None:
+        """A router is gone; what it owns goes on until its deadline."""
+        self._up.discard(router)
+
+    @property
+    def connected(self) -> int:
+        """Routers reachable now."""
+        return len(self._up)
+
+    def rejected(self, router: str, message: Rejected) -> Exit | Note:
+        """A router refuses us; some refusals end this incarnation."""
+        if message.code in FINAL:
+            return Exit(message.message or message.code, message.code not in HOPELESS)
+        return Note("router.rejected", {"router": router, "code": message.code})
+
+    # ------------------------------------------------------------------ terminals
+
+    def end(
+        self,
+        router: str,
+        terminal: Terminal,
+        now: float,
+        expires: float,
+        prompt_length: int = 0,
+        first: int = 0,
+        tokens: list[int] | None = None,
+    ) -> list[ToRouter]:
+        """Send a request's terminal and keep it until acknowledged."""
+        key = (terminal.request, terminal.attempt)
+        # At least one repetition must fit even when the deadline has just passed.
+        keep = max(expires, now + 4 * TERMINAL_REPEAT_S)
+        self._pending[key] = _Pending(
+            router, terminal, prompt_length, first, tokens or [], keep, now + TERMINAL_REPEAT_S
+        )
+        return [ToRouter(router, terminal)]
+
+    def acknowledged(self, ended: list[tuple[bytes, int]]) -> None:
+        """A router has these terminals."""
+        for request, attempt in ended:
+            self._pending.pop((request, attempt), None)
+
+    def forget(self, request: bytes, attempt: int) -> None:
+        """An abort makes terminals up to ``attempt`` meaningless."""
+        for key in [k for k in self._pending if k[0] == request and k[1] <= attempt]:
+            del self._pending[key]
+
+    def adopt(self, router: str, request: bytes, position: int) -> list[ToRouter] | None:
+        """Repeat an ended request's tokens from ``position`` and its terminal; None if unknown."""
+        attempt = max((a for r, a in self._pending if r == request), default=None)
+        if attempt is None:
+            return None
+        pending = self._pending[(request, attempt)]
+        pending.router = router
+        skip = max(0, position - pending.first)
+        run = TokenRun(request, attempt, pending.first + skip, pending.tokens[skip:])
+        tokens = [ToRouter(router, Tokens(runs=[run]))] if run.tokens else []
+        return [*tokens, ToRouter(router, pending.terminal)]
+
+    @property
+    def unacknowledged(self) -> int:
+        """Terminals still kept."""
+        return len(self._pending)
+
+    # ------------------------------------------------------------------ time
+
+    def tick(
+        self, now: float, engine: EngineState, load: Callable[[], WorkerLoad]
+    ) -> list[ToRouter | Note]:
+        """Heartbeats and repetitions that are due."""
+        actions: list[ToRouter | Note] = []
+        if now >= self._beat_at:
+            self._beat_at = now + HEARTBEAT_S
+            beat = Heartbeat(
+                incarnation=self.identity.incarnation,
+                progress=engine.progress,
+                busy=engine.busy,
+                step_s=engine.step_s,
+                draining=self.draining,
+                load=load(),
+            )
+            actions += [ToRouter(router, beat) for router in self._up]
+        for key in [k for k, p in self._pending.items() if now >= p.expires]:
+            del self._pending[key]
+        actions += self._repeat(now, lambda p: now >= p.repeat_at)
+        return actions
+
+    def next_timer(self) -> float:
+        """When :meth:`tick` should run."""
+        return self._beat_at
+
+    def _repeat(self, now: float, due: Callable[[_Pending], bool]) -> list[ToRouter]:
+        actions = []
+        for pending in self._pending.values():
+            if pending.router in self._up and due(pending):
+                pending.repeat_at = now + TERMINAL_REPEAT_S
+                actions.append(ToRouter(pending.router, pending.terminal))
+        return actions
