@@ -86,3 +86,9 @@ class StepResult:
     seconds: float
     num_tokens: int
     failed: dict[bytes, str] = field(default_factory=dict)
+
+
+def failed_step(plan: StepPlan, error: Exception) -> StepResult:
+    """The result of a step that raised as a whole: all its requests fail, the engine goes on."""
+    text = f"{type(error).__name__}: {error}"
+    return StepResult(plan.step, (), 0.0, plan.num_tokens, {c.request: text for c in plan.chunks})

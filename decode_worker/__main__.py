@@ -1,0 +1,73 @@
+"""``python -m baton.decode_worker --config FILE``."""
+
+from __future__ import annotations
+
+import os
+
+import zmq
+
+from ..engine.runner import load_runner
+from ..proto.ids import new_incarnation
+from ..proto.limits import MAX_KV_FRAME_BYTES
+from ..runtime.channel import ChannelOptions
+from ..runtime.lifecycle import on_stop_signal
+from ..runtime.log import get_logger
+from ..runtime.loop import Loop
+from ..runtime.membership import Membership, WorkerIdentity
+from ..runtime.process import LoadProgress, leave, run_process, settle
+from ..runtime.sockets import RouterChannel
+from .config import DecodeWorkerConfig
+from .shell import DecodeShell
+
+_log = get_logger()
+_DATA_OPTIONS = ChannelOptions(max_frame_bytes=MAX_KV_FRAME_BYTES, max_frames=2, receive_hwm=64)
+
+
+def data_address(config: DecodeWorkerConfig) -> str:
+    """Where KV frames arrive: as configured, or beside the control endpoint."""
+    if config.data_endpoint:
+        return config.data_endpoint
+    if config.endpoint.startswith("ipc://"):
+        return config.endpoint + "-data"
+    return config.endpoint.rpartition(":")[0] + ":0"
+
+
+def serve(config: DecodeWorkerConfig) -> int:
+    """Load the model, join the cluster, run until drained or told to stop."""
+    runner = load_runner(config.runner, LoadProgress())
+    loop = Loop()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    control = RouterChannel(context, config.endpoint)
+    data = RouterChannel(context, data_address(config), options=_DATA_OPTIONS)
+    identity = WorkerIdentity(
+        worker=config.worker_id,
+        role="decode",
+        incarnation=new_incarnation(),
+        pid=os.getpid(),
+        endpoint=control.endpoint,
+        pool=config.pool,
+        model=runner.card,
+        max_batch=config.max_batch,
+    )
+    member = Membership(identity, tuple(config.routers))
+    shell = DecodeShell(config, runner, member, control, data, loop, context)
+    on_stop_signal(loop, lambda times: shell.drain() if times == 1 else loop.stop())
+    settle()
+    shell.start()
+    _log.info(
+        "worker.ready", endpoint=control.endpoint, data_endpoint=data.endpoint,
+        kv_blocks=runner.num_blocks, numerics=runner.card.numerics,
+    )  # fmt: skip
+    loop.run()
+    shell.close()
+    context.destroy(linger=0)
+    return shell.exit_code
+
+
+def main() -> None:
+    """Entry point."""
+    leave(run_process("decode", DecodeWorkerConfig, serve))
+
+
+if __name__ == "__main__":
+    main()

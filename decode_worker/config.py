@@ -1,0 +1,32 @@
+"""Settings of a decode worker process."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..engine.runner import RunnerConfig
+
+
+class DecodeWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One frozen struct, parsed once.
+
+    ``endpoint``: control address this worker binds (what ``target_endpoint`` names).
+    ``data_endpoint``: address for KV frames; empty: next to ``endpoint`` (``ipc``) or any
+    free port of the same host (``tcp``). ``routers``: router name to worker-side address.
+    ``max_batch``: requests decoded in one step. ``token_budget``: tokens per step for
+    requests that are recomputed after a preemption. ``window`` and ``credit_budget``: bytes a
+    single handoff and all handoffs may have in flight.
+    """
+
+    worker_id: str
+    endpoint: str
+    routers: dict[str, str]
+    runner: RunnerConfig
+    data_endpoint: str = ""
+    pool: str = "default"
+    max_batch: int = 32
+    token_budget: int = 256
+    window: int = 32 << 20
+    credit_budget: int = 256 << 20
+    drain_grace_s: float = 30.0
+    log_format: str = "json"

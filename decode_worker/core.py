@@ -1,0 +1,473 @@
+"""The decode worker's decisions: grant, take over, generate, end.
+
+Invariants: a block is written by exactly one grant or running request; a request runs only
+after its whole manifest arrived intact; its tokens are sent in order and stay available
+until the router has its terminal; every request taken over ends in one terminal or an Abort.
+
+Knows no socket, clock or thread: the handoff's receiver and the engine's scheduler are pure
+parts of it, the shell runs steps, writes frames into the pool and moves messages.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..engine.cache import Allocation, PagedCache
+from ..engine.events import Event as EngineEvent
+from ..engine.events import Failed, Finished, TokenEvent
+from ..engine.scheduler import Scheduler
+from ..engine.sequence import Sequence
+from ..kv_transfer.receiver import Evict, Handover, Receiver, Reply
+from ..kv_transfer.receiver import Output as Received
+from ..proto.contexts import TextContext
+from ..proto.errors import BatonError
+from ..proto.hashing import cache_salt
+from ..proto.ids import RequestID
+from ..proto.limits import PROTOCOL_VERSION
+from ..proto.messages import (
+    Abort,
+    Aborted,
+    Adopt,
+    Busy,
+    Commit,
+    Drain,
+    Drained,
+    Fence,
+    Message,
+    Open,
+    Opened,
+    OpenRefused,
+    PeerDead,
+    Ping,
+    Pong,
+    Probe,
+    ProbeReply,
+    Rejected,
+    Release,
+    RequestState,
+    Reserve,
+    Terminal,
+    TerminalAck,
+    TokenRun,
+    Tokens,
+    WorkerLoad,
+)
+from ..runtime.actions import (
+    DrainRequested,
+    FromRouter,
+    Note,
+    RouterDown,
+    RouterUp,
+    Tick,
+    ToRouter,
+)
+from ..runtime.membership import EngineState, Membership
+from .events import Action, Event, FrameStored, FromPeer, RunStep, StepDone, ToPeer
+
+Key = tuple[bytes, int]
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request this worker owns."""
+
+    key: Key
+    router: str
+    commit: Commit
+    context: TextContext
+    sequence: Sequence
+    deadline: float
+    prompt_length: int
+
+
+class GrantStore:
+    """The receiver's view of the paged cache.
+
+    All tokens of a handoff arrive computed, the prompt's last block included, so one more
+    token than they are is asked for: the one whose KV this worker computes first.
+    """
+
+    def __init__(self, cache: PagedCache, scheduler: Scheduler) -> None:
+        self._cache = cache
+        self._scheduler = scheduler
+
+    def reserve(self, hashes: Many[bytes], num_tokens: int, growth: int) -> Allocation | None:
+        """Blocks for the tokens and their growth; leaves room for requests that were preempted."""
+        wanted = self._cache.blocks_for(num_tokens + growth) + self._scheduler.blocks_wanted
+        if self._scheduler.blocks_wanted and wanted > self._cache.pool.available:
+            return None
+        return self._cache.reserve(hashes, num_tokens + 1, max(0, growth - 1))
+
+    def free(self, allocation: Allocation) -> None:
+        """Blocks nobody computed further on; what was cached stays cached."""
+        self._cache.free(allocation)
+
+
+class DecodeCore:
+    """State machine of one decode worker."""
+
+    def __init__(
+        self,
+        member: Membership,
+        scheduler: Scheduler,
+        receiver: Receiver[Allocation],
+        data_endpoint: str,
+        max_frame_bytes: int,
+    ) -> None:
+        self.receiver = receiver
+        self._member = member
+        self._scheduler = scheduler
+        self._data_endpoint = data_endpoint
+        self._max_frame_bytes = max_frame_bytes
+        self._card = member.identity.model
+        self._live: dict[Key, _Live] = {}
+        self._by_sequence: dict[bytes, _Live] = {}
+        self._progress = 0
+        self._step_s = 0.0
+        self._step_running = False
+        self._tombstone_s = 600.0
+        self._drained_said = False
+
+    # ------------------------------------------------------------------ entry
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take one event; the returned actions are to be performed in order."""
+        actions = self._handlers[type(event)](self, event, now)
+        self._plan(actions, now)
+        return actions
+
+    def next_timer(self) -> float:
+        """Latest moment of the next Tick."""
+        return self._member.next_timer()
+
+    # ------------------------------------------------------------------ routers
+
+    def _on_router_up(self, event: RouterUp, now: float) -> list[Action]:
+        return list(self._member.up(event.router, self.load(), self._held(), now))
+
+    def _on_router_down(self, event: RouterDown, now: float) -> list[Action]:
+        self._member.down(event.router)
+        return []
+
+    def _on_router(self, event: FromRouter, now: float) -> list[Action]:
+        match event.message:
+            case TerminalAck(requests=ended):
+                self._member.acknowledged(ended)
+                return self._maybe_drained()
+            case Abort() as message:
+                return self._abort(event.router, message, now)
+            case Adopt(request=request, position=position):
+                return self._adopt(event.router, request, position)
+            case PeerDead(incarnation=incarnation):
+                return self._received(self.receiver.peer_dead(incarnation), now)
+            case Drain():
+                return self._drain()
+            case Ping(nonce=nonce):
+                return [ToRouter(event.router, Pong(nonce=nonce))]
+            case Rejected() as message:
+                return [self._member.rejected(event.router, message)]
+            case _:
+                return []
+
+    def _abort(self, router: str, message: Abort, now: float) -> list[Action]:
+        request, attempt = message.request, message.attempt
+        for key in [k for k in self._live if k[0] == request and k[1] <= attempt]:
+            self._stop(self._live[key])
+        outputs = self.receiver.abort(request, attempt, now, self._tombstone_s)
+        self._member.forget(request, attempt)
+        answer = ToRouter(router, Aborted(request=request, attempt=attempt))
+        return [*self._received(outputs, now), answer, *self._maybe_drained()]
+
+    def _adopt(self, router: str, request: bytes, position: int) -> list[Action]:
+        """Say all tokens from ``position`` on again; they go to this router from now on."""
+        live = max(
+            (v for k, v in self._live.items() if k[0] == request),
+            key=lambda v: v.key[1],
+            default=None,
+        )
+        if live is None:
+            return list(self._member.adopt(router, request, position) or [])
+        live.router = router
+        position = max(position, live.prompt_length)
+        tokens = live.context.tokens.all[position:].tolist()
+        if not tokens:
+            return []
+        return [ToRouter(router, Tokens(runs=[TokenRun(request, live.key[1], position, tokens)]))]
+
+    def _held(self) -> list[RequestState]:
+        return [
+            RequestState(k[0], k[1], len(v.context.tokens), v.prompt_length)
+            for k, v in self._live.items()
+        ]
+
+    # ------------------------------------------------------------------ prefill workers
+
+    def _on_peer(self, event: FromPeer, now: float) -> list[Action]:
+        peer, receiver = event.peer, self.receiver
+        match event.message:
+            case Reserve() as message:
+                if self._member.draining:
+                    return [ToPeer(peer, _busy(message, "draining"))]
+                return self._received(receiver.on_reserve(peer, message, now), now)
+            case Commit() as message:
+                return self._received(receiver.on_commit(peer, message, now), now)
+            case Release() as message:
+                return self._received(receiver.on_release(peer, message, now), now)
+            case Fence() as message:
+                return self._received(receiver.on_fence(message), now)
+            case Open() as message:
+                return [ToPeer(peer, self._open(message))]
+            case Probe(nonce=nonce):
+                return [ToPeer(peer, self._probe(nonce))]
+            case Ping(nonce=nonce):
+                return [ToPeer(peer, Pong(nonce=nonce))]
+            case _:
+                return []
+
+    def _open(self, message: Open) -> Message:
+        if message.version != PROTOCOL_VERSION:
+            text = f"protocol version {message.version} here meets {PROTOCOL_VERSION}"
+            return Rejected(code="version_mismatch", message=text)
+        mismatch = self._card.mismatch(message.model)
+        if mismatch:
+            field, ours, theirs = mismatch
+            return OpenRefused(field=field, ours=ours, theirs=theirs)
+        if "zmq" not in message.transports:
+            return OpenRefused(field="transports", ours="zmq", theirs=",".join(message.transports))
+        return Opened(
+            worker=self._member.identity.worker,
+            incarnation=self._member.identity.incarnation,
+            transport="zmq",
+            data_endpoint=self._data_endpoint,
+            max_frame_bytes=self._max_frame_bytes,
+        )
+
+    def _probe(self, nonce: int) -> ProbeReply:
+        me = self._member.identity
+        return ProbeReply(
+            nonce=nonce,
+            version=PROTOCOL_VERSION,
+            worker=me.worker,
+            role=me.role,
+            incarnation=me.incarnation,
+        )
+
+    def _on_frame(self, event: FrameStored, now: float) -> list[Action]:
+        outputs = self.receiver.on_frame(event.frame, intact=event.intact, now=now)
+        note = [] if event.intact else [Note("handoff.frame_damaged", {"frame": event.frame.index})]
+        return [*note, *self._received(outputs, now)]
+
+    def _received(self, outputs: list[Received[Allocation]], now: float) -> list[Action]:
+        actions: list[Action] = []
+        for output in outputs:
+            match output:
+                case Reply(peer=peer, message=message):
+                    actions.append(ToPeer(peer, message))
+                case Handover() as handover:
+                    actions += self._take_over(handover, now)
+                case Evict(request=request, attempt=attempt):
+                    live = self._live.get((request, attempt))
+                    if live:
+                        self._stop(live)
+        return actions
+
+    # ------------------------------------------------------------------ requests
+
+    def _take_over(self, handover: Handover[Allocation], now: float) -> list[Action]:
+        """Run a committed request; its newest token is said again in case prefill's was lost."""
+        commit = handover.commit
+        key = (commit.request, commit.attempt)
+        deadline = now + commit.deadline
+        try:
+            context = TextContext.from_wire(
+                commit.context, RequestID(commit.request_id), commit.emitted
+            )
+            sequence = self._sequence(key, context, commit, handover, now)
+        except (BatonError, ValueError) as error:
+            self._scheduler.cache.free(handover.allocation)
+            self.receiver.close(*key)
+            return self._failed_takeover(commit, deadline, str(error), now)
+        live = _Live(
+            key, commit.router, commit, context, sequence, deadline, len(commit.context.tokens)
+        )
+        self._live[key] = live
+        self._by_sequence[sequence.request] = live
+        self._scheduler.adopt(sequence)
+        run = TokenRun(
+            key[0], key[1], len(context.tokens) - 1, commit.emitted[-1:], commit.logprobs
+        )
+        return [ToRouter(live.router, Tokens(runs=[run]))]
+
+    def _sequence(
+        self,
+        key: Key,
+        context: TextContext,
+        commit: Commit,
+        handover: Handover[Allocation],
+        now: float,
+    ) -> Sequence:
+        if not commit.emitted:
+            raise ValueError("a commit without a generated token has nothing to continue")
+        sequence = Sequence(
+            key[0] + key[1].to_bytes(4, "little"),
+            context,
+            block_size=self._card.layout.block_size,
+            salt=cache_salt(self._card.fingerprint, commit.context.cache_salt),
+            arrival=now,
+        )
+        sequence.allocation = handover.allocation
+        sequence.cached_tokens = handover.cached_tokens
+        sequence.num_computed_tokens = sequence.num_tokens - 1
+        self._scheduler.cache.publish(
+            handover.allocation, sequence.extend_hashes(), sequence.num_computed_tokens
+        )
+        return sequence
+
+    def _failed_takeover(
+        self, commit: Commit, deadline: float, message: str, now: float
+    ) -> list[Action]:
+        terminal = Terminal(
+            request=commit.request,
+            attempt=commit.attempt,
+            position=len(commit.context.tokens) + len(commit.emitted),
+            code="handoff_failed",
+            message=message,
+            request_id=commit.request_id,
+        )
+        return list(self._member.end(commit.router, terminal, now, deadline))
+
+    def _stop(self, live: _Live) -> None:
+        """Forget a request and free its blocks (after the running step, if it is part of it)."""
+        del self._live[live.key]
+        self._by_sequence.pop(live.sequence.request, None)
+        self._scheduler.abort(live.sequence.request)
+        self.receiver.close(*live.key)
+
+    # ------------------------------------------------------------------ engine
+
+    def _plan(self, actions: list[Action], now: float) -> None:
+        if self._step_running:
+            return
+        plan = self._scheduler.plan(now)
+        if plan is None:
+            actions += self._engine_events(self._scheduler.take_events(), now)
+            return
+        self._step_running = True
+        actions.append(RunStep(plan))
+
+    def _on_step(self, event: StepDone, now: float) -> list[Action]:
+        self._step_running = False
+        self._progress += 1
+        self._step_s = event.result.seconds
+        return self._engine_events(self._scheduler.apply(event.result, now), now)
+
+    def _engine_events(self, events: list[EngineEvent], now: float) -> list[Action]:
+        """One Tokens message per router, then the terminals."""
+        runs: defaultdict[str, list[TokenRun]] = defaultdict(list)
+        ends: list[Action] = []
+        for event in events:
+            live = self._by_sequence.get(event.request)
+            if live is None:
+                continue
+            if type(event) is TokenEvent:
+                logprobs = None if event.logprobs is None else [event.logprobs]
+                request, attempt = live.key
+                run = TokenRun(request, attempt, event.position, [event.token], logprobs)
+                runs[live.router].append(run)
+            elif type(event) is Finished:
+                ends += self._end(live, now, status=event.status)
+            elif type(event) is Failed:
+                ends += self._end(live, now, code=event.code, message=event.message)
+        tokens: list[Action] = [ToRouter(r, Tokens(runs=list_)) for r, list_ in runs.items()]
+        return tokens + ends
+
+    def _end(
+        self,
+        live: _Live,
+        now: float,
+        *,
+        status: str | None = None,
+        code: str | None = None,
+        message: str = "",
+    ) -> list[Action]:
+        tokens = live.context.tokens.all[live.prompt_length :].tolist()
+        terminal = Terminal(
+            request=live.key[0],
+            attempt=live.key[1],
+            position=len(live.context.tokens),
+            status=status,
+            code=code,
+            message=message,
+            request_id=live.commit.request_id,
+            cached_tokens=max(live.commit.cached_tokens, live.sequence.cached_tokens),
+            prefill=live.commit.prefill,
+            decode=self._member.identity.worker,
+        )
+        self._stop(live)
+        ended = self._member.end(
+            live.router, terminal, now, live.deadline, live.prompt_length,
+            live.prompt_length, tokens,
+        )  # fmt: skip
+        return [*ended, *self._maybe_drained()]
+
+    # ------------------------------------------------------------------ time and drain
+
+    def _on_tick(self, event: Tick, now: float) -> list[Action]:
+        engine = EngineState(self._progress, self._step_running, self._step_s)
+        actions: list[Action] = list(self._member.tick(now, engine, self.load))
+        actions += self._received(self.receiver.tick(now), now)
+        for live in [v for v in self._live.values() if now >= v.deadline]:
+            actions += self._end(live, now, code="deadline_exceeded", message="the deadline passed")
+        return actions + self._maybe_drained()
+
+    def _on_drain(self, event: DrainRequested, now: float) -> list[Action]:
+        return self._drain()
+
+    def _drain(self) -> list[Action]:
+        self._member.draining = True
+        return [Note("worker.draining", {"requests": len(self._live)}), *self._maybe_drained()]
+
+    def _maybe_drained(self) -> list[Action]:
+        if not self.is_drained or self._drained_said:
+            return []
+        self._drained_said = True
+        message = Drained(worker=self._member.identity.worker)
+        return [ToRouter(router, message) for router in self._member.routers]
+
+    @property
+    def is_drained(self) -> bool:
+        """Draining and nothing left."""
+        idle = not self._live and not self.receiver.granted and not self._member.unacknowledged
+        return self._member.draining and idle
+
+    @property
+    def idle(self) -> bool:
+        """No request is here and no step runs: integrity can be checked."""
+        return not self._live and not self.receiver.granted and not self._step_running
+
+    def load(self) -> WorkerLoad:
+        """Figures for heartbeats."""
+        return self._scheduler.load()
+
+    def check_integrity(self) -> None:
+        """Raise InternalError unless every block has exactly one place."""
+        self._scheduler.check_integrity(self.receiver.held())
+
+    _handlers: ClassVar[dict[type, Callable[..., list[Action]]]] = {
+        FromRouter: _on_router,
+        RouterUp: _on_router_up,
+        RouterDown: _on_router_down,
+        FromPeer: _on_peer,
+        FrameStored: _on_frame,
+        StepDone: _on_step,
+        Tick: _on_tick,
+        DrainRequested: _on_drain,
+    }
+
+
+def _busy(message: Reserve, reason: str) -> Busy:
+    return Busy(request=message.request, attempt=message.attempt, reason=reason, retry_after=0.2)

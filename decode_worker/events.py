@@ -1,0 +1,62 @@
+"""What the decode core is told and what it asks its shell to do; pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..engine.plan import StepPlan, StepResult
+from ..proto.messages import KVFrame, Message
+from ..runtime.actions import (
+    DrainRequested,
+    Exit,
+    FromRouter,
+    Note,
+    RouterDown,
+    RouterUp,
+    Tick,
+    ToRouter,
+)
+
+
+@dataclass(slots=True, frozen=True)
+class FromPeer:
+    """A prefill worker said something; ``peer`` is its routing identity."""
+
+    peer: bytes
+    message: Message
+
+
+@dataclass(slots=True, frozen=True)
+class FrameStored:
+    """A located KV frame was checked (and, if intact, written into the pool)."""
+
+    frame: KVFrame
+    intact: bool
+
+
+@dataclass(slots=True, frozen=True)
+class StepDone:
+    """The compute thread has finished a step."""
+
+    result: StepResult
+
+
+@dataclass(slots=True, frozen=True)
+class ToPeer:
+    """Send to a prefill worker."""
+
+    peer: bytes
+    message: Message
+
+
+@dataclass(slots=True, frozen=True)
+class RunStep:
+    """Give the plan to the compute thread."""
+
+    plan: StepPlan
+
+
+Event = (
+    FromRouter | RouterUp | RouterDown | FromPeer | FrameStored | StepDone | Tick | DrainRequested
+)
+Action = ToRouter | ToPeer | RunStep | Note | Exit

@@ -1,0 +1,169 @@
+"""Sockets, clock and threads around :class:`.core.DecodeCore`.
+
+The I/O thread owns all sockets, the core and, for blocks under a grant, the KV pool; the
+compute thread owns the model and the blocks of the step it runs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import xxhash
+
+from ..engine.cache import PagedCache
+from ..engine.plan import StepPlan, StepResult, failed_step
+from ..engine.runner import Runner
+from ..engine.scheduler import Scheduler, SchedulerConfig
+from ..kv_transfer.frames import Bytes, FrameWriter
+from ..kv_transfer.receiver import Receiver, ReceiverConfig
+from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder, decode_kv_header
+from ..proto.errors import ProtocolError
+from ..proto.limits import MAX_KV_FRAME_BYTES
+from ..proto.messages import Message, PrefillToDecode, Rejected
+from ..runtime.actions import DrainRequested, Exit, Note, Tick, ToRouter
+from ..runtime.channel import Frames
+from ..runtime.compute import ComputeThread
+from ..runtime.links import RouterLinks
+from ..runtime.log import get_logger
+from ..runtime.loop import Loop
+from ..runtime.membership import Membership
+from ..runtime.process import EXIT_RESTART, TICK_S
+from ..runtime.sockets import Context, RouterChannel
+from . import events
+from .config import DecodeWorkerConfig
+from .core import DecodeCore, GrantStore
+
+_log = get_logger()
+
+
+def _checksum(payload: Bytes) -> int:
+    """XXH3-64 of a payload."""
+    return xxhash.xxh3_64_intdigest(payload)
+
+
+class DecodeShell:
+    """One decode worker process."""
+
+    def __init__(
+        self,
+        config: DecodeWorkerConfig,
+        runner: Runner,
+        member: Membership,
+        control: RouterChannel,
+        data: RouterChannel,
+        loop: Loop,
+        context: Context,
+    ) -> None:
+        self._loop = loop
+        self._control = control
+        self._data = data
+        self._encoder = EnvelopeEncoder()
+        self._decoder = EnvelopeDecoder(PrefillToDecode)
+        self._outgoing: dict[bytes, list[Message]] = {}
+        self._compute = ComputeThread(loop, runner.executor.execute, self._on_result)
+        self.core = self._make_core(config, runner, member)
+        self._writer = FrameWriter(runner.backend, runner.pool, _checksum)
+        identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
+        self._links = RouterLinks(loop, context, config.routers, identity, self.feed)
+        self.exit_code = 0
+
+    def _make_core(
+        self, config: DecodeWorkerConfig, runner: Runner, member: Membership
+    ) -> DecodeCore:
+        layout = runner.card.layout
+        cache = PagedCache(runner.pool.shape[1], layout.block_size)
+        scheduler = Scheduler(
+            SchedulerConfig(max_batch=config.max_batch, token_budget=config.token_budget), cache
+        )
+        receiver = Receiver(
+            member.identity.incarnation,
+            layout,
+            GrantStore(cache, scheduler),
+            ReceiverConfig(window=config.window, budget=config.credit_budget),
+        )
+        return DecodeCore(member, scheduler, receiver, self._data.endpoint, MAX_KV_FRAME_BYTES)
+
+    def start(self) -> None:
+        """Listen and begin to tick."""
+        self._control.attach(self._loop, self._hear)
+        self._data.attach(self._loop, self._on_data)
+        self._loop.on_turn_end(self._flush)
+        self._tick()
+
+    def close(self) -> None:
+        """Stop computing, then close the sockets."""
+        self._compute.stop()
+        self._links.close()
+        self._control.close()
+        self._data.close()
+
+    # ------------------------------------------------------------------ events
+
+    def feed(self, event: events.Event) -> None:
+        """Let the core decide and perform what it wants."""
+        for action in self.core.handle(event, self._loop.now()):
+            match action:
+                case ToRouter(router=router, message=message):
+                    self._links.send(router, message)
+                case events.ToPeer(peer=peer, message=message):
+                    self._outgoing.setdefault(peer, []).append(message)
+                case events.RunStep(plan=plan):
+                    self._compute.submit(plan)
+                case Note(event=name, fields=fields):
+                    _log.info(name, **fields)
+                case Exit(reason=reason, restart=restart):
+                    self._exit(reason, restart=restart)
+
+    def drain(self) -> None:
+        """Take no new work; the process ends when the last request has left."""
+        self.feed(DrainRequested())
+
+    def _hear(self, peer: bytes, frames: Frames) -> None:
+        try:
+            messages = self._decoder.decode(frames)
+        except ProtocolError as error:
+            _log.warning("peer.malformed", error=str(error))
+            reply = Rejected(code=error.code, message=str(error))
+            self._outgoing.setdefault(peer, []).append(reply)
+            return
+        for message in messages:
+            self.feed(events.FromPeer(peer, message))
+
+    def _on_data(self, peer: bytes, frames: Frames) -> None:
+        """Check a KV frame and write it into its blocks."""
+        if len(frames) != 2:
+            _log.warning("data.malformed", frames=len(frames))
+            return
+        try:
+            header = decode_kv_header(frames[0])
+            blocks = self.core.receiver.locate(header)
+        except ProtocolError as error:
+            _log.warning("data.malformed", error=str(error))
+            return
+        if blocks is not None:
+            payload = np.frombuffer(frames[1], np.uint8)
+            self.feed(events.FrameStored(header, self._writer.write(header, blocks, payload)))
+
+    def _on_result(self, plan: StepPlan, result: StepResult | Exception) -> None:
+        if isinstance(result, Exception):
+            _log.error("engine.step_failed", error=repr(result))
+            result = failed_step(plan, result)
+        self.feed(events.StepDone(result))
+
+    def _tick(self) -> None:
+        self.feed(Tick())
+        if self.core.is_drained:
+            self._exit("drained", restart=False, code=0)
+        else:
+            self._loop.call_later(TICK_S, self._tick)
+
+    def _exit(self, reason: str, *, restart: bool, code: int | None = None) -> None:
+        _log.info("worker.exit", reason=reason)
+        self.exit_code = code if code is not None else (EXIT_RESTART if restart else 1)
+        self._flush()
+        self._loop.stop()
+
+    def _flush(self) -> None:
+        self._links.flush()
+        outgoing, self._outgoing = self._outgoing, {}
+        for peer, messages in outgoing.items():
+            self._control.send(peer, self._encoder.encode(messages))

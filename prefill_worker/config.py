@@ -1,0 +1,32 @@
+"""Settings of a prefill worker process."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..engine.runner import RunnerConfig
+
+
+class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One frozen struct, parsed once.
+
+    ``endpoint``: control address this worker binds (what ``target_endpoint`` names).
+    ``routers``: router name to worker-side address. ``token_budget``: most prompt tokens per
+    step (0: a whole prompt). ``max_active``: requests that hold blocks on the decode side at
+    a time. ``max_queue``: requests beyond which an Assign is answered Busy.
+    ``stream_tokens``: prompts with at least this many uncached tokens are sent layer by layer.
+    """
+
+    worker_id: str
+    endpoint: str
+    routers: dict[str, str]
+    runner: RunnerConfig
+    pool: str = "default"
+    token_budget: int = 512
+    max_active: int = 16
+    max_queue: int = 1024
+    max_reserve_tries: int = 3
+    stream_tokens: int = 512
+    frame_bytes: int = 2 << 20
+    drain_grace_s: float = 30.0
+    log_format: str = "json"

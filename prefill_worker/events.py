@@ -1,0 +1,121 @@
+"""What the prefill core is told and what it asks its shell to do; pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..engine.plan import Int32, StepPlan, StepResult
+from ..kv_transfer import sender as handoff
+from ..kv_transfer.sender import Key
+from ..proto.messages import Message
+from ..runtime.actions import (
+    DrainRequested,
+    Exit,
+    FromRouter,
+    Note,
+    RouterDown,
+    RouterUp,
+    Tick,
+    ToRouter,
+)
+
+
+@dataclass(slots=True, frozen=True)
+class FromPeer:
+    """A decode worker said something."""
+
+    endpoint: str
+    message: Message
+
+
+@dataclass(slots=True, frozen=True)
+class PeerUp:
+    """The connection to a decode endpoint stands (again)."""
+
+    endpoint: str
+
+
+@dataclass(slots=True, frozen=True)
+class PeerDown:
+    """The connection to a decode endpoint was lost."""
+
+    endpoint: str
+
+
+@dataclass(slots=True, frozen=True)
+class LayersDone:
+    """Inside the running step, a sequence's layers below ``layer_end`` are final."""
+
+    sequence: bytes
+    layer_end: int
+
+
+@dataclass(slots=True, frozen=True)
+class StepDone:
+    """The compute thread has finished a step."""
+
+    result: StepResult
+
+
+@dataclass(slots=True, frozen=True)
+class Packed:
+    """A frame was packed and sent."""
+
+    key: Key
+    index: int
+    checksum: int
+
+
+@dataclass(slots=True, frozen=True)
+class Connect:
+    """Open the sockets to a decode endpoint."""
+
+    endpoint: str
+
+
+@dataclass(slots=True, frozen=True)
+class OpenData:
+    """The peer told where KV frames go."""
+
+    endpoint: str
+    data_endpoint: str
+
+
+@dataclass(slots=True, frozen=True)
+class Disconnect:
+    """Close the sockets to a decode endpoint."""
+
+    endpoint: str
+
+
+@dataclass(slots=True, frozen=True)
+class ToPeer:
+    """Send a control message to a decode endpoint."""
+
+    endpoint: str
+    message: Message
+
+
+@dataclass(slots=True, frozen=True)
+class PackFrame:
+    """Gather these cells from the pool, send them, answer with :class:`Packed`.
+
+    ``block_table``: int32, pool block of each logical block.
+    """
+
+    send: handoff.SendFrame
+    block_table: Int32
+
+
+@dataclass(slots=True, frozen=True)
+class RunStep:
+    """Give the plan to the compute thread."""
+
+    plan: StepPlan
+
+
+Event = (
+    FromRouter | RouterUp | RouterDown | FromPeer | PeerUp | PeerDown | LayersDone | StepDone
+    | Packed | Tick | DrainRequested
+)  # fmt: skip
+Action = ToRouter | ToPeer | Connect | OpenData | Disconnect | PackFrame | RunStep | Note | Exit

@@ -1,0 +1,153 @@
+"""One attempt of a request on a prefill worker, and the messages that end it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ..engine.sequence import Sequence
+from ..kv_transfer import sender as handoff
+from ..kv_transfer.sender import Key
+from ..proto.contexts import TextContext
+from ..proto.hashing import cache_salt
+from ..proto.ids import RequestID
+from ..proto.layout import ModelCard
+from ..proto.messages import (
+    Assign,
+    Commit,
+    GrantRef,
+    HandoffReport,
+    RequestState,
+    Reserve,
+    Terminal,
+)
+from ..proto.outputs import TokenLogProbs
+
+
+class JobState(Enum):
+    """Where a job stands."""
+
+    QUEUED = "queued"
+    RESERVING = "reserving"
+    COMPUTING = "computing"
+    HANDING_OVER = "handing_over"
+    RELEASING = "releasing"  # ended here; the decode side's grant is being given back
+
+
+@dataclass(slots=True)
+class Job:
+    """One attempt of a request, from Assign to its end here."""
+
+    key: Key
+    router: str
+    assign: Assign
+    deadline: float
+    context: TextContext
+    sequence: Sequence
+    state: JobState = JobState.QUEUED
+    tries: int = 0
+    not_before: float = 0.0
+    token_end: int = 0  # of the chunk in the running step
+    last_chunk: bool = False
+    last_logprobs: TokenLogProbs | None = None
+    cached_tokens: int = 0
+
+    @property
+    def generated(self) -> list[int]:
+        """All tokens behind the prompt, replayed ones included."""
+        tokens: list[int] = self.context.tokens.all[len(self.assign.context.tokens) :].tolist()
+        return tokens
+
+    def held(self) -> RequestState:
+        """What Hello says of it."""
+        return RequestState(*self.key, len(self.context.tokens), len(self.assign.context.tokens))
+
+    def reserve(self, incarnation: int, serial: int, growth: int, now: float) -> Reserve:
+        """The request for blocks on the decode side."""
+        sequence = self.sequence
+        return Reserve(
+            request=self.key[0],
+            attempt=self.key[1],
+            incarnation=incarnation,
+            hashes=sequence.extend_hashes(),
+            num_tokens=sequence.num_tokens,
+            growth=min(sequence.remaining_tokens, growth),
+            serial=serial,
+            deadline=self.deadline - now,
+        )
+
+    def commit_maker(self, worker: str, now: float) -> handoff.CommitMaker:
+        """Builds the Commit once the manifest is known."""
+        tokens, logprobs = self.generated, self.last_logprobs
+
+        def make(grant: GrantRef, frames: int, nbytes: int, digest: int) -> Commit:
+            return Commit(
+                request=self.key[0],
+                attempt=self.key[1],
+                grant=grant,
+                frames=frames,
+                bytes=nbytes,
+                digest=digest,
+                context=self.assign.context,
+                emitted=tokens,
+                logprobs=None if logprobs is None else [logprobs],
+                router=self.router,
+                request_id=self.assign.request_id,
+                prefill=worker,
+                cached_tokens=self.sequence.cached_tokens,
+                deadline=self.deadline - now,
+            )
+
+        return make
+
+    def terminal(
+        self, worker: str, *, status: str | None = None, code: str | None = None, message: str = ""
+    ) -> Terminal:
+        """The end of the request, when it ends here."""
+        return Terminal(
+            request=self.key[0],
+            attempt=self.key[1],
+            position=len(self.context.tokens),
+            status=status,
+            code=code,
+            message=message,
+            request_id=self.assign.request_id,
+            cached_tokens=self.sequence.cached_tokens,
+            prefill=worker,
+        )
+
+
+def make_job(key: Key, router: str, assign: Assign, card: ModelCard, now: float) -> Job:
+    """A queued job. Raises InputError or ValueError for a context that cannot be run."""
+    context = TextContext.from_wire(assign.context, RequestID(assign.request_id), assign.emitted)
+    sequence = Sequence(
+        sequence_key(key),
+        context,
+        block_size=card.layout.block_size,
+        salt=cache_salt(card.fingerprint, assign.context.cache_salt),
+        arrival=now,
+    )
+    return Job(key, router, assign, now + assign.deadline, context, sequence)
+
+
+def report(done: handoff.Done, prefill: str, decode: str, transport: str) -> HandoffReport:
+    """What the router keeps of a finished handoff."""
+    return HandoffReport(
+        request=done.key[0],
+        attempt=done.key[1],
+        prefill=prefill,
+        decode=decode,
+        transport=transport,
+        bytes_sent=done.bytes_sent,
+        bytes_received=done.bytes_received,
+        blocks=done.blocks,
+        cached_tokens=done.cached_tokens,
+        frames=done.frames,
+        resent_frames=done.resent,
+        seconds=done.seconds,
+    )
+
+
+def sequence_key(key: Key) -> bytes:
+    """Engine's name for one attempt; two attempts of a request never share blocks to write."""
+    return key[0] + key[1].to_bytes(4, "little")

@@ -1,0 +1,41 @@
+"""One decode worker as a prefill worker sees it: from first contact to agreed layouts.
+
+Invariant: nothing is reserved at a peer before both sides agreed on model, layout and
+transport. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+OPEN_REPEAT_S = 0.5
+OPEN_PATIENCE_S = 3.0
+
+
+class LinkState(Enum):
+    """Life of a link."""
+
+    CONNECTING = "connecting"  # the socket has no peer yet
+    OPENING = "opening"  # Open is out
+    OPEN = "open"
+    REFUSED = "refused"  # models or layouts differ
+
+
+@dataclass(slots=True)
+class Link:
+    """State of one endpoint; ``since`` is when the last change happened."""
+
+    endpoint: str
+    since: float
+    state: LinkState = LinkState.CONNECTING
+    worker: str = ""
+    incarnation: int = 0
+    transport: str = ""
+    refusal: str = ""
+    repeat_at: float = 0.0
+
+    def is_lost(self, now: float) -> bool:
+        """Whether patience with an unanswering peer is over."""
+        waiting = self.state in (LinkState.CONNECTING, LinkState.OPENING)
+        return waiting and now >= self.since + OPEN_PATIENCE_S

@@ -1,0 +1,170 @@
+"""A prefill worker's sockets to decode workers: control and data, one pair per endpoint.
+
+KV frames wait here until the data connection stands, so the first frames of a new link are
+not lost; their staging buffers return to the pool once ZeroMQ has read them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from ..kv_transfer.frames import BufferPool, Bytes
+from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder, encode_kv_header
+from ..proto.errors import ConfigError, ProtocolError
+from ..proto.messages import DecodeToPrefill, KVFrame, Message
+from ..runtime.channel import ChannelOptions, Frames, SendResult
+from ..runtime.log import get_logger
+from ..runtime.loop import Loop
+from ..runtime.sockets import Context, DealerChannel
+
+_log = get_logger()
+_DATA_OPTIONS = ChannelOptions(send_hwm=0)  # bounded by byte credit, not by message count
+
+
+def _ignore(_frames: Frames) -> None:
+    """Nothing is ever said on a data connection towards the sender."""
+
+
+class PeerLink:
+    """Both sockets of one decode endpoint."""
+
+    def __init__(self, links: PeerLinks, endpoint: str) -> None:
+        self._links = links
+        self.endpoint = endpoint
+        self.control = DealerChannel(links.context, endpoint, links.identity)
+        self.control.attach(
+            links.loop,
+            self._hear,
+            lambda: links.on_up(endpoint),
+            lambda: links.on_down(endpoint),
+        )
+        self.data: DealerChannel | None = None
+        self.outgoing: list[Message] = []
+        self._waiting: deque[tuple[KVFrame, Bytes]] = deque()
+        self._in_flight: deque[tuple[zmq.MessageTracker, Bytes]] = deque()
+
+    def open_data(self, address: str) -> None:
+        """Connect the data socket, anew when the address changed."""
+        if self.data is not None:
+            if self.data.endpoint == address:
+                return
+            self.data.close()
+        self.data = DealerChannel(
+            self._links.context, address, self._links.identity, options=_DATA_OPTIONS
+        )
+        self.data.attach(self._links.loop, _ignore, self._send_waiting)
+
+    def send_frame(self, frame: KVFrame, payload: Bytes) -> None:
+        """Send a packed frame, or keep it until the data connection stands."""
+        self._waiting.append((frame, payload))
+        self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        while self._waiting and self.data is not None and self.data.connected:
+            frame, payload = self._waiting.popleft()
+            tracker: Any = self.data.send_tracked([encode_kv_header(frame), payload])
+            if isinstance(tracker, SendResult):
+                self._links.buffers.give(payload)  # lost: the decode worker asks again
+            else:
+                self._in_flight.append((tracker, payload))
+        self.reclaim()
+
+    def reclaim(self) -> None:
+        """Return staging buffers that ZeroMQ has finished with."""
+        while self._in_flight and self._in_flight[0][0].done:
+            self._links.buffers.give(self._in_flight.popleft()[1])
+
+    def flush(self) -> None:
+        """Send this turn's control messages in one envelope."""
+        if self.outgoing and self.control.connected:
+            self.control.send(self._links.encoder.encode(self.outgoing))
+        self.outgoing = []
+        self.reclaim()
+
+    def _hear(self, frames: Frames) -> None:
+        try:
+            messages = self._links.decoder.decode(frames)
+        except ProtocolError as error:
+            _log.warning("peer.malformed", endpoint=self.endpoint, error=str(error))
+            return
+        for message in messages:
+            self._links.on_message(self.endpoint, message)
+
+    def close(self) -> None:
+        """Drop both connections."""
+        self.control.close()
+        if self.data is not None:
+            self.data.close()
+
+
+class PeerLinks:
+    """All decode endpoints a prefill worker talks to."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        context: Context,
+        identity: bytes,
+        on_message: Callable[[str, Message], object],
+        on_up: Callable[[str], object],
+        on_down: Callable[[str], object],
+    ) -> None:
+        self.loop = loop
+        self.context = context
+        self.identity = identity
+        self.on_message = on_message
+        self.on_up = on_up
+        self.on_down = on_down
+        self.encoder = EnvelopeEncoder()
+        self.decoder = EnvelopeDecoder(DecodeToPrefill)
+        self.buffers = BufferPool()
+        self._links: dict[str, PeerLink] = {}
+
+    def connect(self, endpoint: str) -> None:
+        """Open the control connection; a bad address stays unanswered and is reported so."""
+        if endpoint in self._links:
+            return
+        try:
+            self._links[endpoint] = PeerLink(self, endpoint)
+        except ConfigError as error:
+            _log.warning("peer.unreachable", endpoint=endpoint, error=str(error))
+
+    def open_data(self, endpoint: str, address: str) -> None:
+        """The peer told where KV frames go."""
+        link = self._links.get(endpoint)
+        if link is not None:
+            link.open_data(address)
+
+    def send(self, endpoint: str, message: Message) -> None:
+        """Queue a control message for the end of the turn."""
+        link = self._links.get(endpoint)
+        if link is not None:
+            link.outgoing.append(message)
+
+    def send_frame(self, endpoint: str, frame: KVFrame, payload: Bytes) -> None:
+        """Send a packed KV frame."""
+        link = self._links.get(endpoint)
+        if link is not None:
+            link.send_frame(frame, payload)
+        else:
+            self.buffers.give(payload)
+
+    def disconnect(self, endpoint: str) -> None:
+        """Close the sockets of an endpoint."""
+        link = self._links.pop(endpoint, None)
+        if link is not None:
+            link.close()
+
+    def flush(self) -> None:
+        """Send everything queued."""
+        for link in self._links.values():
+            link.flush()
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for endpoint in list(self._links):
+            self.disconnect(endpoint)

@@ -1,0 +1,194 @@
+"""Sockets, clock and threads around :class:`.core.PrefillCore`.
+
+The I/O thread owns all sockets and the core, and packs KV frames from blocks whose layers
+are final; the compute thread owns the model and writes the blocks of the step it runs.
+"""
+
+from __future__ import annotations
+
+from ..engine.cache import PagedCache
+from ..engine.plan import StepPlan, StepResult, failed_step
+from ..engine.runner import Runner
+from ..engine.scheduler import Scheduler, SchedulerConfig
+from ..kv_transfer.frames import FramePacker
+from ..kv_transfer.sender import Sender, SenderConfig
+from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
+from ..proto.errors import ProtocolError
+from ..proto.limits import PROTOCOL_VERSION
+from ..proto.messages import Ping, Pong, PrefillToDecode, Probe, ProbeReply, Rejected
+from ..runtime.actions import DrainRequested, Exit, Note, Tick, ToRouter
+from ..runtime.channel import Frames
+from ..runtime.compute import ComputeThread
+from ..runtime.links import RouterLinks
+from ..runtime.log import get_logger
+from ..runtime.loop import Loop
+from ..runtime.membership import Membership
+from ..runtime.process import EXIT_RESTART, TICK_S
+from ..runtime.sockets import Context, RouterChannel
+from . import events
+from .config import PrefillWorkerConfig
+from .core import PrefillCore, PrefillLimits
+from .peers import PeerLinks
+
+_log = get_logger()
+
+
+class PrefillShell:
+    """One prefill worker process."""
+
+    def __init__(
+        self,
+        config: PrefillWorkerConfig,
+        runner: Runner,
+        member: Membership,
+        control: RouterChannel,
+        loop: Loop,
+        context: Context,
+    ) -> None:
+        self._loop = loop
+        self._control = control
+        self._member = member
+        self._executor = runner.executor
+        self._encoder = EnvelopeEncoder()
+        self._decoder = EnvelopeDecoder(PrefillToDecode)
+        self._compute = ComputeThread(loop, self._execute, self._on_result)
+        self._packer = FramePacker(runner.backend, runner.pool)
+        self.core = self._make_core(config, runner, member)
+        identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
+        self._links = RouterLinks(loop, context, config.routers, identity, self.feed)
+        self._peers = PeerLinks(
+            loop,
+            context,
+            identity,
+            lambda endpoint, message: self.feed(events.FromPeer(endpoint, message)),
+            lambda endpoint: self.feed(events.PeerUp(endpoint)),
+            lambda endpoint: self.feed(events.PeerDown(endpoint)),
+        )
+        self.exit_code = 0
+
+    @staticmethod
+    def _make_core(config: PrefillWorkerConfig, runner: Runner, member: Membership) -> PrefillCore:
+        layout = runner.card.layout
+        cache = PagedCache(runner.num_blocks, layout.block_size)
+        scheduler = Scheduler(
+            SchedulerConfig(
+                max_batch=config.max_active, token_budget=config.token_budget, one_token=True
+            ),
+            cache,
+        )
+        sender = Sender(
+            member.identity.incarnation, layout, SenderConfig(frame_bytes=config.frame_bytes)
+        )
+        limits = PrefillLimits(
+            max_active=config.max_active,
+            max_queue=config.max_queue,
+            max_reserve_tries=config.max_reserve_tries,
+            stream_tokens=config.stream_tokens,
+        )
+        return PrefillCore(member, scheduler, sender, limits)
+
+    def start(self) -> None:
+        """Listen and begin to tick."""
+        self._control.attach(self._loop, self._hear)
+        self._loop.on_turn_end(self._flush)
+        self._tick()
+
+    def close(self) -> None:
+        """Stop computing, then close the sockets."""
+        self._compute.stop()
+        self._peers.close()
+        self._links.close()
+        self._control.close()
+
+    # ------------------------------------------------------------------ events
+
+    def feed(self, event: events.Event) -> None:
+        """Let the core decide and perform what it wants."""
+        for action in self.core.handle(event, self._loop.now()):
+            self._perform(action)
+
+    def _perform(self, action: events.Action) -> None:
+        match action:
+            case ToRouter(router=router, message=message):
+                self._links.send(router, message)
+            case events.ToPeer(endpoint=endpoint, message=message):
+                self._peers.send(endpoint, message)
+            case events.PackFrame():
+                self._pack(action)
+            case events.RunStep(plan=plan):
+                self._compute.submit(plan)
+            case events.Connect(endpoint=endpoint):
+                self._peers.connect(endpoint)
+            case events.OpenData(endpoint=endpoint, data_endpoint=address):
+                self._peers.open_data(endpoint, address)
+            case events.Disconnect(endpoint=endpoint):
+                self._peers.disconnect(endpoint)
+            case Note(event=name, fields=fields):
+                _log.info(name, **fields)
+            case Exit(reason=reason, restart=restart):
+                self._exit(reason, EXIT_RESTART if restart else 1)
+
+    def drain(self) -> None:
+        """Take no new work; the process ends when the last request has left."""
+        self.feed(DrainRequested())
+
+    def _pack(self, action: events.PackFrame) -> None:
+        send = action.send
+        buffer = self._peers.buffers.take(send.frame.nbytes)
+        frame = self._packer.pack(send.frame, action.block_table, buffer)
+        self._peers.send_frame(send.endpoint, frame, buffer)
+        self.feed(events.Packed(send.key, frame.index, frame.checksum))
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        """On the compute thread: run the step, telling the loop which layers are final."""
+
+        def layers(sequence: bytes, layer_end: int) -> None:
+            self._compute.post(lambda: self.feed(events.LayersDone(sequence, layer_end)))
+
+        streams = any(chunk.stream_layers for chunk in plan.chunks)
+        return self._executor.execute(plan, layers if streams else None)
+
+    def _on_result(self, plan: StepPlan, result: StepResult | Exception) -> None:
+        if isinstance(result, Exception):
+            _log.error("engine.step_failed", error=repr(result))
+            result = failed_step(plan, result)
+        self.feed(events.StepDone(result))
+
+    def _hear(self, peer: bytes, frames: Frames) -> None:
+        """The endpoint of a prefill worker only says who it is."""
+        me = self._member.identity
+        try:
+            messages = self._decoder.decode(frames)
+        except ProtocolError as error:
+            reply = Rejected(code=error.code, message=str(error))
+            self._control.send(peer, self._encoder.encode([reply]))
+            return
+        for message in messages:
+            if isinstance(message, Probe):
+                answer = ProbeReply(
+                    nonce=message.nonce,
+                    version=PROTOCOL_VERSION,
+                    worker=me.worker,
+                    role=me.role,
+                    incarnation=me.incarnation,
+                )
+                self._control.send(peer, self._encoder.encode([answer]))
+            elif isinstance(message, Ping):
+                self._control.send(peer, self._encoder.encode([Pong(nonce=message.nonce)]))
+
+    def _tick(self) -> None:
+        self.feed(Tick())
+        if self.core.is_drained:
+            self._exit("drained", 0)
+        else:
+            self._loop.call_later(TICK_S, self._tick)
+
+    def _exit(self, reason: str, code: int) -> None:
+        _log.info("worker.exit", reason=reason)
+        self.exit_code = code
+        self._flush()
+        self._loop.stop()
+
+    def _flush(self) -> None:
+        self._links.flush()
+        self._peers.flush()
