@@ -1,0 +1,47 @@
+"""What a step did to the requests: the scheduler's answers to whoever runs it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..proto.outputs import TokenLogProbs
+
+
+class EngineEvent(msgspec.Struct, frozen=True, gc=False):
+    """Base of all events; ``request`` names the request as in :class:`.plan.Chunk`."""
+
+    request: bytes
+
+
+class TokenEvent(EngineEvent, frozen=True, gc=False):
+    """A token was drawn; ``position`` is its index in the context."""
+
+    position: int
+    token: int
+    logprobs: TokenLogProbs | None = None
+
+
+class Finished(EngineEvent, frozen=True, gc=False):
+    """The request has ended and holds no blocks; ``status`` is a GenerationStatus value."""
+
+    status: str
+
+
+class Failed(EngineEvent, frozen=True, gc=False):
+    """The request cannot go on and holds no blocks; ``code`` is that of a BatonError."""
+
+    code: str
+    message: str
+
+
+class ChunkDone(EngineEvent, frozen=True, gc=False):
+    """The KV of the first ``num_computed_tokens`` tokens is valid; the prompt goes on."""
+
+    num_computed_tokens: int
+
+
+class Prefilled(EngineEvent, frozen=True, gc=False):
+    """Prefill mode: prompt computed, first token drawn; blocks stay until ``release``."""
+
+
+Event = TokenEvent | Finished | Failed | ChunkDone | Prefilled

@@ -1,0 +1,390 @@
+"""Which tokens are computed in the next step.
+
+There are no phases: every sequence has tokens whose KV is computed and tokens whose KV is
+not, and each step lets *computed tokens catch up with total tokens*. A sequence with one
+token left to compute is a decode row; with more it is a prefill chunk, cut by the token
+budget. The step that catches up draws the next token. Chunked prefill, prefix hits,
+recompute after preemption and the arrival of a handoff are all the same thing: another
+``num_computed_tokens`` to start from.
+
+Invariants, after every call:
+
+* a sequence is in one place: waiting (holds no blocks), ready (KV there, waits for a batch
+  slot), running, or prefilled (left, keeps its blocks until :meth:`Scheduler.release`);
+* at most one step is out; the blocks of its sequences are not freed before its result is in;
+* a sequence is preempted only for one of lower rank (priority, then arrival), so the first of
+  them always gets on; it fails only when the whole pool could not hold it.
+
+The scheduler knows no device, socket or clock, and nothing of what the tokens mean.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+from operator import attrgetter
+
+import msgspec
+
+from ..proto.errors import CapacityError, InternalError
+from ..proto.messages import WorkerLoad
+from .cache import Allocation, PagedCache
+from .events import ChunkDone, Event, Failed, Finished, Prefilled, TokenEvent
+from .plan import Chunk, Sampled, StepPlan, StepResult
+from .sequence import Sequence
+
+_UNBOUNDED = 1 << 62
+_rank = attrgetter("rank")
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of one step.
+
+    ``max_batch``: sequences running at once. ``token_budget``: prefill tokens per step, 0 for
+    no limit; decode rows come on top, so neither can starve the other. ``one_token``: prefill
+    mode, a sequence leaves with its first token. ``growth``: tokens beyond the known ones a
+    sequence gets room for when it is admitted, against early preemption.
+    """
+
+    max_batch: int = 32
+    token_budget: int = 0
+    one_token: bool = False
+    growth: int = 64
+
+
+class _Counters:
+    """Sums since start, for :class:`WorkerLoad`."""
+
+    __slots__ = ("generated_tokens", "preemptions", "prefix_hit_tokens", "prompt_tokens")
+
+    def __init__(self) -> None:
+        self.generated_tokens = 0
+        self.preemptions = 0
+        self.prefix_hit_tokens = 0
+        self.prompt_tokens = 0
+
+
+class Scheduler:
+    """Continuous batching over one :class:`PagedCache`: ``plan``, compute, ``apply``, again."""
+
+    def __init__(self, config: SchedulerConfig, cache: PagedCache) -> None:
+        self.config = config
+        self.cache = cache
+        self.steps = 0  # steps applied: the engine's progress
+        self._sequences: dict[bytes, Sequence] = {}  # waiting, ready and running
+        self._waiting: list[Sequence] = []  # by rank
+        self._ready: list[Sequence] = []  # by rank
+        self._running: list[Sequence] = []  # by admission
+        self._prefilled: set[Sequence] = set()
+        self._inflight: dict[bytes, tuple[Sequence, int]] = {}
+        self._events: list[Event] = []
+        self._serial = 0
+        self._refused: tuple[Sequence, int] | None = None
+        self._counters = _Counters()
+
+    # ------------------------------------------------------------------ requests come and go
+
+    def add(self, sequence: Sequence, now: float) -> None:
+        """Queue a request of which nothing is computed; ``now`` becomes its arrival."""
+        sequence.arrival = now
+        self._enter(sequence)
+        insort(self._waiting, sequence, key=_rank)
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Take a request whose KV is in its allocation up to the last token (a handoff)."""
+        allocation, computed = sequence.allocation, sequence.num_tokens - 1
+        if allocation is None or not allocation.live or allocation.capacity < computed:
+            raise InternalError("an adopted sequence has no room for the KV it claims")
+        if sequence.num_computed_tokens != computed:
+            raise InternalError("an adopted sequence has one token to compute")
+        self._enter(sequence)
+        insort(self._ready, sequence, key=_rank)
+
+    def abort(self, request: bytes) -> bool:
+        """Drop a request; False when it is not here.
+
+        Its blocks are free on return, unless the running step may still write to them
+        (:meth:`is_inflight`): then :meth:`apply` of that step frees them and drops its result.
+        """
+        sequence = self._sequences.pop(request, None)
+        if sequence is None:
+            return False
+        for place in (self._running, self._ready, self._waiting):
+            if sequence in place:
+                place.remove(sequence)
+        sequence.aborted = True
+        if not self._runs_now(sequence):
+            self._free(sequence)
+        return True
+
+    def release(self, sequence: Sequence) -> None:
+        """Free the blocks a :class:`Prefilled` sequence kept; they stay cached."""
+        if sequence not in self._prefilled:
+            raise InternalError("only a prefilled sequence can be released, and only once")
+        self._prefilled.remove(sequence)
+        self._free(sequence)
+
+    def is_inflight(self, request: bytes) -> bool:
+        """Whether the step that runs now works on ``request``, aborted or not."""
+        return request in self._inflight
+
+    @property
+    def inflight(self) -> frozenset[bytes]:
+        """Requests of the step that runs now."""
+        return frozenset(self._inflight)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._sequences)
+
+    @property
+    def blocks_wanted(self) -> int:
+        """Blocks the first waiting sequence needs; who grants blocks to others leaves these."""
+        return self.cache.blocks_for(self._waiting[0].num_tokens) if self._waiting else 0
+
+    @property
+    def tokens_waiting(self) -> int:
+        """Tokens not yet computed, decode rows not counted."""
+        left = (s.num_tokens - s.num_computed_tokens for s in self._sequences.values())
+        return sum(count for count in left if count > 1)
+
+    def _enter(self, sequence: Sequence) -> None:
+        if sequence.request in self._sequences:
+            raise InternalError("the request is in the scheduler already")
+        self._serial += 1
+        sequence.rank = (sequence.priority, sequence.arrival, self._serial)
+        self._sequences[sequence.request] = sequence
+
+    def _runs_now(self, sequence: Sequence) -> bool:
+        entry = self._inflight.get(sequence.request)
+        return entry is not None and entry[0] is sequence
+
+    # ------------------------------------------------------------------ the next step
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None when nothing can run; then see :meth:`take_events`.
+
+        Raises InternalError while a step is out.
+        """
+        if self._inflight:
+            raise InternalError("the result of the last step is not in yet")
+        self._make_room()
+        self._admit(now)
+        chunks = self._chunks()
+        return StepPlan(self.steps, chunks) if chunks else None
+
+    def _make_room(self) -> None:
+        """Blocks for all tokens of every running sequence, preempting the highest rank."""
+        for sequence in tuple(self._running):
+            allocation = sequence.allocation
+            if allocation is None or sequence.num_tokens <= allocation.capacity:
+                continue
+            if not self.cache.fits(sequence.num_tokens):
+                self._fail_for_room(sequence)
+                continue
+            while not self.cache.grow(allocation, sequence.num_tokens):
+                holders = (*self._running, *self._ready)
+                if len(holders) == 1:
+                    break  # only grants are in the way: keep the blocks and skip a step
+                victim = max(holders, key=_rank)
+                self._preempt(victim)
+                if victim is sequence:
+                    break
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Free the blocks and compute all tokens again later, or find them in the prefix cache."""
+        (self._running if sequence in self._running else self._ready).remove(sequence)
+        self._free(sequence)
+        sequence.num_computed_tokens = 0
+        self._counters.preemptions += 1
+        insort(self._waiting, sequence, key=_rank)
+
+    def _fail_for_room(self, sequence: Sequence) -> None:
+        tokens, room = sequence.num_tokens, self.cache.num_blocks * self.cache.block_size
+        message = f"{tokens} tokens need more KV blocks than this worker has ({room} tokens)"
+        self._fail(sequence, CapacityError.code, message, self._events)
+
+    def _admit(self, now: float) -> None:
+        """Fill the batch by rank; a waiting sequence without room lets only ready ones pass."""
+        left = (s.num_tokens - s.num_computed_tokens for s in self._running)
+        budget = (self.config.token_budget or _UNBOUNDED) - sum(n for n in left if n > 1)
+        while len(self._running) < self.config.max_batch:
+            sequence = self._next(budget)
+            if sequence is None:
+                return
+            if sequence.admitted is None:
+                sequence.admitted = now
+            self._running.append(sequence)
+            count = sequence.num_tokens - sequence.num_computed_tokens
+            budget -= count if count > 1 else 0
+
+    def _next(self, budget: int) -> Sequence | None:
+        waiting, ready = self._waiting, self._ready
+        while waiting and not self.cache.fits(waiting[0].num_tokens):
+            self._fail_for_room(waiting[0])
+        waiting_first = waiting and (not ready or waiting[0].rank < ready[0].rank)
+        if waiting_first and budget > 0 and self._reserve(waiting[0]):
+            return waiting.pop(0)
+        return ready.pop(0) if ready else None
+
+    def _reserve(self, sequence: Sequence) -> bool:
+        """Blocks for all known tokens and some growth, starting with the cached prefix."""
+        available = self.cache.pool.available
+        if self._running and self._refused is not None:
+            refused, then = self._refused
+            if refused is sequence and available <= then:
+                return False  # nothing was freed since: spare the walk over its hashes
+        hashes, tokens = sequence.extend_hashes(), sequence.num_tokens
+        growth = 0 if self.config.one_token else sequence.remaining_tokens
+        allocation = self.cache.reserve(hashes, tokens, min(growth, self.config.growth))
+        if allocation is None and not self._running:
+            allocation = self.cache.reserve(hashes, tokens)
+        self._refused = (sequence, available) if allocation is None else None
+        if allocation is None:
+            return False
+        sequence.allocation = allocation
+        sequence.cached_tokens = allocation.cached_blocks * self.cache.block_size
+        sequence.num_computed_tokens = sequence.cached_tokens
+        self._counters.prefix_hit_tokens += sequence.cached_tokens
+        return True
+
+    def _chunks(self) -> tuple[Chunk, ...]:
+        """Decode rows first, then prefill chunks in order of admission within the budget."""
+        rows: list[Chunk] = []
+        prefills: list[Chunk] = []
+        budget = self.config.token_budget or _UNBOUNDED
+        for sequence in self._running:
+            tokens = sequence.num_tokens
+            count = tokens - sequence.num_computed_tokens
+            if sequence.allocation is None or sequence.allocation.capacity < tokens:
+                continue
+            if count == 1:
+                rows.append(sequence.chunk(1, stream_layers=self._streams(sequence)))
+            else:
+                count = min(count, budget)
+                if not count:
+                    continue
+                budget -= count
+                prefills.append(sequence.chunk(count, stream_layers=self._streams(sequence)))
+            self._inflight[sequence.request] = (sequence, count)
+        return (*rows, *prefills)
+
+    def _streams(self, sequence: Sequence) -> bool:
+        return self.config.one_token and sequence.stream_from is not None
+
+    # ------------------------------------------------------------------ the step's result
+
+    def apply(self, result: StepResult, now: float) -> list[Event]:
+        """Book what the step computed; results of requests aborted meanwhile are dropped."""
+        if result.step != self.steps or not self._inflight:
+            raise InternalError(f"step {result.step} is not the one that runs ({self.steps})")
+        self.steps += 1
+        inflight, self._inflight = self._inflight, {}
+        events = self.take_events()
+        sampled = {drawn.request: drawn for drawn in result.sampled}
+        for request, (sequence, count) in inflight.items():
+            if sequence.aborted:
+                self._free(sequence)
+            elif request in result.failed:
+                self._fail(sequence, InternalError.code, result.failed[request], events)
+            else:
+                self._advance(sequence, count, sampled.get(request), now, events)
+        return events
+
+    def take_events(self) -> list[Event]:
+        """Events that came up in :meth:`plan`; :meth:`apply` returns them with its own."""
+        events, self._events = self._events, []
+        return events
+
+    def _advance(
+        self, sequence: Sequence, count: int, drawn: Sampled | None, now: float, events: list[Event]
+    ) -> None:
+        if sequence.num_computed_tokens < sequence.prompt_length:
+            self._counters.prompt_tokens += count
+        sequence.num_computed_tokens += count
+        self._publish(sequence)
+        if sequence.num_computed_tokens < sequence.num_tokens:
+            events.append(ChunkDone(sequence.request, sequence.num_computed_tokens))
+        elif drawn is None:
+            self._fail(sequence, InternalError.code, "the step drew no token", events)
+        else:
+            self._accept(sequence, drawn, now, events)
+
+    def _accept(self, sequence: Sequence, drawn: Sampled, now: float, events: list[Event]) -> None:
+        position = sequence.num_tokens
+        sequence.accept(drawn.token, drawn.logprobs)
+        self._counters.generated_tokens += 1
+        if sequence.first_token is None:
+            sequence.first_token = now
+        events.append(TokenEvent(sequence.request, position, drawn.token, drawn.logprobs))
+        if sequence.context.is_done:
+            self._leave(sequence)
+            self._free(sequence)
+            events.append(Finished(sequence.request, sequence.context.status.value))
+        elif self.config.one_token:
+            self._leave(sequence)
+            self._prefilled.add(sequence)
+            events.append(Prefilled(sequence.request))
+
+    def _publish(self, sequence: Sequence) -> None:
+        allocation, computed = sequence.allocation, sequence.num_computed_tokens
+        if allocation is not None and computed // self.cache.block_size > allocation.published:
+            self.cache.publish(allocation, sequence.extend_hashes(), computed)
+
+    # ------------------------------------------------------------------ ends
+
+    def _leave(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.request]
+        # Only waiting sequences hold no blocks, and only waiting and running ones can leave.
+        place = self._waiting if sequence.allocation is None else self._running
+        place.remove(sequence)
+
+    def _fail(self, sequence: Sequence, code: str, message: str, events: list[Event]) -> None:
+        self._leave(sequence)
+        self._free(sequence)
+        events.append(Failed(sequence.request, code, message))
+
+    def _free(self, sequence: Sequence) -> None:
+        allocation, sequence.allocation = sequence.allocation, None
+        if allocation is not None:
+            self.cache.free(allocation)
+
+    # ------------------------------------------------------------------ books
+
+    def load(self) -> WorkerLoad:
+        """State and sums for heartbeats."""
+        pool, counters = self.cache.pool, self._counters
+        return WorkerLoad(
+            kv_blocks_total=pool.num_blocks,
+            kv_blocks_used=pool.used,
+            kv_blocks_cached=pool.cached,
+            requests_running=len(self._running),
+            requests_waiting=len(self._waiting) + len(self._ready),
+            tokens_waiting=self.tokens_waiting,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            prompt_tokens=counters.prompt_tokens,
+            generated_tokens=counters.generated_tokens,
+            preemptions=counters.preemptions,
+        )
+
+    def check_integrity(self, others: Iterable[Allocation] = ()) -> None:
+        """Raise InternalError unless every block is accounted for.
+
+        ``others``: live allocations outside the scheduler (grants of the decode worker).
+        """
+        holders = {*self._running, *self._ready, *self._prefilled}
+        holders |= {sequence for sequence, _ in self._inflight.values()}
+        live = [s.allocation for s in holders if s.allocation is not None]
+        self.cache.check_integrity([*live, *others])
+        places = [*self._waiting, *self._ready, *self._running]
+        if len(places) != len(self._sequences) or set(places) != set(self._sequences.values()):
+            raise InternalError("a sequence is in no place or in two")
+        for sequence in self._waiting:
+            if sequence.allocation is not None or sequence.num_computed_tokens:
+                raise InternalError("a waiting sequence holds blocks or claims KV")
+        for sequence in (*self._ready, *self._running):
+            if sequence.allocation is None or not (
+                sequence.num_computed_tokens < sequence.num_tokens
+            ):
+                raise InternalError("a sequence with a batch slot has no blocks or nothing to do")

@@ -1,0 +1,132 @@
+"""One request inside the engine: its context, its blocks and how far its KV is computed.
+
+Invariant: KV is valid for the tokens below ``num_computed_tokens`` and
+``num_computed_tokens < num_tokens``, so there is always a token left whose logits give the
+next one. A sequence does not know whether it is in "prefill" or in "decode".
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..proto.contexts import TextContext
+from ..proto.hashing import block_hashes
+from ..proto.outputs import TokenLogProbs
+from ..proto.status import GenerationStatus
+from .cache import Allocation
+from .plan import Chunk, Int32, SampleSpec
+
+_NO_HISTORY: Int32 = np.empty(0, np.int32)
+
+
+class Sequence:
+    """A request the scheduler works on.
+
+    ``request``: 16-byte key. ``context``: tokens, status and sampling parameters; only the
+    scheduler's thread touches it. ``salt``: keys the block hashes (tenant and model).
+    ``priority``: lower goes first; equal ones by arrival. ``stream_from``: report finished
+    layers of this prompt while a step runs (the first token the receiver lacks), None: not.
+    ``arrival``, ``admitted``, ``first_token``: moments in seconds of the caller's clock.
+    """
+
+    __slots__ = (
+        "aborted", "admitted", "allocation", "arrival", "block_size", "cached_tokens", "context",
+        "eos", "first_token", "hashes", "min_length", "needs_history", "num_computed_tokens",
+        "priority", "rank", "request", "salt", "stream_from",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: bytes,
+        context: TextContext,
+        *,
+        block_size: int,
+        salt: bytes = b"",
+        priority: int = 0,
+        arrival: float = 0.0,
+        stream_from: int | None = None,
+    ) -> None:
+        self.request = request
+        self.context = context
+        self.block_size = block_size
+        self.salt = salt
+        self.priority = priority
+        self.arrival = arrival
+        self.stream_from = stream_from
+        self.rank: tuple[int, float, int] = (priority, arrival, 0)  # serial: by the scheduler
+        self.allocation: Allocation | None = None
+        self.num_computed_tokens = 0
+        self.cached_tokens = 0
+        self.hashes: list[bytes] = []
+        self.aborted = False
+        self.admitted: float | None = None
+        self.first_token: float | None = None
+        params = context.sampling_params
+        self.min_length = context.prompt_length + params.min_new_tokens
+        self.eos = () if context.ignore_eos else tuple(sorted(context.eos_token_ids))
+        self.needs_history = params.needs_penalties
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the context, prompt and generated."""
+        return len(self.context.tokens)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens the request came with."""
+        return self.context.prompt_length
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens the request may still generate."""
+        room = self.context.max_length - self.num_tokens
+        limit = self.context.sampling_params.max_new_tokens
+        if limit is not None:
+            room = min(room, limit + self.prompt_length - self.num_tokens)
+        return max(room, 0)
+
+    def extend_hashes(self) -> list[bytes]:
+        """Hashes of all full blocks of the tokens, computed for new blocks only."""
+        start, end = len(self.hashes), self.num_tokens // self.block_size
+        if start < end:
+            tokens = self._tokens(start * self.block_size, end * self.block_size)
+            parent = self.hashes[-1] if self.hashes else b""
+            self.hashes += block_hashes(tokens, self.block_size, self.salt, parent)
+        return self.hashes
+
+    def chunk(self, count: int, *, stream_layers: bool = False) -> Chunk:
+        """The next ``count`` uncomputed tokens as work for the executor."""
+        if self.allocation is None:
+            raise ValueError("a sequence without blocks has no chunk")
+        start = self.num_computed_tokens
+        end = start + count
+        sample = self._sample_spec(end) if end == self.num_tokens else None
+        table = self.allocation.block_table
+        return Chunk(self.request, start, self._tokens(start, end), table, sample, stream_layers)
+
+    def accept(self, token: int, logprobs: TokenLogProbs | None) -> None:
+        """Append a drawn token; the context's status says afterwards whether the request ended."""
+        context = self.context
+        context.update(token, logprobs)
+        limit = context.sampling_params.max_new_tokens
+        if limit is not None and not context.is_done and self.remaining_tokens == 0:
+            context.update_status(GenerationStatus.MAXIMUM_LENGTH)
+
+    def forget_blocks(self) -> Allocation | None:
+        """Hand the blocks back to the caller; everything is to be computed again."""
+        allocation, self.allocation = self.allocation, None
+        self.num_computed_tokens = 0
+        return allocation
+
+    def _tokens(self, start: int, end: int) -> Int32:
+        return self.context.tokens.all[start:end].astype(np.int32)
+
+    def _sample_spec(self, position: int) -> SampleSpec:
+        return SampleSpec(
+            self.context.sampling_params,
+            position,
+            self._tokens(0, position) if self.needs_history else _NO_HISTORY,
+            self.prompt_length,
+            self.eos if position < self.min_length else (),
+            self.context.log_probabilities,
+        )
