@@ -197,6 +197,10 @@ static PyObject *py_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
         return refuse(&arrays);
     int64_t rows = x->shape[0], in = x->shape[1], out = y->shape[1];
     int64_t wide = (out + k->panel - 1) / k->panel * k->panel;
+    if (in == 0) {
+        PyErr_SetString(PyExc_ValueError, "x has no columns");
+        return refuse(&arrays);
+    }
     if (!has_length(y, "out", 0, rows) || !apart(x, y, "x and out")) return refuse(&arrays);
     if (!has_length(panels, "panels", 0, wide * in * (bf16 ? 2 : 4))) return refuse(&arrays);
     if (bias && !has_length(bias, "bias", 0, wide)) return refuse(&arrays);

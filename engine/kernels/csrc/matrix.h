@@ -45,10 +45,12 @@ typedef void Micro(const float *x, int64_t ldx, const float *w, int64_t ldw, int
 typedef void MicroHalf(const float *x, int64_t ldx, const uint16_t *w, int64_t ldw, int64_t pstep,
                        int64_t k, const float *init, int64_t ldi, float *y, int64_t ldy);
 
+/* The matrix kernels read FAR ahead: the processor's own prefetcher stops at each page. */
+#define FAR (32 * PANEL)
+
 /* One and two rows take several panels at once: their few chains could not fill the pipeline. */
 #define WIDE1 (8 / PANEL_VECTORS)
 #define WIDE2 (4 / PANEL_VECTORS)
-#define FAR (32 * PANEL)
 
 #define ROWS(NV, LOAD)                                                                             \
     MICRO(micro1x##NV, float, 1, 1, NV, LOAD, 0)                                                   \
@@ -124,122 +126,72 @@ typedef struct {
     const float *x;
     const void *panels;
     int bf16;
-    const float *bias; /* one panel's worth per panel, or NULL */
+    const float *bias; /* padded to whole panels, or NULL */
     float *y;
     int64_t rows, in, out;
 } Linear;
 
+/* Weights of a panel that are used for all rows before the next ones are touched. */
+#define SLICE_BYTES (256 << 10)
+
 static const float zeros[64 * WIDE1 * WIDE2];
 
-static inline const float *panel_bias(const Linear *l, int64_t panel) {
-    return l->bias ? l->bias + panel * PANEL : zeros;
-}
-
-/* Up to MAX_ROWS rows against all of k of `wide` panels, straight from memory. */
-static void stream_panels(const Linear *l, int64_t panel, int wide, float *y, int64_t ldy) {
-    int64_t at = panel * l->in * PANEL, step = l->in * PANEL, m = l->rows - 1;
-    const float *init = panel_bias(l, panel);
-    if (l->bf16) {
-        MicroHalf *f = wide > 1 ? wide_halves[m] : stream_halves[m];
-        f(l->x, l->in, (const uint16_t *)l->panels + at, PANEL, step, l->in, init, 0, y, ldy);
-    } else {
-        Micro *f = wide > 1 ? wide_floats[m] : stream_floats[m];
-        f(l->x, l->in, (const float *)l->panels + at, PANEL, step, l->in, init, 0, y, ldy);
-    }
-}
-
-/* Few rows: every weight is used by one pass and is read once. */
-static void linear_few(const Linear *l) {
-    int64_t full = l->out / PANEL, panel = 0;
-    int wide = l->rows == 1 ? WIDE1 : l->rows == 2 ? WIDE2 : 1;
-    for (; panel + wide <= full; panel += wide)
-        stream_panels(l, panel, wide, l->y + panel * PANEL, l->out);
-    for (; panel < full; panel++) stream_panels(l, panel, 1, l->y + panel * PANEL, l->out);
-    if (full * PANEL == l->out) return;
-    float tail[MAX_ROWS * PANEL];
-    stream_panels(l, full, 1, tail, PANEL);
-    for (int64_t m = 0; m < l->rows; m++)
-        memcpy(l->y + m * l->out + full * PANEL, tail + m * PANEL,
-               (size_t)(l->out - full * PANEL) * sizeof(float));
-}
-
-/* Many rows: a slice of a panel (DEPTH of k) stays in the first cache while the rows of a band,
- * which fits in the second, pass by in groups of up to MAX_ROWS. */
-#define DEPTH (8192 / PANEL)
-#define BAND_BYTES (512 << 10)
-
 typedef struct {
-    const float *x;
-    const float *w;
-    int64_t k;
-    const float *init; /* bias of the panel for the first slice, NULL to go on from y */
-    float *y;
-    int64_t ldx, ldy;
+    int64_t panel, k, depth; /* columns panel * PANEL .., terms k .. k + depth */
+    int wide;                /* panels at once */
 } Slice;
 
-static void slice_rows(const Slice *s, int64_t rows, int vectors) {
-    int64_t groups = (rows + MAX_ROWS - 1) / MAX_ROWS;
-    for (int64_t g = 0, row = 0; g < groups; g++) {
-        int64_t take = (rows - row + groups - g - 1) / (groups - g);
-        float *y = s->y + row * s->ldy;
-        micro[vectors - 1][take - 1](s->x + row * s->ldx, s->ldx, s->w, PANEL, 0, s->k,
-                                     s->init ? s->init : y, s->init ? 0 : s->ldy, y, s->ldy);
-        row += take;
+/* One group of up to MAX_ROWS rows; terms after the first slice go on from what y holds. */
+static void slice_group(const Linear *l, const Slice *s, int64_t row, int64_t rows, float *y,
+                        int64_t ldy) {
+    int64_t at = (s->panel * l->in + s->k) * PANEL, step = l->in * PANEL, m = rows - 1;
+    const float *x = l->x + row * l->in + s->k;
+    const float *init = s->k ? y : l->bias ? l->bias + s->panel * PANEL : zeros;
+    int64_t ldi = s->k ? ldy : 0;
+    if (l->bf16) {
+        MicroHalf *f = s->wide > 1 ? wide_halves[m] : stream_halves[m];
+        f(x, l->in, (const uint16_t *)l->panels + at, PANEL, step, s->depth, init, ldi, y, ldy);
+    } else {
+        Micro *f = s->wide > 1 ? wide_floats[m] : stream_floats[m];
+        f(x, l->in, (const float *)l->panels + at, PANEL, step, s->depth, init, ldi, y, ldy);
     }
 }
 
-static const float *slice_weights(const Linear *l, int64_t panel, int64_t k, int64_t depth,
-                                  float *wide) {
-    int64_t at = (panel * l->in + k) * PANEL;
-    if (!l->bf16) return (const float *)l->panels + at;
-    const uint16_t *from = (const uint16_t *)l->panels + at;
-    for (int64_t i = 0; i < depth * PANEL; i += 2 * LANES) {
-        vf low, high;
-        v_pair(from + i, &low, &high);
-        v_store(wide + i, low);
-        v_store(wide + i + LANES, high);
-    }
-    return wide;
-}
+/* Size of the next of `groups` groups that share `left` rows evenly. */
+static inline int64_t share(int64_t left, int64_t groups) { return (left + groups - 1) / groups; }
 
-/* One panel for the rows of a band; y has room for a whole panel. */
-static void band_panel(const Linear *l, const float *x, int64_t rows, int64_t panel, float *y,
-                       int64_t ldy) {
-    float wide[DEPTH * PANEL] __attribute__((aligned(64)));
-    for (int64_t k = 0; k < l->in || k == 0; k += DEPTH) {
-        int64_t depth = l->in - k < DEPTH ? l->in - k : DEPTH;
-        Slice s = {.x = x + k, .w = slice_weights(l, panel, k, depth, wide), .k = depth,
-                   .init = k ? NULL : panel_bias(l, panel), .y = y, .ldx = l->in, .ldy = ldy};
-        slice_rows(&s, rows, PANEL_VECTORS);
-    }
-}
-
-static void linear_many(const Linear *l, int64_t band) {
-    int64_t full = l->out / PANEL;
-    float tail[MAX_ROWS * PANEL];
-    for (int64_t row = 0; row < l->rows; row += band) {
-        int64_t rows = l->rows - row < band ? l->rows - row : band;
-        const float *x = l->x + row * l->in;
-        float *y = l->y + row * l->out;
-        for (int64_t panel = 0; panel < full; panel++)
-            band_panel(l, x, rows, panel, y + panel * PANEL, l->out);
-        if (full * PANEL == l->out) continue;
-        for (int64_t m = 0; m < rows; m += MAX_ROWS) {
-            int64_t take = rows - m < MAX_ROWS ? rows - m : MAX_ROWS;
-            band_panel(l, x + m * l->in, take, full, tail, PANEL);
-            for (int64_t r = 0; r < take; r++)
-                memcpy(y + (m + r) * l->out + full * PANEL, tail + r * PANEL,
-                       (size_t)(l->out - full * PANEL) * sizeof(float));
+static void full_panels(const Linear *l, int64_t panel, int wide) {
+    int64_t groups = (l->rows + MAX_ROWS - 1) / MAX_ROWS, rows;
+    int64_t deepest = groups > 1 ? SLICE_BYTES / (PANEL * (l->bf16 ? 2 : 4)) : l->in;
+    for (int64_t k = 0; k < l->in; k += deepest) {
+        Slice s = {panel, k, l->in - k < deepest ? l->in - k : deepest, wide};
+        for (int64_t g = groups, row = 0; g > 0; g--, row += rows) {
+            rows = share(l->rows - row, g);
+            slice_group(l, &s, row, rows, l->y + row * l->out + panel * PANEL, l->out);
         }
+    }
+}
+
+/* The last columns, fewer than a panel: computed as a whole panel beside y. */
+static void tail_panel(const Linear *l) {
+    float y[MAX_ROWS * PANEL];
+    int64_t start = l->out / PANEL * PANEL, rows;
+    Slice s = {l->out / PANEL, 0, l->in, 1};
+    for (int64_t row = 0; row < l->rows; row += rows) {
+        rows = l->rows - row < MAX_ROWS ? l->rows - row : MAX_ROWS;
+        slice_group(l, &s, row, rows, y, PANEL);
+        for (int64_t m = 0; m < rows; m++)
+            memcpy(l->y + (row + m) * l->out + start, y + m * PANEL,
+                   (size_t)(l->out - start) * sizeof(float));
     }
 }
 
 static void linear(const float *x, const void *panels, int bf16, const float *bias, float *y,
                    int64_t rows, int64_t in, int64_t out) {
     Linear l = {x, panels, bf16, bias, y, rows, in, out};
-    int64_t band = BAND_BYTES / (int64_t)sizeof(float) / (in > 0 ? in : 1) / MAX_ROWS * MAX_ROWS;
-    if (band < 4 * MAX_ROWS) band = 4 * MAX_ROWS;
-    if (rows == 0) return;
-    if (rows <= MAX_ROWS) linear_few(&l);
-    else linear_many(&l, band);
+    int64_t full = out / PANEL, panel = 0;
+    int wide = rows == 1 ? WIDE1 : rows == 2 ? WIDE2 : 1;
+    for (; panel + wide <= full; panel += wide) full_panels(&l, panel, wide);
+    for (; panel < full; panel++) full_panels(&l, panel, 1);
+    if (full * PANEL < out) tail_panel(&l);
 }
