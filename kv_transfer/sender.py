@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+import msgspec
+
 from ..proto.layout import KVLayout
 from ..proto.messages import (
     Busy,
@@ -418,9 +420,11 @@ class Sender:
     def _overdue(self, handoff: _Handoff, now: float) -> list[Output]:
         request, attempt = handoff.key
         if handoff.state is HandoffState.RESERVING:
-            return self._repeat(handoff, handoff.reserve, now)
+            left = msgspec.structs.replace(handoff.reserve, deadline=handoff.deadline - now)
+            return self._repeat(handoff, left, now)
         if handoff.state is HandoffState.COMMITTING and handoff.commit:
-            return self._repeat(handoff, handoff.commit, now)
+            again = msgspec.structs.replace(handoff.commit, deadline=handoff.deadline - now)
+            return self._repeat(handoff, again, now)
         if handoff.state is HandoffState.RELEASING:
             message = Release(request=request, attempt=attempt, grant=handoff.grant)
             return self._repeat(handoff, message, now)

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from random import Random
+
+from baton.kv_transfer.credit import CreditPool
+
+
+def test_window_and_budget_bound_what_is_in_flight():
+    pool = CreditPool(budget=100, window=60)
+    assert pool.open(1, 500) == 60
+    assert pool.open(2, 500) == 40
+    assert pool.open(3, 500) == 0
+    assert pool.outstanding == 100
+
+
+def test_credit_is_raised_when_low_and_never_beyond_what_is_expected():
+    pool = CreditPool(budget=100, window=60)
+    pool.open(1, 70)
+    assert not pool.receive(1, 61)
+    assert pool.receive(1, 40)
+    assert pool.top_up() == [(1, 70)]
+    assert pool.receive(1, 30)
+    assert pool.top_up() == []
+
+
+def test_a_closed_account_feeds_the_starving():
+    pool = CreditPool(budget=100, window=100)
+    pool.open(1, 500)
+    pool.open(2, 500)
+    pool.close(1)
+    assert pool.top_up() == [(2, 100)]
+
+
+def test_books_hold_under_random_use():
+    random = Random(1)
+    pool = CreditPool(budget=1000, window=300)
+    credit: dict[int, int] = {}
+    got: dict[int, int] = {}
+    for step in range(5000):
+        key = random.randrange(8)
+        if key not in credit:
+            credit[key], got[key] = pool.open(key, random.randrange(1, 900)), 0
+        elif random.random() < 0.1:
+            pool.close(key)
+            del credit[key], got[key]
+        else:
+            n = random.randrange(1, 120)
+            fits = got[key] + n <= credit[key]
+            assert pool.receive(key, n) == fits
+            got[key] += n if fits else 0
+        for raised, total in pool.top_up():
+            assert total > credit[raised]
+            credit[raised] = total
+        assert pool.outstanding == sum(credit[k] - got[k] for k in credit), step
+        assert 0 <= pool.outstanding <= 1000

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from baton.engine.kernels import load_backend
+from baton.kv_transfer.frames import BufferPool, FramePacker, FrameWriter
+from baton.proto.messages import GrantRef, KVFrame
+
+sys.path.insert(0, str(Path(__file__).parent))
+from helpers import LAYOUT
+
+
+def pools():
+    rng = np.random.default_rng(3)
+    shape = (LAYOUT.num_layers, 8, *LAYOUT.block_shape)
+    return rng.standard_normal(shape).astype(np.float32), np.zeros(shape, np.float32)
+
+
+def frame_of(nbytes: int) -> KVFrame:
+    return KVFrame(GrantRef(1, 0, 0), 0, 0, 2, 1, 3, nbytes, 0)
+
+
+@pytest.mark.parametrize("backend", ["numpy", "auto"])
+def test_packed_and_written_blocks_are_equal_under_other_block_ids(backend):
+    kernels = load_backend(backend)
+    source, target = pools()
+    nbytes = 2 * 3 * LAYOUT.block_bytes
+    buffer = np.empty(nbytes, np.uint8)
+    mine, theirs = np.array([5, 2, 7, 0], np.int32), np.array([1, 4, 6], np.int32)
+    frame = FramePacker(kernels, source).pack(frame_of(nbytes), mine, buffer)
+    writer = FrameWriter(kernels, target, lambda b: xxhash.xxh3_64_intdigest(b))
+    assert writer.write(frame, theirs, buffer)
+    assert np.array_equal(target[:, theirs], source[:, mine[1:]])
+    untouched = [i for i in range(8) if i not in theirs]
+    assert not target[:, untouched].any()
+
+
+@pytest.mark.parametrize("position", [0, 17, -1])
+def test_one_damaged_byte_is_found_and_nothing_written(position):
+    kernels = load_backend("numpy")
+    source, target = pools()
+    nbytes = 2 * 3 * LAYOUT.block_bytes
+    buffer = np.empty(nbytes, np.uint8)
+    frame = FramePacker(kernels, source).pack(
+        frame_of(nbytes), np.array([5, 2, 7, 0], np.int32), buffer
+    )
+    buffer[position] ^= 1
+    writer = FrameWriter(kernels, target, lambda b: xxhash.xxh3_64_intdigest(b))
+    assert not writer.write(frame, np.array([1, 4, 6], np.int32), buffer)
+    assert not writer.write(frame, np.array([1, 4, 6], np.int32), buffer[:-4])
+    assert not target.any()
+
+
+def test_buffers_are_reused():
+    pool = BufferPool()
+    first = pool.take(100)
+    pool.give(first)
+    assert pool.take(100) is first
+    pool.take(100)
+    assert pool.allocated == 2

@@ -1,0 +1,366 @@
+"""The decode side of a handoff, race by race."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.kv_transfer.receiver import (
+    TRANSITIONS,
+    Evict,
+    GrantState,
+    Handover,
+    IllegalTransition,
+    Receiver,
+    Reply,
+    check_receiver,
+)
+from baton.kv_transfer.sender import SendFrame
+from baton.proto.errors import ProtocolError
+from baton.proto.messages import (
+    Aborted,
+    Busy,
+    Committed,
+    Fence,
+    Grant,
+    GrantRef,
+    KVFrame,
+    Refused,
+    Release,
+    Released,
+    Revoke,
+    Stale,
+)
+
+sys.path.insert(0, str(Path(__file__).parent))
+from helpers import (
+    LAYOUT,
+    PEER,
+    REQUEST,
+    commit,
+    make_receiver,
+    make_sender,
+    reserve,
+)
+
+
+def grant_of(receiver: Receiver, message=None, now: float = 0.0) -> Grant:
+    (reply,) = receiver.on_reserve(PEER, message or reserve(), now)
+    assert isinstance(reply, Reply)
+    assert isinstance(reply.message, Grant)
+    return reply.message
+
+
+def frames_for(grant: Grant, tokens: int = 10) -> list[KVFrame]:
+    """Frames a real sender cuts for this grant."""
+    sender = make_sender()
+    sender.start("ipc://d", 0, reserve(tokens), 0.0)
+    sender.on_grant(msgspec.structs.replace(grant, credit=1 << 30), 0.0)
+    outputs = sender.ready((REQUEST, 1), layer_end=2, token_end=tokens, last=True, now=0.0)
+    frames = [o.frame for o in outputs if isinstance(o, SendFrame)]
+    return [msgspec.structs.replace(f, checksum=1000 + f.index) for f in frames]
+
+
+def deliver(receiver: Receiver, frames: list[KVFrame], *, intact: bool = True) -> list:
+    outputs = []
+    for frame in frames:
+        assert receiver.locate(frame) is not None
+        outputs += receiver.on_frame(frame, intact=intact, now=0.0)
+    return outputs
+
+
+def manifest(grant: Grant, frames: list[KVFrame], attempt: int = 1):
+    digest = 0
+    for frame in frames:
+        digest ^= frame.checksum
+    total = sum(f.nbytes for f in frames)
+    return commit(grant.grant, len(frames), total, digest, attempt)
+
+
+def test_a_complete_handoff_passes_ownership_once():
+    receiver, store = make_receiver()
+    grant = grant_of(receiver)
+    frames = frames_for(grant)
+    deliver(receiver, frames)
+    outputs = receiver.on_commit(PEER, manifest(grant, frames), 0.0)
+    reply, handover = outputs
+    assert isinstance(reply.message, Committed)
+    assert isinstance(handover, Handover)
+    assert handover.bytes_received == 3 * 2 * LAYOUT.block_bytes
+    assert reply.message.bytes == handover.bytes_received
+    check_receiver(receiver, [REQUEST])
+    store.free(handover.allocation)
+    receiver.close(REQUEST, 1)
+    assert store.used == 0
+
+
+def test_commit_overtakes_its_data():
+    receiver, _ = make_receiver()
+    grant = grant_of(receiver)
+    frames = frames_for(grant)
+    assert receiver.on_commit(PEER, manifest(grant, frames), 0.0) == []
+    outputs = deliver(receiver, frames)
+    assert [type(o) for o in outputs if isinstance(o, Handover)] == [Handover]
+
+
+def test_lost_frames_are_asked_for_again_after_patience():
+    receiver, _ = make_receiver(patience=0.5)
+    grant = grant_of(receiver)
+    frames = frames_for(grant)
+    deliver(receiver, frames[:-1])
+    assert receiver.on_commit(PEER, manifest(grant, frames), 0.0) == []
+    assert receiver.tick(0.4) == []
+    (reply,) = receiver.tick(0.6)
+    assert isinstance(reply.message, Refused)
+    assert reply.message.frames == [frames[-1].index]
+    outputs = deliver(receiver, frames[-1:]) + receiver.on_commit(
+        PEER, manifest(grant, frames), 0.7
+    )
+    assert any(isinstance(o, Handover) for o in outputs)
+
+
+def test_damaged_frame_is_refused_and_taken_when_repeated():
+    receiver, _ = make_receiver()
+    grant = grant_of(receiver)
+    frames = frames_for(grant)
+    deliver(receiver, frames[1:])
+    deliver(receiver, frames[:1], intact=False)
+    (reply,) = receiver.on_commit(PEER, manifest(grant, frames), 0.0)
+    assert reply.message.frames == [0]
+    assert receiver.damaged == 1
+    deliver(receiver, frames[:1])
+    outputs = receiver.on_commit(PEER, manifest(grant, frames), 0.0)
+    assert any(isinstance(o, Handover) for o in outputs)
+
+
+def test_wrong_digest_fails_the_handoff_and_frees_the_blocks():
+    receiver, store = make_receiver()
+    grant = grant_of(receiver)
+    frames = frames_for(grant)
+    deliver(receiver, frames)
+    wrong = msgspec.structs.replace(manifest(grant, frames), digest=1)
+    (reply,) = receiver.on_commit(PEER, wrong, 0.0)
+    assert reply.message.code == "handoff_failed"
+    assert store.used == 0
+
+
+def test_a_manifest_that_leaves_cells_out_is_refused():
+    receiver, store = make_receiver()
+    grant = grant_of(receiver)
+    frames = frames_for(grant)[:-1]
+    deliver(receiver, frames)
+    (reply,) = receiver.on_commit(PEER, manifest(grant, frames), 0.0)
+    assert reply.message.code == "handoff_failed"
+    assert store.used == 0
+
+
+def test_duplicate_reserve_repeats_the_grant():
+    receiver, store = make_receiver()
+    first = grant_of(receiver)
+    used = store.used
+    assert grant_of(receiver) == first
+    assert store.used == used
+
+
+def test_new_serial_gets_a_fresh_grant():
+    receiver, store = make_receiver()
+    first = grant_of(receiver)
+    used = store.used
+    second = grant_of(receiver, reserve(serial=2))
+    assert second.grant != first.grant
+    assert store.used == used
+    assert receiver.locate(frames_for(first)[0]) is None
+
+
+def test_duplicate_commit_repeats_committed():
+    receiver, _ = make_receiver()
+    grant = grant_of(receiver)
+    frames = frames_for(grant)
+    deliver(receiver, frames)
+    message = manifest(grant, frames)
+    first = receiver.on_commit(PEER, message, 0.0)[0]
+    assert receiver.on_commit(PEER, message, 0.1) == [first]
+
+
+def test_late_reserve_after_abort_meets_the_tombstone():
+    receiver, store = make_receiver()
+    assert receiver.abort(REQUEST, 1, 0.0, keep=60.0) == []
+    (reply,) = receiver.on_reserve(PEER, reserve(), 1.0)
+    assert isinstance(reply.message, Aborted)
+    assert store.used == 0
+
+
+def test_abort_crosses_commit():
+    receiver, store = make_receiver()
+    grant = grant_of(receiver)
+    frames = frames_for(grant)
+    deliver(receiver, frames)
+    receiver.abort(REQUEST, 1, 0.0, keep=60.0)
+    (reply,) = receiver.on_commit(PEER, manifest(grant, frames), 0.0)
+    assert isinstance(reply.message, Stale)
+    assert store.used == 0
+
+
+def test_abort_of_an_owned_request_evicts_it():
+    receiver, store = make_receiver()
+    grant = grant_of(receiver)
+    frames = frames_for(grant)
+    deliver(receiver, frames)
+    handover = receiver.on_commit(PEER, manifest(grant, frames), 0.0)[1]
+    assert receiver.abort(REQUEST, 1, 0.0, keep=60.0) == [Evict(REQUEST, 1)]
+    store.free(handover.allocation)
+    assert store.used == 0
+
+
+def test_higher_attempt_revokes_the_lower_and_lower_is_refused():
+    receiver, store = make_receiver()
+    first = grant_of(receiver)
+    second = grant_of(receiver, reserve(attempt=2))
+    assert second.grant != first.grant
+    assert store.used == 4
+    (reply,) = receiver.on_reserve(PEER, reserve(attempt=1), 0.0)
+    assert isinstance(reply.message, Aborted)
+    assert receiver.locate(frames_for(first)[0]) is None
+
+
+def test_release_frees_and_a_late_frame_is_stale():
+    receiver, store = make_receiver()
+    grant = grant_of(receiver)
+    frames = frames_for(grant)
+    deliver(receiver, frames[:1])
+    (reply,) = receiver.on_release(PEER, Release(request=REQUEST, attempt=1), 0.0)
+    assert isinstance(reply.message, Released)
+    assert store.used == 0
+    assert receiver.locate(frames[1]) is None
+    assert receiver.stale == 1
+    (again,) = receiver.on_release(PEER, Release(request=REQUEST, attempt=1), 0.0)
+    assert again == reply
+
+
+def test_release_does_not_take_an_owned_request_away():
+    receiver, _ = make_receiver()
+    grant = grant_of(receiver)
+    frames = frames_for(grant)
+    deliver(receiver, frames)
+    receiver.on_commit(PEER, manifest(grant, frames), 0.0)
+    receiver.on_release(PEER, Release(request=REQUEST, attempt=1), 0.0)
+    check_receiver(receiver, [REQUEST])
+    assert receiver.granted == 0
+
+
+def test_dead_prefill_frees_its_grants_only():
+    receiver, store = make_receiver()
+    grant_of(receiver)
+    receiver.peer_dead(999)
+    assert store.used > 0
+    receiver.peer_dead(5)
+    assert store.used == 0
+
+
+def test_no_blocks_is_busy_and_takes_none():
+    receiver, store = make_receiver(blocks=2)
+    (reply,) = receiver.on_reserve(PEER, reserve(), 0.0)
+    assert isinstance(reply.message, Busy)
+    assert store.used == 0
+
+
+def test_deadline_frees_a_silent_grant():
+    receiver, store = make_receiver()
+    grant_of(receiver, reserve(deadline=1.0))
+    receiver.tick(0.9)
+    assert store.used > 0
+    receiver.tick(1.1)
+    assert store.used == 0
+
+
+def test_cached_prefix_is_pinned_between_grant_and_commit():
+    receiver, store = make_receiver(blocks=6)
+    hashes = [b"a" * 16, b"b" * 16]
+    seed = store.cache.reserve(hashes, 9, 0)
+    store.cache.publish(seed, hashes, 8)
+    cached = seed.block_table[:2].tolist()
+    store.cache.free(seed)
+    grant = grant_of(receiver, reserve(hashes=hashes))
+    assert grant.cached_tokens == 8
+    assert store.cache.reserve([], 12, 0) is None or store.used <= 6
+    assert all(store.cache.pool.is_owned(block) for block in cached)
+    frames = frames_for(grant)
+    assert min(f.block_start for f in frames) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layer_start": 2},
+        {"layer_count": 3},
+        {"block_start": 3},
+        {"block_count": 9},
+        {"nbytes": 1},
+        {"layer_count": 0},
+        {"block_start": -1},
+        {"layer_start": -1},
+    ],
+)
+def test_frames_outside_their_grant_are_errors_before_anything_is_written(change):
+    receiver, _ = make_receiver()
+    frame = frames_for(grant_of(receiver))[0]
+    with pytest.raises(ProtocolError):
+        receiver.locate(msgspec.structs.replace(frame, **change))
+
+
+def test_overlapping_frames_are_refused():
+    receiver, _ = make_receiver()
+    frames = frames_for(grant_of(receiver))
+    deliver(receiver, frames[:1])
+    with pytest.raises(ProtocolError, match="already filled"):
+        receiver.locate(msgspec.structs.replace(frames[0], index=9))
+
+
+def test_a_frame_beyond_its_credit_is_refused():
+    receiver, _ = make_receiver(window=64)
+    grant = grant_of(receiver)
+    assert grant.credit == 64
+    with pytest.raises(ProtocolError, match="credit"):
+        receiver.locate(frames_for(grant)[0])
+
+
+def test_foreign_incarnation_slot_or_generation_is_stale():
+    receiver, _ = make_receiver()
+    frame = frames_for(grant_of(receiver))[0]
+    ref = frame.grant
+    for foreign in (
+        GrantRef(ref.incarnation + 1, ref.slot, ref.generation),
+        GrantRef(ref.incarnation, ref.slot + 1, ref.generation),
+        GrantRef(ref.incarnation, ref.slot, ref.generation + 1),
+        GrantRef(ref.incarnation, -1, ref.generation),
+    ):
+        assert receiver.locate(msgspec.structs.replace(frame, grant=foreign)) is None
+    assert receiver.stale == 4
+
+
+def test_device_path_frees_only_after_the_fence():
+    receiver, store = make_receiver(device=True)
+    grant = grant_of(receiver)
+    (reply,) = receiver.abort(REQUEST, 1, 0.0, keep=60.0)
+    assert isinstance(reply.message, Revoke)
+    assert store.used > 0
+    receiver.on_fence(Fence(grant=grant.grant))
+    assert store.used == 0
+
+
+def test_every_transition_of_the_table_is_legal_and_others_raise():
+    receiver, _ = make_receiver()
+    grant_of(receiver)
+    slot = next(iter(receiver._live.values()))
+    for state in GrantState:
+        for event in {event for _, event in TRANSITIONS}:
+            slot.state = state
+            if (state, event) in TRANSITIONS:
+                slot.step(event)
+                assert slot.state is TRANSITIONS[(state, event)]
+            else:
+                with pytest.raises(IllegalTransition):
+                    slot.step(event)

@@ -1,0 +1,248 @@
+"""The prefill side of a handoff."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from baton.kv_transfer.sender import (
+    TRANSITIONS,
+    Done,
+    Failed,
+    Gone,
+    Granted,
+    HandoffState,
+    Refusal,
+    Send,
+    SendFrame,
+)
+from baton.proto.messages import (
+    Busy,
+    Commit,
+    Committed,
+    Credit,
+    Fence,
+    Grant,
+    GrantRef,
+    Refused,
+    Release,
+    Reserve,
+    Revoke,
+    Stale,
+)
+
+sys.path.insert(0, str(Path(__file__).parent))
+from helpers import LAYOUT, REQUEST, commit, make_sender, reserve
+
+KEY = (REQUEST, 1)
+REF = GrantRef(77, 0, 0)
+ENDPOINT = "ipc://d"
+BIG = 1 << 30
+
+
+def started(credit: int = BIG, cached: int = 0, tokens: int = 10, frame_bytes: int = 128):
+    sender = make_sender(frame_bytes)
+    (first,) = sender.start(ENDPOINT, 0, reserve(tokens), 0.0)
+    assert isinstance(first.message, Reserve)
+    grant = Grant(request=REQUEST, attempt=1, grant=REF, cached_tokens=cached, credit=credit)
+    assert sender.on_grant(grant, 0.0) == [Granted(KEY, cached)]
+    return sender
+
+
+def frames(outputs) -> list:
+    return [o.frame for o in outputs if isinstance(o, SendFrame)]
+
+
+def pack(sender, outputs, now: float = 0.0) -> list:
+    """Do what the shell does until nothing is left to pack."""
+    done = []
+    for output in outputs:
+        done.append(output)
+        if isinstance(output, SendFrame):
+            done += pack(sender, sender.on_packed(KEY, output.frame.index, 7, now), now)
+    return done
+
+
+def maker(grant, count, nbytes, digest):
+    return commit(grant, count, nbytes, digest)
+
+
+def cells(found) -> np.ndarray:
+    covered = np.zeros((LAYOUT.num_layers, 3), int)
+    for frame in found:
+        covered[
+            frame.layer_start : frame.layer_start + frame.layer_count,
+            frame.block_start : frame.block_start + frame.block_count,
+        ] += 1
+    return covered
+
+
+@pytest.mark.parametrize("frame_bytes", [1, 64, 100, 128, 192, 4096])
+@pytest.mark.parametrize("cached", [0, 4, 8])
+def test_frames_cover_every_uncached_cell_once(frame_bytes, cached):
+    sender = started(cached=cached, frame_bytes=frame_bytes)
+    found = frames(sender.ready(KEY, layer_end=1, token_end=6, last=False, now=0.0))
+    found += frames(sender.ready(KEY, layer_end=2, token_end=6, last=False, now=0.0))
+    found += frames(sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0))
+    covered = cells(found)
+    assert (covered[:, cached // 4 :] == 1).all()
+    assert (covered[:, : cached // 4] == 0).all()
+    assert all(f.nbytes <= max(frame_bytes, LAYOUT.block_bytes) for f in found)
+    assert [f.index for f in found] == list(range(len(found)))
+
+
+def test_a_partial_block_waits_for_the_prompts_end():
+    sender = started()
+    assert (
+        cells(frames(sender.ready(KEY, layer_end=2, token_end=7, last=False, now=0.0))).sum() == 2
+    )
+
+
+def test_nothing_is_sent_beyond_credit_and_commit_waits_for_all_frames():
+    sender = started(credit=LAYOUT.block_bytes * 2, frame_bytes=LAYOUT.block_bytes)
+    out = pack(sender, sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0))
+    assert len(frames(out)) == 2
+    assert sender.finish(KEY, maker, 0.0) == []
+    out = pack(sender, sender.on_credit(Credit(grant=REF, credit=BIG), 0.0))
+    assert len(frames(out)) == 4
+    assert isinstance(out[-1], Send)
+    assert isinstance(out[-1].message, Commit)
+    assert out[-1].message.frames == 6
+    assert out[-1].message.bytes == 6 * LAYOUT.block_bytes
+
+
+def committed_sender():
+    sender = started()
+    pack(sender, sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0))
+    (send,) = sender.finish(KEY, maker, 0.0)
+    return sender, send.message
+
+
+def test_done_reports_what_was_sent_and_received():
+    sender, message = committed_sender()
+    answer = Committed(request=REQUEST, attempt=1, grant=REF, bytes=message.bytes, frames=3)
+    (done,) = sender.on_committed(answer, 0.5)
+    assert isinstance(done, Done)
+    assert done.bytes_sent == done.bytes_received == message.bytes
+    assert done.seconds == 0.5
+    assert len(sender) == 0
+    assert sender.on_committed(answer, 0.6) == []
+
+
+def test_unanswered_messages_are_repeated_with_growing_pauses():
+    sender = make_sender()
+    (first,) = sender.start(ENDPOINT, 0, reserve(), 0.0)
+    assert sender.tick(0.1) == []
+    (again,) = sender.tick(0.25)
+    assert again.message.serial == first.message.serial
+    assert again.message.deadline == 60.0 - 0.25
+    assert sender.tick(0.4) == []
+    assert len(sender.tick(0.7)) == 1
+    sender, message = committed_sender()
+    (again,) = sender.tick(0.3)
+    assert again.message.digest == message.digest
+
+
+def test_refused_frames_are_sent_again_and_committed_again():
+    sender, message = committed_sender()
+    refused = Refused(
+        request=REQUEST, attempt=1, grant=REF, code="frames_missing", frames=[1], credit=0
+    )
+    out = pack(sender, sender.on_refused(refused, 0.1))
+    assert [f.index for f in frames(out)] == [1]
+    assert isinstance(out[-1].message, Commit)
+    assert out[-1].message.bytes == message.bytes
+    answer = Committed(request=REQUEST, attempt=1, grant=REF, bytes=message.bytes, frames=3)
+    (done,) = sender.on_committed(answer, 0.5)
+    assert done.resent == 1
+    assert done.bytes_sent == message.bytes
+
+
+def test_final_refusal_fails_the_handoff():
+    sender, _ = committed_sender()
+    refused = Refused(request=REQUEST, attempt=1, grant=REF, code="handoff_failed", message="no")
+    outputs = sender.on_refused(refused, 0.1)
+    assert outputs[-1] == Failed(KEY, "handoff_failed", "no", lost_peer=False)
+    assert len(sender) == 0
+
+
+def test_busy_ends_the_handoff():
+    sender = make_sender()
+    sender.start(ENDPOINT, 0, reserve(), 0.0)
+    assert sender.on_busy(Busy(request=REQUEST, attempt=1, retry_after=0.3)) == [Refusal(KEY, 0.3)]
+    assert len(sender) == 0
+
+
+def test_release_is_repeated_until_confirmed():
+    sender = started()
+    (send,) = sender.release(KEY, 0.0)
+    assert isinstance(send.message, Release)
+    assert sender.release(KEY, 0.0) == []
+    assert sender.tick(0.2) == [send]
+    assert sender.on_gone(*KEY) == [Gone(KEY)]
+    assert sender.release(KEY, 1.0) == [Gone(KEY)]
+
+
+def test_release_that_crosses_committed_is_gone_too():
+    sender, message = committed_sender()
+    sender.release(KEY, 0.0)
+    answer = Committed(request=REQUEST, attempt=1, grant=REF, bytes=message.bytes, frames=3)
+    assert sender.on_committed(answer, 0.1) == [Gone(KEY)]
+
+
+def test_stale_grant_fails_the_handoff():
+    sender, _ = committed_sender()
+    outputs = sender.on_stale(Stale(grant=REF, request=REQUEST, attempt=1))
+    assert isinstance(outputs[-1], Failed)
+
+
+def test_dead_peer_fails_its_handoffs_only():
+    sender = started()
+    assert sender.peer_lost("ipc://other", "died") == []
+    assert sender.peer_lost(ENDPOINT, "died", incarnation=99) == []
+    assert sender.peer_lost(ENDPOINT, "died", incarnation=77) == [
+        Failed(KEY, "worker_lost", "died", lost_peer=True)
+    ]
+
+
+def test_a_transfer_without_credit_is_given_up():
+    sender = started(credit=0)
+    sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0)
+    assert sender.tick(1.0) == []
+    assert any(isinstance(o, Failed) for o in sender.tick(10.0))
+
+
+def test_a_transfer_that_waits_for_compute_needs_no_timer():
+    sender = started()
+    assert sender.next_timer() is None
+    assert sender.tick(1e6) == []
+
+
+def test_an_unanswered_reserve_ends_with_its_deadline():
+    sender = make_sender()
+    sender.start(ENDPOINT, 0, reserve(deadline=1.0), 0.0)
+    sender.tick(0.9)
+    (failed,) = sender.tick(3.0)
+    assert isinstance(failed, Failed)
+    assert failed.code == "worker_lost"
+
+
+def test_revoke_is_answered_by_a_fence():
+    sender = started()
+    outputs = sender.on_revoke(Revoke(grant=REF))
+    assert isinstance(outputs[0].message, Fence)
+    assert isinstance(outputs[-1], Failed)
+
+
+def test_states_without_an_entry_refuse():
+    sender = started()
+    handoff = sender._live[KEY]
+    for state in HandoffState:
+        for event in {event for _, event in TRANSITIONS}:
+            handoff.state = state
+            if (state, event) not in TRANSITIONS:
+                with pytest.raises(ValueError, match="in state"):
+                    handoff.step(event)
