@@ -17,9 +17,6 @@ from dataclasses import dataclass, field
 
 from .restart import RestartLimits, RestartPolicy
 
-EXIT_BAD_CONFIG = 2
-"""Exit code of a child that can never run with its settings; it is not started again."""
-
 
 _PAUSE = 2.0  # the shell ticks several times a second; a longer gap was a pause of its own
 
@@ -44,11 +41,15 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """A child ended; ``code`` is negative for a signal. ``reason``: its last error line."""
+    """A child ended; ``code`` is negative for a signal. ``reason``: its last error line.
+
+    ``refused``: it ended by itself because a setting or its model is wrong.
+    """
 
     name: str
     code: int
     reason: str = ""
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +176,8 @@ class SupervisorCore:
         match event:
             case Begin():
                 actions += [self._start(name) for name in self._children]
-            case Exited(name, code, reason):
-                actions += self._exited(name, code, reason, now)
+            case Exited():
+                actions += self._exited(event, now)
             case Reported(alive):
                 actions += self._reported(alive, now)
             case Interrupted():
@@ -206,7 +207,8 @@ class SupervisorCore:
             self._reports_since = None
         return Start(name)
 
-    def _exited(self, name: str, code: int, reason: str, now: float) -> list[Action]:
+    def _exited(self, event: Exited, now: float) -> list[Action]:
+        name, code, reason = event.name, event.code, event.reason
         child = self._children[name]
         child.running = False
         if self.phase is Phase.STOPPING:
@@ -216,7 +218,7 @@ class SupervisorCore:
         if code == 0 and name != self.router and self.phase is not Phase.STARTING:
             child.retired = True
             return [Say("retired", name)]
-        if code == EXIT_BAD_CONFIG:
+        if event.refused and self.phase is Phase.STARTING:
             return [Say("cannot_run", name, reason), *self._stop(now, 1)]
         delay = child.policy.delay(now)
         if delay is None:

@@ -104,6 +104,7 @@ class LocalCluster:
         self._specs = {spec.name: spec for spec in self.plan.processes}
         self._children: dict[str, Child] = {}
         self._last_error: dict[str, str] = {}
+        self._refused: set[str] = set()
         self._progress = LoadProgress(out)
         self._report = ClusterReport()
         self._stats: tuple[float, ClusterReport] | None = None
@@ -173,7 +174,9 @@ class LocalCluster:
         child.close()
         del self._children[name]
         self._progress.forget(name)
-        self._decide(Exited(name, code, self._last_error.pop(name, "")))
+        refused = name in self._refused
+        self._refused.discard(name)
+        self._decide(Exited(name, code, self._last_error.pop(name, ""), refused))
 
     def _on_stderr(self, name: str) -> None:
         child = self._children[name]
@@ -186,11 +189,14 @@ class LocalCluster:
     def _on_log(self, name: str, event: dict[str, Any]) -> None:
         level = str(event.get("level", "info"))
         if event.get("event") == "load.progress":
-            self._progress.update(name, int(event.get("done", 0)), int(event.get("total", 0)))
+            done, total = (event.get(key, 0) for key in ("bytes_done", "bytes_total"))
+            self._progress.update(name, int(done), int(total))
             return
         line = describe_log(event)
         if _SEVERITY.get(level, 1) >= _SEVERITY["error"]:
-            self._last_error[name] = line
+            self._last_error[name] = str(event.get("error", line))
+            if event.get("event") == "process.failed":
+                self._refused.add(name)
         if _SEVERITY.get(level, 1) >= _SEVERITY[self._settings.log_level]:
             self._out(f"{name}: {level}: {line}")
 

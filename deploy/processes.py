@@ -24,7 +24,7 @@ _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run: ``python -P -m module --config FILE``."""
+    """What to run: ``python -P -m module --config FILE --parent PID``."""
 
     name: str
     role: str
@@ -52,7 +52,10 @@ class Child:
     def __init__(self, spec: ProcessSpec, config_path: Path) -> None:
         self.spec = spec
         self._popen = subprocess.Popen(  # noqa: S603 -- our own interpreter and module
-            [sys.executable, "-P", "-m", spec.module, "--config", str(config_path)],
+            [
+                *(sys.executable, "-P", "-m", spec.module),
+                *("--config", str(config_path), "--parent", str(os.getpid())),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

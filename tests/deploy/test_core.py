@@ -3,7 +3,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.deploy.core import (
-    EXIT_BAD_CONFIG,
     Begin,
     End,
     Exited,
@@ -82,9 +81,16 @@ def test_too_many_exits_end_the_cluster_with_the_reason():
 
 def test_bad_settings_are_not_tried_again():
     core = begun()
-    actions = core.handle(Exited("prefill-0", EXIT_BAD_CONFIG, "no such folder"), 0.2)
+    actions = core.handle(Exited("prefill-0", 1, "no such folder", refused=True), 0.2)
     assert actions[0] == Say("cannot_run", "prefill-0", "no such folder")
     assert core.phase is Phase.STOPPING
+
+
+def test_a_refusal_after_the_start_is_tried_again():
+    core = serving()
+    assert said(core.handle(Exited("decode-0", 1, "address in use", refused=True), 2.0)) == [
+        "restarting"
+    ]
 
 
 def test_interrupt_drains_through_the_router_then_stops():
@@ -161,7 +167,13 @@ def test_a_drained_worker_is_not_started_again():
 
 
 EVENTS = st.one_of(
-    st.builds(Exited, st.sampled_from(list(PIDS)), st.sampled_from([0, 1, -9, EXIT_BAD_CONFIG])),
+    st.builds(
+        Exited,
+        st.sampled_from(list(PIDS)),
+        st.sampled_from([0, 1, -9]),
+        st.just("why"),
+        st.booleans(),
+    ),
     st.builds(Reported, st.dictionaries(st.sampled_from(WORKERS), st.integers(11, 13))),
     st.just(Interrupted()),
     st.just(Tick()),

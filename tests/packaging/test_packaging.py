@@ -1,0 +1,88 @@
+"""The layout that lets top-level folders be imported as ``baton.*``, and what gets installed."""
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LINKS = ROOT / "src" / "baton"
+
+
+def package_folders():
+    return sorted(p.parent.name for p in ROOT.glob("*/__init__.py") if p.parent.name != "tests")
+
+
+def data_files():
+    return [
+        *sorted((ROOT / "engine/kernels/csrc").glob("*")),
+        *sorted((ROOT / "deploy/demo_model").glob("*")),
+    ]
+
+
+def expected_files():
+    python = [p for name in package_folders() for p in (ROOT / name).rglob("*.py")]
+    return {f"baton/{p.relative_to(ROOT)}" for p in [*python, *data_files()]} | {"baton/py.typed"}
+
+
+def test_every_package_folder_has_its_relative_link():
+    assert len(package_folders()) >= 12
+    for name in package_folders():
+        link = LINKS / name
+        assert link.is_symlink(), (
+            f"src/baton/{name} is missing: ln -s ../../{name} src/baton/{name}"
+        )
+        assert str(link.readlink()) == f"../../{name}"
+
+
+def test_no_link_without_its_folder():
+    names = {p.name for p in LINKS.iterdir() if p.is_symlink()}
+    assert names == set(package_folders())
+
+
+def test_an_install_holds_every_module_kernel_source_and_model_file(tmp_path):
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "lib")],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    built = {str(p.relative_to(tmp_path / "lib")) for p in (tmp_path / "lib").rglob("*")}
+    assert expected_files() - built == set()
+
+
+def test_the_lock_is_hashed_and_names_no_index_and_no_torch():
+    lock = (ROOT / "requirements.lock").read_text()
+    for word in ("://", "--index", "--find-links", "--extra", "torch", "nvidia"):
+        assert word not in lock
+    pinned = [line for line in lock.splitlines() if "==" in line and not line.startswith("#")]
+    assert len(pinned) > 20
+    assert lock.count("--hash=sha256:") > len(pinned)
+
+
+def test_the_lock_covers_what_the_project_needs():
+    lock = (ROOT / "requirements.lock").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = [*project["project"]["dependencies"], *project["dependency-groups"]["dev"]]
+    pinned = {line.split("==")[0] for line in lock.splitlines() if "==" in line}
+    assert {requirement.split(">=")[0] for requirement in wanted} <= pinned
+
+
+@pytest.mark.full
+def test_wheel_from_a_source_archive_has_everything(tmp_path):
+    build = "from setuptools import build_meta; import sys; build_meta.build_{}(sys.argv[1])"
+    run = {"check": True, "capture_output": True}
+    subprocess.run([sys.executable, "-c", build.format("sdist"), str(tmp_path)], cwd=ROOT, **run)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    subprocess.run(["tar", "xzf", archive.name], cwd=tmp_path, **run)
+    source = archive.name.removesuffix(".tar.gz")
+    subprocess.run(
+        [sys.executable, "-c", build.format("wheel"), str(tmp_path)], cwd=tmp_path / source, **run
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert expected_files() - names == set()
+    assert any(name.startswith("baton/engine/kernels/_cpu.") for name in names)
