@@ -8,6 +8,8 @@ values give the cut and ids decide only between values equal to it.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import numpy.typing as npt
 
@@ -19,6 +21,9 @@ from .plan import SampleSpec
 
 F32 = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.intp]
+
+_BLOCK = 128
+_PIECE = 64
 
 
 def sample(logits: F32, spec: SampleSpec) -> tuple[int, TokenLogProbs | None]:
@@ -126,26 +131,65 @@ def _above(values: F32, cut: np.float32, count: int) -> Ids:
 
 def _nucleus(weights: F32, top_p: float) -> Ids:
     """Indices of the shortest list of largest weights whose sum reaches ``top_p`` of all."""
-    target = top_p * _running_sum(weights)[-1]
+    total = _Sums(weights).total
+    target = top_p * total
     # Weights below this bound weigh less than half of 1 - top_p together: none can be needed.
-    bound = np.float32(0.5 * (1 - top_p) * (target / max(top_p, 1e-9)) / len(weights))
-    ranked = np.sort(weights[weights >= bound])[::-1]
-    sums = _running_sum(ranked)
-    if sums[-1] < target:  # top_p within rounding of 1
+    bound = np.float32(0.5 * (1 - top_p) * total / len(weights))
+    possible = weights >= bound
+    few = 2 * np.count_nonzero(possible) < len(weights)
+    ranked = np.sort(weights[np.flatnonzero(possible)] if few else weights)[::-1]
+    sums = _Sums(ranked)
+    if few and sums.total < target:  # top_p is within rounding of 1
         ranked = np.sort(weights)[::-1]
-        sums = _running_sum(ranked)
-    count = min(int(np.searchsorted(sums, target)) + 1, len(ranked))
-    return _above(weights, ranked[count - 1], count)
+        sums = _Sums(ranked)
+    last = sums.find(target, "left")
+    return _above(weights, ranked[last], last + 1)
 
 
 def _invert(weights: F32, draw: float) -> int:
     """First index whose running sum exceeds ``draw`` times the total."""
-    sums = _running_sum(weights)
-    index = int(np.searchsorted(sums, draw * sums[-1], side="right"))
+    sums = _Sums(weights)
+    threshold = draw * sums.total
     # Rounding can lift the product to the total: then the last weight above 0.
-    return index if index < len(sums) else int(np.searchsorted(sums, sums[-1]))
+    return sums.find(threshold, "right" if threshold < sums.total else "left")
 
 
-def _running_sum(weights: F32) -> npt.NDArray[np.float64]:
-    """Sums in float64, one element after the other."""
-    return np.cumsum(weights, dtype=np.float64)
+class _Sums:
+    """Running sums of float32 weights in float64.
+
+    Order of summation: blocks of 128 entries, each from left to right, then the blocks from
+    left to right. The running sum at an entry is the sum of the blocks before and of its own
+    block up to it. Blocks keep rounding, time and a parallel machine's depth small.
+    """
+
+    def __init__(self, weights: F32) -> None:
+        self._count = len(weights)
+        blocks = -(-len(weights) // _BLOCK)
+        self._blocks = np.zeros((blocks, _BLOCK), np.float32)
+        self._blocks.reshape(-1)[: len(weights)] = weights
+        # Pieces, because fresh memory for all of it at once costs more than the sums.
+        pieces = range(0, blocks, _PIECE)
+        inside = [_sum_blocks(self._blocks[at : at + _PIECE]) for at in pieces]
+        self._ends = np.cumsum(np.concatenate(inside))
+        self.total = float(self._ends[-1])
+
+    def find(self, threshold: float, side: Literal["left", "right"]) -> int:
+        """First index whose running sum reaches ("left") or exceeds ("right") ``threshold``.
+
+        The last index if none does.
+        """
+        block = int(np.searchsorted(self._ends, threshold, side))
+        if block == len(self._ends):
+            return self._count - 1
+        before = self._ends[block - 1] if block else 0.0
+        running = before + np.cumsum(self._blocks[block], dtype=np.float64)
+        index = block * _BLOCK + int(np.searchsorted(running, threshold, side))
+        return min(index, self._count - 1)
+
+
+def _sum_blocks(blocks: F32) -> npt.NDArray[np.float64]:
+    """Sum of each row of ``blocks[n, 128]``, left to right."""
+    if len(blocks) == 1:  # NumPy would fold the axes and sum in another order
+        return np.cumsum(blocks[0], dtype=np.float64)[-1:]
+    columns = blocks.T.astype(np.float64, order="C")
+    return np.asarray(np.add.reduce(columns, axis=0))

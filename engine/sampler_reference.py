@@ -35,25 +35,33 @@ def sample_reference(logits: F32, spec: SampleSpec) -> int:
     weights = {i: np.exp(scaled[i]) for i in sorted(survivors)}
 
     if params.top_p < 1:
-        target = params.top_p * _sum(list(weights.values()))
-        kept, so_far = {}, 0.0
-        for i in sorted(weights, key=lambda i: (-weights[i], i)):
-            kept[i] = weights[i]
-            so_far += float(weights[i])
-            if so_far >= target:
-                break
-        weights = kept
+        target = params.top_p * running_sums(list(weights.values()))[-1]
+        ranked = sorted(weights, key=lambda i: (-weights[i], i))
+        sums = running_sums([weights[i] for i in ranked])
+        enough = [n for n, reached in enumerate(sums) if reached >= target]
+        kept = ranked[: enough[0] + 1] if enough else ranked
+        weights = {i: weights[i] for i in sorted(kept)}
     if params.min_p > 0:
         weights = {i: w for i, w in weights.items() if w >= np.float32(params.min_p)}
 
-    ids = sorted(weights)
-    threshold = uniform(params.seed, spec.position) * _sum([weights[i] for i in ids])
-    so_far = 0.0
-    for i in ids:
-        so_far += float(weights[i])
-        if so_far > threshold:
-            return i
-    return max(i for i in ids if weights[i] > 0)
+    sums = running_sums(list(weights.values()))
+    threshold = uniform(params.seed, spec.position) * sums[-1]
+    for token, reached in zip(weights, sums, strict=True):
+        if reached > threshold:
+            return token
+    return max(i for i, w in weights.items() if w > 0)
+
+
+def running_sums(weights: list[np.float32]) -> list[float]:
+    """Sums in float64: inside blocks of 128 entries, on top of the blocks before."""
+    sums, before = [], 0.0
+    for start in range(0, len(weights), 128):
+        inside = 0.0
+        for weight in weights[start : start + 128]:
+            inside += float(weight)
+            sums.append(before + inside)
+        before += inside
+    return sums
 
 
 def _penalties(logits: F32, spec: SampleSpec) -> None:
@@ -68,10 +76,3 @@ def _penalties(logits: F32, spec: SampleSpec) -> None:
         count = np.float32(generated.count(token))
         logits[token] -= np.float32(params.frequency_penalty) * count
         logits[token] -= np.float32(params.presence_penalty)
-
-
-def _sum(weights: list[np.float32]) -> float:
-    total = 0.0
-    for weight in weights:
-        total += float(weight)
-    return total

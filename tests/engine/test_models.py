@@ -57,11 +57,18 @@ class Sequences:
         return [t[p:] for t, p in zip(self.tokens, self.prompts, strict=True)]
 
 
-def load(name: str, block_size: int = 16, blocks: int = 512, **more) -> Runner:
+@pytest.fixture(params=["numpy", "cpu"])
+def backend(request):
+    if request.param == "cpu":
+        pytest.importorskip("baton.engine.kernels._cpu", reason="the C kernels are not built")
+    return request.param
+
+
+def load(name: str, block_size: int = 16, blocks: int = 512, backend="numpy", **more) -> Runner:
     return load_runner(
         RunnerConfig(
             model=str(DATA / name),
-            backend="numpy",
+            backend=backend,
             block_size=block_size,
             num_blocks=blocks * 16 // block_size,
             **more,
@@ -103,8 +110,8 @@ def logits_of(runner: Runner, tokens: np.ndarray, rows: np.ndarray, budget: int)
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("budget", "block_size"), [(16, 8), (64, 64), (UNBOUNDED, 16)])
-def test_logits_equal_transformers(references, name, budget, block_size):
-    runner, reference = load(name, block_size), references[name]
+def test_logits_equal_transformers(references, backend, name, budget, block_size):
+    runner, reference = load(name, block_size, backend=backend), references[name]
     for i in range(8):
         prompt, rows = reference[f"prompt_{i}"], reference[f"rows_{i}"]
         logits = logits_of(runner, prompt, rows, budget)
@@ -113,9 +120,9 @@ def test_logits_equal_transformers(references, name, budget, block_size):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("budget", "block_size"), [(16, 16), (64, 8), (UNBOUNDED, 64)])
-def test_greedy_tokens_equal_transformers_in_one_batch(references, name, budget, block_size):
+def test_greedy_tokens_in_one_batch(references, backend, name, budget, block_size):
     """Prompts of 1 to 1500 tokens together, chunks and decode rows mixed."""
-    runner, reference = load(name, block_size), references[name]
+    runner, reference = load(name, block_size, backend=backend), references[name]
     prompts = [reference[f"prompt_{i}"] for i in range(8)]
     count = 24
     generated = Sequences(runner, prompts, count).generate(count, budget)
@@ -127,6 +134,25 @@ def test_reference_paths_have_no_near_ties(references):
     """So that exact equality of greedy tokens is a fair demand."""
     margins = np.concatenate([r[f"margins_{i}"] for r in references.values() for i in range(8)])
     assert margins.min() > 1e-4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_do_not_depend_on_chunks_blocks_or_neighbours(references, name):
+    """The C kernels: logits alone and whole, and in chunks among others, are the same bits."""
+    pytest.importorskip("baton.engine.kernels._cpu", reason="the C kernels are not built")
+    prompt = references[name]["prompt_6"]
+    rows = np.array([len(prompt) - 1])
+    alone = logits_of(load(name, 16, backend="cpu"), prompt, rows, UNBOUNDED)
+    for budget, block_size in ((1, 8), (7, 64), (64, 16)):
+        chunked = logits_of(load(name, block_size, backend="cpu"), prompt, rows, budget)
+        np.testing.assert_array_equal(alone, chunked)
+    runner = load(name, 16, backend="cpu")
+    everyone = Sequences(runner, [references[name][f"prompt_{i}"] for i in (2, 6, 4)], 0)
+    logits = []
+    forward = runner.executor.model.forward
+    runner.executor.model.forward = lambda *args: logits.append(forward(*args)) or logits[-1]
+    everyone.step([0, 1, 2], UNBOUNDED)
+    np.testing.assert_array_equal(alone[0], logits[0][1])
 
 
 def test_rows_do_not_see_later_tokens_or_other_sequences(references):

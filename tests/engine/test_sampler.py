@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.plan import SampleSpec
-from baton.engine.sampler import is_greedy, log_probs, sample
-from baton.engine.sampler_reference import sample_reference
+from baton.engine.sampler import _Sums, is_greedy, log_probs, sample
+from baton.engine.sampler_reference import running_sums, sample_reference
 from baton.proto.errors import InternalError
 from baton.proto.sampling import SamplingParams
 
@@ -78,12 +78,24 @@ def test_equals_the_reference(
 
 @pytest.mark.parametrize("top_p", [0.5, 0.9, 0.99999])
 @pytest.mark.parametrize("scale", [0.1, 4.0])
-def test_equals_the_reference_on_a_large_vocabulary(top_p, scale):
+@pytest.mark.parametrize("size", [128, 129, 300, 5000])
+def test_equals_the_reference_over_many_blocks_of_sums(top_p, scale, size):
     rng = np.random.default_rng(3)
-    logits = (scale * rng.standard_normal(5000)).astype(np.float32)
+    logits = (scale * rng.standard_normal(size)).astype(np.float32)
     for position in range(5):
         spec = spec_of(position=position, top_p=top_p, temperature=0.8)
         assert sample(logits, spec)[0] == sample_reference(logits, spec)
+
+
+@pytest.mark.parametrize("size", [1, 2, 127, 128, 129, 255, 256, 257, 1000, 8192, 8193, 8400])
+def test_order_of_summation_is_the_documented_one(size):
+    rng = np.random.default_rng(size)
+    weights = np.exp(10 * rng.standard_normal(size)).astype(np.float32)
+    expected = running_sums(list(weights))
+    sums = _Sums(weights)
+    assert sums.total == expected[-1]
+    for i in range(0, size, 7):
+        assert sums.find(expected[i], "left") == expected.index(expected[i])
 
 
 def test_greedy_takes_the_lowest_id_of_equals():
