@@ -1,0 +1,162 @@
+"""Tokens to text as they arrive, with constant work per token.
+
+:class:`IncrementalDetokenizer` keeps one invariant: the concatenated deltas are the decoded text
+of all tokens pushed so far (up to a stop string), less what cannot be told yet: the bytes of an
+unfinished character and the start of a possible stop string.
+
+Byte-level vocabularies are decoded exactly, byte by byte. Others (Metaspace, byte fallback,
+WordPiece) go through the tokenizer's own decoder over a short window. There, one thing differs
+from decoding all tokens at once: byte tokens that are no valid UTF-8 spoil the whole run of byte
+tokens around them, and of that run the characters already given out stay.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from .stop import StopMatcher
+from .tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+
+
+class TextDelta(NamedTuple):
+    """What one push added.
+
+    Attributes:
+        text: new text, possibly empty.
+        stopped: a stop string was found; nothing follows.
+        stop: that stop string.
+        num_tokens: how many of the pushed tokens were used; those behind a stop are not.
+
+    """
+
+    text: str
+    stopped: bool = False
+    stop: str | None = None
+    num_tokens: int = 0
+
+
+class IncrementalDetokenizer:
+    """The text of one growing answer.
+
+    Args:
+        tokenizer: of the model.
+        stop: strings that end the text.
+        include_stop: leave the stop string in the text.
+        skip_special_tokens: special tokens have no text.
+
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Iterable[str] = (),
+        *,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        decoder = _ByteDecoder if tokenizer.is_byte_level else _WindowDecoder
+        self._decoder: _Decoder = decoder(tokenizer)
+        self._matcher = StopMatcher(stop, include=include_stop)
+
+    def push(self, tokens: Iterable[int]) -> TextDelta:
+        """Take the next tokens and give the text that became certain."""
+        matcher, decode, skipped = self._matcher, self._decoder.push, self._skipped
+        parts, used = [], 0
+        for token in tokens:
+            if matcher.matched is not None:
+                break
+            used += 1
+            if token not in skipped:
+                parts.append(matcher.push(decode(token)))
+        return self._delta("".join(parts), used)
+
+    def finish(self) -> TextDelta:
+        """The rest when no token follows; an unfinished character becomes U+FFFD."""
+        text = self._matcher.push(self._decoder.finish())
+        if self._matcher.matched is None:
+            text += self._matcher.finish()
+        return self._delta(text, 0)
+
+    def _delta(self, text: str, used: int) -> TextDelta:
+        stop = self._matcher.matched
+        return TextDelta(text, stop is not None, stop, used)
+
+
+class _Decoder(Protocol):
+    """Text of tokens, one by one; unfinished characters are held back until ``finish``."""
+
+    def push(self, token: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class _ByteDecoder:
+    """Byte-level vocabularies: an incremental UTF-8 decoder over the tokens' bytes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        return self._utf8.decode(self._token_bytes(token))
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowDecoder:
+    """Any vocabulary: the tokenizer's decoder over the last tokens, given out by difference.
+
+    ``_window`` holds tokens whose text is out (``_shown`` is that text) and then up to
+    ``_MAX_PENDING`` tokens whose text ends in U+FFFD, so that it may still be an unfinished
+    character. When it grows long, the window starts over with its last few tokens.
+    """
+
+    _LONGEST = 16
+    # Enough for a decoder that looks at the previous token or strips the first one, and more
+    # where the fourth-last token is in the midst of a character.
+    _CONTEXTS = range(4, 8)
+    _MAX_PENDING = 3  # an unfinished UTF-8 character has at most three bytes
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._decode = tokenizer.decode
+        self._window: list[int] = []
+        self._shown = ""
+        self._pending = 0
+
+    def push(self, token: int) -> str:
+        self._window.append(token)
+        self._pending += 1
+        text = self._text(self._window)
+        if text.endswith(_REPLACEMENT) and self._pending <= self._MAX_PENDING:
+            return ""
+        return self._show(text)
+
+    def finish(self) -> str:
+        return self._show(self._text(self._window)) if self._pending else ""
+
+    def _text(self, tokens: list[int]) -> str:
+        return self._decode(tokens, skip_special_tokens=False)
+
+    def _show(self, text: str) -> str:
+        if text.startswith(self._shown):
+            delta = text[len(self._shown) :]
+        else:  # an invalid byte changed the text of its run, which is out already
+            delta = self._text(self._window[-self._pending :])
+        self._shown, self._pending = text, 0
+        if len(self._window) > self._LONGEST:
+            self._start_over()
+        return delta
+
+    def _start_over(self) -> None:
+        for length in self._CONTEXTS:
+            context = self._window[-length:]
+            text = self._text(context)
+            if _REPLACEMENT not in text:
+                break
+        self._window, self._shown = context, text
