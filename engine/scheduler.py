@@ -9,8 +9,8 @@ recompute after preemption and the arrival of a handoff are all the same thing: 
 
 Invariants, after every call:
 
-* a sequence is in one place: waiting (holds no blocks), ready (KV there, waits for a batch
-  slot), running, or prefilled (left, keeps its blocks until :meth:`Scheduler.release`);
+* a sequence is waiting, ready or running (:mod:`.roster`), or prefilled: then it has left and
+  keeps its blocks until :meth:`Scheduler.release`;
 * at most one step is out; the blocks of its sequences are not freed before its result is in;
 * a sequence is preempted only for one of lower rank (priority, then arrival), so the first of
   them always gets on; it fails only when the whole pool could not hold it.
@@ -20,9 +20,7 @@ The scheduler knows no device, socket or clock, and nothing of what the tokens m
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterable
-from operator import attrgetter
 
 import msgspec
 
@@ -31,10 +29,10 @@ from ..proto.messages import WorkerLoad
 from .cache import Allocation, PagedCache
 from .events import ChunkDone, Event, Failed, Finished, Prefilled, TokenEvent
 from .plan import Chunk, Sampled, StepPlan, StepResult
+from .roster import Roster, by_rank
 from .sequence import Sequence
 
 _UNBOUNDED = 1 << 62
-_rank = attrgetter("rank")
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,14 +69,10 @@ class Scheduler:
         self.config = config
         self.cache = cache
         self.steps = 0  # steps applied: the engine's progress
-        self._sequences: dict[bytes, Sequence] = {}  # waiting, ready and running
-        self._waiting: list[Sequence] = []  # by rank
-        self._ready: list[Sequence] = []  # by rank
-        self._running: list[Sequence] = []  # by admission
+        self._roster = Roster()
         self._prefilled: set[Sequence] = set()
         self._inflight: dict[bytes, tuple[Sequence, int]] = {}
         self._events: list[Event] = []
-        self._serial = 0
         self._refused: tuple[Sequence, int] | None = None
         self._counters = _Counters()
 
@@ -87,8 +81,7 @@ class Scheduler:
     def add(self, sequence: Sequence, now: float) -> None:
         """Queue a request of which nothing is computed; ``now`` becomes its arrival."""
         sequence.arrival = now
-        self._enter(sequence)
-        insort(self._waiting, sequence, key=_rank)
+        self._roster.enter(sequence)
 
     def adopt(self, sequence: Sequence) -> None:
         """Take a request whose KV is in its allocation up to the last token (a handoff)."""
@@ -97,8 +90,7 @@ class Scheduler:
             raise InternalError("an adopted sequence has no room for the KV it claims")
         if sequence.num_computed_tokens != computed:
             raise InternalError("an adopted sequence has one token to compute")
-        self._enter(sequence)
-        insort(self._ready, sequence, key=_rank)
+        self._roster.enter(sequence)
 
     def abort(self, request: bytes) -> bool:
         """Drop a request; False when it is not here.
@@ -106,12 +98,10 @@ class Scheduler:
         Its blocks are free on return, unless the running step may still write to them
         (:meth:`is_inflight`): then :meth:`apply` of that step frees them and drops its result.
         """
-        sequence = self._sequences.pop(request, None)
+        sequence = self._roster.find(request)
         if sequence is None:
             return False
-        for place in (self._running, self._ready, self._waiting):
-            if sequence in place:
-                place.remove(sequence)
+        self._roster.leave(sequence)
         sequence.aborted = True
         if not self._runs_now(sequence):
             self._free(sequence)
@@ -136,25 +126,23 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self._sequences)
+        return len(self._roster) > 0
 
     @property
     def blocks_wanted(self) -> int:
-        """Blocks the first waiting sequence needs; who grants blocks to others leaves these."""
-        return self.cache.blocks_for(self._waiting[0].num_tokens) if self._waiting else 0
+        """Blocks that requests already here need next; who grants blocks to others leaves these."""
+        roster, cache = self._roster, self.cache
+        wanted = cache.blocks_for(roster.waiting[0].num_tokens) if roster.waiting else 0
+        for sequence in roster.running:
+            allocation = sequence.allocation
+            if allocation is not None and allocation.capacity < sequence.num_tokens:
+                wanted += 1
+        return wanted
 
     @property
     def tokens_waiting(self) -> int:
         """Tokens not yet computed, decode rows not counted."""
-        left = (s.num_tokens - s.num_computed_tokens for s in self._sequences.values())
-        return sum(count for count in left if count > 1)
-
-    def _enter(self, sequence: Sequence) -> None:
-        if sequence.request in self._sequences:
-            raise InternalError("the request is in the scheduler already")
-        self._serial += 1
-        sequence.rank = (sequence.priority, sequence.arrival, self._serial)
-        self._sequences[sequence.request] = sequence
+        return self._roster.tokens_waiting
 
     def _runs_now(self, sequence: Sequence) -> bool:
         entry = self._inflight.get(sequence.request)
@@ -176,7 +164,7 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Blocks for all tokens of every running sequence, preempting the highest rank."""
-        for sequence in tuple(self._running):
+        for sequence in tuple(self._roster.running):
             allocation = sequence.allocation
             if allocation is None or sequence.num_tokens <= allocation.capacity:
                 continue
@@ -184,21 +172,20 @@ class Scheduler:
                 self._fail_for_room(sequence)
                 continue
             while not self.cache.grow(allocation, sequence.num_tokens):
-                holders = (*self._running, *self._ready)
+                holders = self._roster.holders()
                 if len(holders) == 1:
                     break  # only grants are in the way: keep the blocks and skip a step
-                victim = max(holders, key=_rank)
+                victim = max(holders, key=by_rank)
                 self._preempt(victim)
                 if victim is sequence:
                     break
 
     def _preempt(self, sequence: Sequence) -> None:
         """Free the blocks and compute all tokens again later, or find them in the prefix cache."""
-        (self._running if sequence in self._running else self._ready).remove(sequence)
         self._free(sequence)
         sequence.num_computed_tokens = 0
+        self._roster.send_back(sequence)
         self._counters.preemptions += 1
-        insort(self._waiting, sequence, key=_rank)
 
     def _fail_for_room(self, sequence: Sequence) -> None:
         tokens, room = sequence.num_tokens, self.cache.num_blocks * self.cache.block_size
@@ -207,20 +194,21 @@ class Scheduler:
 
     def _admit(self, now: float) -> None:
         """Fill the batch by rank; a waiting sequence without room lets only ready ones pass."""
-        left = (s.num_tokens - s.num_computed_tokens for s in self._running)
+        running = self._roster.running
+        left = (s.num_tokens - s.num_computed_tokens for s in running)
         budget = (self.config.token_budget or _UNBOUNDED) - sum(n for n in left if n > 1)
-        while len(self._running) < self.config.max_batch:
+        while len(running) < self.config.max_batch:
             sequence = self._next(budget)
             if sequence is None:
                 return
             if sequence.admitted is None:
                 sequence.admitted = now
-            self._running.append(sequence)
+            running.append(sequence)
             count = sequence.num_tokens - sequence.num_computed_tokens
             budget -= count if count > 1 else 0
 
     def _next(self, budget: int) -> Sequence | None:
-        waiting, ready = self._waiting, self._ready
+        waiting, ready = self._roster.waiting, self._roster.ready
         while waiting and not self.cache.fits(waiting[0].num_tokens):
             self._fail_for_room(waiting[0])
         waiting_first = waiting and (not ready or waiting[0].rank < ready[0].rank)
@@ -230,15 +218,15 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence) -> bool:
         """Blocks for all known tokens and some growth, starting with the cached prefix."""
-        available = self.cache.pool.available
-        if self._running and self._refused is not None:
+        available, alone = self.cache.pool.available, not self._roster.running
+        if self._refused is not None and not alone:
             refused, then = self._refused
             if refused is sequence and available <= then:
                 return False  # nothing was freed since: spare the walk over its hashes
         hashes, tokens = sequence.extend_hashes(), sequence.num_tokens
         growth = 0 if self.config.one_token else sequence.remaining_tokens
         allocation = self.cache.reserve(hashes, tokens, min(growth, self.config.growth))
-        if allocation is None and not self._running:
+        if allocation is None and alone:
             allocation = self.cache.reserve(hashes, tokens)
         self._refused = (sequence, available) if allocation is None else None
         if allocation is None:
@@ -254,24 +242,23 @@ class Scheduler:
         rows: list[Chunk] = []
         prefills: list[Chunk] = []
         budget = self.config.token_budget or _UNBOUNDED
-        for sequence in self._running:
-            tokens = sequence.num_tokens
+        one_token, inflight = self.config.one_token, self._inflight
+        for sequence in self._roster.running:
+            tokens, allocation = sequence.num_tokens, sequence.allocation
             count = tokens - sequence.num_computed_tokens
-            if sequence.allocation is None or sequence.allocation.capacity < tokens:
-                continue
-            if count == 1:
-                rows.append(sequence.chunk(1, stream_layers=self._streams(sequence)))
-            else:
+            if allocation is None or allocation.capacity < tokens:
+                continue  # found no room in this step
+            if count > 1:
                 count = min(count, budget)
-                if not count:
-                    continue
                 budget -= count
-                prefills.append(sequence.chunk(count, stream_layers=self._streams(sequence)))
-            self._inflight[sequence.request] = (sequence, count)
+                place = prefills
+            else:
+                place = rows
+            if count:
+                streams = one_token and sequence.stream_from is not None
+                place.append(sequence.chunk(count, stream_layers=streams))
+                inflight[sequence.request] = (sequence, count)
         return (*rows, *prefills)
-
-    def _streams(self, sequence: Sequence) -> bool:
-        return self.config.one_token and sequence.stream_from is not None
 
     # ------------------------------------------------------------------ the step's result
 
@@ -319,11 +306,11 @@ class Scheduler:
             sequence.first_token = now
         events.append(TokenEvent(sequence.request, position, drawn.token, drawn.logprobs))
         if sequence.context.is_done:
-            self._leave(sequence)
+            self._roster.leave(sequence)
             self._free(sequence)
             events.append(Finished(sequence.request, sequence.context.status.value))
         elif self.config.one_token:
-            self._leave(sequence)
+            self._roster.leave(sequence)
             self._prefilled.add(sequence)
             events.append(Prefilled(sequence.request))
 
@@ -334,14 +321,8 @@ class Scheduler:
 
     # ------------------------------------------------------------------ ends
 
-    def _leave(self, sequence: Sequence) -> None:
-        del self._sequences[sequence.request]
-        # Only waiting sequences hold no blocks, and only waiting and running ones can leave.
-        place = self._waiting if sequence.allocation is None else self._running
-        place.remove(sequence)
-
     def _fail(self, sequence: Sequence, code: str, message: str, events: list[Event]) -> None:
-        self._leave(sequence)
+        self._roster.leave(sequence)
         self._free(sequence)
         events.append(Failed(sequence.request, code, message))
 
@@ -359,8 +340,8 @@ class Scheduler:
             kv_blocks_total=pool.num_blocks,
             kv_blocks_used=pool.used,
             kv_blocks_cached=pool.cached,
-            requests_running=len(self._running),
-            requests_waiting=len(self._waiting) + len(self._ready),
+            requests_running=len(self._roster.running),
+            requests_waiting=len(self._roster.waiting) + len(self._roster.ready),
             tokens_waiting=self.tokens_waiting,
             prefix_hit_tokens=counters.prefix_hit_tokens,
             prompt_tokens=counters.prompt_tokens,
@@ -373,18 +354,8 @@ class Scheduler:
 
         ``others``: live allocations outside the scheduler (grants of the decode worker).
         """
-        holders = {*self._running, *self._ready, *self._prefilled}
+        self._roster.check_integrity()
+        holders = {*self._roster.holders(), *self._prefilled}
         holders |= {sequence for sequence, _ in self._inflight.values()}
         live = [s.allocation for s in holders if s.allocation is not None]
         self.cache.check_integrity([*live, *others])
-        places = [*self._waiting, *self._ready, *self._running]
-        if len(places) != len(self._sequences) or set(places) != set(self._sequences.values()):
-            raise InternalError("a sequence is in no place or in two")
-        for sequence in self._waiting:
-            if sequence.allocation is not None or sequence.num_computed_tokens:
-                raise InternalError("a waiting sequence holds blocks or claims KV")
-        for sequence in (*self._ready, *self._running):
-            if sequence.allocation is None or not (
-                sequence.num_computed_tokens < sequence.num_tokens
-            ):
-                raise InternalError("a sequence with a batch slot has no blocks or nothing to do")

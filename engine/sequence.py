@@ -22,17 +22,20 @@ _NO_HISTORY: Int32 = np.empty(0, np.int32)
 class Sequence:
     """A request the scheduler works on.
 
-    ``request``: 16-byte key. ``context``: tokens, status and sampling parameters; only the
-    scheduler's thread touches it. ``salt``: keys the block hashes (tenant and model).
-    ``priority``: lower goes first; equal ones by arrival. ``stream_from``: report finished
-    layers of this prompt while a step runs (the first token the receiver lacks), None: not.
-    ``arrival``, ``admitted``, ``first_token``: moments in seconds of the caller's clock.
+    ``request``: key of the request. ``context``: tokens, status and sampling parameters; from
+    here on it grows by :meth:`accept` only. ``num_tokens``: its tokens, prompt and generated;
+    ``prompt_length``: those the request came with; ``end_length``: those it may have at most.
+    ``salt``: keys the block hashes (tenant and model). ``priority``: lower goes first; equal
+    ones by arrival. ``stream_from``: first token of the prompt the receiver lacks; then
+    finished layers are reported while a step runs, with None they are not. ``arrival``,
+    ``admitted``, ``first_token``: moments in seconds of the caller's clock.
     """
 
     __slots__ = (
         "aborted", "admitted", "allocation", "arrival", "block_size", "cached_tokens", "context",
-        "eos", "first_token", "hashes", "min_length", "needs_history", "num_computed_tokens",
-        "priority", "rank", "request", "salt", "stream_from",
+        "end_length", "eos", "first_token", "hashes", "min_length", "needs_history",
+        "num_computed_tokens", "num_tokens", "priority", "prompt_length", "rank", "request",
+        "salt", "stream_from",
     )  # fmt: skip
 
     def __init__(
@@ -55,6 +58,8 @@ class Sequence:
         self.stream_from = stream_from
         self.rank: tuple[int, float, int] = (priority, arrival, 0)  # serial: by the scheduler
         self.allocation: Allocation | None = None
+        self.num_tokens = len(context.tokens)
+        self.prompt_length = context.prompt_length
         self.num_computed_tokens = 0
         self.cached_tokens = 0
         self.hashes: list[bytes] = []
@@ -62,28 +67,17 @@ class Sequence:
         self.admitted: float | None = None
         self.first_token: float | None = None
         params = context.sampling_params
+        limit = params.max_new_tokens
+        longest = context.max_length
+        self.end_length = longest if limit is None else min(longest, self.prompt_length + limit)
         self.min_length = context.prompt_length + params.min_new_tokens
         self.eos = () if context.ignore_eos else tuple(sorted(context.eos_token_ids))
         self.needs_history = params.needs_penalties
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of the context, prompt and generated."""
-        return len(self.context.tokens)
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens the request came with."""
-        return self.context.prompt_length
-
-    @property
     def remaining_tokens(self) -> int:
         """Tokens the request may still generate."""
-        room = self.context.max_length - self.num_tokens
-        limit = self.context.sampling_params.max_new_tokens
-        if limit is not None:
-            room = min(room, limit + self.prompt_length - self.num_tokens)
-        return max(room, 0)
+        return max(self.end_length - self.num_tokens, 0)
 
     def extend_hashes(self) -> list[bytes]:
         """Hashes of all full blocks of the tokens, computed for new blocks only."""
@@ -108,15 +102,9 @@ class Sequence:
         """Append a drawn token; the context's status says afterwards whether the request ended."""
         context = self.context
         context.update(token, logprobs)
-        limit = context.sampling_params.max_new_tokens
-        if limit is not None and not context.is_done and self.remaining_tokens == 0:
+        self.num_tokens += 1
+        if self.num_tokens >= self.end_length and not context.is_done:
             context.update_status(GenerationStatus.MAXIMUM_LENGTH)
-
-    def forget_blocks(self) -> Allocation | None:
-        """Hand the blocks back to the caller; everything is to be computed again."""
-        allocation, self.allocation = self.allocation, None
-        self.num_computed_tokens = 0
-        return allocation
 
     def _tokens(self, start: int, end: int) -> Int32:
         return self.context.tokens.all[start:end].astype(np.int32)

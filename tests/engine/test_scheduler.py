@@ -311,6 +311,17 @@ def test_prefill_is_first_come_first_served_and_fills_the_budget() -> None:
     assert [(c.request, len(c.tokens)) for c in plan.chunks] == [(first, 5), (second, 3)]
 
 
+def test_nobody_gets_blocks_before_the_budget_can_reach_it() -> None:
+    driver = Driver(token_budget=8)
+    for n in range(3):
+        driver.add(Request(prompt(20, n)))
+    driver.step()
+    driver.step()
+    assert driver.scheduler.load().requests_running == 1
+    driver.step()
+    assert driver.scheduler.load().requests_running == 2
+
+
 def test_lower_priority_value_goes_first() -> None:
     driver = Driver(max_batch=1)
     late = driver.sequence(Request(prompt(5)))
@@ -392,6 +403,7 @@ def test_request_waits_for_grants_to_go_and_does_not_fail(arrival: float) -> Non
     # The next token needs a third block, and the grant holds it.
     assert driver.start() is None and driver.scheduler.has_work
     assert driver.scheduler.load().preemptions == 0
+    assert driver.scheduler.blocks_wanted == 1
     driver.grants[0][0].sequence.arrival = arrival
     driver.adopt()
     driver.run()
@@ -645,7 +657,7 @@ class Mix:
 @pytest.mark.parametrize("part", range(4))
 def test_random_runs_stream_what_each_request_gives_alone(part: int) -> None:
     preemptions = hits = aborted = 0
-    for seed in range(part * 100, part * 100 + 100):
+    for seed in range(part * 60, part * 60 + 60):
         mix = Mix(seed)
         mix.run(steps=60)
         load = mix.driver.scheduler.load()
@@ -653,4 +665,4 @@ def test_random_runs_stream_what_each_request_gives_alone(part: int) -> None:
         hits += load.prefix_hit_tokens
         aborted += sum(stream.aborted for stream in mix.driver.streams.values())
     # The runs are worth nothing unless they go through the hard paths.
-    assert preemptions > 100 and hits > 1_000 and aborted > 50
+    assert preemptions > 80 and hits > 1_000 and aborted > 50
