@@ -179,7 +179,7 @@ class StatusReport(Message, frozen=True, kw_only=True):
 
 
 class Moved(Message, frozen=True, kw_only=True):
-    """The request is served through another router now."""
+    """Another router serves the request now: worker to the old router, which tells its client."""
 
     request: bytes
     router: str = ""
@@ -338,6 +338,7 @@ WorkerToRouter = (
     | HandoffReport
     | PeerLost
     | Drained
+    | Moved
     | Ping
     | Pong
 )
