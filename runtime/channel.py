@@ -21,6 +21,7 @@ from ..proto.limits import MAX_ARRAY_FRAMES, MAX_CONTROL_BYTES
 COPY_LIMIT = 64 << 10
 """Frames up to this many bytes are copied; above, a copy costs more than the bookkeeping."""
 _HANDSHAKE_MS = 2000
+_MORE = zmq.NOBLOCK | zmq.SNDMORE
 
 Frames = list[bytes | memoryview]
 Buffers = Sequence[Any]
@@ -112,7 +113,10 @@ class Channel:
         return frames
 
     def _put(self, parts: Buffers) -> None:
-        self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
+        send = self._socket.send
+        for part in parts[:-1]:
+            send(part, _MORE, copy=False)
+        send(parts[-1], zmq.NOBLOCK, copy=False)
         self.stats.sent += 1
 
     def _put_tracked(self, parts: Buffers) -> zmq.MessageTracker:
