@@ -6,8 +6,8 @@ import math
 
 import msgspec
 
-from ..proto.errors import ConfigError, InputError
 from ..proto.endpoints import check_endpoint
+from ..proto.errors import ConfigError, InputError
 from ..proto.limits import DEFAULT_DEADLINE_S, MAX_DEADLINE_S
 
 POLICIES = ("round_robin", "least_loaded", "prefix_aware")

@@ -1,0 +1,329 @@
+"""What clients say: requests begun, resumed, cancelled and acknowledged, and questions.
+
+Invariant: every Submit and Resume is answered by Submitted and later one terminal, or by a
+refusal with a typed code at once; a refused request leaves nothing behind here.
+"""
+
+from __future__ import annotations
+
+import hmac
+from array import array
+from collections.abc import Callable
+from typing import ClassVar
+
+from ..proto.errors import BatonError, CapacityError, DuplicateRequest, EndpointUnknown, InputError
+from ..proto.ids import context_digest, request_key, resume_secret
+from ..proto.limits import MAX_REQUEST_ID_CHARS
+from ..proto.messages import (
+    Cancel,
+    Describe,
+    Described,
+    Drain,
+    Drained,
+    FinalAck,
+    Message,
+    Ping,
+    Pong,
+    Rejected,
+    Resume,
+    Status,
+    StatusReport,
+    Submit,
+    Submitted,
+    Terminal,
+)
+from ..proto.requests import check_wire_context
+from ..proto.wire import WireContext
+from .admission import check_deadline
+from .events import ToClient, ToWorker
+from .lifecycle import Lifecycle
+from .recovery import Recovery
+from .registry import WorkerState
+from .request import Request, State
+from .status import Reporter
+
+
+class ClientSide:
+    """Handles every message of ClientToRouter.
+
+    ``files``: the model folder's text files by name, as Describe hands them out.
+    """
+
+    def __init__(
+        self, life: Lifecycle, recovery: Recovery, reporter: Reporter, files: dict[str, bytes]
+    ) -> None:
+        self._life = life
+        self._recovery = recovery
+        self._reporter = reporter
+        self._files = files
+        self._key = life.config.key
+        self.closing = False
+        self.drains: dict[str, list[bytes]] = {}  # who waits for a worker's Drained
+
+    def handle(self, identity: bytes, message: Message, now: float) -> None:
+        """Take one message."""
+        self._handlers[type(message)](self, identity, message, now)
+
+    def gone(self, identity: bytes, now: float) -> None:
+        """A client's connection was lost: its running requests end now, or after the window."""
+        life = self._life
+        window = life.config.resume_window_s
+        for request in life.clients.gone(identity):
+            if request.state is State.ENDED:
+                continue  # the terminal is kept for a client that comes back
+            if window <= 0:
+                life.cancel(request, now, "client gone")
+                life.forget(request)
+            else:
+                request.limit = min(request.deadline, now + window)
+                life.wake(request, request.retry_at, now)
+
+    def writable(self, identity: bytes) -> None:
+        """A slow client has caught up: go on where it stopped."""
+        client = self._life.clients.writable(identity)
+        if client is None:
+            return
+        for request in list(client.requests.values()):
+            if request.sent >= 0:
+                self._life.resend(request, request.sent)
+
+    # ------------------------------------------------------------------ begin
+
+    def _submit(self, identity: bytes, message: Submit, now: float) -> None:
+        life = self._life
+        request_id = message.request_id
+        key = request_key(identity, request_id)
+        known = life.requests.get(key)
+        if known is not None:
+            self._submit_again(identity, known, message)
+            return
+        try:
+            self._check_id(request_id)
+            if self.closing:
+                raise CapacityError("the router is shutting down", retry_after=1.0)
+            request = self._checked(key, message, life.last_attempt(key) + 1, now)
+            target = message.context.target_endpoint
+            if target is not None:
+                life.placement.pin(request, target, fallback=message.fallback)
+            life.admission.admit(request, life.registry.slots)
+        except BatonError as error:
+            self._refuse(identity, key, request_id, error)
+            return
+        self._attach(identity, request)
+        life.start(request, now)
+
+    def _submit_again(self, identity: bytes, known: Request, message: Submit) -> None:
+        """The same id once more: the same content re-attaches, another is refused."""
+        first = context_digest(known.context, known.pool, known.strict)
+        again = context_digest(message.context, message.pool, message.pin == "strict")
+        if first != again:
+            text = f"request id {message.request_id!r} is in use with another content"
+            # Without the key, which names the request that is running.
+            self._refuse(identity, b"", message.request_id, DuplicateRequest(text))
+            return
+        self._attach(identity, known)
+        self._life.resend(known, known.base)
+
+    def _resume(self, identity: bytes, message: Resume, now: float) -> None:
+        life = self._life
+        key = message.request
+        if not hmac.compare_digest(message.secret, resume_secret(self._key, key)):
+            error: BatonError = InputError("the secret does not open this request")
+            self._refuse(identity, key, message.request_id, error)
+            return
+        known = life.requests.get(key)
+        if known is not None:
+            self._resume_known(identity, known, message)
+            return
+        try:
+            self._check_id(message.request_id)
+            attempt = max(message.attempt, life.last_attempt(key))
+            request = self._checked(key, message, attempt, now)
+            self._take_emitted(request, message)
+            life.placement.repin(request, message.context.target_endpoint)
+            life.admission.admit(request, 0, resumed=True)
+        except BatonError as error:
+            self._refuse(identity, key, message.request_id, error)
+            return
+        self._attach(identity, request)
+        self._recovery.resume(request, now)
+
+    def _resume_known(self, identity: bytes, request: Request, message: Resume) -> None:
+        """Go on from the client's position; it may be ahead of a router that was restarted."""
+        ahead = message.position - request.next
+        if ahead > 0 and not request.done and message.position == _end(message):
+            missing = message.emitted[-ahead:]
+            request.emitted.extend(missing)
+            request.next += ahead
+            if request.logprobs is not None:
+                request.logprobs.extend([None] * ahead)
+        self._attach(identity, request)
+        self._life.resend(request, message.position)
+
+    def _attach(self, identity: bytes, request: Request) -> None:
+        """Serve the request to this connection and give it the secret to come back with."""
+        life = self._life
+        life.clients.attach(request, identity)
+        request.limit = request.deadline
+        submitted = Submitted(
+            request_id=request.request_id,
+            request=request.key,
+            secret=resume_secret(self._key, request.key),
+            attempt=request.attempt,
+        )
+        life.out.append(ToClient(identity, submitted))
+
+    def _checked(self, key: bytes, message: Submit | Resume, attempt: int, now: float) -> Request:
+        """The record of a valid request; raises what is wrong with it."""
+        life, config = self._life, self._life.config
+        card = life.registry.card
+        if message.pin not in ("prefer", "strict"):
+            raise InputError(f"pin is {message.pin!r}; known are prefer and strict")
+        if card is not None:
+            check_wire_context(message.context, card)
+        else:
+            _check_shape(message.context)
+        seconds = check_deadline(message.deadline, config.default_deadline_s, config.max_deadline_s)
+        request = Request(key, message.request_id, message.context, now + seconds, attempt)
+        request.pool = message.pool
+        request.strict = message.pin == "strict"
+        request.unchecked = card is None
+        return request
+
+    @staticmethod
+    def _take_emitted(request: Request, message: Resume) -> None:
+        """Start from the tokens the client has."""
+        if message.position != _end(message):
+            raise InputError(
+                f"position {message.position} does not follow a prompt of {request.base}"
+                f" and {len(message.emitted)} tokens"
+            )
+        try:
+            request.emitted = array("i", message.emitted)
+        except OverflowError as error:
+            raise InputError("an emitted token id does not fit 32 bits") from error
+        request.next = message.position
+        if request.logprobs is not None:
+            request.logprobs = [None] * len(message.emitted)
+
+    @staticmethod
+    def _check_id(request_id: str) -> None:
+        if not 0 < len(request_id) <= MAX_REQUEST_ID_CHARS:
+            raise InputError(f"request_id must have 1 to {MAX_REQUEST_ID_CHARS} characters")
+
+    def _refuse(self, identity: bytes, key: bytes, request_id: str, error: BatonError) -> None:
+        terminal = Terminal(
+            request=key,
+            code=error.code,
+            message=str(error),
+            retry_after=error.retry_after,
+            request_id=request_id,
+        )
+        self._life.out.append(ToClient(identity, terminal))
+
+    # ------------------------------------------------------------------ end
+
+    def _cancel(self, identity: bytes, message: Cancel, now: float) -> None:
+        life = self._life
+        key = message.request or request_key(identity, message.request_id)
+        request = life.requests.get(key)
+        if request is None or request.client is None or request.client.identity != identity:
+            # Perhaps its Submit was lost: the client gets the end it waits for.
+            text = "nothing of this name runs here"
+            terminal = Terminal(
+                request=key, request_id=message.request_id, status="cancelled", message=text
+            )
+            life.out.append(ToClient(identity, terminal))
+        elif request.terminal is not None:
+            life.out.append(ToClient(identity, request.terminal))
+        else:
+            life.cancel(request, now, "cancelled")
+
+    def _final_ack(self, identity: bytes, message: FinalAck, _now: float) -> None:
+        requests = self._life.requests
+        for key in message.requests:
+            request = requests.get(key)
+            if request is None or request.state is not State.ENDED:
+                continue
+            if request.client is None or request.client.identity == identity:
+                self._life.forget(request)
+
+    # ------------------------------------------------------------------ questions
+
+    def _describe(self, identity: bytes, message: Describe, _now: float) -> None:
+        wanted = {name: self._files[name] for name in message.files if name in self._files}
+        answer = Described(
+            model=self._life.registry.card,
+            folder=self._life.config.model_folder,
+            files=wanted,
+            available=list(self._files),
+        )
+        self._answer(identity, answer)
+
+    def _status(self, identity: bytes, message: Status, now: float) -> None:
+        self._answer(identity, StatusReport(report=self._reporter.report(message.handoffs, now)))
+
+    def _ping(self, identity: bytes, message: Ping, _now: float) -> None:
+        self._answer(identity, Pong(nonce=message.nonce))
+
+    def _drain(self, identity: bytes, message: Drain, now: float) -> None:
+        """Hand an operator's wish to the worker; it is repeated until the worker says so."""
+        worker = self._life.registry.find(message.worker)
+        if worker is None:
+            error = EndpointUnknown(f"no worker {message.worker!r} is alive")
+            answer = Drained(worker=message.worker, code=error.code, message=str(error))
+            self._answer(identity, answer)
+            return
+        self._life.registry.drain(worker)
+        if worker.state is WorkerState.DRAINING:
+            worker.drain_at = now + self._life.config.retry_ceiling_s
+        self._life.out.append(ToWorker(worker.identity, Drain()))
+        waiting = self.drains.setdefault(worker.id, [])
+        if identity not in waiting:
+            waiting.append(identity)
+        self._answer(identity, Drained(worker=worker.id, message="draining"))
+
+    def drained(self, worker_id: str) -> None:
+        """A worker has nothing left: tell who asked."""
+        for identity in self.drains.pop(worker_id, ()):
+            self._answer(identity, Drained(worker=worker_id, message="drained"))
+
+    def _answer(self, identity: bytes, message: Message) -> None:
+        """Answer a question, unless the client does not even read what it has."""
+        client = self._life.clients.get(identity)
+        if client is None or not client.behind:
+            self._life.out.append(ToClient(identity, message))
+
+    def _pong(self, identity: bytes, message: Pong, now: float) -> None:
+        """Heard; there is nothing to do."""
+
+    _handlers: ClassVar[dict[type, Callable[..., None]]] = {
+        Submit: _submit,
+        Resume: _resume,
+        Cancel: _cancel,
+        FinalAck: _final_ack,
+        Describe: _describe,
+        Status: _status,
+        Drain: _drain,
+        Ping: _ping,
+        Pong: _pong,
+    }
+
+    def reject(self, identity: bytes, error: BatonError) -> None:
+        """Bytes of this client could not be understood."""
+        self._answer(identity, Rejected(code=error.code, message=str(error)))
+
+
+def _end(message: Resume) -> int:
+    return len(message.context.tokens) + len(message.emitted)
+
+
+def _check_shape(context: WireContext) -> None:
+    """What can be said of a context before any worker told the model."""
+    tokens = context.tokens
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise InputError("tokens must be one row of integers")
+    if not len(tokens):
+        raise InputError("the prompt is empty")
+    if len(tokens) >= context.max_length:
+        raise InputError(f"{len(tokens)} prompt tokens leave no room in {context.max_length}")

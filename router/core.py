@@ -1,0 +1,151 @@
+"""The router's decisions: ``handle(event, now) -> list[Action]``, without I/O or clock.
+
+Invariants: every admitted request gets exactly one terminal, its true one; its tokens reach
+the client in order and once, on whatever workers it runs; what is kept for all requests
+stays under the caps of :mod:`.admission`.
+
+It knows nothing of models or KV blocks: the decode worker's grant is the truth about memory.
+The parts: :mod:`.client_side` and :mod:`.worker_side` take messages, :mod:`.lifecycle` places
+and ends requests, :mod:`.recovery` saves them, :mod:`.timers` watches the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from ..proto.errors import BatonError
+from ..proto.messages import Message, Rejected
+from .client_side import ClientSide
+from .config import RouterConfig
+from .events import (
+    Action,
+    ClientFull,
+    ClientGone,
+    ClientWritable,
+    Event,
+    FromClient,
+    FromWorker,
+    Tick,
+    ToWorker,
+    WorkerGone,
+)
+from .lifecycle import Lifecycle
+from .recovery import Recovery
+from .status import Handoffs, Reporter
+from .timers import Timers
+from .worker_side import WorkerSide
+
+
+class RouterCore:
+    """State machine of one router.
+
+    ``incarnation``: random number of this process life. ``files``: text files of the model
+    folder by name. ``now``: monotonic seconds, as in all calls.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        incarnation: int,
+        files: dict[str, bytes] | None = None,
+        now: float = 0.0,
+    ) -> None:
+        self.life = Lifecycle(config, now)
+        self.handoffs = Handoffs()
+        recovery = Recovery(self.life, now)
+        self.reporter = Reporter(self.life, self.handoffs, now)
+        self._clients = ClientSide(self.life, recovery, self.reporter, files or {})
+        self._workers = WorkerSide(
+            self.life, recovery, self.handoffs, self._clients.drained, incarnation
+        )
+        self._timers = Timers(self.life, recovery, now)
+
+    # ------------------------------------------------------------------ entry
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take one event; the actions are to be performed in order."""
+        self._handlers[type(event)](self, event, now)
+        return self._take()
+
+    def from_client(self, identity: bytes, messages: Sequence[Message], now: float) -> list[Action]:
+        """Take all messages of one envelope from a client."""
+        for message in messages:
+            self._clients.handle(identity, message, now)
+        return self._take()
+
+    def from_worker(self, identity: bytes, messages: Sequence[Message], now: float) -> list[Action]:
+        """Take all messages of one envelope from a worker."""
+        for message in messages:
+            self._workers.handle(identity, message, now)
+        return self._take()
+
+    def reject_client(self, identity: bytes, error: BatonError) -> list[Action]:
+        """A client sent bytes that are no message."""
+        self._clients.reject(identity, error)
+        return self._take()
+
+    def reject_worker(self, identity: bytes, error: BatonError) -> list[Action]:
+        """A worker sent bytes that are no message."""
+        rejected = Rejected(code=error.code, message=str(error))
+        self.life.out.append(ToWorker(identity, rejected))
+        return self._take()
+
+    def next_timer(self) -> float:
+        """When the next :class:`.Tick` is due."""
+        return self._timers.next_time()
+
+    # ------------------------------------------------------------------ end of the process
+
+    def close(self) -> None:
+        """Take no new requests; the ones here go on."""
+        self._clients.closing = True
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that have no terminal yet."""
+        return self.life.admission.requests
+
+    @property
+    def kept(self) -> int:
+        """Requests with a record, also those whose terminal is not acknowledged."""
+        return len(self.life.requests)
+
+    # ------------------------------------------------------------------ inner
+
+    def _take(self) -> list[Action]:
+        actions = self.life.out
+        self.life.out = []
+        return actions
+
+    def _from_client(self, event: FromClient, now: float) -> None:
+        self._clients.handle(event.identity, event.message, now)
+
+    def _from_worker(self, event: FromWorker, now: float) -> None:
+        self._workers.handle(event.identity, event.message, now)
+
+    def _client_gone(self, event: ClientGone, now: float) -> None:
+        self._clients.gone(event.identity, now)
+
+    def _worker_gone(self, event: WorkerGone, now: float) -> None:
+        self._workers.gone(event.identity, now)
+
+    def _client_full(self, event: ClientFull, _now: float) -> None:
+        self.life.clients.full(event.identity)
+
+    def _client_writable(self, event: ClientWritable, _now: float) -> None:
+        self._clients.writable(event.identity)
+
+    def _tick(self, _event: Tick, now: float) -> None:
+        self._timers.tick(now)
+
+    _handlers: ClassVar[dict[type, Callable[..., None]]] = {
+        FromClient: _from_client,
+        FromWorker: _from_worker,
+        ClientGone: _client_gone,
+        WorkerGone: _worker_gone,
+        ClientFull: _client_full,
+        ClientWritable: _client_writable,
+        Tick: _tick,
+    }

@@ -1,0 +1,79 @@
+"""What the router's core is told and what it asks for.
+
+Pure data. Identities are the ZeroMQ routing ids of the peers' connections.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..proto.messages import ClientToRouter, Message, WorkerToRouter
+
+
+class FromClient(msgspec.Struct, frozen=True, gc=False):
+    """A client said something."""
+
+    identity: bytes
+    message: ClientToRouter
+
+
+class FromWorker(msgspec.Struct, frozen=True, gc=False):
+    """A worker said something."""
+
+    identity: bytes
+    message: WorkerToRouter
+
+
+class ClientGone(msgspec.Struct, frozen=True, gc=False):
+    """A client's connection was lost."""
+
+    identity: bytes
+
+
+class WorkerGone(msgspec.Struct, frozen=True, gc=False):
+    """A worker's connection was lost."""
+
+    identity: bytes
+
+
+class ClientFull(msgspec.Struct, frozen=True, gc=False):
+    """A client reads too slowly: give it nothing more until :class:`ClientWritable`."""
+
+    identity: bytes
+
+
+class ClientWritable(msgspec.Struct, frozen=True, gc=False):
+    """A slow client has caught up with what was handed over."""
+
+    identity: bytes
+
+
+class Tick(msgspec.Struct, frozen=True, gc=False):
+    """Time passed; the core evaluates its timers."""
+
+
+Event = FromClient | FromWorker | ClientGone | WorkerGone | ClientFull | ClientWritable | Tick
+
+
+class ToClient(msgspec.Struct, frozen=True, gc=False):
+    """Send to a client."""
+
+    identity: bytes
+    message: Message
+
+
+class ToWorker(msgspec.Struct, frozen=True, gc=False):
+    """Send to a worker."""
+
+    identity: bytes
+    message: Message
+
+
+class Log(msgspec.Struct, frozen=True, gc=False):
+    """An event worth a log line: dotted name and keys."""
+
+    event: str
+    fields: dict[str, object]
+
+
+Action = ToClient | ToWorker | Log

@@ -1,0 +1,115 @@
+"""Choosing the pair of workers for a request, or saying why there is none.
+
+Invariant: a pin is honoured while its worker lives; afterwards only a request without
+``pin="strict"`` may move. Nothing here changes a request's state.
+"""
+
+from __future__ import annotations
+
+from ..proto.errors import EndpointDead, EndpointDraining, EndpointUnknown, WorkerLost
+from ..proto.hashing import block_hashes
+from .config import PolicyConfig
+from .policy import NO_HASHES, Policy
+from .registry import Registry, Worker
+from .request import Request
+
+Pair = tuple[Worker, Worker]
+"""Prefill worker, decode worker."""
+
+
+class Placement:
+    """The policy applied to the registered workers."""
+
+    def __init__(self, registry: Registry, policy: Policy, config: PolicyConfig) -> None:
+        self._registry = registry
+        self._policy = policy
+        self._config = config
+
+    def pin(self, request: Request, endpoint: str | None, *, fallback: bool) -> None:
+        """Resolve ``target_endpoint`` at admission.
+
+        Raises EndpointUnknown, EndpointDead or EndpointDraining unless ``fallback``.
+        """
+        if endpoint is None:
+            return
+        try:
+            worker = self._registry.resolve(endpoint)
+        except (EndpointUnknown, EndpointDead, EndpointDraining):
+            if not fallback:
+                raise
+            return
+        request.pin = (worker.role, endpoint)
+
+    def repin(self, request: Request, endpoint: str | None) -> None:
+        """Restore the pin of a resumed request; a worker that is gone binds only a strict one."""
+        if endpoint is None:
+            return
+        worker = self._registry.find(endpoint)
+        if worker is not None:
+            request.pin = (worker.role, endpoint)
+        elif request.strict:
+            raise WorkerLost(f"the request may not leave {endpoint}, which is not there")
+
+    def choose(self, request: Request, now: float) -> Pair | None:
+        """A pair of ready workers, or None when a side has none to offer now.
+
+        Raises WorkerLost when the request may not leave a worker that is gone.
+        """
+        decodes = self._candidates(request, "decode")
+        prefills = self._candidates(request, "prefill")
+        if not decodes or not prefills:
+            return None
+        hashes = self._hashes(request)
+        decode = self._policy.choose(decodes, hashes, now)
+        prefill = self._policy.choose(prefills, hashes, now)
+        return prefill, decode
+
+    def placed(self, request: Request, now: float) -> None:
+        """Count the request's work on its two workers."""
+        prefill, decode = request.prefill, request.decode
+        if prefill is None or decode is None:
+            return
+        hashes = request.hashes or NO_HASHES
+        tokens = request.next
+        request.prefill_cost = tokens
+        request.decode_cost = tokens + request.remaining
+        prefill.outstanding += request.prefill_cost
+        decode.outstanding += request.decode_cost
+        self._policy.placed(prefill, hashes, tokens, now)
+        self._policy.placed(decode, hashes, tokens, now)
+
+    def forget(self, worker: Worker) -> None:
+        """The worker is gone."""
+        self._policy.forget(worker)
+
+    def _candidates(self, request: Request, role: str) -> list[Worker]:
+        if request.pin is not None and request.pin[0] == role:
+            pinned = self._pinned(request, request.pin[1])
+            if pinned is not None:
+                return pinned
+        workers = self._registry.ready(role, request.pool)
+        avoid = request.avoid
+        if avoid:
+            workers = [worker for worker in workers if worker.incarnation not in avoid]
+        return workers
+
+    def _pinned(self, request: Request, endpoint: str) -> list[Worker] | None:
+        """The pinned worker, none while it is only busy, or None when the pin is void."""
+        worker = self._registry.find(endpoint)
+        if worker is not None and worker in self._registry.ready(worker.role):
+            avoided = request.avoid and worker.incarnation in request.avoid
+            return [] if avoided else [worker]
+        if request.strict:
+            raise WorkerLost(f"the request may not leave {endpoint}, which takes no work any more")
+        request.pin = None
+        return None
+
+    def _hashes(self, request: Request) -> list[bytes]:
+        if not self._policy.wants_hashes:
+            return []
+        if request.hashes is None:
+            size = self._config.block_tokens
+            tokens = request.context.tokens[: size * self._config.match_blocks]
+            salt = request.context.cache_salt.encode()
+            request.hashes = block_hashes(tokens, size, salt) if len(tokens) >= size else []
+        return request.hashes

@@ -1,0 +1,193 @@
+"""Which of the ready workers takes a request; chosen by name.
+
+Each policy chooses the decode and the prefill worker separately, from the lists it is given.
+The load term of ``prefix_aware`` is not optional: where all prompts share a first block, a
+policy that only counts cached blocks sends everything to one worker, whose cache then turns
+over faster than it is used.
+
+Pure and without randomness: equal calls in equal order give equal choices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..proto.errors import ConfigError
+from .config import PolicyConfig
+from .registry import Worker
+
+NO_HASHES: Sequence[bytes] = ()
+
+
+class Policy(Protocol):
+    """How workers are chosen."""
+
+    wants_hashes: bool
+    """Whether the router should hash the prompt for it."""
+
+    def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes], now: float) -> Worker:
+        """One of ``workers`` (at least one, all of one role) for a prompt of these blocks."""
+
+    def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int, now: float) -> None:
+        """``worker`` was given a request of these blocks and ``tokens`` of work."""
+
+    def forget(self, worker: Worker) -> None:
+        """``worker`` is gone."""
+
+
+class RoundRobin:
+    """Every worker in turn."""
+
+    wants_hashes = False
+
+    def __init__(self) -> None:
+        self._turns: dict[str, int] = {}
+
+    def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes], now: float) -> Worker:
+        """The next in turn of this role."""
+        role = workers[0].role
+        turn = self._turns.get(role, 0)
+        self._turns[role] = turn + 1
+        return workers[turn % len(workers)]
+
+    def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int, now: float) -> None:
+        """Nothing to remember."""
+
+    def forget(self, worker: Worker) -> None:
+        """Nothing to forget."""
+
+
+class LeastLoaded:
+    """The worker with the fewest outstanding tokens; equals take turns."""
+
+    wants_hashes = False
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes], now: float) -> Worker:
+        """The least loaded."""
+        count = len(workers)
+        if count == 1:
+            return workers[0]
+        self._turn += 1
+        best = workers[self._turn % count]
+        for offset in range(1, count):
+            worker = workers[(self._turn + offset) % count]
+            if worker.outstanding < best.outstanding:
+                best = worker
+        return best
+
+    def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int, now: float) -> None:
+        """Nothing to remember: the lifecycle counts outstanding tokens."""
+
+    def forget(self, worker: Worker) -> None:
+        """Nothing to forget."""
+
+
+class PrefixIndex:
+    """What one worker probably has cached: its latest block hashes, oldest evicted first."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+
+    def match(self, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks are present."""
+        blocks = self._blocks
+        for count, block in enumerate(hashes):
+            if block not in blocks:
+                return count
+        return len(hashes)
+
+    def add(self, hashes: Sequence[bytes]) -> None:
+        """Note these blocks as used last; a chain's tail is evicted before its head."""
+        blocks = self._blocks
+        for block in reversed(hashes):
+            blocks[block] = None
+            blocks.move_to_end(block)
+        while len(blocks) > self._capacity:
+            blocks.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+
+class PrefixAware:
+    """The least cost: tokens not cached there, plus load.
+
+    Load is what the worker has outstanding plus what it was given lately (decaying), above
+    the least of all candidates, weighted per role: a cached prefix saves prefill its whole
+    work, but decode only a transfer.
+    """
+
+    wants_hashes = True
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self._config = config
+        self._weights = {"prefill": config.prefill_load, "decode": config.decode_load}
+        self._indexes: dict[int, PrefixIndex] = {}
+        self._turn = 0
+
+    def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes], now: float) -> Worker:
+        """The cheapest; equals take turns."""
+        count = len(workers)
+        if count == 1:
+            return workers[0]
+        self._turn += 1
+        weight = self._weights[workers[0].role]
+        best, best_cost = workers[0], float("inf")
+        for offset in range(count):
+            worker = workers[(self._turn + offset) % count]
+            cost = weight * (worker.outstanding + self._decayed(worker, now))
+            if hashes:
+                cost -= self.cached(worker, hashes) * self._config.block_tokens
+            if cost < best_cost:
+                best, best_cost = worker, cost
+        return best
+
+    def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int, now: float) -> None:
+        """Count the work and remember the blocks."""
+        new = tokens - self.cached(worker, hashes) * self._config.block_tokens if hashes else tokens
+        worker.recent = self._decayed(worker, now) + max(0, new)
+        worker.recent_at = now
+        if hashes:
+            index = self._indexes.get(worker.incarnation)
+            if index is None:
+                index = self._indexes[worker.incarnation] = PrefixIndex(self._capacity(worker))
+            index.add(hashes)
+
+    def forget(self, worker: Worker) -> None:
+        """Its cache is lost."""
+        self._indexes.pop(worker.incarnation, None)
+
+    def cached(self, worker: Worker, hashes: Sequence[bytes]) -> int:
+        """Leading blocks the worker probably has."""
+        index = self._indexes.get(worker.incarnation)
+        return index.match(hashes) if index else 0
+
+    def _decayed(self, worker: Worker, now: float) -> float:
+        if not worker.recent:
+            return 0.0
+        age = (now - worker.recent_at) / self._config.half_life_s
+        return worker.recent * math.exp2(-age)
+
+    def _capacity(self, worker: Worker) -> int:
+        """Router blocks that fit into the worker's pool, at most what is configured."""
+        tokens = worker.load.kv_blocks_total * worker.card.layout.block_size
+        fits = tokens // self._config.block_tokens if tokens else self._config.index_blocks
+        return max(1, min(fits, self._config.index_blocks))
+
+
+def make_policy(config: PolicyConfig) -> Policy:
+    """The policy of this name."""
+    if config.name == "round_robin":
+        return RoundRobin()
+    if config.name == "least_loaded":
+        return LeastLoaded()
+    if config.name == "prefix_aware":
+        return PrefixAware(config)
+    raise ConfigError(f"unknown policy {config.name!r}")

@@ -1,0 +1,164 @@
+"""Saving requests: after a worker's death, after a lost message, after this router's own death.
+
+Invariant: a stream goes on from the position its client has, wherever that leads: with the
+worker that still holds the request when there is one, else by running prompt and emitted
+tokens again under a higher attempt. A request that keeps killing workers is given up.
+"""
+
+from __future__ import annotations
+
+from ..proto.errors import RequestPoisoned, WorkerLost
+from ..proto.messages import Adopt, PeerDead, RequestState
+from .events import ToWorker
+from .lifecycle import Lifecycle
+from .registry import Worker
+from .request import NEVER, Request, State, Step
+
+MAX_UNHEARD = 6
+"""Adopts without an answer after which a decode worker does not have the request."""
+
+Holder = tuple[Worker, RequestState]
+
+
+class Recovery:
+    """What to do when the ordinary way is interrupted."""
+
+    def __init__(self, life: Lifecycle, now: float) -> None:
+        self._life = life
+        self._until = now + life.config.recovery_s
+
+    # ------------------------------------------------------------------ this router was away
+
+    def resume(self, request: Request, now: float) -> None:
+        """Go on with an unknown request: find the worker that has it, or wait for its Hello."""
+        life = self._life
+        life.requests[request.key] = request
+        life.counters.submitted += 1
+        request.state = State.RECOVERING
+        holder = self._holder(request)
+        if holder is not None:
+            self._adopt(request, *holder, now)
+        elif now < self._until:
+            life.wake(request, self._until, now)
+        else:
+            life.requeue(request, now)
+
+    def introduced(self, worker: Worker, now: float) -> None:
+        """A worker said Hello: use what it holds of the requests known here."""
+        for held in list(worker.reported.values()):
+            request = self._life.requests.get(held.request)
+            if request is None or held.attempt < request.attempt:
+                continue
+            if request.state is State.RECOVERING:
+                self._adopt(request, worker, held, now)
+            elif request.state is State.RUNNING and not request.handed:
+                request.attempt = held.attempt
+                self.served_by(request, worker)
+                self.ask_again(request, now)
+            elif request.state is State.RUNNING and request.server is worker:
+                self.ask_again(request, now)
+
+    def reintroduced(self, worker: Worker, now: float) -> None:
+        """The same incarnation said Hello again: what it does not list it has lost."""
+        for request in list(worker.requests.values()):
+            held = worker.reported.get(request.key)
+            missing = held is None or held.attempt < request.attempt
+            if missing and request.server is worker:
+                self.lost(request, f"worker {worker.id} does not have it any more", now)
+        self.introduced(worker, now)
+
+    def _adopt(self, request: Request, worker: Worker, held: RequestState, now: float) -> None:
+        request.attempt = held.attempt
+        request.step(Step.ADOPT)
+        self.served_by(request, worker)
+        self.ask_again(request, now)
+
+    def _holder(self, request: Request) -> Holder | None:
+        """The live worker that reported the highest attempt; decode before prefill."""
+        best: Holder | None = None
+        best_rank = (request.attempt, False, -1)
+        for worker in self._life.registry.live():
+            held = worker.reported.get(request.key)
+            if held is not None:
+                rank = (held.attempt, worker.role == "decode", held.position)
+                if rank > best_rank:
+                    best, best_rank = (worker, held), rank
+        return best
+
+    # ------------------------------------------------------------------ messages were lost
+
+    def served_by(self, request: Request, worker: Worker) -> None:
+        """``worker`` turned out to have the current attempt."""
+        worker.requests[request.key] = request
+        if worker.role == "prefill":
+            request.prefill = request.server = worker
+            return
+        other = request.decode
+        if other is not None and other is not worker:
+            other.requests.pop(request.key, None)
+            other.outstanding -= request.decode_cost
+            request.decode_cost = 0
+        request.decode = worker
+        self._life.handed_over(request)
+
+    def ask_again(self, request: Request, now: float) -> None:
+        """Ask its worker for the tokens from ``next`` on, until it is heard."""
+        if not request.heard and request.retry_at != NEVER:
+            return  # already asking
+        request.heard = False
+        request.unheard = 0
+        request.backoff = self._life.config.adopt_retry_s
+        self.ask(request, now)
+
+    def ask(self, request: Request, now: float) -> None:
+        """Send the Adopt; a decode worker that never answers does not have the request."""
+        server = request.server
+        if server is None:
+            self.lost(request, "no worker is known to have it", now)
+            return
+        if server.role == "decode" and request.unheard >= MAX_UNHEARD:
+            self.lost(request, f"worker {server.id} does not have it", now)
+            return
+        request.unheard += 1
+        adopt = Adopt(request=request.key, position=request.next)
+        self._life.out.append(ToWorker(server.identity, adopt))
+        self._life.repeat_later(request, now, self._life.config.retry_ceiling_s)
+
+    # ------------------------------------------------------------------ workers died
+
+    def lose(self, worker: Worker, reason: str, now: float) -> None:
+        """A worker is finally dead: tell the others and save its requests."""
+        life = self._life
+        life.registry.bury(worker, reason)
+        life.placement.forget(worker)
+        life.log("worker.dead", worker=worker.id, role=worker.role, reason=reason)
+        dead = PeerDead(incarnation=worker.incarnation, endpoint=worker.endpoint)
+        for other in life.registry.live():
+            life.out.append(ToWorker(other.identity, dead))
+        affected = list(worker.requests.values())
+        there = sum(request.server is worker for request in affected)
+        for request in affected:
+            if request.server is worker:
+                request.deaths += 1
+                request.blame += 1 / there
+            self.lost(request, f"worker {worker.id} died: {reason}", now)
+        worker.requests.clear()
+        worker.aborts.clear()
+
+    def lost(self, request: Request, reason: str, now: float) -> None:
+        """The current attempt cannot be finished: run it again, unless that has no point."""
+        if request.state is not State.ASSIGNED and request.state is not State.RUNNING:
+            return
+        life, config = self._life, self._life.config
+        request.losses += 1
+        # Company at a death is no guilt: each request on the worker bears its share only.
+        if request.deaths >= config.poison_deaths and request.blame >= 1.0:
+            text = f"{request.deaths} workers died with this request; it is not tried again"
+            life.fail(request, RequestPoisoned(text), now)
+        elif request.losses >= config.max_attempts:
+            text = f"{request.losses} attempts were lost, the last because {reason}"
+            life.fail(request, WorkerLost(text), now)
+        else:
+            life.counters.replayed += 1
+            life.log("request.replayed", request_id=request.request_id, reason=reason)
+            life.requeue(request, now)

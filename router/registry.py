@@ -1,0 +1,318 @@
+"""The workers: who is there, who may take work, who is finally dead.
+
+Invariant: an incarnation that was declared dead never comes back; a worker that was only
+stopped must register anew with another one. All live workers serve one model.
+
+Pure: told of messages and of time, it decides states. What follows for the requests is the
+lifecycle's business.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from ..proto.endpoints import check_endpoint
+from ..proto.errors import (
+    BatonError,
+    EndpointDead,
+    EndpointDraining,
+    EndpointUnknown,
+    InternalError,
+    ModelMismatch,
+    ProtocolError,
+    VersionMismatch,
+)
+from ..proto.layout import ModelCard
+from ..proto.limits import PROTOCOL_VERSION
+from ..proto.messages import Heartbeat, Hello, RequestState, WorkerLoad
+
+if TYPE_CHECKING:
+    from .config import RouterConfig
+    from .request import Request
+
+KEEP_GONE = 64
+"""Dead and refused workers still listed."""
+KEEP_DEAD_INCARNATIONS = 4096
+AFTER_STALL_S = 0.3
+"""Time for heartbeats to come in after this process did not run itself."""
+
+
+class WorkerState(Enum):
+    """Where a worker stands."""
+
+    JOINING = "joining"  # said Hello, not checked yet
+    READY = "ready"
+    DRAINING = "draining"  # finishes what it has
+    REFUSED = "refused"  # does not fit the cluster
+    DEAD = "dead"
+
+    __hash__ = object.__hash__
+
+
+WORKER_TRANSITIONS: dict[WorkerState, frozenset[WorkerState]] = {
+    WorkerState.JOINING: frozenset(
+        {WorkerState.READY, WorkerState.DRAINING, WorkerState.REFUSED, WorkerState.DEAD}
+    ),
+    WorkerState.READY: frozenset({WorkerState.DRAINING, WorkerState.DEAD}),
+    WorkerState.DRAINING: frozenset({WorkerState.DEAD}),
+    WorkerState.REFUSED: frozenset({WorkerState.DEAD}),
+    WorkerState.DEAD: frozenset(),
+}
+
+
+class Worker:
+    """One incarnation of a worker.
+
+    ``outstanding``: tokens assigned and not yet done. ``recent``: tokens assigned lately,
+    decaying. ``requests``: what depends on this worker. ``reported``: what its last Hello said
+    it holds. ``aborts``: attempts to be freed there, by key: ``(attempt, repeat at, give up at)``.
+    """
+
+    __slots__ = (
+        "aborts", "busy", "card", "drain_at", "endpoint", "id", "identity", "incarnation",
+        "load", "max_batch", "outstanding", "pid", "pool", "progress", "progress_at", "reason",
+        "recent", "recent_at", "reported", "requests", "role", "seen_at", "state", "step_s",
+    )  # fmt: skip
+
+    def __init__(self, identity: bytes, hello: Hello, now: float) -> None:
+        self.identity = identity
+        self.id = hello.worker
+        self.role = hello.role
+        self.incarnation = hello.incarnation
+        self.pid = hello.pid
+        self.endpoint = hello.endpoint
+        self.pool = hello.pool
+        self.card: ModelCard = hello.model
+        self.max_batch = hello.max_batch
+        self.load: WorkerLoad = hello.load
+        self.state = WorkerState.JOINING
+        self.reason = ""
+        self.seen_at = self.progress_at = now
+        self.progress = -1
+        self.busy = False
+        self.step_s = 0.0
+        self.outstanding = 0
+        self.recent = 0.0
+        self.recent_at = now
+        self.requests: dict[bytes, Request] = {}
+        self.reported: dict[bytes, RequestState] = {r.request: r for r in hello.requests}
+        self.aborts: dict[bytes, tuple[int, float, float]] = {}
+        self.drain_at = float("inf")  # when to repeat an operator's Drain
+
+    def enter(self, state: WorkerState, reason: str = "") -> None:
+        """Change state; what the table does not allow is our own bug and raises."""
+        if state not in WORKER_TRANSITIONS[self.state]:
+            raise InternalError(f"worker cannot go from {self.state.value} to {state.value}")
+        self.state = state
+        self.reason = reason
+
+    @property
+    def live(self) -> bool:
+        """Whether messages to it make sense."""
+        return self.state is WorkerState.READY or self.state is WorkerState.DRAINING
+
+
+class Registry:
+    """All workers, live and lately dead."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._by_identity: dict[bytes, Worker] = {}
+        self._live: dict[str, Worker] = {}  # by endpoint
+        self._gone: OrderedDict[str, Worker] = OrderedDict()  # dead or refused, by worker id
+        self._dead_incarnations: OrderedDict[int, None] = OrderedDict()
+        self._ready: dict[tuple[str, str | None], list[Worker]] = {}
+        self.card: ModelCard | None = None
+        self.ever_ready = False
+
+    # ------------------------------------------------------------------ look up
+
+    def by_identity(self, identity: bytes) -> Worker | None:
+        """The worker behind a connection, or None before its Hello."""
+        return self._by_identity.get(identity)
+
+    def find(self, name: str) -> Worker | None:
+        """A live worker by its id or endpoint."""
+        worker = self._live.get(name)
+        if worker is not None:
+            return worker
+        return next((w for w in self._live.values() if w.id == name), None)
+
+    def live(self) -> list[Worker]:
+        """All workers messages can be sent to."""
+        return list(self._live.values())
+
+    def listed(self) -> list[Worker]:
+        """All workers for the operator: live ones, then dead and refused ones not replaced."""
+        return [*self._live.values(), *self._gone.values()]
+
+    def ready(self, role: str, pool: str | None = None) -> list[Worker]:
+        """Workers of ``role`` (and pool) that take new work."""
+        found = self._ready.get((role, pool))
+        if found is None:
+            found = [
+                worker
+                for worker in self._live.values()
+                if worker.state is WorkerState.READY
+                and worker.role == role
+                and pool in (None, worker.pool)
+            ]
+            self._ready[role, pool] = found
+        return found
+
+    @property
+    def slots(self) -> int:
+        """Batch slots of all ready decode workers."""
+        return sum(worker.max_batch for worker in self.ready("decode"))
+
+    def resolve(self, endpoint: str) -> Worker:
+        """The worker a target_endpoint names, if it takes new work.
+
+        Raises EndpointUnknown, EndpointDead or EndpointDraining.
+        """
+        worker = self._live.get(endpoint)
+        if worker is not None:
+            if worker.state is WorkerState.DRAINING:
+                raise EndpointDraining(f"worker {worker.id} at {endpoint} is draining")
+            return worker
+        for gone in self._gone.values():
+            if gone.endpoint == endpoint and gone.state is WorkerState.DEAD:
+                raise EndpointDead(f"worker {gone.id} at {endpoint} is dead: {gone.reason}")
+        raise EndpointUnknown(f"target_endpoint {endpoint!r} names no worker")
+
+    # ------------------------------------------------------------------ change
+
+    def join(self, identity: bytes, hello: Hello, now: float) -> Worker:
+        """Register a worker that said Hello; raises the reason it cannot take part."""
+        self._check(hello)
+        worker = Worker(identity, hello, now)
+        mismatch = self.card.mismatch(hello.model) if self.card else None
+        if mismatch:
+            field, ours, theirs = mismatch
+            reason = f"{field} is {theirs}, the cluster has {ours}"
+            worker.enter(WorkerState.REFUSED, reason)
+            self._list_gone(worker)
+            raise ModelMismatch(reason)
+        worker.enter(WorkerState.DRAINING if hello.draining else WorkerState.READY)
+        self.card = self.card or hello.model
+        self._by_identity[identity] = worker
+        self._live[worker.endpoint] = worker
+        self._gone.pop(worker.id, None)
+        self._changed()
+        return worker
+
+    def rejoin(self, worker: Worker, identity: bytes, hello: Hello, now: float) -> None:
+        """The same incarnation said Hello again, perhaps over another connection."""
+        if worker.identity != identity:
+            self._by_identity.pop(worker.identity, None)
+            self._by_identity[identity] = worker
+            worker.identity = identity
+        worker.reported = {r.request: r for r in hello.requests}
+        worker.load = hello.load
+        worker.seen_at = worker.progress_at = now
+        if hello.draining:
+            self.drain(worker)
+
+    def known(self, incarnation: int) -> Worker | None:
+        """The live worker of this incarnation."""
+        return next((w for w in self._live.values() if w.incarnation == incarnation), None)
+
+    def replaced_by(self, hello: Hello) -> list[Worker]:
+        """Live workers whose name or endpoint a new incarnation takes over."""
+        return [
+            worker
+            for worker in self._live.values()
+            if hello.incarnation != worker.incarnation
+            and (worker.id == hello.worker or worker.endpoint == hello.endpoint)
+        ]
+
+    def drain(self, worker: Worker) -> None:
+        """Give the worker no new work."""
+        if worker.state is WorkerState.READY:
+            worker.enter(WorkerState.DRAINING)
+            self._changed()
+
+    def bury(self, worker: Worker, reason: str) -> None:
+        """Declare this incarnation finally dead."""
+        worker.enter(WorkerState.DEAD, reason)
+        self._by_identity.pop(worker.identity, None)
+        if self._live.get(worker.endpoint) is worker:
+            del self._live[worker.endpoint]
+        self._dead_incarnations[worker.incarnation] = None
+        while len(self._dead_incarnations) > KEEP_DEAD_INCARNATIONS:
+            self._dead_incarnations.popitem(last=False)
+        self._list_gone(worker)
+        self._changed()
+
+    def leave_model(self) -> None:
+        """Nobody serves the model and nothing runs: the next worker may bring another."""
+        if not self._live:
+            self.card = None
+
+    # ------------------------------------------------------------------ health
+
+    def beat(self, worker: Worker, beat: Heartbeat, now: float) -> None:
+        """Note a heartbeat."""
+        worker.seen_at = now
+        if beat.progress != worker.progress or not beat.busy:
+            worker.progress_at = now
+        worker.progress = beat.progress
+        worker.busy = beat.busy
+        worker.step_s = beat.step_s
+        worker.load = beat.load
+        if beat.draining:
+            self.drain(worker)
+
+    def stalled(self, now: float) -> None:
+        """The router itself did not run for a while: give everyone a moment to be heard."""
+        config = self._config
+        for worker in self._live.values():
+            seen = now + AFTER_STALL_S - config.heartbeat_timeout_s
+            worker.seen_at = max(worker.seen_at, seen)
+            limit = max(config.hang_floor_s, config.hang_factor * worker.step_s)
+            worker.progress_at = max(worker.progress_at, now + AFTER_STALL_S - limit)
+
+    def failing(self, now: float) -> list[tuple[Worker, str]]:
+        """Live workers that are dead by their silence or hang, with the reason."""
+        found = []
+        config = self._config
+        for worker in self._live.values():
+            if now - worker.seen_at > config.heartbeat_timeout_s:
+                found.append((worker, f"no heartbeat for {now - worker.seen_at:.1f} s"))
+            elif worker.busy:
+                limit = max(config.hang_floor_s, config.hang_factor * worker.step_s)
+                if now - worker.progress_at > limit:
+                    found.append((worker, f"no progress for {now - worker.progress_at:.1f} s"))
+        return found
+
+    # ------------------------------------------------------------------ inner
+
+    def _check(self, hello: Hello) -> None:
+        check_endpoint(hello.endpoint)
+        error: BatonError | None = None
+        if hello.version != PROTOCOL_VERSION:
+            error = VersionMismatch(
+                f"worker {hello.worker} speaks protocol {hello.version}, not {PROTOCOL_VERSION}"
+            )
+        elif hello.incarnation in self._dead_incarnations:
+            error = EndpointDead(
+                f"incarnation {hello.incarnation} is finally dead; register with a new one"
+            )
+        elif hello.role not in ("prefill", "decode"):
+            error = ProtocolError(f"role is {hello.role!r}; known are prefill and decode")
+        if error:
+            raise error
+
+    def _list_gone(self, worker: Worker) -> None:
+        self._gone.pop(worker.id, None)
+        if self.find(worker.id) is None:
+            self._gone[worker.id] = worker
+        while len(self._gone) > KEEP_GONE:
+            self._gone.popitem(last=False)
+
+    def _changed(self) -> None:
+        self._ready.clear()
+        if not self.ever_ready:
+            self.ever_ready = bool(self.ready("prefill")) and bool(self.ready("decode"))

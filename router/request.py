@@ -1,0 +1,209 @@
+"""One request as the router sees it, and every state it may take.
+
+Invariant: a request ends once; what may follow what is :data:`TRANSITIONS`, and a step that
+is not in the table raises. The record knows no socket and no clock.
+
+::
+
+          submit                   resume, unknown here
+            v                              v
+          QUEUED <------ requeue ----- RECOVERING
+           |  ^                            |
+    assign |  | requeue                    | adopt
+           v  |                            v
+         ASSIGNED -- accept, tokens --> RUNNING -- requeue --> QUEUED
+
+    any of these -- end --> ENDED -- acknowledged, expired --> FORGOTTEN
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from ..proto.errors import InternalError
+from ..proto.messages import Terminal, TokenRun
+from ..proto.outputs import TokenLogProbs
+from ..proto.wire import WireContext
+
+if TYPE_CHECKING:
+    from .clients import Client
+    from .registry import Worker
+
+
+class State(Enum):
+    """Where a request stands."""
+
+    RECOVERING = "recovering"  # resumed after a restart: workers may still report it
+    QUEUED = "queued"  # waits for workers
+    ASSIGNED = "assigned"  # sent to a prefill worker that has not answered yet
+    RUNNING = "running"  # a worker has it
+    ENDED = "ended"  # its terminal is known and kept until acknowledged
+    FORGOTTEN = "forgotten"
+
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is slow
+
+
+class Step(Enum):
+    """What moves a request on."""
+
+    ASSIGN = "assign"
+    ACCEPT = "accept"
+    ADOPT = "adopt"
+    REQUEUE = "requeue"
+    END = "end"
+    FORGET = "forget"
+
+    __hash__ = object.__hash__
+
+
+TRANSITIONS: dict[tuple[State, Step], State] = {
+    (State.RECOVERING, Step.ADOPT): State.RUNNING,
+    (State.RECOVERING, Step.REQUEUE): State.QUEUED,
+    (State.RECOVERING, Step.END): State.ENDED,
+    (State.QUEUED, Step.ASSIGN): State.ASSIGNED,
+    (State.QUEUED, Step.END): State.ENDED,
+    (State.ASSIGNED, Step.ACCEPT): State.RUNNING,
+    (State.ASSIGNED, Step.REQUEUE): State.QUEUED,
+    (State.ASSIGNED, Step.END): State.ENDED,
+    (State.RUNNING, Step.REQUEUE): State.QUEUED,
+    (State.RUNNING, Step.END): State.ENDED,
+    (State.ENDED, Step.FORGET): State.FORGOTTEN,
+}
+"""Every legal step."""
+
+RECORD_BYTES = 2048
+"""Memory of a record without its arrays, rounded up."""
+NEVER = float("inf")
+
+
+class Request:
+    """One request from its admission until its terminal is acknowledged.
+
+    ``base``: position of the first generated token. ``next``: position of the next token to
+    pass on; ``emitted`` holds all below it. ``server``: the worker it runs on as far as is
+    known; ``handed``: the decode worker was heard, so prefill is no longer needed.
+    """
+
+    __slots__ = (
+        "attempt", "avoid", "backoff", "base", "blame", "bytes", "client", "context", "deadline",
+        "deaths", "decode", "decode_cost", "decode_tries", "due_at", "emitted", "grace_until",
+        "handed", "hashes", "heard", "key", "limit", "logprobs", "losses", "next", "patience",
+        "pending", "pin", "pool", "prefill", "prefill_cost", "queued_tokens", "request_id",
+        "retry_at", "sent", "server", "slot", "started", "state", "strict", "terminal",
+        "unchecked", "unheard",
+    )  # fmt: skip
+
+    def __init__(
+        self, key: bytes, request_id: str, context: WireContext, deadline: float, attempt: int
+    ) -> None:
+        self.key = key
+        self.request_id = request_id
+        self.context = context
+        self.deadline = deadline
+        self.limit = deadline  # earlier while its client is away
+        self.attempt = attempt
+        self.state = State.QUEUED
+        self.client: Client | None = None
+        self.base = self.next = len(context.tokens)
+        self.emitted = array("i")
+        self.logprobs: list[TokenLogProbs | None] | None = [] if context.log_probabilities else None
+        self.sent = -1  # first token a slow client was not given, -1 when it has all
+
+        self.pool: str | None = None
+        self.pin: tuple[str, str] | None = None  # role and endpoint the client named
+        self.strict = False
+        self.unchecked = False  # no worker had told the model when it was submitted
+
+        self.prefill: Worker | None = None
+        self.decode: Worker | None = None
+        self.server: Worker | None = None
+        self.handed = False
+        self.started = False  # its first token was seen, so no prompt is waiting any more
+        self.heard = True  # since the last Adopt
+        self.unheard = 0  # Adopts without an answer
+        self.prefill_cost = self.decode_cost = 0
+
+        self.terminal: Terminal | None = None
+        self.pending: Terminal | None = None  # waits for tokens that are missing
+
+        self.deaths = 0  # workers that died with it
+        self.blame = 0.0  # each death shared among all requests on that worker
+        self.losses = 0
+        self.decode_tries = 0
+        self.avoid: set[int] | None = None  # incarnations not to ask again in this round
+        self.hashes: list[bytes] | None = None
+
+        self.bytes = 0  # what admission charged
+        self.queued_tokens = 0
+        self.grace_until = NEVER
+        self.retry_at = NEVER
+        self.backoff = 0.0  # of what is repeated now
+        self.patience = 0.0  # of refusals for want of room
+        self.slot = -1
+        self.due_at = NEVER
+
+    def step(self, step: Step) -> None:
+        """Move on; a step the table does not know is our own bug and raises."""
+        try:
+            self.state = TRANSITIONS[self.state, step]
+        except KeyError:
+            raise InternalError(f"request cannot {step.value} when {self.state.value}") from None
+
+    @property
+    def done(self) -> bool:
+        """Whether its terminal is known."""
+        return self.state is State.ENDED or self.state is State.FORGOTTEN
+
+    @property
+    def remaining(self) -> int:
+        """Most tokens it may still generate."""
+        return max(0, new_tokens(self.context) - len(self.emitted))
+
+    def keep(self, run: TokenRun) -> None:
+        """Remember a run that starts at ``next``."""
+        tokens = run.tokens
+        self.emitted.extend(tokens)
+        self.next += len(tokens)
+        if self.logprobs is not None:
+            self.logprobs.extend(run.logprobs or [None] * len(tokens))
+
+    def run_from(self, position: int) -> TokenRun | None:
+        """All kept tokens from ``position`` on as one run, or None when there are none."""
+        start = max(0, position - self.base)
+        tokens = self.emitted[start:].tolist()
+        if not tokens:
+            return None
+        return TokenRun(
+            self.key, self.attempt, self.base + start, tokens, self._logprobs_from(start)
+        )
+
+    def _logprobs_from(self, start: int) -> list[TokenLogProbs] | None:
+        if self.logprobs is None:
+            return None
+        known = [entry for entry in self.logprobs[start:] if entry is not None]
+        # Tokens a resuming client brought itself have none, and it does not ask for them.
+        return known if len(known) == len(self.logprobs) - start else None
+
+
+def new_tokens(context: WireContext) -> int:
+    """Most tokens a context may generate."""
+    room = context.max_length - len(context.tokens)
+    asked = context.sampling.max_new_tokens
+    return max(0, room if asked is None else min(room, asked))
+
+
+def context_bytes(context: WireContext) -> int:
+    """Upper bound of the memory a request may take until its end, in bytes."""
+    per_token = 4 + (160 + 100 * context.log_probabilities if context.log_probabilities else 0)
+    lists: Sequence[Sequence[int]] = (context.eos_token_ids, *context.eos_sequences)
+    total = RECORD_BYTES + context.tokens.nbytes + per_token * new_tokens(context)
+    for ids in lists:
+        total += 96 + 40 * len(ids)
+    if context.json_schema is not None:
+        total += 4 * len(context.json_schema)
+    for text in context.sampling.stop or ():
+        total += 49 + 4 * len(text)
+    return total

@@ -1,0 +1,109 @@
+"""What the clock brings: deadlines, repetitions, silent and hanging workers.
+
+Invariant: everything that waits for somebody's answer is looked at again, and everything
+ends at its deadline, whoever stays silent.
+"""
+
+from __future__ import annotations
+
+from ..proto.errors import DeadlineExceeded
+from ..proto.messages import Abort, Drain
+from .events import ToWorker
+from .lifecycle import Lifecycle
+from .recovery import Recovery
+from .registry import Worker, WorkerState
+from .request import NEVER, Request, State
+
+WORKERS_EVERY_S = 0.05
+"""How often workers are looked at."""
+STALL_S = 0.5
+"""A longer gap between two looks was this process's own pause."""
+
+
+class Timers:
+    """Evaluates all timers of the router."""
+
+    def __init__(self, life: Lifecycle, recovery: Recovery, now: float) -> None:
+        self._life = life
+        self._recovery = recovery
+        self._workers_at = now
+        self._workers_next = now
+        self._rates_next = now
+
+    def next_time(self) -> float:
+        """When :meth:`tick` has something to do, at the latest."""
+        requests = self._life.wheel.next_time()
+        return self._workers_next if requests is None else min(requests, self._workers_next)
+
+    def tick(self, now: float) -> None:
+        """Do what is due."""
+        for request in self._life.wheel.due(now):
+            self._request(request, now)
+        if now >= self._workers_next:
+            self._workers(now)
+        if now >= self._rates_next:
+            self._rates_next = now + 1.0
+            self._life.admission.roll(now)
+
+    # ------------------------------------------------------------------ requests
+
+    def _request(self, request: Request, now: float) -> None:
+        life = self._life
+        if now >= request.limit:
+            self._over(request, now)
+        elif now < request.retry_at:
+            life.wake(request, request.retry_at, now)
+        elif request.state is State.ASSIGNED:
+            life.assign(request, now)
+        elif request.state is State.QUEUED:
+            life.place(request, now)
+        elif request.state is State.RECOVERING:
+            life.requeue(request, now)
+        elif request.state is State.ENDED:
+            life.tell_end(request, now)
+        elif not request.heard or request.pending is not None:
+            self._recovery.ask(request, now)
+        else:
+            life.wake(request, NEVER, now)
+
+    def _over(self, request: Request, now: float) -> None:
+        """Its deadline passed, its terminal is old, or its client stayed away too long."""
+        life = self._life
+        if request.state is State.ENDED:
+            life.forget(request)
+        elif now >= request.deadline:
+            made = len(request.emitted)
+            text = f"the deadline passed while {request.state.value}, after {made} tokens"
+            life.fail(request, DeadlineExceeded(text), now)
+        else:
+            life.cancel(request, now, "client gone")
+            life.forget(request)
+
+    # ------------------------------------------------------------------ workers
+
+    def _workers(self, now: float) -> None:
+        registry = self._life.registry
+        if now - self._workers_at > STALL_S:
+            registry.stalled(now)
+        self._workers_at = now
+        self._workers_next = now + WORKERS_EVERY_S
+        for worker, reason in registry.failing(now):
+            self._recovery.lose(worker, reason, now)
+        for worker in registry.live():
+            if worker.aborts:
+                self._repeat_aborts(worker, now)
+            if now >= worker.drain_at and worker.state is WorkerState.DRAINING:
+                worker.drain_at = now + self._life.config.retry_ceiling_s
+                self._life.out.append(ToWorker(worker.identity, Drain()))
+
+    def _repeat_aborts(self, worker: Worker, now: float) -> None:
+        later = now + self._life.config.abort_retry_s
+        for key, (attempt, repeat_at, until) in list(worker.aborts.items()):
+            if now >= until:
+                del worker.aborts[key]
+                continue
+            if now >= repeat_at:
+                abort = Abort(request=key, attempt=attempt, reason="repeated")
+                self._life.out.append(ToWorker(worker.identity, abort))
+            if now >= repeat_at or repeat_at == NEVER:
+                worker.aborts[key] = (attempt, later, until)

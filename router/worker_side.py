@@ -1,0 +1,364 @@
+"""What workers say: who they are, what they have, the tokens they make.
+
+Invariant: of every request only tokens of the current attempt at exactly the next position
+pass, whatever workers repeat, lose or reorder; what a lower attempt says is answered with an
+Abort. A step's tokens for one client leave as one message with the runs as they came.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import ClassVar
+
+from ..proto.errors import BatonError, HandoffFailed
+from ..proto.messages import (
+    Aborted,
+    Accepted,
+    Busy,
+    Drained,
+    HandoffReport,
+    Heartbeat,
+    Hello,
+    Message,
+    Moved,
+    PeerLost,
+    Ping,
+    Pong,
+    Rejected,
+    Terminal,
+    TerminalAck,
+    TokenRun,
+    Tokens,
+    Welcome,
+)
+from .clients import Client
+from .events import ToClient, ToWorker
+from .lifecycle import Lifecycle
+from .recovery import Recovery
+from .registry import Worker
+from .request import NEVER, Request, State
+from .status import Handoffs
+
+_RUNNING = State.RUNNING
+_ASSIGNED = State.ASSIGNED
+REMEMBER_REPORTS = 4096
+
+
+class WorkerSide:
+    """Handles every message of WorkerToRouter."""
+
+    def __init__(
+        self,
+        life: Lifecycle,
+        recovery: Recovery,
+        handoffs: Handoffs,
+        drained: Callable[[str], None],
+        incarnation: int,
+    ) -> None:
+        self._life = life
+        self._recovery = recovery
+        self._handoffs = handoffs
+        self._drained = drained
+        self._incarnation = incarnation
+        self._reported: OrderedDict[tuple[bytes, int], None] = OrderedDict()
+
+    def handle(self, identity: bytes, message: Message, now: float) -> None:
+        """Take one message."""
+        worker = self._life.registry.by_identity(identity)
+        if worker is not None:
+            self._handlers[type(message)](self, worker, message, now)
+        elif type(message) is Hello:
+            self._join(identity, message, now)
+        else:
+            text = "say Hello first"
+            self._say(identity, Rejected(code="endpoint_unknown", message=text))
+
+    def gone(self, identity: bytes, now: float) -> None:
+        """A worker's connection was lost."""
+        worker = self._life.registry.by_identity(identity)
+        if worker is not None:
+            self._recovery.lose(worker, "the connection was lost", now)
+            self._drained(worker.id)
+
+    # ------------------------------------------------------------------ membership
+
+    def _join(self, identity: bytes, hello: Hello, now: float) -> None:
+        registry = self._life.registry
+        known = registry.known(hello.incarnation)
+        if known is not None:
+            self._rejoin(known, identity, hello, now)
+            return
+        for old in registry.replaced_by(hello):
+            self._recovery.lose(old, "a new incarnation took its place", now)
+        if not self._life.admission.requests:
+            registry.leave_model()
+        try:
+            worker = registry.join(identity, hello, now)
+        except BatonError as error:
+            self._life.log("worker.refused", worker=hello.worker, reason=str(error))
+            self._say(identity, Rejected(code=error.code, message=str(error)))
+            return
+        self._life.log("worker.joined", worker=worker.id, role=worker.role, pid=worker.pid)
+        self._welcome(identity)
+        self._recovery.introduced(worker, now)
+        self._life.retry_waiting(now)
+
+    def _hello(self, worker: Worker, hello: Hello, now: float) -> None:
+        """Hello over a connection that has a worker: the same one again, or its successor."""
+        self._join(worker.identity, hello, now)
+
+    def _rejoin(self, worker: Worker, identity: bytes, hello: Hello, now: float) -> None:
+        self._life.registry.rejoin(worker, identity, hello, now)
+        self._welcome(identity)
+        self._recovery.reintroduced(worker, now)
+
+    def _welcome(self, identity: bytes) -> None:
+        name = self._life.config.name
+        self._say(identity, Welcome(router=name, incarnation=self._incarnation))
+
+    def _heartbeat(self, worker: Worker, beat: Heartbeat, now: float) -> None:
+        if beat.incarnation == worker.incarnation:
+            self._life.registry.beat(worker, beat, now)
+
+    def _on_drained(self, worker: Worker, message: Drained, _now: float) -> None:
+        self._life.registry.drain(worker)
+        worker.drain_at = NEVER
+        self._drained(worker.id)
+
+    # ------------------------------------------------------------------ tokens
+
+    def _tokens(self, worker: Worker, message: Tokens, now: float) -> None:
+        """The hot path: one dictionary look-up and a few comparisons per run."""
+        requests = self._life.requests
+        touched: list[Client] = []
+        total = 0
+        for run in message.runs:
+            request = requests.get(run.request)
+            if (
+                request is None
+                or run.position != request.next
+                or run.attempt != request.attempt
+                or request.server is not worker
+                or request.state is not _RUNNING
+            ):
+                checked = self._irregular(worker, request, run, now)
+                if checked is None or request is None:
+                    continue
+                run = checked
+            total += len(run.tokens)
+            request.keep(run)
+            client = request.client
+            if client is not None:
+                if client.behind:
+                    if request.sent < 0:
+                        request.sent = run.position
+                else:
+                    if not client.runs:
+                        touched.append(client)
+                    client.runs.append(run)
+            if not request.heard or request.pending is not None or not request.started:
+                self._first_heard(request, touched, now)
+        self._life.admission.tokens.add(total)
+        self._flush(touched)
+
+    def _flush(self, touched: list[Client]) -> None:
+        out = self._life.out
+        for client in touched:
+            if client.runs:
+                out.append(ToClient(client.identity, Tokens(runs=client.runs)))
+                client.runs = []
+
+    def _first_heard(self, request: Request, touched: list[Client], now: float) -> None:
+        """What a run can bring about beyond its tokens; rare after the first."""
+        request.heard = True
+        if not request.started:
+            request.started = True
+            self._life.admission.started(request)
+        pending = request.pending
+        if pending is not None and request.next >= pending.position:
+            self._flush(touched)
+            self._finish(request, pending, now)
+
+    def _irregular(
+        self, worker: Worker, request: Request | None, run: TokenRun, now: float
+    ) -> TokenRun | None:
+        """A run that is not simply the next one: learn from it; the part that passes, if any."""
+        if not self._current(worker, request, run.request, run.attempt) or request is None:
+            return None
+        if request.state is _ASSIGNED:
+            self._life.accepted(request)
+        # A handed-over request's first token may come late from the prefill worker.
+        if request.server is not worker and not (request.handed and worker.role == "prefill"):
+            self._recovery.served_by(request, worker)
+        if run.position > request.next:
+            self._recovery.ask_again(request, now)
+            return None
+        skip = request.next - run.position
+        request.heard = True
+        if skip >= len(run.tokens):
+            return None
+        if not skip:
+            return run
+        logprobs = None if run.logprobs is None else run.logprobs[skip:]
+        return TokenRun(run.request, run.attempt, request.next, run.tokens[skip:], logprobs)
+
+    def _current(self, worker: Worker, request: Request | None, key: bytes, attempt: int) -> bool:
+        """Whether a worker's word counts; what it holds of a lower attempt is aborted."""
+        life = self._life
+        if request is None:
+            if attempt <= life.last_attempt(key):
+                # Forgotten here, so nobody waits for it any more.
+                life.abort_on(worker, key, attempt, NEVER, "unknown")
+            return False
+        if request.state is not _RUNNING and request.state is not _ASSIGNED:
+            if request.done and attempt <= request.attempt:
+                life.abort_on(worker, key, attempt, request.deadline, "ended")
+            return False
+        if attempt < request.attempt:
+            life.abort_on(worker, key, attempt, request.deadline, "superseded")
+            return False
+        request.attempt = attempt  # a higher one: another router knew more
+        return True
+
+    # ------------------------------------------------------------------ ends
+
+    def _terminal(self, worker: Worker, message: Terminal, now: float) -> None:
+        key, attempt = message.request, message.attempt
+        request = self._life.requests.get(key)
+        running = request is not None and (request.state is _RUNNING or request.state is _ASSIGNED)
+        if request is None or not running or attempt < request.attempt:
+            if request is None or request.state is not State.RECOVERING:
+                self._acknowledge(worker, message)
+            return
+        request.attempt = attempt
+        self._life.accepted(request)
+        if request.server is not worker:
+            self._recovery.served_by(request, worker)
+        if message.position > request.next and message.code is None:
+            request.pending = message  # not acknowledged: the worker keeps the tokens
+            self._recovery.ask_again(request, now)
+            return
+        self._finish(request, message, now)
+
+    def _finish(self, request: Request, message: Terminal, now: float) -> None:
+        """All tokens are here: acknowledge, and end the request as the worker says."""
+        worker = request.server
+        if worker is not None:
+            self._acknowledge(worker, message)
+        if message.code == HandoffFailed.code:
+            self._recovery.lost(request, message.message or "the handoff failed", now)
+            return
+        self._life.end(request, message, now)
+
+    def _acknowledge(self, worker: Worker, message: Terminal) -> None:
+        ack = TerminalAck(requests=[(message.request, message.attempt)])
+        self._life.out.append(ToWorker(worker.identity, ack))
+
+    # ------------------------------------------------------------------ answers to Assign
+
+    def _accepted(self, worker: Worker, message: Accepted, _now: float) -> None:
+        request = self._life.requests.get(message.request)
+        if request is not None and request.done:
+            return  # it ended before this word came
+        if self._current(worker, request, message.request, message.attempt) and request:
+            self._life.accepted(request)
+
+    def _busy(self, worker: Worker, message: Busy, now: float) -> None:
+        """No room there: choose again, and after a few tries leave the cluster some time."""
+        request = self._life.requests.get(message.request)
+        if request is None or message.attempt != request.attempt or request.handed:
+            return
+        if request.state is not _ASSIGNED and request.state is not _RUNNING:
+            return
+        full = request.decode if message.decode_full else worker
+        avoid = request.avoid = request.avoid or set()
+        if full is not None:
+            avoid.add(full.incarnation)
+        request.decode_tries += message.decode_full
+        tries = self._life.config.decode_tries
+        delay = 0.0
+        if message.decode_full and request.decode_tries % tries == 0:
+            request.avoid = None
+            delay = self._life.back_off(request, message.retry_after, now)
+        self._life.requeue(request, now, delay)
+
+    def _aborted(self, worker: Worker, message: Aborted, now: float) -> None:
+        """It holds nothing of this attempt; if the attempt should run there, run it again."""
+        key, attempt = message.request, message.attempt
+        waiting = worker.aborts.get(key)
+        if waiting is not None and attempt >= waiting[0]:
+            del worker.aborts[key]
+            if attempt == waiting[0]:
+                return
+        request = self._life.requests.get(key)
+        if request is None or worker not in (request.prefill, request.server):
+            return
+        unknown_there = not attempt and not request.heard and request.server is worker
+        if unknown_there or attempt >= request.attempt:
+            if request.handed and worker is request.prefill:
+                return
+            request.attempt = max(request.attempt, attempt)
+            self._recovery.lost(request, f"worker {worker.id} does not have it", now)
+
+    def _peer_lost(self, worker: Worker, message: PeerLost, now: float) -> None:
+        request = self._life.requests.get(message.request)
+        if request is None or message.attempt != request.attempt or request.handed:
+            return
+        avoid = request.avoid = request.avoid or set()
+        if request.decode is not None:
+            avoid.add(request.decode.incarnation)
+        reason = f"worker {worker.id} cannot reach {message.endpoint}: {message.reason}"
+        self._recovery.lost(request, reason, now)
+
+    def _handoff(self, worker: Worker, message: HandoffReport, _now: float) -> None:
+        done = (message.request, message.attempt)
+        if done in self._reported:
+            return
+        self._reported[done] = None
+        if len(self._reported) > REMEMBER_REPORTS:
+            self._reported.popitem(last=False)
+        self._handoffs.add(message)
+        request = self._life.requests.get(message.request)
+        if request is None or message.attempt != request.attempt or request.handed:
+            return
+        if request.state is _ASSIGNED:
+            self._life.accepted(request)
+        if request.state is _RUNNING and request.decode is not None:
+            self._life.handed_over(request)
+
+    def _moved(self, worker: Worker, message: Moved, _now: float) -> None:
+        """Another router serves the request now; its workers go on."""
+        request = self._life.requests.get(message.request)
+        if request is None or request.done:
+            return
+        if request.client is not None:
+            self._life.out.append(ToClient(request.client.identity, message))
+        self._life.leave(request)
+
+    # ------------------------------------------------------------------ small talk
+
+    def _ping(self, worker: Worker, message: Ping, _now: float) -> None:
+        self._say(worker.identity, Pong(nonce=message.nonce))
+
+    def _pong(self, worker: Worker, message: Pong, _now: float) -> None:
+        """Heard; there is nothing to do."""
+
+    def _say(self, identity: bytes, message: Message) -> None:
+        self._life.out.append(ToWorker(identity, message))
+
+    _handlers: ClassVar[dict[type, Callable[..., None]]] = {
+        Tokens: _tokens,
+        Heartbeat: _heartbeat,
+        Accepted: _accepted,
+        Terminal: _terminal,
+        HandoffReport: _handoff,
+        Busy: _busy,
+        Aborted: _aborted,
+        PeerLost: _peer_lost,
+        Hello: _hello,
+        Drained: _on_drained,
+        Moved: _moved,
+        Ping: _ping,
+        Pong: _pong,
+    }
