@@ -19,6 +19,7 @@ import numpy.typing as npt
 from .endpoints import check_target_endpoint
 from .errors import InputError
 from .ids import RequestID
+from .old_names import OldNames
 from .outputs import LogProbabilities, TextGenerationOutput, TokenLogProbs
 from .sampling import SamplingParams
 from .status import GenerationStatus
@@ -39,7 +40,7 @@ class Matcher(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class TextContext:
+class TextContext(OldNames):
     """One text request.
 
     ``max_length``: total tokens at which generation ends. ``tokens``: a TokenBuffer, or any
@@ -86,7 +87,7 @@ class TextContext:
             raise InputError("an end-of-sequence token sequence is empty")
         if self._prompt_length < 0:
             self._prompt_length = self.tokens.prompt_length
-        if self.min_tokens + self._prompt_length > self.max_length:
+        if self.min_tokens and self.min_tokens + self._prompt_length > self.max_length:
             raise InputError(
                 f"min_new_tokens {self.min_tokens} + prompt length {self._prompt_length} is more "
                 f"than max_length {self.max_length}"
@@ -262,8 +263,8 @@ class TextContext:
         output = self.to_generation_output()
         entries = output.log_probabilities or [None] * len(output.tokens)
         pairs = list(zip(output.tokens, entries, strict=True))
-        if strip_eos and self.status is GenerationStatus.END_OF_SEQUENCE:
-            pairs = pairs[:-1]
+        if strip_eos and pairs and self._ends_sequence(len(self.tokens), pairs[-1][0]):
+            pairs.pop()
         return pairs
 
     def _undelivered(self) -> tuple[int, list[int]]:
@@ -345,7 +346,7 @@ class TextContext:
 
     def _check_rollback(self, n: int, length: int) -> None:
         carried = self._carried_start < self._carried_end
-        delivered = self._carried_start if carried else self.tokens.completion_start
+        delivered = self._carried_start if carried else self.tokens.completion_range.start
         if n < 0:
             raise ValueError(f"cannot roll back {n} tokens")
         if length < 1:

@@ -170,14 +170,14 @@ class TokenBuffer:
         return self._end - self._offset
 
     @property
-    def processing_end(self) -> int:
-        """End of the processing window."""
-        return self._end
+    def processing_range(self) -> Range:
+        """The processing window, without the offset."""
+        return Range(self._start, self._end)
 
     @property
-    def completion_start(self) -> int:
-        """Position of the first token not consumed."""
-        return self._completion_start
+    def completion_range(self) -> Range:
+        """Positions of the tokens appended and not yet consumed."""
+        return Range(self._completion_start, self._completion_end)
 
     @property
     def is_chunked(self) -> bool:
@@ -332,6 +332,7 @@ class TokenBuffer:
             raise ValueError(f"need 0 <= start < active <= end, not {start}, {end}, {length}")
         self._reserve(length)
         self._start, self._end, self._length = start, end, length
+        self._offset = 0
         self._chunked = end < length
 
     def _reserve(self, length: int) -> None:

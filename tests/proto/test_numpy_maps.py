@@ -1,0 +1,174 @@
+import pickle
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from baton.proto import (
+    ConfigError,
+    DecodeFailed,
+    LimitExceeded,
+    LogProbabilities,
+    RequestID,
+    SamplingParams,
+    TextContext,
+    msgpack_numpy_decoder,
+    msgpack_numpy_encoder,
+)
+
+encode = msgpack_numpy_encoder()
+
+
+def array_map(data=bytes(8), shape=(2,), dtype="<f4", mark=True):
+    return msgspec.msgpack.encode({"__np__": mark, "data": data, "shape": shape, "dtype": dtype})
+
+
+@pytest.mark.parametrize("copy", [True, False])
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.asfortranarray(np.arange(6).reshape(2, 3)),
+        np.arange(10)[::3],
+        np.array(5, np.int16),
+        np.zeros((3, 0), np.uint8),
+        np.array([True, False]),
+        np.arange(4, dtype=">i4"),
+        np.arange(4, dtype=np.float16),
+    ],
+    ids=str,
+)
+def test_arrays_round_trip(array, copy):
+    result = msgpack_numpy_decoder(np.ndarray, copy=copy)(encode(array))
+    assert np.array_equal(result, array)
+    assert (result.shape, result.dtype) == (array.shape, array.dtype)
+    assert result.flags.writeable == copy
+
+
+def test_the_form_on_the_wire():
+    assert msgspec.msgpack.decode(encode(np.array([1, 2], np.int32))) == {
+        "__np__": True,
+        "data": b"\1\0\0\0\2\0\0\0",
+        "shape": [2],
+        "dtype": "<i4",
+    }
+
+
+def test_a_view_outlives_the_message():
+    message = bytearray(encode(np.arange(1000)))
+    array = msgpack_numpy_decoder(np.ndarray, copy=False)(message)
+    del message
+    assert array.sum() == 499500
+
+
+@dataclass
+class Holder:
+    name: str
+    array: npt.NDArray[np.int64]
+    more: dict[str, npt.NDArray[np.float32]] | None = None
+
+
+def test_arrays_inside_declared_types():
+    held = Holder("a", np.arange(3), {"x": np.ones(2, np.float32)})
+    result = msgpack_numpy_decoder(Holder)(encode(held))
+    assert result.array.tolist() == [0, 1, 2]
+    assert result.more["x"].tolist() == [1, 1]
+
+
+def test_numpy_scalars_are_numbers_and_other_types_a_clear_error():
+    assert msgspec.msgpack.decode(encode([np.int64(3), np.float32(0.5), np.bool_(True)])) == [
+        3,
+        0.5,
+        True,
+    ]
+    with pytest.raises(TypeError, match="object cannot be encoded"):
+        encode(object())
+    for array in (np.array([object()]), np.zeros(1, "i4,i4"), np.zeros(1, complex)):
+        with pytest.raises(TypeError, match="cannot be encoded"):
+            encode(array)
+
+
+def test_a_context_in_any_state_round_trips():
+    ctx = TextContext(
+        max_length=50,
+        tokens=[1, 2, 3],
+        request_id=RequestID("r"),
+        eos_token_ids={9},
+        eos_sequences=[[5, 6]],
+        sampling_params=SamplingParams(stop=["x"]),
+    )
+    decode = msgpack_numpy_decoder(TextContext)
+    for step in (
+        lambda: ctx.tokens.chunk(2),
+        lambda: ctx.update(0),
+        lambda: ctx.update(5, LogProbabilities([-1.0], [{5: -1.0, 7: -2.0}])),
+        lambda: ctx.update(4),
+        lambda: ctx.to_generation_output(),
+        lambda: ctx.update(8),
+        lambda: ctx.reset(),
+        lambda: ctx.update(9),
+    ):
+        step()
+        again = decode(encode(ctx))
+        assert again == ctx
+        assert len(msgspec.msgpack.decode(encode(ctx))["tokens"]["array"]["data"]) == 8 * len(
+            ctx.tokens
+        )
+    again.update(7)
+    assert again.to_generation_output().tokens == [8, 9, 7]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"\x80",
+        b"\xc1",
+        array_map(mark=False),
+        array_map(dtype="|O"),
+        array_map(dtype="<c8"),
+        array_map(dtype="nonsense"),
+        array_map(dtype=5),
+        array_map(shape=[3]),
+        array_map(shape=[-1, -2]),
+        array_map(shape=[1 << 62, 4]),
+        array_map(shape=["2"]),
+        array_map(shape=[2.0]),
+        array_map(shape=[True, 2]),
+        array_map(shape=2),
+        array_map(data="text"),
+        array_map()[:-1],
+        b"\x91" * 100_000,
+    ],
+)
+def test_bad_messages(message):
+    with pytest.raises((DecodeFailed, LimitExceeded)):
+        msgpack_numpy_decoder(np.ndarray)(message)
+
+
+def test_many_dimensions():
+    with pytest.raises(LimitExceeded):
+        msgpack_numpy_decoder(np.ndarray)(array_map(shape=[1] * 9 + [2]))
+
+
+def test_contradictory_token_windows():
+    raw = msgspec.msgpack.decode(encode(TextContext(max_length=9, tokens=[1, 2])))
+    for change in ({"_start": 3}, {"_length": 5}, {"_end": -2}, {"_offset": 9}, {"_prompt": 7}):
+        bad = {**raw, "tokens": {**raw["tokens"], **change}}
+        with pytest.raises(DecodeFailed):
+            msgpack_numpy_decoder(TextContext)(msgspec.msgpack.encode(bad))
+
+
+def test_encoder_and_decoder_show_their_parameters_and_pickle():
+    encoder = pickle.loads(pickle.dumps(msgpack_numpy_encoder(shared_memory_threshold=5)))
+    assert (encoder._use_shared_memory, encoder._shared_memory_threshold) == (False, 5)
+    decoder = pickle.loads(pickle.dumps(msgpack_numpy_decoder(Holder, copy=False)))
+    assert (decoder._type, decoder._copy) == (Holder, False)
+    assert decoder(encoder(Holder("a", np.arange(2)))).name == "a"
+
+
+def test_shared_memory_is_refused():
+    with pytest.raises(ConfigError, match="shared memory"):
+        msgpack_numpy_encoder(use_shared_memory=True)

@@ -1,0 +1,54 @@
+import pytest
+
+from baton.proto import GenerationStatus, LogProbabilities, RequestID, TextGenerationOutput
+from baton.proto.outputs import TokenLogProbs
+
+A = LogProbabilities([-1.0], [{1: -1.0}])
+
+
+def output(tokens, status=GenerationStatus.ACTIVE, log_probabilities=None, name="a"):
+    return TextGenerationOutput(
+        request_id=RequestID(name),
+        tokens=tokens,
+        final_status=status,
+        log_probabilities=log_probabilities,
+    )
+
+
+def test_status_values_and_done():
+    assert [str(status) for status in GenerationStatus] == [
+        "active",
+        "end_of_sequence",
+        "maximum_length",
+        "cancelled",
+    ]
+    assert [status.is_done for status in GenerationStatus] == [False, True, True, True]
+    assert GenerationStatus("active") is GenerationStatus.ACTIVE
+
+
+def test_merge_keeps_order_first_id_and_last_status():
+    done = GenerationStatus.END_OF_SEQUENCE
+    merged = TextGenerationOutput.merge([output([1]), output([2, 3], done, name="b")])
+    assert merged == output([1, 2, 3], done)
+    assert merged.is_done
+
+
+def test_merge_of_one_is_itself_and_of_none_an_error():
+    one = output([1])
+    assert TextGenerationOutput.merge([one]) is one
+    with pytest.raises(ValueError, match="empty"):
+        TextGenerationOutput.merge([])
+
+
+def test_merge_of_log_probabilities():
+    merged = TextGenerationOutput.merge(
+        [output([1], log_probabilities=[A]), output([2, 3], log_probabilities=[None, A])]
+    )
+    assert merged.log_probabilities == [A, None, A]
+    with pytest.raises(ValueError, match="with and without"):
+        TextGenerationOutput.merge([output([1], log_probabilities=[A]), output([2])])
+
+
+def test_log_probabilities_wire_form():
+    wire = TokenLogProbs(-0.5, {7: -0.5, 8: -1.5})
+    assert LogProbabilities.of_token(wire).to_wire() == wire

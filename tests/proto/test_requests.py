@@ -1,0 +1,120 @@
+import msgspec
+import numpy as np
+import pytest
+
+from baton.proto import InputError, SamplingParams, build_wire_context, check_wire_context
+from baton.proto.layout import KVLayout, ModelCard
+from baton.proto.wire import WireSampling
+
+CARD = ModelCard(
+    name="demo",
+    architecture="LlamaForCausalLM",
+    fingerprint="f",
+    numerics="n",
+    vocab_size=1000,
+    max_length=64,
+    eos_token_ids=[3, 2],
+    layout=KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4),
+)
+
+
+def build(tokens=(1, 2, 3), params=None, **fields):
+    return build_wire_context(tokens, CARD, params or SamplingParams(), **fields)
+
+
+def changed(**fields):
+    return msgspec.structs.replace(build(), **fields)
+
+
+def array(*tokens, dtype=np.int32):
+    return np.array(tokens, dtype)
+
+
+class TestBuild:
+    def test_lengths_follow_the_request_and_the_model(self):
+        assert build().max_length == 64
+        assert build(params=SamplingParams(max_new_tokens=5)).max_length == 8
+        assert build(params=SamplingParams(max_new_tokens=500)).max_length == 64
+        assert build(max_length=20, params=SamplingParams(max_new_tokens=30)).max_length == 20
+
+    def test_user_stops_travel_as_sequences_beside_the_models_ids(self):
+        params = SamplingParams(stop_token_ids=[7, 8], stop=["x"], ignore_eos=True)
+        wire = build(params=params, stop_sequences=[[5, 6]])
+        assert wire.eos_token_ids == [2, 3]
+        assert wire.eos_sequences == [[7], [8], [5, 6]]
+        assert wire.ignore_eos
+        assert wire.sampling.stop == ["x"]
+
+    @pytest.mark.parametrize("dtype", [np.int64, np.uint16, np.int32])
+    def test_any_integers_become_int32(self, dtype):
+        wire = build(np.array([1, 2, 3], dtype))
+        assert wire.tokens.dtype == np.int32
+        assert wire.tokens.tolist() == [1, 2, 3]
+
+    @pytest.mark.parametrize(
+        ("tokens", "message"),
+        [
+            ([], "empty"),
+            ([1.0], "integers"),
+            (["a"], "integers"),
+            ([[1]], "one-dimensional"),
+            ([1, 1 << 40], f"{1 << 40} at position 1"),
+            (np.array([1, (1 << 32) - 1], np.uint32), "at position 1"),
+            ([1, -1], "-1 at position 1"),
+            ([1, 1000, 2000], "1000 at position 1 .* 1000"),
+            ([1] * 64, "64 tokens.* at most 63"),
+        ],
+    )
+    def test_bad_tokens(self, tokens, message):
+        with pytest.raises(InputError, match=message):
+            build(tokens)
+
+    def test_the_longest_prompt(self):
+        assert len(build([1] * 63).tokens) == 63
+
+
+class TestCheck:
+    def test_a_good_request_passes(self):
+        check_wire_context(build(params=SamplingParams(top_k=3, min_new_tokens=4)), CARD)
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"tokens": array()}, "empty"),
+            ({"tokens": array(1, dtype=np.int64)}, "int32"),
+            ({"tokens": array(1, dtype=np.float32)}, "int32"),
+            ({"tokens": np.ones((2, 2), np.int32)}, "one-dimensional"),
+            ({"tokens": np.ones((), np.int32)}, "one-dimensional"),
+            ({"tokens": array(5, -7, -8)}, "-7 at position 1"),
+            ({"tokens": array(5, 6, 1000)}, "1000 at position 2"),
+            ({"max_length": 65}, "65 .* 64"),
+            ({"max_length": 3}, "3 .* 3 tokens"),
+            ({"max_length": -1}, "-1"),
+            ({"json_schema": "{}"}, "json_schema"),
+            ({"log_probabilities_echo": True}, "log_probabilities_echo"),
+            ({"log_probabilities": 21}, "0 to 20"),
+            ({"log_probabilities": -1}, "0 to 20"),
+            ({"lora_name": "l"}, "lora_name"),
+            ({"cache_salt": "x" * 257}, "cache_salt"),
+            ({"model_name": "other"}, "'other' .* 'demo'"),
+            ({"eos_token_ids": [1] * 65}, "64"),
+            ({"eos_sequences": [[1]] * 81}, "81 stop sequences"),
+            ({"eos_sequences": [[]]}, "1 to 128"),
+            ({"eos_sequences": [[1] * 129]}, "1 to 128"),
+            ({"eos_sequences": [[1, 1000]]}, "vocabulary"),
+            ({"eos_sequences": [[-1]]}, "vocabulary"),
+            ({"target_endpoint": "tcp://:"}, "host:port"),
+            ({"sampling": WireSampling(temperature=-1)}, "temperature"),
+            ({"sampling": WireSampling(stop=["x"] * 17)}, "17 stop strings"),
+            ({"sampling": WireSampling(min_new_tokens=62)}, "62 .* 3 .* 64"),
+            ({"sampling": WireSampling(max_new_tokens=0)}, "max_new_tokens"),
+        ],
+    )
+    def test_what_is_wrong_is_said(self, fields, message):
+        with pytest.raises(InputError, match=message):
+            check_wire_context(changed(**fields), CARD)
+
+    def test_messages_stay_short(self):
+        with pytest.raises(InputError) as caught:
+            check_wire_context(changed(model_name="m" * 100_000), CARD)
+        assert len(str(caught.value)) < 200

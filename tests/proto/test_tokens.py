@@ -1,0 +1,210 @@
+import copy
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+
+from baton.proto import Range, TokenBuffer
+
+
+def buffer(*tokens):
+    return TokenBuffer(np.array(tokens or (1, 2, 3, 4), np.int64))
+
+
+class TestRange:
+    def test_length_and_moves(self):
+        window = Range(2, 5)
+        assert len(window) == 3
+        window.bump_start(-2)
+        window.bump_end(1)
+        assert window == Range(0, 6)
+        window.advance()
+        assert window == Range(6, 6)
+
+    @pytest.mark.parametrize("ends", [(-1, 2), (3, 2), (-2, -1)])
+    def test_bad_ends(self, ends):
+        with pytest.raises(ValueError):
+            Range(*ends)
+
+    def test_moves_stay_inside(self):
+        window = Range(2, 5)
+        for move, n in [("start", -3), ("start", 4), ("end", -4), ("end", -6)]:
+            with pytest.raises(ValueError):
+                getattr(window, f"bump_{move}")(n)
+        assert window == Range(2, 5)
+
+
+class TestConstruction:
+    def test_refusals_in_order(self):
+        with pytest.raises(ValueError, match="one-dimensional"):
+            TokenBuffer(np.zeros((0, 2), np.int32))
+        with pytest.raises(ValueError, match="int64"):
+            TokenBuffer(np.zeros(0, np.int32))
+        with pytest.raises(ValueError, match="empty"):
+            TokenBuffer(np.zeros(0, np.int64))
+
+    def test_read_only_arrays_are_copied(self):
+        array = np.array([1, 2, 3])
+        array.flags.writeable = False
+        tokens = TokenBuffer(array)
+        tokens.overwrite_last_token(9)
+        assert array.tolist() == [1, 2, 3]
+        assert tokens.all.tolist() == [1, 2, 9]
+
+    def test_start(self):
+        tokens = buffer()
+        assert tokens.active.tolist() == tokens.prompt.tolist() == [1, 2, 3, 4]
+        assert (tokens.processed_length, tokens.active_length, tokens.current_position) == (0, 4, 4)
+        assert tokens.generated_length == 0
+        assert tokens.processing_range == Range(0, 4)
+        assert tokens.completion_range == Range(4, 4)
+        assert not tokens.has_outstanding_generated_tokens
+
+
+class TestIndexing:
+    def test_ints_and_slices(self):
+        tokens = buffer()
+        tokens.advance_with_token(5)
+        assert [tokens[0], tokens[-1], tokens[4], tokens[-5]] == [1, 5, 5, 1]
+        assert type(tokens[0]) is int
+        assert tokens[1:3].tolist() == [2, 3]
+        assert tokens[::-2].tolist() == [5, 3, 1]
+
+    @pytest.mark.parametrize("index", [5, -6, 100])
+    def test_bounds_are_the_length_not_the_capacity(self, index):
+        tokens = buffer()
+        tokens.advance_with_token(5)
+        with pytest.raises(IndexError):
+            tokens[index]
+
+    @pytest.mark.parametrize("index", [np.int64(0), 1.0, "0", None, [0]])
+    def test_other_index_types(self, index):
+        with pytest.raises(TypeError):
+            buffer()[index]
+
+
+class TestProcessing:
+    def test_offset_sets_and_does_not_add(self):
+        tokens = buffer()
+        tokens.apply_processing_offset(2)
+        tokens.apply_processing_offset(1)
+        assert tokens.active.tolist() == [2, 3, 4]
+        tokens.apply_processing_offset(2)
+        assert (tokens.active_length, tokens.current_position) == (2, 2)
+        for bad in (-1, 5):
+            with pytest.raises(ValueError):
+                tokens.apply_processing_offset(bad)
+
+    def test_negative_offset_shows_processed_tokens(self):
+        tokens = buffer()
+        tokens.advance_with_token(5)
+        tokens.apply_processing_offset(-2)
+        assert tokens.active.tolist() == [3, 4, 5]
+
+    def test_rewind_and_skip(self):
+        tokens = buffer()
+        tokens.skip_processing(3)
+        assert tokens.active.tolist() == [4]
+        with pytest.raises(ValueError):
+            tokens.skip_processing(1)
+        with pytest.raises(ValueError):
+            tokens.skip_processing(-1)
+        tokens.rewind_processing(2)
+        assert tokens.active.tolist() == [2, 3, 4]
+        for bad in (-1, 2):
+            with pytest.raises(ValueError):
+                tokens.rewind_processing(bad)
+        tokens.apply_processing_offset(3)
+        with pytest.raises(ValueError):
+            tokens.skip_processing(0)
+
+    def test_chunks(self):
+        tokens = buffer()
+        tokens.chunk(1)
+        assert tokens.active.tolist() == [1]
+        with pytest.raises(ValueError):
+            tokens.advance_with_token(9)
+        tokens.advance_chunk()
+        assert tokens.active.tolist() == [2, 3, 4]
+        with pytest.raises(ValueError, match="not chunked"):
+            tokens.advance_chunk()
+        for bad in (0, 3, -1):
+            with pytest.raises(ValueError):
+                tokens.chunk(bad)
+
+
+class TestGrowth:
+    def test_append_past_the_capacity_keeps_everything(self):
+        tokens = buffer()
+        for token in range(5, 200):
+            tokens.advance_with_token(token)
+        assert tokens.all.tolist() == list(range(1, 200))
+        assert tokens.active.tolist() == [199]
+        assert tokens.generated.tolist() == list(range(5, 200))
+
+    def test_unmarked_append_widens_the_active_window(self):
+        tokens = buffer()
+        tokens.advance_with_token(5)
+        tokens.advance_with_token(6, mark_previous_as_processed=False)
+        assert tokens.active.tolist() == [5, 6]
+
+    def test_consume_empties_the_window(self):
+        tokens = buffer()
+        with pytest.raises(ValueError, match="no recently generated"):
+            tokens.consume_recently_generated_tokens()
+        tokens.advance_with_token(5)
+        tokens.advance_with_token(6)
+        assert tokens.consume_recently_generated_tokens().tolist() == [5, 6]
+        assert not tokens.has_outstanding_generated_tokens
+
+    def test_reset_makes_everything_prompt(self):
+        tokens = buffer()
+        tokens.advance_with_token(5)
+        tokens.reset_as_new_prompt()
+        assert (tokens.prompt_length, tokens.generated_length, tokens.active_length) == (5, 0, 5)
+        with pytest.raises(ValueError):
+            tokens.consume_recently_generated_tokens()
+        with pytest.raises(ValueError, match="no generated token"):
+            tokens.reset_as_new_prompt(delete_last_generated_token=True)
+        tokens.advance_with_token(6)
+        tokens.reset_as_new_prompt(delete_last_generated_token=True)
+        assert tokens.all.tolist() == [1, 2, 3, 4, 5]
+
+    def test_truncate(self):
+        tokens = buffer()
+        tokens.advance_with_token(5)
+        tokens.truncate(3)
+        assert tokens.all.tolist() == [1, 2, 3]
+        assert tokens.active.tolist() == [3]
+        for bad in (0, 4):
+            with pytest.raises(ValueError):
+                tokens.truncate(bad)
+
+
+class TestValue:
+    def test_equality_is_by_value_and_windows(self):
+        one, two = buffer(), buffer()
+        assert one == two
+        one.advance_with_token(5)
+        assert one != two
+        two.advance_with_token(5)
+        assert one == two
+        two.consume_recently_generated_tokens()
+        assert one != two
+        assert one != [1, 2, 3, 4, 5]
+
+    def test_copies_are_independent(self):
+        tokens = buffer()
+        tokens.advance_with_token(5)
+        for other in (copy.deepcopy(tokens), pickle.loads(pickle.dumps(tokens))):
+            assert other == tokens
+            other.advance_with_token(6)
+            assert len(tokens) == 5
+
+    def test_the_array_field_has_no_slack(self):
+        tokens = buffer()
+        tokens.advance_with_token(5)
+        values = {item.name: getattr(tokens, item.name) for item in dataclasses.fields(tokens)}
+        assert values["array"].tolist() == [1, 2, 3, 4, 5]
+        assert "length=5" in repr(tokens)
