@@ -1,0 +1,42 @@
+"""Choosing a backend."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from baton.engine.kernels import load_backend
+
+
+def test_numpy_is_always_there():
+    backend = load_backend("numpy")
+    assert backend.name == "numpy"
+    assert not backend.row_independent
+
+
+def test_numerics_name_the_instruction_set(compiled):
+    assert compiled.name == "cpu"
+    assert compiled.row_independent
+    assert load_backend("auto").name == "cpu"
+    _, revision, isa = compiled.numerics.split("-")
+    assert int(revision) >= 1
+    assert load_backend("cpu", isa=isa).numerics == compiled.numerics
+
+
+def test_auto_falls_back_when_the_extension_was_not_built(monkeypatch):
+    monkeypatch.delitem(sys.modules, "baton.engine.kernels.cpu", raising=False)
+    monkeypatch.setitem(sys.modules, "baton.engine.kernels.cpu", None)
+    assert load_backend("auto").name == "numpy"
+    with pytest.raises(ImportError):
+        load_backend("cpu")
+
+
+def test_unknown_names_raise():
+    with pytest.raises(ValueError, match="tpu"):
+        load_backend("tpu")
+
+
+def test_unknown_instruction_set_raises(compiled):
+    with pytest.raises(ValueError, match="avx1024"):
+        load_backend("cpu", isa="avx1024")
