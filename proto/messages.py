@@ -20,11 +20,16 @@ Field comments say who needs the field.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from .layout import ModelCard
 from .outputs import TokenLogProbs
 from .wire import WireContext
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+"""A number that cannot be negative; a decoder refuses others."""
 
 Binary = bytes
 """For structs with a field named ``bytes``, which would hide the type."""
@@ -596,10 +601,10 @@ class KVFrame(msgspec.Struct, frozen=True, array_like=True, tag="KV", gc=False):
     """
 
     grant: GrantRef
-    index: int  # position of this frame in the manifest
-    layer_start: int
-    layer_count: int
-    block_start: int  # logical block index in the request, not a pool address
-    block_count: int
-    nbytes: int
+    index: Count  # position of this frame in the manifest
+    layer_start: Count
+    layer_count: Count
+    block_start: Count  # logical block index in the request, not a pool address
+    block_count: Count
+    nbytes: Count
     checksum: int  # XXH3-64 of the payload

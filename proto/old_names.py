@@ -8,13 +8,16 @@ They keep code written for the index form of a context working::
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from .tokens import Int64, TokenBuffer
 
 
 class OldNames:
     """Properties and setters that :class:`.TextContext` inherits; holds nothing itself."""
 
-    __slots__ = ()
+    if not TYPE_CHECKING:  # the attributes below are slots of the class that inherits
+        __slots__ = ()
 
     tokens: TokenBuffer
     _prompt_length: int

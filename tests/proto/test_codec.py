@@ -1,0 +1,305 @@
+import struct
+from typing import get_args
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import inspect
+
+from baton.proto import messages
+from baton.proto.arrays import DTYPES, array_header, plain, read_array
+from baton.proto.codec import (
+    EnvelopeDecoder,
+    EnvelopeEncoder,
+    decode_kv_header,
+    encode_kv_header,
+)
+from baton.proto.errors import DecodeFailed, LimitExceeded, VersionMismatch
+from baton.proto.messages import (
+    ClientToRouter,
+    DecodeToPrefill,
+    GrantRef,
+    KVFrame,
+    Ping,
+    PrefillToDecode,
+    RouterToClient,
+    RouterToWorker,
+    Submit,
+    WorkerToRouter,
+)
+from baton.proto.wire import WireContext
+
+UNIONS = [
+    ClientToRouter,
+    RouterToClient,
+    WorkerToRouter,
+    RouterToWorker,
+    PrefillToDecode,
+    DecodeToPrefill,
+]
+encoder = EnvelopeEncoder()
+
+
+def submit(count, request_id="r", dtype=np.int32):
+    context = WireContext(tokens=np.arange(count).astype(dtype), max_length=count + 10)
+    return Submit(request_id=request_id, context=context)
+
+
+def decode(frames, union=ClientToRouter, **options):
+    return EnvelopeDecoder(union, **options).decode([bytes(frame) for frame in frames])
+
+
+# ------------------------------------------------------------------ every message, any value
+
+
+def values(info):
+    """Strategy for values of an inspected type."""
+    if isinstance(info, inspect.StructType):
+        return struct_values(info.cls)
+    if isinstance(info, inspect.UnionType):
+        return st.one_of([values(member) for member in info.types])
+    if isinstance(info, inspect.ListType):
+        return st.lists(values(info.item_type), max_size=min(3, info.max_length or 3))
+    if isinstance(info, inspect.TupleType):
+        return st.tuples(*[values(item) for item in info.item_types])
+    if isinstance(info, inspect.DictType):
+        return st.dictionaries(values(info.key_type), values(info.value_type), max_size=3)
+    return {
+        inspect.IntType: st.integers(info.ge or 0 if hasattr(info, "ge") else 0, (1 << 64) - 1),
+        inspect.FloatType: st.floats(allow_nan=False),
+        inspect.BoolType: st.booleans(),
+        inspect.StrType: st.text(max_size=5),
+        inspect.BytesType: st.binary(max_size=20),
+        inspect.NoneType: st.none(),
+        inspect.ExtType: st.sampled_from([0, 1, 1023, 1024, 5000]).map(
+            lambda count: np.arange(count, dtype=np.int32)
+        ),
+    }[type(info)]
+
+
+def struct_values(cls):
+    info = inspect.type_info(cls)
+    return st.builds(cls, **{field.name: values(field.type) for field in info.fields})
+
+
+@pytest.mark.parametrize("union", UNIONS, ids=range(len(UNIONS)))
+def test_every_message_round_trips(union):
+    @settings(max_examples=60, deadline=None)
+    @given(st.lists(st.one_of([struct_values(cls) for cls in get_args(union)]), max_size=4))
+    def check(batch):
+        frames = encoder.encode(batch)
+        assert frames[0][:3] == b"BT\x01"
+        assert decode(frames, union) == batch
+
+    check()
+
+
+def test_every_message_belongs_to_a_direction():
+    declared = {
+        value
+        for value in vars(messages).values()
+        if isinstance(value, type) and issubclass(value, messages.Message)
+    }
+    used = {cls for union in UNIONS for cls in get_args(union)}
+    assert declared - used == {messages.Message}
+
+
+@settings(max_examples=60, deadline=None)
+@given(struct_values(KVFrame).filter(lambda header: header.nbytes <= 16 << 20))
+def test_kv_headers_round_trip(header):
+    assert decode_kv_header(encode_kv_header(header)) == header
+
+
+# ------------------------------------------------------------------ arrays
+
+
+def test_large_arrays_are_not_copied():
+    batch = [submit(5000), Ping(), submit(5), submit(1024)]
+    frames = encoder.encode(batch)
+    assert [len(frame) for frame in frames[1:]] == [20000, 4096]
+    assert np.shares_memory(np.frombuffer(frames[1], np.int32), batch[0].context.tokens)
+    received = [bytes(frame) for frame in frames]
+    tokens = EnvelopeDecoder(ClientToRouter).decode(received)[0].context.tokens
+    assert np.shares_memory(tokens, np.frombuffer(received[1], np.int32))
+    assert not tokens.flags.writeable
+
+
+def test_arrays_are_read_only_whatever_the_frame_is():
+    frames = [bytearray(frame) for frame in encoder.encode([submit(5000), submit(5)])]
+    for message in EnvelopeDecoder(ClientToRouter).decode(frames):
+        assert not message.context.tokens.flags.writeable
+        assert message.context.tokens.flags.aligned
+
+
+def test_more_large_arrays_than_frames_travel_inline():
+    batch = [submit(1024, str(i)) for i in range(70)]
+    frames = encoder.encode(batch)
+    assert len(frames) == 65
+    assert decode(frames) == batch
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (2, 0, 3), (1,) * 8])
+def test_all_element_types_and_shapes(dtype, shape):
+    array = np.ones(shape, dtype)
+    header = array_header(array, 0)
+    assert len(header) % 8 == 0
+    result, frame = read_array(header + array.tobytes(), [b""])
+    assert (result.dtype, result.shape, frame) == (array.dtype, array.shape, 0)
+    assert np.array_equal(result, array)
+
+
+def test_other_orders_become_plain():
+    array = np.arange(6, dtype=">i4").reshape(2, 3).T
+    result = plain(array)
+    assert result.flags.c_contiguous
+    assert result.dtype == np.dtype("<i4")
+    assert np.array_equal(result, array)
+    strided = submit(20)
+    context = msgspec.structs.replace(strided.context, tokens=strided.context.tokens[::2])
+    batch = [msgspec.structs.replace(strided, context=context)]
+    assert decode(encoder.encode(batch)) == batch
+
+
+@pytest.mark.parametrize("dtype", [object, "i4,i4", "M8[s]", complex, np.longdouble, "U3"])
+def test_other_element_types_are_not_sent(dtype):
+    with pytest.raises(TypeError, match="cannot be sent"):
+        plain(np.zeros(2, dtype))
+
+
+def test_objects_are_not_sent_and_numpy_numbers_are():
+    with pytest.raises(TypeError, match="object cannot be part"):
+        encoder.encode([Ping(nonce=object())])
+    assert decode(encoder.encode([Ping(nonce=np.int64(7))])) == [Ping(nonce=7)]
+
+
+# ------------------------------------------------------------------ damage
+
+
+def replaced(ext_payload, extra=()):
+    """A Submit whose array is the given ext payload."""
+    context = {"type": "TextContext", "tokens": msgspec.msgpack.Ext(1, ext_payload)}
+    context["max_length"] = 10
+    message = {"type": "Submit", "request_id": "r", "context": context}
+    return [b"BT\x01" + msgspec.msgpack.encode([message]), *extra]
+
+
+def header(code=6, ndim=1, frame=0, dims=(2,)):
+    return struct.pack(f"<BBH{len(dims)}I", code, ndim, frame, *dims)
+
+
+def test_the_documented_array_form_is_enough():
+    frames = replaced(header() + struct.pack("<2i", 5, -6))
+    assert decode(frames)[0].context.tokens.tolist() == [5, -6]
+
+
+@pytest.mark.parametrize(
+    ("frames", "error"),
+    [
+        (replaced(b""), DecodeFailed),
+        (replaced(header()), DecodeFailed),
+        (replaced(header() + bytes(7)), DecodeFailed),
+        (replaced(header() + bytes(9)), DecodeFailed),
+        (replaced(header(code=0) + bytes(8)), DecodeFailed),
+        (replaced(header(code=99) + bytes(8)), DecodeFailed),
+        (replaced(header(ndim=2) + bytes(0)), DecodeFailed),
+        (replaced(header(ndim=9) + bytes(80)), LimitExceeded),
+        (replaced(header(ndim=4, dims=[1 << 31] * 4) + bytes(12)), LimitExceeded),
+        (replaced(header(dims=[1 << 30])), LimitExceeded),
+        (replaced(header(frame=1)), DecodeFailed),
+        (replaced(header(frame=2), [bytes(8)]), DecodeFailed),
+        (replaced(header(frame=1), [bytes(4)]), DecodeFailed),
+        (replaced(header() + bytes(8), [bytes(8)]), DecodeFailed),
+        (replaced(header(frame=1), [bytes(8), bytes(8)]), DecodeFailed),
+        (replaced(header(frame=1), [bytes(8)] * 65), LimitExceeded),
+        ([], DecodeFailed),
+        ([b""], DecodeFailed),
+        ([b"BT\x01"], DecodeFailed),
+        ([b"XT\x01\x90"], DecodeFailed),
+        ([b"BK\x01\x90"], DecodeFailed),
+        ([b"BT\x02\x90"], VersionMismatch),
+        ([b"BT\x01\x90\x90"], DecodeFailed),
+        ([b"BT\x01\x90", b"extra"], DecodeFailed),
+        ([b"BT\x01\x80"], DecodeFailed),
+        ([b"BT\x01\x91\x80"], DecodeFailed),
+        ([b"BT\x01\x91\x81\xa4type\xa4Pong"], DecodeFailed),
+        ([b"BT\x01\x91\x81\xa4type\xa1\xff"], DecodeFailed),
+        ([b"BT\x01\x91\x82\xa4type\xa4Ping\xa1z" + b"\x91" * 100_000], LimitExceeded),
+        ([b"BT\x01" + b"\x91" * 100_000], DecodeFailed),
+        ([b"BT\x01\xdd\x00\x01\x00\x01"], LimitExceeded),
+        ([b"BT\x01\xdd\x00\x00\x00\x01"], DecodeFailed),
+        ([b"BT\x01\xdd"], DecodeFailed),
+        ([bytes((16 << 20) + 1)], LimitExceeded),
+    ],
+)
+def test_damage_gives_a_typed_error(frames, error):
+    with pytest.raises(error) as caught:
+        decode(frames)
+    assert type(caught.value) is error
+    assert len(str(caught.value)) < 300
+
+
+def test_a_generic_value_in_place_of_an_array_is_refused_unbuilt():
+    for value in ([], {}, [[[]]], b"bytes", 5, None, msgspec.msgpack.Ext(2, bytes(16))):
+        context = {"type": "TextContext", "tokens": value, "max_length": 5}
+        body = msgspec.msgpack.encode([{"type": "Submit", "request_id": "r", "context": context}])
+        with pytest.raises(DecodeFailed):
+            decode([b"BT\x01" + body])
+
+
+def test_unknown_fields_of_a_newer_peer_are_skipped():
+    body = [{"type": "Ping", "nonce": 3, "later": {"a": [1, {"b": 2}]}}]
+    assert decode([b"BT\x01" + msgspec.msgpack.encode(body)]) == [Ping(nonce=3)]
+
+
+def test_the_size_limit_is_the_decoders_own():
+    frames = encoder.encode([Ping(nonce=1 << 40)])
+    with pytest.raises(LimitExceeded):
+        decode(frames, max_bytes=10)
+
+
+def test_what_a_receiver_would_refuse_is_not_sent():
+    with pytest.raises(LimitExceeded):
+        encoder.encode([Ping()] * 65_537)
+    with pytest.raises(LimitExceeded):
+        encoder.encode([Submit(request_id="x" * (17 << 20), context=submit(1).context)])
+
+
+def test_long_lists_of_stops_are_refused_before_they_are_built():
+    for name, value in [("eos_sequences", [[]] * 81), ("eos_sequences", [[1] * 129])]:
+        context = msgspec.structs.replace(submit(1).context, **{name: value})
+        with pytest.raises(DecodeFailed, match="length"):
+            decode(encoder.encode([Submit(request_id="r", context=context)]))
+
+
+KV = KVFrame(
+    grant=GrantRef(1, 2, 3),
+    index=0,
+    layer_start=0,
+    layer_count=1,
+    block_start=0,
+    block_count=1,
+    nbytes=100,
+    checksum=(1 << 64) - 1,
+)
+
+
+@pytest.mark.parametrize(
+    ("frame", "error"),
+    [
+        (b"", DecodeFailed),
+        (b"BT\x01" + encode_kv_header(KV)[3:], DecodeFailed),
+        (b"BK\x07" + encode_kv_header(KV)[3:], VersionMismatch),
+        (encode_kv_header(KV)[:-1], DecodeFailed),
+        (encode_kv_header(KV) + b"\0", DecodeFailed),
+        (encode_kv_header(msgspec.structs.replace(KV, nbytes=(16 << 20) + 1)), LimitExceeded),
+        (encode_kv_header(msgspec.structs.replace(KV, nbytes=-1)), DecodeFailed),
+        (encode_kv_header(msgspec.structs.replace(KV, block_count=-1)), DecodeFailed),
+        (encode_kv_header(KV) + bytes(300), LimitExceeded),
+    ],
+)
+def test_damaged_kv_headers(frame, error):
+    with pytest.raises(error):
+        decode_kv_header(frame)

@@ -1,0 +1,204 @@
+"""Random and mutated bytes at every decoder: typed errors only, and bounded memory."""
+
+import contextlib
+import json
+import random
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.proto import TextContext, msgpack_numpy_decoder, msgpack_numpy_encoder
+from baton.proto.codec import EnvelopeDecoder, EnvelopeEncoder, decode_kv_header
+from baton.proto.errors import DecodeFailed, LimitExceeded, VersionMismatch
+from baton.proto.messages import (
+    ClientToRouter,
+    DecodeToPrefill,
+    PrefillToDecode,
+    RouterToClient,
+    RouterToWorker,
+    WorkerToRouter,
+)
+
+ALLOWED = (DecodeFailed, LimitExceeded, VersionMismatch)
+DECODERS = [
+    EnvelopeDecoder(union)
+    for union in (
+        ClientToRouter,
+        RouterToClient,
+        WorkerToRouter,
+        RouterToWorker,
+        PrefillToDecode,
+        DecodeToPrefill,
+    )
+]
+MAPS = msgpack_numpy_decoder(TextContext)
+CONTEXT = msgpack_numpy_encoder()(
+    TextContext(max_length=9, tokens=[1, 2], eos_sequences=[[1]], target_endpoint="tcp://a:1")
+)
+
+
+def recorded():
+    """Frames of all recorded messages, and KV headers."""
+    path = Path(__file__).parent / "golden" / "envelopes.json"
+    samples = json.loads(path.read_text())
+    kv = bytes.fromhex(samples.pop("KVFrame"))
+    envelopes = [
+        [bytes.fromhex(frame) for frame in entry[kind]]
+        for entry in samples.values()
+        for kind in ("full", "least")
+    ]
+    return envelopes, kv
+
+
+def feed(frames):
+    """Give the frames to all envelope decoders; how many understood them."""
+    understood = 0
+    for decoder in DECODERS:
+        try:
+            decoder.decode(frames)
+            understood += 1
+        except ALLOWED:
+            pass
+    return understood
+
+
+def feed_one(decode, data):
+    with contextlib.suppress(ALLOWED):
+        decode(data)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.binary(max_size=200), max_size=3), st.binary(max_size=100))
+def test_random_bytes(frames, body):
+    feed(frames)
+    feed([b"BT\x01" + body, *frames])
+    feed_one(decode_kv_header, body)
+    feed_one(decode_kv_header, b"BK\x01" + body)
+    feed_one(MAPS, body)
+
+
+def mutated(rng, data):
+    """The bytes with one or three random changes of different kinds."""
+    data = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 3))):
+        at = rng.randrange(len(data) + 1)
+        kind = rng.choice((0, 0, 0, 0, 1, 2, 3, 4))
+        if kind == 0 and at < len(data):
+            data[at] = rng.randrange(256)
+        elif kind == 1:
+            del data[at : at + rng.randint(1, 8)]
+        elif kind == 2:
+            data[at:at] = rng.randbytes(rng.randint(1, 8))
+        elif kind == 3:  # another msgpack header, with a large length
+            data[at : at + 1] = bytes([rng.randrange(0x80, 0x100)]) + b"\xff" * rng.randrange(5)
+        else:
+            other = rng.randrange(len(data) + 1)
+            data[at:at] = data[other : other + rng.randint(1, 40)]
+    return bytes(data)
+
+
+def test_mutated_messages():
+    rng = random.Random(7)
+    envelopes, kv = recorded()
+    understood = 0
+    for _ in range(200):
+        for frames in envelopes:
+            at = 3 if rng.random() < 0.9 else 0  # mostly past the check of the prefix
+            changed = [frames[0][:at] + mutated(rng, frames[0][at:]), *frames[1:]]
+            if rng.random() < 0.1:
+                changed.append(rng.randbytes(8))
+            understood += feed(changed)
+        feed_one(decode_kv_header, mutated(rng, kv))
+        for _ in range(20):
+            feed_one(MAPS, mutated(rng, CONTEXT))
+    assert understood > 1000, "the mutations should not all be caught at the door"
+
+
+def test_truncated_messages():
+    envelopes, kv = recorded()
+    for frames in envelopes:
+        for end in range(len(frames[0])):
+            assert feed([frames[0][:end], *frames[1:]]) == 0
+    for end in range(len(kv)):
+        with pytest.raises(ALLOWED):
+            decode_kv_header(kv[:end])
+
+
+def text(value):
+    return bytes([0xA0 + len(value)]) + value.encode()
+
+
+def flood(kind, field, unit, count):
+    """One message whose ``field`` is a list of ``count`` times ``unit``."""
+    head = b"BT\x01\x91\x82" + text("type") + text(kind) + text(field)
+    return head + b"\xdd" + count.to_bytes(4, "big") + unit * count
+
+
+TOKENS = b"BT\x01\x91\x82" + text("type") + text("Tokens") + text("runs") + b"\x91\x95\xc4\0\1\0"
+COUNT = 40_000
+FLOODS = {
+    "empty maps as messages": b"BT\x01\xdc\xff\xff" + b"\x80" * 65535,
+    "empty maps as an unknown field": flood("Ping", "later", b"\x80", COUNT),
+    "empty maps as stop sequences": flood("Submit", "context", b"\x80", COUNT),
+    "smallest messages": b"BT\x01\xdc\xff\xff" + (b"\x81" + text("type") + text("Ping")) * 65535,
+    "empty runs": flood("Tokens", "runs", b"\x94\xc4\0\1\0\x90", COUNT),
+    "short runs": flood("Tokens", "runs", b"\x94\xc4\0\1\0\x92\xcd\1\1\xcd\1\1", COUNT),
+    "file names": flood("Describe", "files", b"\xa2ab", COUNT),
+    "acknowledged keys": flood("FinalAck", "requests", b"\xc4\2ab", COUNT),
+    "acknowledged terminals": flood("TerminalAck", "requests", b"\x92\xc4\0\0", COUNT),
+    "hashes": flood("Reserve", "hashes", b"\xc4\2ab", COUNT),
+    "emitted tokens": flood("Resume", "emitted", b"\xcd\1\1", COUNT),
+    "requests of a worker": flood("Hello", "requests", b"\x94\xc4\0\0\0\0", COUNT),
+}
+
+
+def peak_bytes(call):
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("frame", FLOODS.values(), ids=FLOODS)
+def test_memory_stays_within_a_small_multiple(frame):
+    assert len(frame) > 35_000
+    assert peak_bytes(lambda: feed([frame])) < 32 * len(frame) + (1 << 20)
+
+
+def test_memory_of_log_probabilities():
+    """The one field with a larger factor: a map per token, from workers only."""
+    for unit in (b"\x92\0\x80", b"\x92\0\x81\0\0"):
+        frame = TOKENS + b"\x90\xdd" + COUNT.to_bytes(4, "big") + unit * COUNT
+        assert feed([frame]) == 2
+        assert peak_bytes(lambda frame=frame: feed([frame])) < 72 * len(frame)
+
+
+def test_memory_of_claimed_sizes():
+    """A length that is only claimed costs nothing."""
+
+    def claim_of(kind, field, header):
+        return b"BT\x01\x91\x82" + text("type") + text(kind) + text(field) + header
+
+    claims = [
+        TOKENS + b"\xdd\x7f\xff\xff\xff",
+        claim_of("FinalAck", "requests", b"\xdd\xff\0\0\0"),
+        claim_of("StatusReport", "report", b"\xc6\xff\0\0\0"),
+        claim_of("Describe", "files", b"\x91\xdb\xff\0\0\0"),
+    ]
+    for claim in claims:
+        assert peak_bytes(lambda claim=claim: feed([claim])) < 1 << 20
+
+
+def test_memory_of_large_contexts():
+    from baton.proto.messages import Submit
+    from baton.proto.wire import WireContext
+
+    context = WireContext(tokens=np.zeros(1 << 20, np.int32), max_length=1 << 21)
+    frames = [bytes(f) for f in EnvelopeEncoder().encode([Submit(request_id="r", context=context)])]
+    assert peak_bytes(lambda: DECODERS[0].decode(frames)) < 1 << 16

@@ -1,0 +1,126 @@
+"""Bytes on the wire, committed: a change that older processes cannot read shows up here.
+
+``golden/envelopes.json`` holds per message its frames in hex, once with every field set and
+once with the required ones only. After a deliberate change:
+``python -m pytest tests/proto/test_golden.py --write-golden``.
+"""
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import numpy as np
+import pytest
+from msgspec import inspect
+
+from baton.proto.codec import (
+    EnvelopeDecoder,
+    EnvelopeEncoder,
+    decode_kv_header,
+    encode_kv_header,
+)
+from baton.proto.messages import (
+    ClientToRouter,
+    DecodeToPrefill,
+    KVFrame,
+    PrefillToDecode,
+    RouterToClient,
+    RouterToWorker,
+    WorkerToRouter,
+)
+
+GOLDEN = Path(__file__).parent / "golden" / "envelopes.json"
+UNIONS = {
+    "client_to_router": ClientToRouter,
+    "router_to_client": RouterToClient,
+    "worker_to_router": WorkerToRouter,
+    "router_to_worker": RouterToWorker,
+    "prefill_to_decode": PrefillToDecode,
+    "decode_to_prefill": DecodeToPrefill,
+}
+MEMBERS = sorted(
+    {cls.__name__: (cls, name) for name, union in UNIONS.items() for cls in get_args(union)}.items()
+)
+
+
+def sample(info, name="", full=True):
+    """A fixed value of an inspected type, different for different fields."""
+    seed = sum(name.encode())
+    if isinstance(info, inspect.StructType):
+        fields = [field for field in info.fields if full or field.required]
+        return info.cls(**{field.name: sample(field.type, field.name, full) for field in fields})
+    if isinstance(info, inspect.UnionType):
+        return sample(
+            next(kind for kind in info.types if not isinstance(kind, inspect.NoneType)), name, full
+        )
+    if isinstance(info, inspect.ListType):
+        return [sample(info.item_type, name + end, full) for end in ("", "+")]
+    if isinstance(info, inspect.TupleType):
+        return tuple(sample(item, name, full) for item in info.item_types)
+    if isinstance(info, inspect.DictType):
+        return {sample(info.key_type, name, full): sample(info.value_type, name, full)}
+    return {
+        inspect.IntType: seed,
+        inspect.FloatType: seed / 8,
+        inspect.BoolType: True,
+        inspect.StrType: name,
+        inspect.BytesType: name.encode(),
+        inspect.ExtType: np.arange(seed, seed + 5, dtype=np.int32),
+    }[type(info)]
+
+
+def golden_bytes():
+    encode = EnvelopeEncoder().encode
+    recorded = {"KVFrame": encode_kv_header(sample(inspect.type_info(KVFrame))).hex()}
+    for name, (cls, _) in MEMBERS:
+        info = inspect.type_info(cls)
+        recorded[name] = {
+            kind: [bytes(frame).hex() for frame in encode([sample(info, full=kind == "full")])]
+            for kind in ("full", "least")
+        }
+    return recorded
+
+
+@pytest.fixture(scope="module")
+def golden(request):
+    if request.config.getoption("--write-golden", default=False):
+        GOLDEN.write_text(json.dumps(golden_bytes(), indent=1, sort_keys=True) + "\n")
+    return json.loads(GOLDEN.read_text())
+
+
+@pytest.mark.parametrize("kind", ["full", "least"])
+@pytest.mark.parametrize(("name", "member"), MEMBERS)
+def test_recorded_bytes(golden, name, member, kind):
+    """Recorded bytes still mean the message they meant, and it is still written like that.
+
+    A new field with a default passes; one renamed, removed or of another type does not.
+    """
+    assert name in golden, "a new message: record it as described at the top of this file"
+    cls, union = member
+    frames = [bytes.fromhex(frame) for frame in golden[name][kind]]
+    (message,) = EnvelopeDecoder(UNIONS[union]).decode(frames)
+    assert type(message) is cls
+    assert EnvelopeEncoder().encode([message]) == frames
+    if kind == "least":
+        assert message == sample(inspect.type_info(cls), full=False)
+
+
+def test_recorded_kv_header(golden):
+    frame = bytes.fromhex(golden["KVFrame"])
+    assert decode_kv_header(frame) == sample(inspect.type_info(KVFrame))
+    assert encode_kv_header(decode_kv_header(frame)) == frame
+
+
+def test_a_large_array_is_a_frame_of_its_own():
+    cls = get_args(ClientToRouter)[0]
+    message = sample(inspect.type_info(cls), full=False)
+    tokens = np.arange(1024, dtype=np.int32)
+    context = msgspec.structs.replace(message.context, tokens=tokens)
+    frames = EnvelopeEncoder().encode([msgspec.structs.replace(message, context=context)])
+    assert bytes.fromhex("d7010601010000040000") in frames[0]
+    assert bytes(frames[1]) == tokens.tobytes()
+
+
+def test_no_message_is_missing_or_left_over(golden):
+    assert set(golden) == {name for name, _ in MEMBERS} | {"KVFrame"}
