@@ -300,7 +300,11 @@ class Scheduler:
 
     def _accept(self, sequence: Sequence, drawn: Sampled, now: float, events: list[Event]) -> None:
         position = sequence.num_tokens
-        sequence.accept(drawn.token, drawn.logprobs)
+        try:
+            sequence.accept(drawn.token, drawn.logprobs)
+        except ValueError as error:  # a grammar refused the token: this request's failure only
+            self._fail(sequence, InternalError.code, str(error), events)
+            return
         self._counters.generated_tokens += 1
         if sequence.first_token is None:
             sequence.first_token = now

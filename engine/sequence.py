@@ -99,7 +99,10 @@ class Sequence:
         return Chunk(self.request, start, self._tokens(start, end), table, sample, stream_layers)
 
     def accept(self, token: int, logprobs: TokenLogProbs | None) -> None:
-        """Append a drawn token; the context's status says afterwards whether the request ended."""
+        """Append a drawn token; the context's status says afterwards whether the request ended.
+
+        Raises ValueError, and nothing changes, for a token the context refuses.
+        """
         context = self.context
         context.update(token, logprobs)
         self.num_tokens += 1

@@ -264,7 +264,7 @@ class Driver:
         room = self.cache.num_blocks * self.cache.block_size
         for stream in self.streams.values():
             tokens, end = stream.request.alone(room)
-            if stream.aborted:
+            if stream.aborted or stream.end == "internal":
                 assert stream.tokens == tokens[: len(stream.tokens)]
             elif stream.end == "prefilled":
                 whole = stream.request.alone()[0]
@@ -494,6 +494,19 @@ def test_failed_step_fails_its_requests_alone() -> None:
     assert driver.streams[good].tokens == driver.streams[good].request.alone()[0]
 
 
+def test_refused_token_fails_its_request_alone() -> None:
+    class Refusal:
+        def consume_token(self, token: int) -> bool:
+            return False
+
+    driver = Driver()
+    bad, good = driver.add(LONG), driver.add(Request(prompt(7, 5)))
+    driver.streams[bad].sequence.context.set_matcher(Refusal())
+    driver.run()
+    assert driver.streams[bad].end == "internal"
+    assert driver.streams[good].tokens == driver.streams[good].request.alone()[0]
+
+
 def test_prefill_mode_keeps_blocks_until_released() -> None:
     driver = Driver(one_token=True, token_budget=8)
     key = driver.add(LONG)
@@ -634,12 +647,13 @@ class Mix:
                 self.driver.scheduler.release(sequence)
 
     def run(self, steps: int) -> None:
-        driver = self.driver
+        driver, rng = self.driver, self.rng
         for _ in range(steps):
             self.disturb()
             if driver.start() is not None:
                 self.disturb()
-                driver.finish()
+                hit = driver.plan.chunks[0].request if rng.random() < 0.02 else None
+                driver.finish({hit: "bad luck"} if hit else None)
         while driver.grants:
             self.settle_grant()
         for _ in range(20_000):
