@@ -66,7 +66,7 @@ from ..runtime.actions import (
     ToRouter,
 )
 from ..runtime.membership import EngineState, Membership
-from .events import Action, Event, FrameStored, FromPeer, RunStep, StepDone, ToPeer
+from .events import Action, Event, FrameStored, FromPeer, PeerGone, RunStep, StepDone, ToPeer
 
 Key = tuple[bytes, int]
 
@@ -168,6 +168,8 @@ class DecodeCore:
                 return self._drain()
             case Ping(nonce=nonce):
                 return [ToRouter(event.router, Pong(nonce=nonce))]
+            case Rejected(code="endpoint_unknown"):
+                return self._on_router_up(RouterUp(event.router), now)
             case Rejected() as message:
                 return [self._member.rejected(event.router, message)]
             case _:
@@ -190,12 +192,10 @@ class DecodeCore:
             default=None,
         )
         if live is None:
-            return list(self._member.adopt(router, request, position) or [])
+            return list(self._member.adopt(router, request, position))
         live.router = router
         position = max(position, live.prompt_length)
-        tokens = live.context.tokens.all[position:].tolist()
-        if not tokens:
-            return []
+        tokens = live.context.tokens.all[position:].tolist()  # an empty run says: it is here
         return [ToRouter(router, Tokens(runs=[TokenRun(request, live.key[1], position, tokens)]))]
 
     def _held(self) -> list[RequestState]:
@@ -227,6 +227,10 @@ class DecodeCore:
                 return [ToPeer(peer, Pong(nonce=nonce))]
             case _:
                 return []
+
+    def _on_peer_gone(self, event: PeerGone, now: float) -> list[Action]:
+        self.receiver.peer_gone(event.peer, now)
+        return []
 
     def _open(self, message: Open) -> Message:
         if message.version != PROTOCOL_VERSION:
@@ -462,6 +466,7 @@ class DecodeCore:
         RouterUp: _on_router_up,
         RouterDown: _on_router_down,
         FromPeer: _on_peer,
+        PeerGone: _on_peer_gone,
         FrameStored: _on_frame,
         StepDone: _on_step,
         Tick: _on_tick,

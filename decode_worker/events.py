@@ -27,6 +27,13 @@ class FromPeer:
 
 
 @dataclass(slots=True, frozen=True)
+class PeerGone:
+    """A prefill worker's connection was lost."""
+
+    peer: bytes
+
+
+@dataclass(slots=True, frozen=True)
 class FrameStored:
     """A located KV frame was checked (and, if intact, written into the pool)."""
 
@@ -57,6 +64,14 @@ class RunStep:
 
 
 Event = (
-    FromRouter | RouterUp | RouterDown | FromPeer | FrameStored | StepDone | Tick | DrainRequested
+    FromRouter
+    | RouterUp
+    | RouterDown
+    | FromPeer
+    | PeerGone
+    | FrameStored
+    | StepDone
+    | Tick
+    | DrainRequested
 )
 Action = ToRouter | ToPeer | RunStep | Note | Exit

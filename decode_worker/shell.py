@@ -37,7 +37,7 @@ _log = get_logger()
 
 def _checksum(payload: Bytes) -> int:
     """XXH3-64 of a payload."""
-    return xxhash.xxh3_64_intdigest(payload)
+    return xxhash.xxh3_64_intdigest(payload.data)
 
 
 class DecodeShell:
@@ -57,7 +57,7 @@ class DecodeShell:
         self._control = control
         self._data = data
         self._encoder = EnvelopeEncoder()
-        self._decoder = EnvelopeDecoder(PrefillToDecode)
+        self._decoder: EnvelopeDecoder[PrefillToDecode] = EnvelopeDecoder(PrefillToDecode)
         self._outgoing: dict[bytes, list[Message]] = {}
         self._compute = ComputeThread(loop, runner.executor.execute, self._on_result)
         self.core = self._make_core(config, runner, member)
@@ -84,7 +84,7 @@ class DecodeShell:
 
     def start(self) -> None:
         """Listen and begin to tick."""
-        self._control.attach(self._loop, self._hear)
+        self._control.attach(self._loop, self._hear, lambda peer: self.feed(events.PeerGone(peer)))
         self._data.attach(self._loop, self._on_data)
         self._loop.on_turn_end(self._flush)
         self._tick()

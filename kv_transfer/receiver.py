@@ -14,6 +14,8 @@ The receiver knows nothing of sockets, pools or models: blocks come from a
 
 from __future__ import annotations
 
+import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -45,6 +47,8 @@ from ..proto.messages import (
 from .credit import CreditPool
 from .store import A, BlockStore
 
+REMEMBER_DEAD = 1024
+"""Incarnations of dead senders remembered, so that a zombie's Reserve takes no blocks."""
 Peer = bytes
 """Routing identity of a prefill worker's control connection."""
 
@@ -141,11 +145,13 @@ class ReceiverConfig:
     """Limits of the receiving side.
 
     ``patience``: seconds a committed manifest may stay incomplete before frames are asked
-    for again; ``max_refusals``: how often; ``window`` and ``budget``: see CreditPool, bytes.
+    for again; ``max_refusals``: how often; ``absence``: seconds a sender may be disconnected
+    before its grants are freed; ``window`` and ``budget``: see CreditPool, bytes.
     ``device``: blocks are written by the sender (CUDA IPC), so freeing needs a fence.
     """
 
     window: int = 32 << 20
+    absence: float = 5.0
     budget: int = 256 << 20
     patience: float = 0.5
     max_refusals: int = 8
@@ -170,6 +176,8 @@ class Receiver(Generic[A]):
         self._tombs: dict[tuple[bytes, int], float] = {}
         self._committed: dict[tuple[bytes, int], tuple[Committed, float]] = {}
         self._credits = CreditPool(config.budget, config.window)
+        self._dead: OrderedDict[int, None] = OrderedDict()  # incarnations that are no more
+        self._gone: dict[Peer, float] = {}  # disconnected since
         self.stale = 0
         self.damaged = 0
 
@@ -178,7 +186,9 @@ class Receiver(Generic[A]):
     def on_reserve(self, peer: Peer, message: Reserve, now: float) -> list[Output[A]]:
         """Grant blocks, or say Busy; a repeated Reserve repeats its answer."""
         key = (message.request, message.attempt)
-        if self._is_past(message.request, message.attempt, now):
+        self._gone.pop(peer, None)
+        past = self._is_past(message.request, message.attempt, now)
+        if past or message.incarnation in self._dead:
             return [Reply(peer, Aborted(request=message.request, attempt=message.attempt))]
         done = self._committed.get(key)
         if done:
@@ -215,6 +225,7 @@ class Receiver(Generic[A]):
 
     def on_commit(self, peer: Peer, message: Commit, now: float) -> list[Output[A]]:
         """Take ownership once all is there; never silent (a pending manifest is answered later)."""
+        self._gone.pop(peer, None)
         done = self._committed.get((message.request, message.attempt))
         if done:
             return [Reply(peer, done[0])]
@@ -403,11 +414,18 @@ class Receiver(Generic[A]):
 
     def peer_dead(self, incarnation: int) -> list[Output[A]]:
         """A prefill worker's incarnation is dead: nothing of its grants will ever arrive."""
+        self._dead[incarnation] = None
+        while len(self._dead) > REMEMBER_DEAD:
+            self._dead.popitem(last=False)
         for slot in list(self._live.values()):
             theirs = slot.reserve is not None and slot.reserve.incarnation == incarnation
             if theirs and slot.state is not GrantState.OWNED:
                 self._free_slot(slot)
         return self._credit_outputs()
+
+    def peer_gone(self, peer: Peer, now: float) -> None:
+        """A prefill worker's connection was lost; it may come back for a while."""
+        self._gone[peer] = now + self._config.absence
 
     def tick(self, now: float) -> list[Output[A]]:
         """Evaluate deadlines and the patience with incomplete manifests."""
@@ -415,7 +433,7 @@ class Receiver(Generic[A]):
         for slot in list(self._live.values()):
             if slot.state is GrantState.OWNED:
                 continue
-            if now >= slot.expires:
+            if now >= slot.expires or now >= self._gone.get(slot.peer, math.inf):
                 outputs += self._drop(slot)
             elif slot.commit and now >= slot.progress_at + self._config.patience:
                 slot.progress_at = now
@@ -508,6 +526,7 @@ class Receiver(Generic[A]):
 
     def _forget(self, now: float) -> None:
         self._tombs = {k: t for k, t in self._tombs.items() if t > now}
+        self._gone = {peer: t for peer, t in self._gone.items() if t > now}
         self._committed = {k: v for k, v in self._committed.items() if v[1] > now}
         self._highest = {k: v for k, v in self._highest.items() if v[1] > now}
 

@@ -154,13 +154,15 @@ class PrefillCore:
                 self._member.acknowledged(ended)
                 return self._maybe_drained()
             case Adopt(request=request, position=position):
-                return list(self._member.adopt(event.router, request, position) or [])
+                return self._adopt(event.router, request, position)
             case PeerDead(incarnation=incarnation, endpoint=endpoint):
                 return self._peer_dead(endpoint, incarnation, now)
             case Drain():
                 return self._drain(now)
             case Ping(nonce=nonce):
                 return [ToRouter(event.router, Pong(nonce=nonce))]
+            case Rejected(code="endpoint_unknown"):
+                return self._on_router_up(RouterUp(event.router), now)
             case Rejected() as message:
                 return [self._member.rejected(event.router, message)]
             case _:
@@ -201,6 +203,8 @@ class PrefillCore:
             return [accepted, *ended]
         self._jobs[key] = job
         self._by_sequence[job.sequence.request] = job
+        if job.ended is not None:  # a replay whose last token the client has already
+            return [accepted, *self._finished(job, job.ended, now)]
         self._queue.append(key)
         return [accepted]
 
@@ -227,6 +231,18 @@ class PrefillCore:
         if job.key in self._sender:
             return self._sender_actions(self._sender.release(job.key, now), now)
         return []
+
+    def _adopt(self, router: str, request: bytes, position: int) -> list[Action]:
+        """Say its tokens again, to this router from now on; an empty run says: it is here."""
+        held = [job for job in self._jobs.values() if job.key[0] == request]
+        if not held:
+            return list(self._member.adopt(router, request, position))
+        job = max(held, key=lambda one: one.key[1])
+        job.router = router
+        position = max(position, len(job.assign.context.tokens))
+        tokens = job.context.tokens.all[position:].tolist()
+        run = TokenRun(request, job.key[1], position, tokens)
+        return [ToRouter(router, Tokens(runs=[run]))]
 
     def _held(self) -> list[RequestState]:
         return [job.held() for job in self._jobs.values()]

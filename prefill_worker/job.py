@@ -22,6 +22,7 @@ from ..proto.messages import (
     Terminal,
 )
 from ..proto.outputs import TokenLogProbs
+from ..proto.status import GenerationStatus
 
 
 class JobState(Enum):
@@ -57,6 +58,14 @@ class Job:
         """All tokens behind the prompt, replayed ones included."""
         tokens: list[int] = self.context.tokens.all[len(self.assign.context.tokens) :].tolist()
         return tokens
+
+    @property
+    def ended(self) -> str | None:
+        """The status of a replay whose emitted tokens already end it, else None."""
+        if self.context.is_done:
+            return self.context.status.value
+        full = self.sequence.remaining_tokens == 0 and bool(self.generated)
+        return GenerationStatus.MAXIMUM_LENGTH.value if full else None
 
     def held(self) -> RequestState:
         """What Hello says of it."""

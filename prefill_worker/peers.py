@@ -120,7 +120,7 @@ class PeerLinks:
         self.on_up = on_up
         self.on_down = on_down
         self.encoder = EnvelopeEncoder()
-        self.decoder = EnvelopeDecoder(DecodeToPrefill)
+        self.decoder: EnvelopeDecoder[DecodeToPrefill] = EnvelopeDecoder(DecodeToPrefill)
         self.buffers = BufferPool()
         self._links: dict[str, PeerLink] = {}
 

@@ -50,7 +50,7 @@ class PrefillShell:
         self._member = member
         self._executor = runner.executor
         self._encoder = EnvelopeEncoder()
-        self._decoder = EnvelopeDecoder(PrefillToDecode)
+        self._decoder: EnvelopeDecoder[PrefillToDecode] = EnvelopeDecoder(PrefillToDecode)
         self._compute = ComputeThread(loop, self._execute, self._on_result)
         self._packer = FramePacker(runner.backend, runner.pool)
         self.core = self._make_core(config, runner, member)

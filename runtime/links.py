@@ -37,7 +37,7 @@ class RouterLinks:
     ) -> None:
         self._deliver = deliver
         self._encoder = EnvelopeEncoder()
-        self._decoder = EnvelopeDecoder(RouterToWorker)
+        self._decoder: EnvelopeDecoder[RouterToWorker] = EnvelopeDecoder(RouterToWorker)
         self._outgoing: dict[str, list[Message]] = {}
         self._channels: dict[str, DealerChannel] = {}
         self.malformed = 0

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from ..proto.layout import ModelCard
 from ..proto.limits import PROTOCOL_VERSION
 from ..proto.messages import (
+    Aborted,
     Heartbeat,
     Hello,
     Rejected,
@@ -155,11 +156,14 @@ class Membership:
         for key in [k for k in self._pending if k[0] == request and k[1] <= attempt]:
             del self._pending[key]
 
-    def adopt(self, router: str, request: bytes, position: int) -> list[ToRouter] | None:
-        """Repeat an ended request's tokens from ``position`` and its terminal; None if unknown."""
+    def adopt(self, router: str, request: bytes, position: int) -> list[ToRouter]:
+        """Repeat an ended request's tokens from ``position`` and its terminal.
+
+        An unknown request is answered by Aborted with attempt 0.
+        """
         attempt = max((a for r, a in self._pending if r == request), default=None)
         if attempt is None:
-            return None
+            return [ToRouter(router, Aborted(request=request, attempt=0))]
         pending = self._pending[(request, attempt)]
         pending.router = router
         skip = max(0, position - pending.first)
