@@ -1,0 +1,247 @@
+"""A handoff's data path between two processes, beside raw pyzmq moving the same bytes.
+
+Handoff: Reserve, Grant, gather + checksum, KV frames within byte credit, checksum + scatter,
+Commit, Committed; the real sender, receiver, packers and channels. Raw: a DEALER pushes one
+reused buffer to a ROUTER, frame by frame, and waits for one answer.
+
+    python -m baton.benchmarks.handoff [--tokens 256 1024 4096] [--frame-kib 1024]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import xxhash
+import zmq
+
+from ..engine.cache import PagedCache
+from ..engine.kernels import load_backend
+from ..kv_transfer.frames import BufferPool, FramePacker, FrameWriter
+from ..kv_transfer.receiver import Handover, Receiver, ReceiverConfig, Reply
+from ..kv_transfer.sender import Done, Send, Sender, SenderConfig, SendFrame
+from ..proto.codec import (
+    EnvelopeDecoder,
+    EnvelopeEncoder,
+    decode_kv_header,
+    encode_kv_header,
+)
+from ..proto.layout import KVLayout
+from ..proto.messages import (
+    Commit,
+    Committed,
+    Credit,
+    DecodeToPrefill,
+    Grant,
+    GrantRef,
+    PrefillToDecode,
+    Reserve,
+)
+from ..proto.wire import WireContext
+from ..runtime.lifecycle import limit_blas_threads, recycle_large_buffers
+
+# The 125M-parameter Llama of docs/benchmarks.md.
+LAYOUT = KVLayout(num_layers=12, num_kv_heads=4, head_dim=64, block_size=16)
+Socket = zmq.Socket[bytes]
+
+
+def receive(folder: str, max_tokens: int) -> None:
+    """Decode side: serve handoffs and raw transfers until told to stop."""
+    context: zmq.Context[Socket] = zmq.Context()
+    control, data, raw = (context.socket(zmq.ROUTER) for _ in range(3))
+    for name, socket in (("control", control), ("data", data), ("raw", raw)):
+        socket.bind(f"ipc://{folder}/{name}")
+    blocks = LAYOUT.blocks_for(max_tokens) + 2
+    pool = np.zeros((LAYOUT.num_layers, blocks, *LAYOUT.block_shape), np.float32)
+    cache = PagedCache(blocks, LAYOUT.block_size)
+    receiver = Receiver(1, LAYOUT, cache, ReceiverConfig())
+    writer = FrameWriter(load_backend(), pool, lambda b: xxhash.xxh3_64_intdigest(b))
+    encoder, decoder = EnvelopeEncoder(), EnvelopeDecoder(PrefillToDecode)
+    poller = zmq.Poller()
+    for socket in (control, data, raw):
+        poller.register(socket, zmq.POLLIN)
+
+    def perform(outputs: list) -> None:  # type: ignore[type-arg]
+        for output in outputs:
+            if isinstance(output, Reply):
+                control.send_multipart([output.peer, *encoder.encode([output.message])])
+            elif isinstance(output, Handover):
+                cache.free(output.allocation)
+                receiver.close(output.commit.request, output.commit.attempt)
+
+    expected, got = 0, 0
+    while True:
+        for socket, _ in poller.poll():
+            if socket is data:
+                _, header, payload = data.recv_multipart(copy=False)
+                frame = decode_kv_header(header.bytes)
+                where = receiver.locate(frame)
+                if where is not None:
+                    buffer = np.frombuffer(payload.buffer, np.uint8)
+                    intact = writer.write(frame, where, buffer)
+                    perform(receiver.on_frame(frame, intact=intact, now=time.monotonic()))
+            elif socket is control:
+                peer, *frames = control.recv_multipart()
+                for message in decoder.decode(frames):
+                    handle = (
+                        receiver.on_reserve
+                        if isinstance(message, Reserve)
+                        else receiver.on_commit
+                    )
+                    perform(handle(peer, message, time.monotonic()))  # type: ignore[operator]
+            else:
+                peer, first, *rest = raw.recv_multipart(copy=False)
+                if rest:
+                    got += len(rest[0].buffer)
+                elif first.bytes == b"stop":
+                    return
+                else:
+                    expected, got = int(first.bytes), 0
+                if expected and got >= expected:
+                    raw.send_multipart([peer.bytes, b"done"])
+                    expected = 0
+
+
+class Prefill:
+    """Sending side of both transfers."""
+
+    def __init__(self, folder: str, max_tokens: int, frame_bytes: int) -> None:
+        self.context: zmq.Context[Socket] = zmq.Context()
+        self.control, self.data, self.raw = (self.context.socket(zmq.DEALER) for _ in range(3))
+        for name, socket in (("control", self.control), ("data", self.data), ("raw", self.raw)):
+            socket.connect(f"ipc://{folder}/{name}")
+        blocks = LAYOUT.blocks_for(max_tokens) + 2
+        shape = (LAYOUT.num_layers, blocks, *LAYOUT.block_shape)
+        pool = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+        self.tables = np.random.default_rng(1).permutation(blocks).astype(np.int32)
+        self.packer = FramePacker(load_backend(), pool)
+        self.buffers = BufferPool()
+        self.in_flight: deque[tuple[zmq.MessageTracker, np.ndarray]] = deque()  # type: ignore[type-arg]
+        self.encoder, self.decoder = EnvelopeEncoder(), EnvelopeDecoder(DecodeToPrefill)
+        self.frame_bytes = frame_bytes
+        self.serial = 0
+
+    def handoff(self, tokens: int) -> float:
+        """Seconds of one handoff of ``tokens`` tokens, from Reserve to Committed."""
+        self.serial += 1
+        request = self.serial.to_bytes(16, "little")
+        key = (request, 1)
+        sender = Sender(2, LAYOUT, SenderConfig(frame_bytes=self.frame_bytes))
+        reserve = Reserve(
+            request=request, attempt=1, incarnation=2, hashes=[], num_tokens=tokens, growth=0,
+            deadline=60.0,
+        )  # fmt: skip
+        wire = WireContext(tokens=np.zeros(tokens, np.int32), max_length=1 << 20)
+
+        def make(grant: GrantRef, frames: int, nbytes: int, digest: int) -> Commit:
+            return Commit(
+                request=request, attempt=1, grant=grant, frames=frames, bytes=nbytes,
+                digest=digest, context=wire, emitted=[1], router="r", deadline=60.0,
+            )  # fmt: skip
+
+        start = time.perf_counter()
+        todo = deque(sender.start("d", 0, reserve, 0.0))
+        while True:
+            while todo:
+                output = todo.popleft()
+                if isinstance(output, Send):
+                    self.control.send_multipart(self.encoder.encode([output.message]))
+                elif isinstance(output, SendFrame):
+                    todo.extend(self.send_frame(sender, output))
+                elif isinstance(output, Done):
+                    return time.perf_counter() - start
+            for message in self.decoder.decode(self.control.recv_multipart()):
+                if isinstance(message, Grant):
+                    todo.extend(sender.on_grant(message, 0.0))
+                    layers = LAYOUT.num_layers
+                    todo.extend(
+                        sender.ready(key, layer_end=layers, token_end=tokens, last=True, now=0.0)
+                    )
+                    todo.extend(sender.finish(key, make, 0.0))
+                elif isinstance(message, Credit):
+                    todo.extend(sender.on_credit(message, 0.0))
+                elif isinstance(message, Committed):
+                    todo.extend(sender.on_committed(message, 0.0))
+                else:
+                    raise RuntimeError(f"unexpected {message}")
+
+    def send_frame(self, sender: Sender, output: SendFrame) -> list:  # type: ignore[type-arg]
+        """Pack and send, reusing buffers ZeroMQ is done with."""
+        while self.in_flight and self.in_flight[0][0].done:
+            self.buffers.give(self.in_flight.popleft()[1])
+        buffer = self.buffers.take(output.frame.nbytes)
+        frame = self.packer.pack(output.frame, self.tables, buffer)
+        self.data.send(encode_kv_header(frame), zmq.SNDMORE)
+        tracker = self.data.send(buffer, copy=False, track=True)
+        self.in_flight.append((tracker, buffer))
+        return sender.on_packed(output.key, frame.index, frame.checksum, 0.0)
+
+    def plain(self, nbytes: int) -> float:
+        """Seconds to move ``nbytes`` in frames of the same size, answered once."""
+        frame = np.ones(min(self.frame_bytes, nbytes), np.uint8)
+        start = time.perf_counter()
+        self.raw.send(str(nbytes).encode())
+        sent = 0
+        while sent < nbytes:
+            piece = frame[: min(len(frame), nbytes - sent)]
+            self.raw.send(b"h" * 40, zmq.SNDMORE)
+            self.raw.send(piece, copy=False)
+            sent += len(piece)
+        self.raw.recv()
+        return time.perf_counter() - start
+
+
+def measure(tokens: list[int], frame_bytes: int, runs: int) -> None:
+    """Start the receiving process and print the table."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", __spec__.name if __spec__ else "", "--receive", folder]
+        child = subprocess.Popen([*command, "--tokens", str(max(tokens))])
+        try:
+            while not Path(folder, "raw").exists():
+                time.sleep(0.02)
+            side = Prefill(folder, max(tokens), frame_bytes)
+            print(f"handoff over ZeroMQ ipc, frames of {frame_bytes >> 10} KiB, {runs} pairs")
+            print("tokens      MiB   handoff GB/s   raw pyzmq GB/s   share (median of pairs)")
+            for count in tokens:
+                nbytes = LAYOUT.blocks_for(count) * LAYOUT.block_bytes * LAYOUT.num_layers
+                pairs = []
+                for _ in range(runs + 3):
+                    pairs.append((side.handoff(count), side.plain(nbytes)))
+                pairs = pairs[3:]
+                ours = nbytes / statistics.median(p[0] for p in pairs) / 1e9
+                theirs = nbytes / statistics.median(p[1] for p in pairs) / 1e9
+                share = statistics.median(p[1] / p[0] for p in pairs)
+                size = nbytes / 2**20
+                print(f"{count:6d} {size:8.1f} {ours:14.2f} {theirs:16.2f} {share:8.2f}")
+            side.raw.send(b"stop")
+            child.wait(10)
+        finally:
+            child.kill()
+            child.wait()
+
+
+def main() -> None:
+    """Command line."""
+    limit_blas_threads(1)
+    recycle_large_buffers()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--receive", help=argparse.SUPPRESS)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024, 4096])
+    parser.add_argument("--frame-kib", type=int, default=1024)
+    parser.add_argument("--runs", type=int, default=15)
+    options = parser.parse_args()
+    if options.receive:
+        receive(options.receive, options.tokens[0])
+    else:
+        measure(options.tokens, options.frame_kib << 10, options.runs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""A model small enough to simulate thousands of requests, and unforgiving about its KV.
+
+Every token writes one number per layer into its KV slot, keys and values alike; the next
+token is a digest of *all* KV cells before it, read back through the block table. A block
+lost, swapped, shared, stale or shifted therefore changes the answer, as does a token at a
+wrong position.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ..engine.plan import Chunk, Sampled, StepPlan, StepResult
+from ..proto.layout import KVLayout, ModelCard
+
+LAYERS = 2
+VOCAB = 251
+EOS = 0
+MAX_LENGTH = 4096
+
+
+def toy_card(block_size: int = 4) -> ModelCard:
+    """The toy's card."""
+    layout = KVLayout(num_layers=LAYERS, num_kv_heads=1, head_dim=1, block_size=block_size)
+    return ModelCard(
+        name="toy",
+        architecture="Toy",
+        fingerprint="toy",
+        numerics="exact",
+        vocab_size=VOCAB,
+        max_length=MAX_LENGTH,
+        eos_token_ids=[EOS],
+        layout=layout,
+    )
+
+
+def _cells(tokens: npt.NDArray[np.int32], start: int) -> npt.NDArray[np.float32]:
+    """KV numbers ``[LAYERS, 2, n]`` of tokens at positions ``start ..``; exact in float32."""
+    positions = np.arange(start, start + len(tokens), dtype=np.int64)
+    base = tokens.astype(np.int64) * 7919 + positions * 104_729
+    kinds = np.arange(LAYERS * 2, dtype=np.int64).reshape(LAYERS, 2, 1) * 15_485_863
+    return ((base + kinds) % 65_521).astype(np.float32)
+
+
+def _next_token(cells: npt.NDArray[np.float32]) -> int:
+    digest = zlib.crc32(np.ascontiguousarray(cells).tobytes())
+    return digest % VOCAB
+
+
+def expected_tokens(prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+    """What the toy answers to ``prompt``, computed without any cache."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_new_tokens:
+        token = _next_token(_cells(np.array(tokens, np.int32), 0))
+        tokens.append(token)
+        if token == EOS:
+            break
+    return tokens[len(prompt) :]
+
+
+class ToyExecutor:
+    """Runs plans on a real paged pool; the pool starts poisoned."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+        self.layout = layout
+        self.pool = np.full((layout.num_layers, num_blocks, *layout.block_shape), -1.0, np.float32)
+
+    def execute(self, plan: StepPlan, seconds: float) -> StepResult:
+        """Write the chunks' KV, draw a token where one is asked for."""
+        sampled = []
+        for chunk in plan.chunks:
+            self._write(chunk)
+            if chunk.sample is not None:
+                cells = self._read(chunk.block_table, chunk.start + len(chunk.tokens))
+                sampled.append(Sampled(chunk.request, _next_token(cells)))
+        return StepResult(plan.step, tuple(sampled), seconds, plan.num_tokens)
+
+    def _write(self, chunk: Chunk) -> None:
+        size = self.layout.block_size
+        cells = _cells(chunk.tokens, chunk.start)
+        for i in range(len(chunk.tokens)):
+            block, offset = divmod(chunk.start + i, size)
+            self.pool[:, chunk.block_table[block], :, 0, offset, 0] = cells[:, :, i]
+
+    def _read(self, table: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.float32]:
+        blocks = table[: self.layout.blocks_for(count)]
+        rows = self.pool[:, :, :, 0, :, 0][:, blocks]  # [layers, blocks, 2, block_size]
+        layers, _, kinds, _ = rows.shape
+        return rows.transpose(0, 2, 1, 3).reshape(layers, kinds, -1)[:, :, :count]
