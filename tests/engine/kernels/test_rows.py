@@ -46,6 +46,14 @@ def test_silu_mul(backend, oracle, rng, poisoned, width):
     np.testing.assert_allclose(y, exact, rtol=1e-6, atol=1e-12)
 
 
+def test_silu_is_accurate_over_the_whole_range_of_exp(backend):
+    gate = np.linspace(-87, 87, 20_000, dtype=np.float32)
+    y = np.empty((1, len(gate)), np.float32)
+    backend.silu_mul(np.concatenate([gate, np.ones_like(gate)])[None], y)
+    exact = gate.astype(float) / (1 + np.exp(-gate.astype(float)))
+    np.testing.assert_allclose(y[0], exact, rtol=4e-7, atol=1e-38)
+
+
 def test_silu_mul_at_the_ends(backend):
     gate = np.array([0, -0.0, 100, -100, 1e30, -1e30, 88.5, -88.5, np.nan, 20, -20], np.float32)
     y = np.empty((1, len(gate)), np.float32)
