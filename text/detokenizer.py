@@ -78,9 +78,7 @@ class IncrementalDetokenizer:
     def finish(self) -> TextDelta:
         """The rest when no token follows; an unfinished character becomes U+FFFD."""
         text = self._matcher.push(self._decoder.finish())
-        if self._matcher.matched is None:
-            text += self._matcher.finish()
-        return self._delta(text, 0)
+        return self._delta(text + self._matcher.finish(), 0)
 
     def _delta(self, text: str, used: int) -> TextDelta:
         stop = self._matcher.matched

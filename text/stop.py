@@ -57,7 +57,7 @@ class StopMatcher:
         return self._give(self._safe_length(), keep=True)
 
     def finish(self) -> str:
-        """The held-back text: nothing more comes, so it is no stop string."""
+        """The held-back text, "" after a match: nothing more comes, so it is no stop string."""
         return self._give(len(self._held), keep=False)
 
     def _first_match(self) -> tuple[int, str] | None:

@@ -7,7 +7,6 @@ the other files only add which ids are special and the chat template.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -20,21 +19,11 @@ import numpy.typing as npt
 from ..proto.errors import CheckpointError, InputError
 from .chat_template import ChatTemplate, Message
 from .guarded import GuardedRenderer
+from .model_files import TOKENIZER_FILES, TokenizerSettings
 
 if TYPE_CHECKING:
     import tokenizers
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "config.json",
-    "chat_template.jinja",
-)
-"""The files a tokenizer is made from, in no order; all but the first may be missing."""
-
-_NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _BYTE_OF_CHAR: dict[str, int] = {}
 
 
@@ -51,7 +40,12 @@ class Tokenizer:
 
     """
 
-    def __init__(self, core: tokenizers.Tokenizer, settings: Settings) -> None:
+    def __init__(
+        self,
+        core: tokenizers.Tokenizer,
+        settings: TokenizerSettings,
+        guard: GuardedRenderer | None = None,
+    ) -> None:
         self._core = core
         self._bytes: dict[int, bytes] = {}
         self.special_tokens = settings.special_tokens
@@ -63,9 +57,7 @@ class Tokenizer:
         added = core.get_added_tokens_decoder()
         self.added_tokens = {token.content: index for index, token in added.items()}
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
-        self.chat_template = ChatTemplate(
-            settings.templates, settings.special_tokens, guard=settings.guard
-        )
+        self.chat_template = ChatTemplate(settings.templates, settings.special_tokens, guard=guard)
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str]) -> Tokenizer:
@@ -103,8 +95,9 @@ class Tokenizer:
         """
         if "tokenizer.json" not in files:
             raise CheckpointError(f"{origin} has no tokenizer.json; give prompts as token ids")
-        settings = Settings(files, None if trusted else GuardedRenderer(), origin)
-        return cls(_load_core(files["tokenizer.json"], origin), settings)
+        settings = TokenizerSettings(files, origin)
+        guard = None if trusted else GuardedRenderer()
+        return cls(_load_core(files["tokenizer.json"], origin), settings, guard)
 
     # ------------------------------------------------------------------ text and ids
 
@@ -173,36 +166,6 @@ class Tokenizer:
         return None if text is None else self.token_id(text)
 
 
-class Settings:
-    """What the files beside ``tokenizer.json`` say; each file may be missing.
-
-    Attributes:
-        special_tokens: text by name; ``tokenizer_config.json`` wins over the older
-            ``special_tokens_map.json``.
-        eos_token_ids: of ``generation_config.json``, else of ``config.json``.
-        templates: chat templates by name; ``chat_template.jinja`` wins over
-            ``tokenizer_config.json``.
-        guard: renderer of foreign templates, None for the operator's own.
-
-    """
-
-    def __init__(
-        self, files: Mapping[str, bytes], guard: GuardedRenderer | None, origin: str
-    ) -> None:
-        config = _json_object(files, "tokenizer_config.json", origin)
-        older = _json_object(files, "special_tokens_map.json", origin)
-        self.special_tokens = {
-            f"{name}_token": text
-            for name in _NAMED_TOKENS
-            if (text := _token_text(config, older, f"{name}_token")) is not None
-        }
-        self.eos_token_ids = _eos_ids(files, origin)
-        self.templates = _named_templates(config.get("chat_template"))
-        if "chat_template.jinja" in files:
-            self.templates["default"] = _text(files, "chat_template.jinja", origin)
-        self.guard = guard
-
-
 def _load_core(content: bytes, origin: str) -> tokenizers.Tokenizer:
     # One prompt is one thread's work here; the library's own threads would also warn on fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -215,56 +178,6 @@ def _load_core(content: bytes, origin: str) -> tokenizers.Tokenizer:
     core.no_truncation()
     core.no_padding()
     return core
-
-
-def _text(files: Mapping[str, bytes], name: str, origin: str) -> str:
-    try:
-        return files[name].decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{origin}: {name} is not UTF-8: {error}") from None
-
-
-def _json_object(files: Mapping[str, bytes], name: str, origin: str) -> dict[str, Any]:
-    if name not in files:
-        return {}
-    try:
-        value = json.loads(_text(files, name, origin))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{origin}: {name} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{origin}: {name} must hold an object")
-    return value
-
-
-def _token_text(config: dict[str, Any], older: dict[str, Any], name: str) -> str | None:
-    value = config[name] if name in config else older.get(name)
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
-
-
-def _eos_ids(files: Mapping[str, bytes], origin: str) -> tuple[int, ...]:
-    for name in ("generation_config.json", "config.json"):
-        value = _json_object(files, name, origin).get("eos_token_id")
-        if value is not None:
-            ids = value if isinstance(value, list) else [value]
-            if not all(isinstance(i, int) for i in ids):
-                raise CheckpointError(f"{origin}: eos_token_id in {name} must hold token ids")
-            return tuple(ids)
-    return ()
-
-
-def _named_templates(value: object) -> dict[str, str]:
-    if isinstance(value, str):
-        return {"default": value}
-    entries = value if isinstance(value, list) else []
-    return {
-        entry["name"]: entry["template"]
-        for entry in entries
-        if isinstance(entry, dict)
-        and isinstance(entry.get("name"), str)
-        and isinstance(entry.get("template"), str)
-    }
 
 
 def _bytes_of(token: str) -> bytes:

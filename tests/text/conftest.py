@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as Core
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from baton.text.tokenizer import Tokenizer
 
@@ -44,6 +44,9 @@ def sentencepiece_core(decoder: decoders.Decoder) -> Core:
     core.pre_tokenizer = pre_tokenizers.Metaspace()
     core.decoder = decoder
     core.add_special_tokens(specials)
+    core.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", names.index("<s>"))]
+    )
     return core
 
 
@@ -64,6 +67,7 @@ SENTENCEPIECE_DECODERS = {
 def sentencepiece(request: pytest.FixtureRequest) -> Tokenizer:
     core = sentencepiece_core(SENTENCEPIECE_DECODERS[request.param])
     config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "unk_token": "<unk>"}
+    config["chat_template"] = "{{ bos_token }}{{ messages[0].content }}"
     return Tokenizer.from_files(
         {
             "tokenizer.json": core.to_str().encode(),

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,9 @@ from hypothesis import strategies as st
 
 from baton.proto.errors import InputError
 from baton.text.stop import StopMatcher, stop_sequences
+from baton.text.tokenizer import Tokenizer
+
+DEMO_FOLDER = Path(__file__).parents[2] / "deploy" / "demo_model"
 
 WORDS = st.text(alphabet="ab", min_size=1, max_size=4)
 
@@ -81,6 +86,14 @@ def test_a_sequence_always_shows_as_its_stop_string(demo):
         for _ in range(20):
             before = [rng.randrange(1024) for _ in range(4)]
             assert text in demo.decode([*before, *ids, rng.randrange(1024)])
+
+
+def test_no_sequence_for_a_text_the_tokenizer_changes():
+    files = {"tokenizer.json": (DEMO_FOLDER / "tokenizer.json").read_bytes()}
+    content = json.loads(files["tokenizer.json"])
+    content["normalizer"] = {"type": "Lowercase"}
+    files["tokenizer.json"] = json.dumps(content).encode()
+    assert len(stop_sequences(Tokenizer.from_files(files), ["FOX", "fox"])) == 1
 
 
 def test_other_vocabularies_give_only_added_tokens(sentencepiece):

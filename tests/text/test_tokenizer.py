@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from baton.proto.errors import CheckpointError, InputError
-from baton.text.tokenizer import TOKENIZER_FILES, Tokenizer
+from baton.text.model_files import TOKENIZER_FILES
+from baton.text.tokenizer import Tokenizer
 
 DEMO_FOLDER = Path(__file__).parents[2] / "deploy" / "demo_model"
 
@@ -47,9 +48,24 @@ def test_special_tokens_may_be_objects(sentencepiece):
     assert sentencepiece.eos_token_ids == {sentencepiece.token_id("</s>")}
 
 
+def test_only_plain_prompts_get_what_the_tokenizer_adds(sentencepiece):
+    bos, text = sentencepiece.bos_token_id, "the fox"
+    assert sentencepiece.encode(text).tolist().count(bos) == 1
+    assert bos not in sentencepiece.encode(text, add_special_tokens=False)
+    chat = sentencepiece.encode_chat([{"role": "user", "content": text}])
+    assert chat.tolist().count(bos) == 1
+
+
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
-    [(7, 5, {2, 7}), ([7, 8], 5, {2, 7, 8}), (None, 5, {2, 5}), (None, None, {2})],
+    [
+        (7, 5, {2, 7}),
+        (1, 5, {1, 2}),
+        (0, 5, {0, 2}),
+        ([7, 8], 5, {2, 7, 8}),
+        (None, 5, {2, 5}),
+        (None, None, {2}),
+    ],
 )
 def test_eos_ids_come_from_generation_config_then_config(generation, config, expected):
     files = demo_files()
