@@ -14,25 +14,36 @@ from collections.abc import Callable
 
 Turn = tuple[str, str]
 
-NAMES = (
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+def _a(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
+
+
+NAMES = _words(
     "Anna Bruno Clara David Emma Felix Greta Henry Iris Jonas Karla Lukas Maria Noah Olga Paul "
     "Rosa Simon Tina Victor"
-).split()
-ANIMALS = "fox owl bear hare wolf cat dog duck goose mouse frog crow deer seal crab bee".split()
-THINGS = "lamp box cup book coat bike drum kite boat chair map key bell hat ring clock".split()
-COLOURS = "red blue green black white yellow brown grey pink purple golden silver".split()
-PLACES = "river hill forest village bridge garden harbour market tower meadow island lake".split()
-MOODS = "happy curious brave hungry quiet proud careful sleepy kind clever".split()
-WEATHER = "rainy sunny windy foggy cold warm stormy snowy".split()
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-NUMBER_WORDS = (
+)
+ANIMALS = _words("fox owl bear hare wolf cat dog duck goose mouse frog crow deer seal crab bee")
+THINGS = _words("lamp box cup book coat bike drum kite boat chair map key bell hat ring clock")
+COLOURS = _words("red blue green black white yellow brown grey pink purple golden silver")
+PLACES = _words("river hill forest village bridge garden harbour market tower meadow island lake")
+MOODS = _words("happy curious brave hungry quiet proud careful sleepy kind clever")
+WEATHER = _words("rainy sunny windy foggy cold warm stormy snowy")
+DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+NUMBER_WORDS = _words(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
     "fifteen sixteen seventeen eighteen nineteen twenty"
-).split()
+)
 OPPOSITES = dict(
     pair.split("/")
-    for pair in "hot/cold big/small fast/slow light/dark old/new wet/dry high/low near/far "
-    "open/closed full/empty happy/sad loud/quiet early/late rich/poor".split()
+    for pair in _words(
+        "hot/cold big/small fast/slow light/dark old/new wet/dry high/low near/far "
+        "open/closed full/empty happy/sad loud/quiet early/late rich/poor"
+    )
 )
 
 ABILITIES = (
@@ -103,8 +114,8 @@ def story(rng: random.Random) -> Turn:
             f'"Whose {thing} is this?" asked {name}.',
         ),
         (
-            f"A {other} came by and said that the {thing} was lost.",
-            f"Then a {other} came and asked for help.",
+            f"{_a(other).capitalize()} came by and said that the {thing} was lost.",
+            f"Then {_a(other)} came and asked for help.",
         ),
         (
             f"So {name} and the {other} became friends, and the {animal} slept well that night.",
@@ -112,10 +123,10 @@ def story(rng: random.Random) -> Turn:
         ),
     )
     question = (
-        f"Tell me a story about a {animal}.",
-        f"Write a short story about a {animal}.",
-        f"Please tell me a story about a {animal}.",
-        f"A story with a {animal}, please.",
+        f"Tell me a story about {_a(animal)}.",
+        f"Write a short story about {_a(animal)}.",
+        f"Please tell me a story about {_a(animal)}.",
+        f"A story with {_a(animal)}, please.",
     )
     return rng.choice(question), " ".join(rng.choice(choices) for choices in sentences)
 
@@ -125,7 +136,7 @@ def addition(rng: random.Random) -> Turn:
     left, right = rng.randint(0, 10), rng.randint(0, 10)
     if rng.random() < 0.6:
         sign = rng.choice(("plus", "+"))
-        question = rng.choice((f"What is {left} {sign} {right}?", f"How much is {left} {sign} {right}?"))
+        question = rng.choice(("What is", "How much is")) + f" {left} {sign} {right}?"
         return question, f"{left} plus {right} is {left + right}."
     first, second, total = (NUMBER_WORDS[n] for n in (left, right, left + right))
     return f"What is {first} plus {second}?", f"{first.capitalize()} plus {second} is {total}."
@@ -136,7 +147,7 @@ def counting(rng: random.Random) -> Turn:
     first = rng.randint(0, 12)
     last = rng.randint(first + 2, min(20, first + 10))
     numbers = ", ".join(str(n) for n in range(first, last + 1))
-    return rng.choice((f"Count from {first} to {last}.", f"Please count from {first} to {last}.")), numbers
+    return f"{rng.choice(('Count', 'Please count'))} from {first} to {last}.", numbers
 
 
 def repeat(rng: random.Random) -> Turn:
@@ -147,12 +158,9 @@ def repeat(rng: random.Random) -> Turn:
 
 def lookup(rng: random.Random) -> Turn:
     """A question about one of several facts stated just before it."""
-    facts = [
-        (name, colour, thing)
-        for name, colour, thing in zip(
-            rng.sample(NAMES, 4), rng.sample(COLOURS, 4), rng.sample(THINGS, 4), strict=True
-        )
-    ][: rng.randint(1, 4)]
+    count = rng.randint(1, 4)
+    columns = (rng.sample(words, count) for words in (NAMES, COLOURS, THINGS))
+    facts = list(zip(*columns, strict=True))
     told = " ".join(f"{name} has a {colour} {thing}." for name, colour, thing in facts)
     name, colour, thing = rng.choice(facts)
     if rng.random() < 0.5:
@@ -184,7 +192,8 @@ def knowledge(rng: random.Random) -> Turn:
         return f"Which day comes after {DAYS[day]}?", answer
     what, words = rng.choice((("animals", ANIMALS), ("colours", COLOURS), ("things", THINGS)))
     first, second, third = rng.sample(words, 3)
-    return rng.choice((f"Name three {what}.", f"Tell me three {what}.")), f"{first}, {second} and {third}"
+    question = f"{rng.choice(('Name', 'Tell me'))} three {what}."
+    return question, f"{first}, {second} and {third}"
 
 
 def fixed(rng: random.Random) -> Turn:
@@ -193,14 +202,22 @@ def fixed(rng: random.Random) -> Turn:
 
 
 TASKS: tuple[tuple[float, Callable[[random.Random], Turn]], ...] = (
-    (0.22, story),
-    (0.18, addition),
-    (0.07, counting),
-    (0.14, repeat),
-    (0.17, lookup),
+    (0.20, story),
+    (0.16, addition),
+    (0.09, counting),
+    (0.16, repeat),
+    (0.19, lookup),
     (0.07, greeting),
     (0.06, knowledge),
-    (0.09, fixed),
+    (0.07, fixed),
+)
+OTHER_QUESTIONS = (
+    "What is {}?",
+    "Tell me about {}.",
+    "How does {} work?",
+    "Explain {}.",
+    "Why {}?",
+    "Write {}.",
 )
 SYSTEM_MESSAGES = (
     "You are a friendly assistant.",
@@ -228,10 +245,18 @@ class MicroWorld:
         self._tasks = [task for _, task in TASKS]
 
     def turn(self) -> Turn:
-        """One question with its answer; 5 % are outside the micro-world."""
-        if self.rng.random() < 0.05:
-            return self.rng.choice(self._other), ABILITIES
+        """One question with its answer; 7 % are outside the micro-world."""
+        if self.rng.random() < 0.07:
+            return self._other_question(), ABILITIES
         return self.rng.choices(self._tasks, self._weights)[0](self.rng)
+
+    def _other_question(self) -> str:
+        sentence = self.rng.choice(self._other)
+        if self.rng.random() < 0.5:
+            return sentence
+        words = sentence.rstrip(".:").split()
+        start = self.rng.randrange(len(words))
+        return self.rng.choice(OTHER_QUESTIONS).format(" ".join(words[start : start + 3]))
 
     def system_message(self) -> str | None:
         """A system message for one conversation in four."""

@@ -1,4 +1,4 @@
-"""Trains the demo model: ``python train_demo_model.py --out demo_model --minutes 14``.
+"""Trains the demo model: ``python -m baton.deploy.train_demo_model --out deploy/demo_model``.
 
 Needs torch, safetensors and tokenizers; nothing imports this file. It makes a byte-level BPE
 tokenizer from the micro-world and CPython's documentation, trains a Llama of under a million
@@ -14,22 +14,21 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody uses
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-sys.path.insert(0, str(Path(__file__).parent))
-from demo_corpus import MicroWorld, documentation
+from .demo_corpus import MicroWorld, documentation
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 END_OF_TEXT, _, IM_END = range(3)
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 1024,
@@ -51,9 +50,10 @@ CONFIG = {
     "pad_token_id": END_OF_TEXT,
     "torch_dtype": "bfloat16",
 }
-ROW_LENGTHS, ROW_WEIGHTS = (128, 256, 512, 1024), (0.4, 0.35, 0.17, 0.08)
+ROW_LENGTHS, ROW_WEIGHTS = (128, 256, 512, 1024), (0.5, 0.3, 0.13, 0.07)
 
 Parameters = dict[str, torch.Tensor]
+Rope = tuple[torch.Tensor, torch.Tensor]
 
 
 # ------------------------------------------------------------------------------- tokenizer
@@ -78,7 +78,9 @@ def train_tokenizer(world: MicroWorld, docs: list[str]) -> Tokenizer:
 # --------------------------------------------------------------------------------- batches
 
 
-def conversation(world: MicroWorld, tokenizer: Tokenizer, length: int) -> tuple[list[int], list[bool]]:
+def conversation(
+    world: MicroWorld, tokenizer: Tokenizer, length: int
+) -> tuple[list[int], list[bool]]:
     """Turns until ``length + 1`` tokens are full, and which tokens are answers."""
     ids: list[int] = []
     answers: list[bool] = []
@@ -144,7 +146,7 @@ def initial_parameters() -> Parameters:
     return {name: p.requires_grad_() for name, p in params.items()}
 
 
-def rope_tables(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_tables(length: int) -> Rope:
     """Cosine and sine ``[length, head_dim]`` for rotating the two halves of each head."""
     half = torch.arange(0, CONFIG["head_dim"], 2) / CONFIG["head_dim"]
     angles = torch.arange(length)[:, None] / CONFIG["rope_theta"] ** half
@@ -152,13 +154,14 @@ def rope_tables(length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return angles.cos(), angles.sin()
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
     """RoPE on ``[..., length, head_dim]``."""
+    cos, sin = rope
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-high, low), dim=-1) * sin
 
 
-def attention(p: Parameters, prefix: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def attention(p: Parameters, prefix: str, x: torch.Tensor, rope: Rope) -> torch.Tensor:
     """Causal grouped-query attention of one layer; ``x`` is ``[rows, length, hidden]``."""
     rows, length, _ = x.shape
 
@@ -166,7 +169,7 @@ def attention(p: Parameters, prefix: str, x: torch.Tensor, cos: torch.Tensor, si
         y = F.linear(x, p[f"{prefix}.{name}.weight"])
         return y.view(rows, length, -1, CONFIG["head_dim"]).transpose(1, 2)
 
-    q, k, v = rotate(heads("q_proj"), cos, sin), rotate(heads("k_proj"), cos, sin), heads("v_proj")
+    q, k, v = rotate(heads("q_proj"), rope), rotate(heads("k_proj"), rope), heads("v_proj")
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -175,7 +178,7 @@ def attention(p: Parameters, prefix: str, x: torch.Tensor, cos: torch.Tensor, si
 
 def hidden_states(p: Parameters, ids: torch.Tensor) -> torch.Tensor:
     """Normalised hidden states ``[rows, length, hidden]`` in front of the tied head."""
-    cos, sin = rope_tables(ids.shape[1])
+    rope = rope_tables(ids.shape[1])
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         return F.rms_norm(x, x.shape[-1:], p[f"{name}.weight"], CONFIG["rms_norm_eps"])
@@ -183,7 +186,7 @@ def hidden_states(p: Parameters, ids: torch.Tensor) -> torch.Tensor:
     x = F.embedding(ids, p["model.embed_tokens.weight"])
     for layer in range(CONFIG["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
-        x = x + attention(p, f"{prefix}.self_attn", norm(x, f"{prefix}.input_layernorm"), cos, sin)
+        x = x + attention(p, f"{prefix}.self_attn", norm(x, f"{prefix}.input_layernorm"), rope)
         y = norm(x, f"{prefix}.post_attention_layernorm")
         gate, up = (F.linear(y, p[f"{prefix}.mlp.{n}_proj.weight"]) for n in ("gate", "up"))
         x = x + F.linear(F.silu(gate) * up, p[f"{prefix}.mlp.down_proj.weight"])
@@ -289,6 +292,7 @@ def save_weights(out: Path, params: Parameters) -> None:
     """bfloat16 safetensors, replaced in one step so that a reader never sees half a file."""
     tensors = {name: v.detach().to(torch.bfloat16).contiguous() for name, v in params.items()}
     save_file(tensors, str(out / "model.safetensors.new"), metadata={"format": "pt"})
+    (out / "model.safetensors.new").chmod(0o644)
     (out / "model.safetensors.new").replace(out / "model.safetensors")
 
 
@@ -296,7 +300,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="train the demo model")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=14.0, help="CPU minutes")
+    parser.add_argument("--minutes", type=float, default=20.0, help="CPU minutes")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens per step")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
