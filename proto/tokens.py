@@ -238,19 +238,19 @@ class TokenBuffer:
 
     def rewind_processing(self, n: int) -> None:
         """Make ``n`` processed tokens active again."""
-        if n < 0 or n > self._start:
+        if n < 0 or n > self._start or n > self._start + self._offset:
             raise ValueError(f"cannot rewind {n} of {self._start} processed tokens")
         self._start -= n
 
     def skip_processing(self, n: int) -> None:
         """Count ``n`` active tokens as processed; at least one stays active."""
-        if n < 0 or n >= self.active_length:
+        if n < 0 or n >= self.active_length or self._start + n > self._end:
             raise ValueError(f"cannot skip {n} of {self.active_length} active tokens")
         self._start += n
 
     def chunk(self, n: int) -> None:
         """Leave only the first ``n`` active tokens for the next step."""
-        if not 1 <= n < self.active_length:
+        if not 1 <= n < self.active_length or n + self._offset < 0:
             raise ValueError(f"cannot chunk {self.active_length} active tokens to {n}")
         self._end = self._start + self._offset + n
         self._chunked = True
@@ -296,7 +296,7 @@ class TokenBuffer:
         return self._store[start:end]
 
     def reset_as_new_prompt(self, delete_last_generated_token: bool = False) -> None:
-        """Make every token an unprocessed prompt token; the offset stays."""
+        """Make every token an unprocessed prompt token; an offset stays while it is inside."""
         if self._end > self._length:
             raise ValueError("the processing window ends behind the last token")
         length = self._length
@@ -307,6 +307,8 @@ class TokenBuffer:
             self._store[length] = 0
         self._length = self._prompt = self._end = length
         self._start = 0
+        if not 0 <= self._offset <= length:
+            self._offset = 0
         self._completion_start = self._completion_end = length
         self._chunked = False
 

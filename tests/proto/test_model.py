@@ -1,0 +1,364 @@
+"""TokenBuffer and TextContext against plain lists, by long seeded runs of random operations.
+
+The models keep whole lists of tokens and recompute everything from them; they share no
+index arithmetic with the real classes. After every operation all observable values agree,
+and an operation that one side refuses is refused by the other and changes nothing.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from baton.proto import (
+    FUTURE_TOKEN,
+    LogProbabilities,
+    SamplingParams,
+    TextContext,
+    TokenBuffer,
+    msgpack_numpy_decoder,
+    msgpack_numpy_encoder,
+)
+
+
+class Refused(Exception):
+    pass
+
+
+def need(condition):
+    if not condition:
+        raise Refused
+
+
+def agree(real, model):
+    """Run both; they must refuse alike. Returns whether the operation was done."""
+    try:
+        model()
+    except Refused:
+        with pytest.raises(ValueError):
+            real()
+        return False
+    real()
+    return True
+
+
+# ------------------------------------------------------------------ TokenBuffer
+
+
+@dataclass
+class BufferModel:
+    """Four consecutive lists of tokens, and the list of tokens not consumed."""
+
+    processed: list[int]
+    window: list[int]  # the processing window; `offset` of it (or before it) is not active
+    later: list[int]  # behind a chunk
+    prompt: int
+    offset: int = 0
+    pending: list[int] = field(default_factory=list)
+    chunked: bool = False
+
+    @property
+    def all(self):
+        return self.processed + self.window + self.later
+
+    @property
+    def active(self):
+        return (self.processed + self.window)[len(self.processed) + self.offset :]
+
+    def apply_offset(self, n):
+        need(0 <= len(self.processed) + n <= len(self.processed + self.window))
+        self.offset = n
+
+    def rewind(self, n):
+        need(0 <= n <= len(self.processed) and n <= len(self.processed) + self.offset)
+        self.split(len(self.processed) - n)
+
+    def skip(self, n):
+        need(0 <= n < len(self.window) - self.offset and n <= len(self.window))
+        self.split(len(self.processed) + n)
+
+    def split(self, at):
+        both = self.processed + self.window
+        self.processed, self.window = both[:at], both[at:]
+
+    def chunk(self, n):
+        keep = self.offset + n
+        need(n >= 1 and 0 <= keep < len(self.window))
+        self.later = self.window[keep:] + self.later
+        self.window = self.window[:keep]
+        self.chunked = True
+
+    def advance_chunk(self):
+        need(self.chunked)
+        self.processed += self.window
+        self.window, self.later, self.offset, self.chunked = self.later, [], 0, False
+
+    def append(self, token, mark):
+        need(not self.chunked)
+        if mark:
+            self.processed, self.window = self.processed + self.window, []
+        self.window.append(token)
+        self.pending.append(token)
+        self.offset = 0
+
+    def overwrite(self, token):
+        for part in (self.later, self.window, self.processed):
+            if part:
+                part[-1] = token
+                break
+        if self.pending:
+            self.pending[-1] = token
+
+    def consume(self):
+        need(self.pending)
+        self.pending = []
+
+    def reset(self, delete):
+        tokens = self.all
+        if delete:
+            need(len(tokens) > self.prompt)
+            tokens.pop()
+        self.processed, self.window, self.later = [], tokens, []
+        self.prompt, self.pending, self.chunked = len(tokens), [], False
+        self.offset = self.offset if 0 <= self.offset <= len(tokens) else 0
+
+
+def check_buffer(tokens, model):
+    everything = model.all
+    assert tokens.all.tolist() == everything
+    assert tokens.active.tolist() == model.active
+    assert tokens.prompt.tolist() == everything[: model.prompt]
+    assert tokens.generated.tolist() == everything[model.prompt :]
+    assert (len(tokens), tokens[-1], tokens.is_chunked) == (
+        len(everything),
+        everything[-1],
+        model.chunked,
+    )
+    assert tokens.processed_length == len(model.processed)
+    assert tokens.active_length == len(model.window) - model.offset
+    assert tokens.current_position == tokens.processed_length + tokens.active_length
+    assert tokens.has_outstanding_generated_tokens == bool(model.pending)
+    window = tokens.completion_range
+    assert tokens.all[window.start : window.end].tolist() == model.pending
+
+
+def buffer_step(rng, tokens, model):
+    """One random operation on both; small arguments, so that all refusals occur."""
+    n, token = rng.randint(-2, 6), rng.randrange(1000)
+    mark, delete = rng.random() < 0.7, rng.random() < 0.5
+    operations = [
+        (6, lambda: tokens.advance_with_token(token, mark), lambda: model.append(token, mark)),
+        (1, lambda: tokens.apply_processing_offset(n), lambda: model.apply_offset(n)),
+        (1, lambda: tokens.rewind_processing(n), lambda: model.rewind(n)),
+        (1, lambda: tokens.skip_processing(n), lambda: model.skip(n)),
+        (2, lambda: tokens.chunk(n), lambda: model.chunk(n)),
+        (2, tokens.advance_chunk, model.advance_chunk),
+        (1, lambda: tokens.overwrite_last_token(token), lambda: model.overwrite(token)),
+        (1, tokens.consume_recently_generated_tokens, model.consume),
+        (0.3, lambda: tokens.reset_as_new_prompt(delete), lambda: model.reset(delete)),
+    ]
+    _, real, plain = rng.choices(operations, [weight for weight, _, _ in operations])[0]
+    return agree(real, plain)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_buffer_follows_the_model(seed):
+    rng = random.Random(seed)
+    done = 0
+    for _ in range(10):
+        start = [rng.randrange(1000) for _ in range(rng.randint(1, 9))]
+        tokens = TokenBuffer(np.array(start, np.int64))
+        model = BufferModel([], list(start), [], len(start))
+        for _ in range(500):
+            done += buffer_step(rng, tokens, model)
+            check_buffer(tokens, model)
+    assert done > 1500
+
+
+# ------------------------------------------------------------------ TextContext
+
+
+@dataclass
+class ContextModel:
+    """The prompt, the generated tokens with their log-probabilities, and how many are out."""
+
+    prompt: list[int]
+    max_length: int
+    eos: set[int]
+    sequences: list[list[int]]
+    generated: list[int] = field(default_factory=list)
+    entries: list[LogProbabilities | None] = field(default_factory=list)
+    delivered: int = 0
+    status: str = "active"
+    initial: bool = True
+    chunked: bool = False
+
+    def ends(self, generated):
+        if generated[-1] in self.eos:
+            return True
+        return any(
+            len(sequence) <= len(generated) and generated[-len(sequence) :] == sequence
+            for sequence in self.sequences
+        )
+
+    def judge(self, generated):
+        if self.ends(generated):
+            return "end_of_sequence"
+        return "maximum_length" if len(self.prompt + generated) >= self.max_length else None
+
+    def update(self, token, entry=None):
+        if self.chunked:
+            self.chunked = False
+            return
+        need(self.generated[-1:] != [FUTURE_TOKEN])
+        self.generated.append(token)
+        self.entries.append(entry)
+        self.status = self.judge(self.generated) or self.status
+        self.initial = False
+
+    def future(self):
+        need(self.generated[-1:] != [FUTURE_TOKEN])
+        self.update(FUTURE_TOKEN)
+
+    def realize(self, token, entry):
+        need(self.generated[-1:] == [FUTURE_TOKEN])
+        self.generated[-1] = token
+        if entry is not None:
+            self.entries[-1] = entry
+        if self.ends(self.generated):
+            self.status = "end_of_sequence"
+
+    def output(self):
+        need(FUTURE_TOKEN not in self.generated[self.delivered :])
+        self.delivered = len(self.generated)
+
+    def reset(self):
+        if self.generated[-1:] == [FUTURE_TOKEN]:
+            self.generated.pop()
+            self.entries.pop()
+        self.initial, self.chunked = True, False
+
+    def rollback(self, n):
+        need(n >= 0 and not self.chunked and len(self.generated) - n >= self.delivered)
+        kept = len(self.generated) - n
+        self.generated, self.entries = self.generated[:kept], self.entries[:kept]
+        if self.status in ("end_of_sequence", "maximum_length"):
+            self.status = "active"
+            for end in range(1, kept + 1):
+                self.status = self.judge(self.generated[:end]) or self.status
+
+    def chunk(self, active):
+        need(active > 1 and not self.chunked)
+        self.chunked = True
+
+
+def check_context(ctx, model):
+    everything = model.prompt + model.generated
+    assert ctx.tokens.all.tolist() == everything
+    assert ctx.prompt_tokens.tolist() == model.prompt
+    assert ctx.generated_tokens.tolist() == model.generated
+    assert (str(ctx.status), ctx.is_initial_prompt) == (model.status, model.initial)
+    assert ctx.is_done == (model.status != "active")
+    left = model.prompt_minimum_end() - ctx.tokens.current_position
+    masks = ctx.get_min_token_logit_mask(3)
+    assert [len(mask) for mask in masks] == [
+        len(model.eos) if k < left and ctx.tokens.current_position + k >= len(model.prompt) else 0
+        for k in range(3)
+    ]
+
+
+def take(ctx, model):
+    """Drain both and compare what comes out."""
+    start = model.delivered
+    entries = model.entries[start:]
+
+    def real():
+        output = ctx.to_generation_output()
+        assert output.tokens == model.generated[start:]
+        some = any(entry is not None for entry in entries)
+        assert output.log_probabilities == (entries if some else None)
+        assert str(output.final_status) == model.status
+
+    return agree(real, model.output)
+
+
+def context_step(rng, ctx, model):
+    token = rng.choices([rng.randrange(50, 60), 9, 7, 8], [12, 1, 3, 3])[0]
+    entry = LogProbabilities([-token / 7], [{token: 1.0}]) if rng.random() < 0.3 else None
+    n = rng.choice([0, 1, 1, 2, 5, -1])
+
+    def chunk():
+        ctx.tokens.chunk(1)
+
+    operations = [
+        (8, lambda: ctx.update(token, entry), lambda: model.update(token, entry)),
+        (2, lambda: ctx.jump_ahead(token), lambda: model.update(token)),
+        (2, ctx.update_with_future_token, model.future),
+        (3, lambda: ctx.realize_future_token(token, entry), lambda: model.realize(token, entry)),
+        (0.7, ctx.reset, model.reset),
+        (1, lambda: ctx.rollback(n), lambda: model.rollback(n)),
+        (1, chunk, lambda: model.chunk(ctx.tokens.active_length)),
+    ]
+    if rng.random() < 0.15:
+        return take(ctx, model)
+    _, real, plain = rng.choices(operations, [weight for weight, _, _ in operations])[0]
+    return agree(real, plain)
+
+
+class MinimumModel(ContextModel):
+    minimum = 3
+
+    def prompt_minimum_end(self):
+        return len(self.prompt) + self.minimum
+
+
+def start_context(rng):
+    prompt = [rng.randrange(100) for _ in range(rng.randint(1, 6))]
+    sequences = [[7, 8], [8, 8, 7]] if rng.random() < 0.7 else []
+    limit = len(prompt) + rng.choice([4, 30, 1000])
+    ctx = TextContext(
+        max_length=limit,
+        tokens=prompt,
+        eos_token_ids={9, 5},
+        eos_sequences=sequences,
+        sampling_params=SamplingParams(min_new_tokens=MinimumModel.minimum),
+    )
+    return ctx, MinimumModel(prompt, limit, {9, 5}, sequences)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_context_follows_the_model(seed):
+    rng = random.Random(seed)
+    encode, decode = msgpack_numpy_encoder(), msgpack_numpy_decoder(TextContext)
+    done = 0
+    for _ in range(50):
+        ctx, model = start_context(rng)
+        for step in range(100):
+            done += context_step(rng, ctx, model)
+            check_context(ctx, model)
+            if step % 20 == 19:
+                ctx = decode(encode(ctx))
+    assert done > 3000
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_rebuilt_context_continues_like_the_one_that_went_on(seed):
+    """Handoff and replay: prompt and emitted tokens alone decide everything later."""
+    rng = random.Random(seed)
+    for _ in range(200):
+        ctx, _ = start_context(rng)
+        for _ in range(rng.randrange(12)):
+            if ctx.is_done:
+                break
+            ctx.update(rng.choice([7, 8, 50, 51]))
+        emitted = ctx.generated_tokens.tolist()
+        ctx.to_generation_output()
+        again = TextContext.from_wire(ctx.to_wire(), ctx.request_id, emitted)
+        assert (again.status, again.prompt_length) == (ctx.status, ctx.prompt_length)
+        assert again.tokens.all.tolist() == ctx.tokens.all.tolist()
+        while not ctx.is_done and len(ctx.tokens) < 60:
+            token = rng.choice([7, 8, 9, 50, 51])
+            ctx.update(token)
+            again.update(token)
+            assert again.to_generation_output() == ctx.to_generation_output()
