@@ -116,9 +116,8 @@ class _WindowDecoder:
     """
 
     _LONGEST = 16
-    # Enough for a decoder that looks at the previous token or strips the first one, and more
-    # where the fourth-last token is in the midst of a character.
-    _CONTEXTS = range(4, 8)
+    _CONTEXT = 4  # enough for a decoder that looks at the previous token or strips the first one
+    _MOST_CONTEXT = 7  # more where the context would begin in the midst of a character
     _MAX_PENDING = 3  # an unfinished UTF-8 character has at most three bytes
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -152,9 +151,9 @@ class _WindowDecoder:
         return delta
 
     def _start_over(self) -> None:
-        for length in self._CONTEXTS:
-            context = self._window[-length:]
-            text = self._text(context)
-            if _REPLACEMENT not in text:
-                break
-        self._window, self._shown = context, text
+        length = self._CONTEXT
+        text = self._text(self._window[-length:])
+        while _REPLACEMENT in text and length < self._MOST_CONTEXT:
+            length += 1
+            text = self._text(self._window[-length:])
+        self._window, self._shown = self._window[-length:], text

@@ -10,6 +10,10 @@ from baton.text.chat_template import ChatTemplate
 from baton.text.guarded import GuardedRenderer
 from baton.text.sandbox import MAX_TEMPLATE_CHARS, RenderError, RenderLimit, render
 
+DOUBLING = """\
+{% set n = namespace(s='x') %}
+{% for i in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}
+"""
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -134,10 +138,7 @@ def test_sizes_are_capped(guard):
     [
         ("{{ 'x' * 10 ** 10 }}", "needs too much memory"),
         ("{{ '%0900000000d' | format(1) }}", "needs too much memory"),
-        (
-            "{% set n = namespace(s='x') %}{% for i in 'x' * 40 %}{% set n.s = n.s * 2 %}{% endfor %}",
-            "needs too much memory",
-        ),
+        (DOUBLING, "needs too much memory"),
         ("{{ 10 ** (10 ** 9) }}", "used too much processor time"),
     ],
 )
