@@ -24,6 +24,8 @@ from .model_files import TOKENIZER_FILES, TokenizerSettings
 if TYPE_CHECKING:
     import tokenizers
 
+__all__ = ["TOKENIZER_FILES", "Tokenizer"]
+
 _BYTE_OF_CHAR: dict[str, int] = {}
 
 
