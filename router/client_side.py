@@ -11,9 +11,11 @@ from array import array
 from collections.abc import Callable
 from typing import ClassVar
 
+import msgspec
+
 from ..proto.errors import BatonError, CapacityError, DuplicateRequest, EndpointUnknown, InputError
 from ..proto.ids import context_digest, request_key, resume_secret
-from ..proto.limits import MAX_REQUEST_ID_CHARS
+from ..proto.limits import INLINE_ARRAY_BYTES, MAX_REQUEST_ID_CHARS
 from ..proto.messages import (
     Cancel,
     Describe,
@@ -184,6 +186,7 @@ class ClientSide:
         else:
             _check_shape(message.context)
         seconds = check_deadline(message.deadline, config.default_deadline_s, config.max_deadline_s)
+        _own_tokens(message.context)
         request = Request(key, message.request_id, message.context, now + seconds, attempt)
         request.pool = message.pool
         request.strict = message.pin == "strict"
@@ -316,6 +319,12 @@ class ClientSide:
 
 def _end(message: Resume) -> int:
     return len(message.context.tokens) + len(message.emitted)
+
+
+def _own_tokens(context: WireContext) -> None:
+    """Let a short prompt not keep the whole envelope alive that it came in."""
+    if context.tokens.nbytes < INLINE_ARRAY_BYTES:
+        msgspec.structs.force_setattr(context, "tokens", context.tokens.copy())
 
 
 def _check_shape(context: WireContext) -> None:

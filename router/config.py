@@ -74,7 +74,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_deadline_s: float = MAX_DEADLINE_S
     start_grace_s: float = 60.0
     worker_grace_s: float = 30.0
-    recovery_s: float = 1.5
+    recovery_s: float = 2.5
     resume_window_s: float = 0.0
 
     heartbeat_timeout_s: float = 1.0
@@ -92,8 +92,6 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_attempts: int = 8
     poison_deaths: int = 2
     max_described_bytes: int = 32 << 20
-    max_client_bytes: int = 4 << 20
-    """Unsent bytes after which a client counts as slow."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, with the field's name."""

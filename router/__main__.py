@@ -1,0 +1,50 @@
+"""``python -m baton.router --config FILE``: one router until it is told to end."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import zmq
+
+from ..proto.ids import new_incarnation
+from ..runtime.lifecycle import on_stop_signal
+from ..runtime.log import get_logger
+from ..runtime.loop import Loop
+from ..runtime.process import run_process, settle
+from .config import RouterConfig
+from .describe import read_text_files
+from .shell import RouterShell
+
+GC_THRESHOLDS = (50_000, 50, 100)
+"""Records live as long as their requests: look for cycles seldom, pauses show in latency."""
+
+
+def serve(config: RouterConfig) -> int:
+    """Run the router; returns the exit code."""
+    files = read_text_files(config.model_folder, config.max_described_bytes)
+    loop = Loop()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    shell = RouterShell(config, files, new_incarnation(), loop, context)
+    shell.start()
+    on_stop_signal(loop, shell.stop)
+    get_logger().info(
+        "router.listening", clients=shell.clients.endpoint, workers=shell.workers.endpoint
+    )
+    gc.set_threshold(*GC_THRESHOLDS)
+    settle()
+    try:
+        loop.run()
+    finally:
+        shell.close()
+        context.term()
+    return 0
+
+
+def main() -> int:
+    """Entry point."""
+    return run_process("router", RouterConfig, serve)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""Sockets and clock around :class:`.core.RouterCore`.
+
+Knows no request: it decodes envelopes, lets the core decide, and sends each peer one
+envelope per turn. Invariant: what is unsent for one client stays under a cap; a client that
+reads too slowly is reported as full, and one over the cap is cut off.
+"""
+
+from __future__ import annotations
+
+from ..proto.codec import EnvelopeDecoder
+from ..proto.errors import ProtocolError
+from ..proto.messages import ClientToRouter, Message, WorkerToRouter
+from ..runtime.channel import ChannelOptions, Frames, SendResult
+from ..runtime.log import get_logger
+from ..runtime.loop import Loop
+from ..runtime.outbox import Outbox
+from ..runtime.sockets import Context, RouterChannel
+from .config import RouterConfig
+from .core import RouterCore
+from .events import (
+    Action,
+    ClientFull,
+    ClientGone,
+    ClientWritable,
+    Event,
+    Log,
+    Tick,
+    ToClient,
+    ToWorker,
+    WorkerGone,
+)
+
+CLIENT_QUEUE = 512
+"""Envelopes ZeroMQ may hold for one client."""
+HELD_MESSAGES = 1024
+"""Messages kept for a client whose queue is full; one that needs more is cut off."""
+RETRY_S = 0.02
+"""How often a full client is tried again."""
+LINGER_S = 1.0
+"""How long terminals may wait for their acknowledgement when the router ends."""
+
+_log = get_logger()
+
+
+class RouterShell:
+    """One router process."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        files: dict[str, bytes],
+        incarnation: int,
+        loop: Loop,
+        context: Context,
+    ) -> None:
+        self.core = RouterCore(config, incarnation=incarnation, files=files, now=loop.now())
+        self._loop = loop
+        options = ChannelOptions(send_hwm=CLIENT_QUEUE)
+        self.clients = RouterChannel(context, config.client_address, options=options)
+        try:
+            self.workers = RouterChannel(context, config.worker_address)
+        except BaseException:
+            self.clients.close()
+            raise
+        self._from_clients = EnvelopeDecoder[Message](ClientToRouter)
+        self._from_workers = EnvelopeDecoder[Message](WorkerToRouter)
+        self._to_clients: Outbox[bytes] = Outbox(self.clients.send, self._client_unsent)
+        self._to_workers: Outbox[bytes] = Outbox(self.workers.send, self._worker_unsent)
+        self._held: dict[bytes, list[Message]] = {}  # of full clients, oldest first
+        self._leave_at = float("inf")
+        self._closing = False
+
+    def start(self) -> None:
+        """Listen and begin to tick."""
+        self.clients.attach(self._loop, self._hear_client, self._client_gone)
+        self.workers.attach(self._loop, self._hear_worker, self._worker_gone)
+        self._loop.on_turn_end(self._flush)
+        self._tick()
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self.clients.close()
+        self.workers.close()
+
+    def stop(self, times: int) -> None:
+        """Refuse new requests and end when the last one has; a second call ends at once."""
+        if times > 1:
+            self._loop.stop()
+            return
+        _log.info("router.closing", unfinished=self.core.unfinished)
+        self._closing = True
+        self.core.close()
+
+    # ------------------------------------------------------------------ in
+
+    def _hear_client(self, identity: bytes, frames: Frames) -> None:
+        try:
+            messages = self._from_clients.decode(frames)
+        except ProtocolError as error:
+            _log.warning("client.malformed", error=str(error))
+            self._perform(self.core.reject_client(identity, error))
+            return
+        self._perform(self.core.from_client(identity, messages, self._loop.now()))
+
+    def _hear_worker(self, identity: bytes, frames: Frames) -> None:
+        try:
+            messages = self._from_workers.decode(frames)
+        except ProtocolError as error:
+            _log.warning("worker.malformed", error=str(error))
+            self._perform(self.core.reject_worker(identity, error))
+            return
+        self._perform(self.core.from_worker(identity, messages, self._loop.now()))
+
+    def _client_gone(self, identity: bytes) -> None:
+        self._held.pop(identity, None)
+        self._to_clients.drop(identity)
+        self._feed(ClientGone(identity))
+
+    def _worker_gone(self, identity: bytes) -> None:
+        self._to_workers.drop(identity)
+        self._feed(WorkerGone(identity))
+
+    def _tick(self) -> None:
+        now = self._loop.now()
+        self._perform(self.core.handle(Tick(), now))
+        if self._closing:
+            self._maybe_leave(now)
+        self._loop.call_at(self.core.next_timer(), self._tick)
+
+    def _feed(self, event: Event) -> None:
+        self._perform(self.core.handle(event, self._loop.now()))
+
+    # ------------------------------------------------------------------ out
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            kind = type(action)
+            if kind is ToClient:
+                if self._held and action.identity in self._held:  # type: ignore[union-attr]
+                    self._hold(action.identity, [action.message])  # type: ignore[union-attr]
+                    continue
+                self._to_clients.put(action.identity, action.message)  # type: ignore[union-attr]
+            elif kind is ToWorker:
+                self._to_workers.put(action.identity, action.message)  # type: ignore[union-attr]
+            elif kind is Log:
+                _log.info(action.event, **action.fields)  # type: ignore[union-attr]
+
+    def _flush(self) -> None:
+        self._to_workers.flush()
+        self._to_clients.flush()
+
+    def _worker_unsent(self, identity: bytes, messages: list[Message], result: SendResult) -> None:
+        """To a worker everything is repeated; one that cannot be reached is gone."""
+        if result is SendResult.UNREACHABLE:
+            self._worker_gone(identity)
+
+    def _client_unsent(self, identity: bytes, messages: list[Message], result: SendResult) -> None:
+        if result is SendResult.UNREACHABLE:
+            self._client_gone(identity)
+            return
+        if identity in self._held:
+            self._hold(identity, messages)
+            return
+        self._held[identity] = messages
+        self._feed(ClientFull(identity))
+        self._loop.call_later(RETRY_S, lambda: self._retry(identity))
+
+    def _hold(self, identity: bytes, messages: list[Message]) -> None:
+        """Keep messages for a full client behind those already kept."""
+        held = self._held[identity]
+        held += messages
+        if len(held) > HELD_MESSAGES:
+            _log.warning("client.cut_off", unsent=len(held))
+            self._client_gone(identity)
+
+    def _retry(self, identity: bytes) -> None:
+        """Hand a full client what is held for it, in order, before anything newer."""
+        held = self._held.pop(identity, None)
+        if held is None:
+            return
+        for message in held:
+            self._to_clients.put(identity, message)
+        self._to_clients.flush()
+        if identity in self._held:
+            return  # still full; _client_unsent holds the messages and tries again
+        self._feed(ClientWritable(identity))
+
+    # ------------------------------------------------------------------ end
+
+    def _maybe_leave(self, now: float) -> None:
+        """Nothing unfinished: end as soon as all terminals are acknowledged, or a little later."""
+        if self.core.unfinished:
+            return
+        self._leave_at = min(self._leave_at, now + LINGER_S)
+        if not self.core.kept or now >= self._leave_at:
+            self._loop.stop()

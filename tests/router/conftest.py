@@ -1,0 +1,322 @@
+"""A router core with workers and clients played by hand, on a clock that only tests move."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from baton.proto.ids import request_key
+from baton.proto.layout import KVLayout, ModelCard
+from baton.proto.messages import (
+    Accepted,
+    Assign,
+    FinalAck,
+    HandoffReport,
+    Heartbeat,
+    Hello,
+    Message,
+    RequestState,
+    Resume,
+    Submit,
+    Submitted,
+    Terminal,
+    TokenRun,
+    Tokens,
+)
+from baton.proto.wire import WireContext, WireSampling
+from baton.router.config import RouterConfig
+from baton.router.core import RouterCore
+from baton.router.events import (
+    ClientGone,
+    FromClient,
+    FromWorker,
+    Log,
+    Tick,
+    ToClient,
+    ToWorker,
+    WorkerGone,
+)
+
+M = TypeVar("M", bound=Message)
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=16)
+CARD = ModelCard(
+    name="tiny",
+    architecture="LlamaForCausalLM",
+    fingerprint="weights-1",
+    numerics="cpu-float32",
+    vocab_size=1000,
+    max_length=4096,
+    eos_token_ids=[2],
+    layout=LAYOUT,
+)
+
+
+def make_config(**settings: Any) -> RouterConfig:
+    base = {
+        "client_address": "ipc:///run/clients",
+        "worker_address": "ipc:///run/workers",
+        "cluster_key": "5c" * 32,
+    }
+    return RouterConfig(**{**base, **settings})
+
+
+def make_context(prompt: int = 10, new: int | None = 20, **fields: Any) -> WireContext:
+    tokens = (np.arange(prompt, dtype=np.int32) * 7 + 3) % 1000
+    fields.setdefault("max_length", 4096)
+    return WireContext(tokens=tokens, sampling=WireSampling(max_new_tokens=new), **fields)
+
+
+@dataclass
+class Played:
+    """A worker as the router sees it."""
+
+    bench: Bench
+    identity: bytes
+    hello: Hello
+
+    @property
+    def id(self) -> str:
+        return self.hello.worker
+
+    @property
+    def endpoint(self) -> str:
+        return self.hello.endpoint
+
+    def say(self, *messages: Message) -> None:
+        for message in messages:
+            self.bench.feed(FromWorker(self.identity, message))
+
+    def beat(self, progress: int = 0, **fields: Any) -> None:
+        self.say(Heartbeat(incarnation=self.hello.incarnation, progress=progress, **fields))
+
+    def gone(self) -> None:
+        self.bench.feed(WorkerGone(self.identity))
+
+    def accept(self, assign: Assign) -> None:
+        self.say(Accepted(request=assign.request, attempt=assign.attempt))
+
+    def tokens(self, key: bytes, position: int, *tokens: int, attempt: int = 1) -> None:
+        self.say(Tokens(runs=[TokenRun(key, attempt, position, list(tokens))]))
+
+    def end(self, key: bytes, position: int, attempt: int = 1, **fields: Any) -> None:
+        if "code" not in fields:
+            fields.setdefault("status", "end_of_sequence")
+        self.say(Terminal(request=key, attempt=attempt, position=position, **fields))
+
+    def report(self, assign: Assign, nbytes: int = 100) -> None:
+        self.say(
+            HandoffReport(
+                request=assign.request,
+                attempt=assign.attempt,
+                prefill=self.id,
+                decode=assign.decode,
+                transport="zmq",
+                bytes_sent=nbytes,
+                bytes_received=nbytes,
+                blocks=3,
+                cached_tokens=16,
+                seconds=0.002,
+            )
+        )
+
+
+class Bench:
+    """Feeds events, sorts what goes out by peer."""
+
+    def __init__(self, config: RouterConfig, **core: Any) -> None:
+        self.config = config
+        self.now = 100.0
+        self.core = RouterCore(config, incarnation=77, now=self.now, **core)
+        self.sent: dict[bytes, list[Message]] = defaultdict(list)
+        self.logs: list[Log] = []
+        self.workers: list[Played] = []
+        self._incarnation = 1000
+
+    # ------------------------------------------------------------------ events
+
+    def feed(self, event: Any) -> None:
+        for action in self.core.handle(event, self.now):
+            if isinstance(action, ToClient | ToWorker):
+                self.sent[action.identity].append(action.message)
+            else:
+                self.logs.append(action)
+
+    def client(self, message: Message, identity: bytes = b"client") -> None:
+        self.feed(FromClient(identity, message))
+
+    def client_gone(self, identity: bytes = b"client") -> None:
+        self.feed(ClientGone(identity))
+
+    def advance(self, seconds: float, *, beats: bool = True) -> None:
+        """Let time pass as a shell would: a Tick whenever the core asks for one."""
+        end = self.now + seconds
+        while True:
+            at = max(self.now, self.core.next_timer())
+            if at > end:
+                break
+            self.now = max(at, self.now + 1e-4)
+            if beats:
+                self.beat_all()
+            self.feed(Tick())
+        self.now = end
+
+    def beat_all(self) -> None:
+        for worker in self.workers:
+            found = self.core.life.registry.by_identity(worker.identity)
+            if found is not None and found.incarnation == worker.hello.incarnation:
+                worker.beat()
+
+    # ------------------------------------------------------------------ peers
+
+    def join(
+        self,
+        role: str,
+        number: int = 0,
+        *,
+        requests: list[RequestState] | None = None,
+        model: ModelCard = CARD,
+        identity: bytes | None = None,
+        **fields: Any,
+    ) -> Played:
+        self._incarnation += 1
+        settings = {
+            "version": 1,
+            "worker": f"{role}-{number}",
+            "role": fields.pop("said_role", role),
+            "incarnation": self._incarnation,
+            "pid": 4000 + self._incarnation,
+            "endpoint": f"ipc:///run/{role}-{number}",
+            "max_batch": 16,
+        }
+        hello = Hello(model=model, requests=requests or [], **{**settings, **fields})
+        name = identity or f"{hello.worker}:{hello.incarnation}".encode()
+        worker = Played(self, name, hello)
+        self.workers.append(worker)
+        worker.say(hello)
+        return worker
+
+    def pair(self) -> tuple[Played, Played]:
+        return self.join("prefill"), self.join("decode")
+
+    def take(self, peer: bytes | Played, kind: type[M]) -> list[M]:
+        """Messages of one kind for a peer, taken out."""
+        identity = peer if isinstance(peer, bytes) else peer.identity
+        found = [m for m in self.sent[identity] if isinstance(m, kind)]
+        self.sent[identity] = [m for m in self.sent[identity] if not isinstance(m, kind)]
+        return found
+
+    def one(self, peer: bytes | Played, kind: type[M]) -> M:
+        found = self.take(peer, kind)
+        assert len(found) == 1, (found, dict(self.sent))
+        return found[0]
+
+    def find(self, kind: type[M]) -> tuple[Played, M]:
+        """The only message of a kind for any worker, with the worker."""
+        found = [(w, m) for w in self.workers for m in self.take(w, kind)]
+        assert len(found) == 1, found
+        return found[0]
+
+    # ------------------------------------------------------------------ requests
+
+    def submit(self, request_id: str = "r", identity: bytes = b"client", **fields: Any) -> bytes:
+        context = fields.pop("context", None) or make_context(
+            fields.pop("prompt", 10),
+            fields.pop("new", 20),
+            target_endpoint=fields.pop("target_endpoint", None),
+        )
+        self.client(Submit(request_id=request_id, context=context, **fields), identity)
+        return request_key(identity, request_id)
+
+    def run(self, request_id: str = "r", **fields: Any) -> tuple[bytes, Assign]:
+        """Submit and let the chosen prefill worker accept."""
+        key = self.submit(request_id, **fields)
+        worker, assign = self.find(Assign)
+        worker.accept(assign)
+        return key, assign
+
+    def resume_message(
+        self, submitted: Submitted, emitted: list[int], attempt: int = 1, **fields: Any
+    ) -> Resume:
+        context = fields.pop("context", None) or make_context()
+        settings = {
+            "request_id": submitted.request_id,
+            "request": submitted.request,
+            "secret": submitted.secret,
+            "position": len(context.tokens) + len(emitted),
+            "attempt": attempt,
+            "context": context,
+            "emitted": emitted,
+        }
+        return Resume(**{**settings, **fields})
+
+    def ack(self, key: bytes, identity: bytes = b"client") -> None:
+        self.client(FinalAck(requests=[key]), identity)
+
+    def streamed(self, key: bytes, identity: bytes = b"client") -> list[tuple[int, int]]:
+        """``(position, token)`` of all tokens sent to a client for a request."""
+        return [
+            (run.position + i, token)
+            for message in self.sent[identity]
+            if isinstance(message, Tokens)
+            for run in message.runs
+            if run.request == key
+            for i, token in enumerate(run.tokens)
+        ]
+
+    def terminals(self, key: bytes, identity: bytes = b"client") -> list[Terminal]:
+        return [m for m in self.sent[identity] if isinstance(m, Terminal) and m.request == key]
+
+    def assert_nothing_kept(self) -> None:
+        life = self.core.life
+        assert not life.requests
+        assert not life.queued
+        assert len(life.wheel) == 0
+        assert len(life.clients) == 0
+        admission = life.admission
+        assert (admission.requests, admission.queued_tokens, admission.context_bytes) == (0, 0, 0)
+        for worker in life.registry.live():
+            assert not worker.requests
+            assert worker.outstanding == 0
+
+
+@pytest.fixture
+def make_bench() -> Callable[..., Bench]:
+    def make(files: dict[str, bytes] | None = None, **settings: Any) -> Bench:
+        return Bench(make_config(**settings), files=files)
+
+    return make
+
+
+@pytest.fixture
+def bench(make_bench: Callable[..., Bench]) -> Bench:
+    return make_bench()
+
+
+@pytest.fixture
+def served(bench: Bench) -> Bench:
+    """A bench with two prefill and two decode workers."""
+    for number in range(2):
+        bench.join("prefill", number)
+        bench.join("decode", number)
+    return bench
+
+
+@pytest.fixture
+def context() -> Callable[..., WireContext]:
+    return make_context
+
+
+@pytest.fixture
+def card() -> ModelCard:
+    return CARD
+
+
+@pytest.fixture
+def config() -> Callable[..., RouterConfig]:
+    return make_config

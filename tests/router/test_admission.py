@@ -1,0 +1,184 @@
+"""Caps, refusals with a hint, and the settings behind them."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.proto.errors import ConfigError
+from baton.proto.messages import Cancel, Terminal
+from baton.router.admission import Meter
+from baton.router.config import AdmissionConfig, PolicyConfig, RouterConfig
+from baton.router.describe import read_text_files
+
+
+def refusals(bench):
+    return [m for m in bench.sent[b"client"] if isinstance(m, Terminal) and m.code]
+
+
+def finish(bench, key):
+    request = bench.core.life.requests[key]
+    decode = next(w for w in bench.workers if w.endpoint == request.decode.endpoint)
+    decode.tokens(key, request.next, 5)
+    decode.end(key, request.next)
+    bench.ack(key)
+
+
+def test_the_cap_on_requests_refuses_at_once_with_a_hint(make_bench):
+    bench = make_bench(admission=AdmissionConfig(max_requests=3))
+    bench.pair()
+    keys = [bench.submit(f"r{i}") for i in range(5)]
+    assert [m.code for m in refusals(bench)] == ["overloaded", "overloaded"]
+    assert all(m.retry_after >= 0.05 for m in refusals(bench))
+    assert bench.core.unfinished == 3
+    finish(bench, keys[0])
+    bench.submit("now")
+    assert len(refusals(bench)) == 2
+
+
+def test_the_cap_follows_the_decode_workers_slots(make_bench):
+    bench = make_bench(admission=AdmissionConfig(requests_per_slot=2.0))
+    bench.pair()  # 16 slots
+    for i in range(40):
+        bench.submit(f"r{i}")
+    assert len(refusals(bench)) == 8
+    bench.join("decode", 1)
+    for i in range(40, 80):
+        bench.submit(f"r{i}")
+    assert len(refusals(bench)) == 16
+
+
+def test_the_cap_on_queued_tokens_frees_with_the_first_token(make_bench):
+    bench = make_bench(admission=AdmissionConfig(max_queued_tokens=1000))
+    prefill, _ = bench.pair()
+    first = bench.submit("a", prompt=600)
+    bench.submit("b", prompt=600)
+    assert len(refusals(bench)) == 1
+    prefill.tokens(first, 600, 5)
+    bench.submit("b", prompt=600)
+    assert len(refusals(bench)) == 1
+    assert bench.core.life.admission.queued_tokens == 600
+
+
+def test_one_prompt_larger_than_the_cap_is_served_when_nothing_waits(make_bench):
+    bench = make_bench(admission=AdmissionConfig(max_queued_tokens=100))
+    bench.pair()
+    bench.submit("big", prompt=600)
+    assert not refusals(bench)
+
+
+def test_the_cap_on_memory_counts_everything_kept(make_bench):
+    bench = make_bench(admission=AdmissionConfig(max_context_bytes=20_000))
+    _, decode = bench.pair()
+    keys = [bench.submit(f"r{i}", prompt=1000) for i in range(5)]
+    kept = bench.core.life.admission.context_bytes
+    assert 10_000 < kept <= 20_000
+    assert "memory" in refusals(bench)[0].message
+    decode.tokens(keys[0], 1000, 5)
+    decode.end(keys[0], 1001)
+    assert bench.core.life.admission.context_bytes == kept  # until it is acknowledged
+    bench.ack(keys[0])
+    bench.submit("again", prompt=1000)
+    assert len(refusals(bench)) == 2
+
+
+def test_a_resumed_request_is_refused_for_memory_only(make_bench):
+    old = make_bench()
+    old.pair()
+    old.run("r")
+    submitted = old.sent[b"client"][0]
+    bench = make_bench(admission=AdmissionConfig(max_requests=1))
+    bench.pair()
+    bench.submit("other")
+    bench.client(bench.resume_message(submitted, []))
+    assert not refusals(bench)
+    small = make_bench(admission=AdmissionConfig(max_context_bytes=100))
+    small.pair()
+    small.client(small.resume_message(submitted, []))
+    assert len(refusals(small)) == 1
+
+
+def test_the_hint_grows_with_the_backlog_and_shrinks_with_throughput(make_bench):
+    hints = {}
+    for rate in (2, 50):
+        bench = make_bench(admission=AdmissionConfig(max_requests=40, requests_per_slot=0))
+        bench.pair()
+        keys = [bench.submit(f"r{i}") for i in range(40)]
+        number = 40
+        for _ in range(40):
+            for _ in range(rate // 2):
+                finish(bench, keys.pop(0))
+                keys.append(bench.submit(f"r{number}"))
+                number += 1
+            bench.advance(0.5)
+        bench.submit("late")
+        hints[rate] = refusals(bench)[-1].retry_after
+    assert 0.1 < hints[50] < 1.0
+    assert 5.0 < hints[2] <= 30.0
+
+
+def test_at_ten_times_capacity_memory_is_bounded_and_the_admitted_finish(make_bench):
+    bench = make_bench(admission=AdmissionConfig(requests_per_slot=2.0))
+    bench.pair()
+    done = 0
+    for second in range(20):
+        keys = [bench.submit(f"{second}/{i}") for i in range(160)]
+        for key in keys:
+            if key in bench.core.life.requests:
+                finish(bench, key)
+                done += 1
+        assert bench.core.kept <= 32
+        assert len(bench.core.life._last_attempts) <= 16_384
+    assert done == 20 * 32
+    bench.assert_nothing_kept()
+
+
+def test_cancelled_requests_give_their_room_back(make_bench):
+    bench = make_bench(admission=AdmissionConfig(max_requests=2))
+    bench.pair()
+    for i in range(50):
+        bench.submit(f"r{i}")
+        bench.client(Cancel(request_id=f"r{i}"))
+    assert not refusals(bench)
+
+
+def test_meter_follows_a_steady_rate():
+    meter = Meter(0.0)
+    for second in range(1, 61):
+        meter.add(7)
+        meter.roll(float(second))
+    assert meter.rate == pytest.approx(7.0, rel=0.01)
+    assert meter.total == 420
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"client_address": "nonsense"}, "nonsense"),
+        ({"policy": PolicyConfig(name="best")}, "best"),
+        ({"cluster_key": "xyz"}, "cluster_key"),
+        ({"max_attempts": 0}, "max_attempts"),
+        ({"assign_retry_s": -1.0}, "assign_retry_s"),
+        ({"start_grace_s": float("inf")}, "start_grace_s"),
+        ({"admission": AdmissionConfig(max_requests=0)}, "max_requests"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_name(config, settings, names):
+    with pytest.raises(ConfigError, match=names):
+        config(**settings)
+
+
+def test_settings_are_frozen(config):
+    with pytest.raises(AttributeError):
+        config().name = "x"
+    assert isinstance(config(), RouterConfig)
+
+
+def test_only_known_text_files_leave_the_model_folder(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("secret")
+    assert read_text_files(str(tmp_path), 100) == {"tokenizer.json": b"{}"}
+    assert read_text_files("", 100) == {}
+    with pytest.raises(ConfigError, match="larger"):
+        read_text_files(str(tmp_path), 1)
+    with pytest.raises(ConfigError, match="not a folder"):
+        read_text_files(str(tmp_path / "missing"), 1)

@@ -1,0 +1,113 @@
+"""The record of a request, its transition table, and the timers' wheel."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from baton.proto.errors import InternalError
+from baton.proto.messages import TokenRun
+from baton.proto.outputs import TokenLogProbs
+from baton.router.request import TRANSITIONS, Request, State, Step, context_bytes, new_tokens
+from baton.router.wheel import SLOT_S, Wheel
+
+
+@pytest.mark.parametrize(("state", "step"), list(itertools.product(State, Step)))
+def test_every_step_is_in_the_table_or_raises(context, state, step):
+    request = Request(b"k" * 16, "r", context(), 10.0, 1)
+    request.state = state
+    if (state, step) in TRANSITIONS:
+        request.step(step)
+        assert request.state is TRANSITIONS[state, step]
+    else:
+        with pytest.raises(InternalError, match=f"cannot {step.value} when {state.value}"):
+            request.step(step)
+        assert request.state is state
+
+
+def test_every_state_can_reach_the_end():
+    reachable = {State.FORGOTTEN}
+    while True:
+        more = {a for (a, _), b in TRANSITIONS.items() if b in reachable} - reachable
+        if not more:
+            break
+        reachable |= more
+    assert reachable == set(State)
+
+
+def test_only_an_end_leads_out_and_only_once():
+    into_end = {a for (a, step), _ in TRANSITIONS.items() if step is Step.END}
+    assert into_end == set(State) - {State.ENDED, State.FORGOTTEN}
+
+
+def test_tokens_and_log_probabilities_are_kept_for_a_client_that_comes_back(context):
+    request = Request(b"k" * 16, "r", context(log_probabilities=2), 10.0, 1)
+    first = TokenLogProbs(-0.5, {1: -0.5})
+    second = TokenLogProbs(-0.25, {2: -0.25})
+    request.keep(TokenRun(request.key, 1, 10, [1], [first]))
+    request.keep(TokenRun(request.key, 1, 11, [2], [second]))
+    assert request.next == 12
+    assert request.run_from(0) == TokenRun(request.key, 1, 10, [1, 2], [first, second])
+    assert request.run_from(11) == TokenRun(request.key, 1, 11, [2], [second])
+    assert request.run_from(12) is None
+    assert request.remaining == 18
+
+
+def test_new_tokens_are_bounded_by_both_limits(context):
+    assert new_tokens(context(10, 20)) == 20
+    assert new_tokens(context(10, None, max_length=50)) == 40
+    assert new_tokens(context(10, 100, max_length=50)) == 40
+
+
+def test_a_request_is_charged_for_all_it_may_grow_to(context):
+    small, large = context_bytes(context(10, 20)), context_bytes(context(10, 2000))
+    assert large - small == 4 * 1980
+    assert context_bytes(context(10, 20, log_probabilities=5)) > small + 20 * 500
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.slot, self.due_at = -1, 0.0
+
+
+def test_wheel_hands_out_in_time_never_early():
+    wheel: Wheel[Owner] = Wheel()
+    times = [0.003, 0.5, 1.999, 2.001, 37.123, 600.0]
+    owners = {}
+    for when in times:
+        owner = Owner()
+        wheel.arm(owner, when, 0.0)
+        owners[id(owner)] = (owner, when)
+    now = 0.0
+    while owners:
+        now = max(now + 1e-6, wheel.next_time() or 0.0)
+        for owner in wheel.due(now):
+            _, when = owners.pop(id(owner))
+            assert when - 1e-5 <= now <= when + 2 * SLOT_S
+    assert len(wheel) == 0
+    assert wheel.next_time() is None
+
+
+def test_wheel_moves_both_ways_and_cancels():
+    wheel: Wheel[Owner] = Wheel()
+    owner = Owner()
+    wheel.arm(owner, 5.0, 0.0)
+    wheel.arm(owner, 1.0, 0.0)
+    wheel.arm(owner, 3.0, 0.5)
+    assert wheel.due(2.0) == []
+    assert wheel.due(3.01) == [owner]
+    wheel.arm(owner, 4.0, 3.0)
+    wheel.cancel(owner)
+    wheel.cancel(owner)
+    assert wheel.due(10.0) == []
+    assert len(wheel) == 0
+
+
+def test_wheel_stays_small_whatever_comes_and_goes():
+    wheel: Wheel[Owner] = Wheel()
+    for i in range(20_000):
+        owner = Owner()
+        wheel.arm(owner, i * 0.001 + 600.0, i * 0.001)
+        wheel.cancel(owner)
+    assert len(wheel._slots) < 100
