@@ -9,11 +9,12 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import numpy as np
 
-from ..proto import TextContext, msgpack_numpy_decoder, msgpack_numpy_encoder
+from ..proto import TextContext, TokenBuffer, msgpack_numpy_decoder, msgpack_numpy_encoder
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder, decode_kv_header, encode_kv_header
 from ..proto.messages import (
     ClientToRouter,
@@ -73,7 +74,7 @@ def _print(title: str, figures: dict[str, float]) -> None:
 
 
 def _context_rows(encoder: EnvelopeEncoder) -> None:
-    decode = EnvelopeDecoder(ClientToRouter).decode
+    decode = EnvelopeDecoder[ClientToRouter](ClientToRouter).decode
     map_encode, map_decode = msgpack_numpy_encoder(), msgpack_numpy_decoder(dict[str, np.ndarray])
     for count in (32, 1024, 32768):
         message = submit_message(count)
@@ -82,20 +83,20 @@ def _context_rows(encoder: EnvelopeEncoder) -> None:
         as_map, pickled = map_encode(maps), pickle.dumps(maps, 5)
         figures = measure(
             {
-                "encode": lambda m=message: encoder.encode([m]),
-                "decode": lambda f=frames: decode(f),
-                "map enc": lambda m=maps: map_encode(m),
-                "map dec": lambda b=as_map: map_decode(b),
-                "pickle enc": lambda m=maps: pickle.dumps(m, 5),
-                "pickle dec": lambda b=pickled: pickle.loads(b),
-                "copy": lambda m=message: m.context.tokens.copy(),
+                "encode": partial(encoder.encode, [message]),
+                "decode": partial(decode, frames),
+                "map enc": partial(map_encode, maps),
+                "map dec": partial(map_decode, as_map),
+                "pickle enc": partial(pickle.dumps, maps, 5),
+                "pickle dec": partial(pickle.loads, pickled),
+                "copy": message.context.tokens.copy,
             }
         )
         _print(f"submit, {count} tokens", figures)
 
 
 def _token_rows(encoder: EnvelopeEncoder) -> None:
-    decode = EnvelopeDecoder(WorkerToRouter).decode
+    decode = EnvelopeDecoder[WorkerToRouter](WorkerToRouter).decode
     for runs in (1, 16, 256):
         message = tokens_message(runs)
         frames = encoder.encode([message])
@@ -104,12 +105,12 @@ def _token_rows(encoder: EnvelopeEncoder) -> None:
         pickled = pickle.dumps(plain, 5)
         figures = measure(
             {
-                "encode": lambda m=message: encoder.encode([m]),
-                "decode": lambda f=frames: decode(f),
-                "map enc": lambda p=plain: msgspec.msgpack.encode(p),
-                "map dec": lambda b=packed: msgspec.msgpack.decode(b),
-                "pickle enc": lambda p=plain: pickle.dumps(p, 5),
-                "pickle dec": lambda b=pickled: pickle.loads(b),
+                "encode": partial(encoder.encode, [message]),
+                "decode": partial(decode, frames),
+                "map enc": partial(msgspec.msgpack.encode, plain),
+                "map dec": partial(msgspec.msgpack.decode, packed),
+                "pickle enc": partial(pickle.dumps, plain, 5),
+                "pickle dec": partial(pickle.loads, pickled),
             }
         )
         _print(f"tokens, {runs} runs", figures)
@@ -128,7 +129,7 @@ def _kv_row() -> None:
     )
     frame = encode_kv_header(header)
     figures = measure(
-        {"encode": lambda: encode_kv_header(header), "decode": lambda: decode_kv_header(frame)}
+        {"encode": partial(encode_kv_header, header), "decode": partial(decode_kv_header, frame)}
     )
     _print("KV frame header", figures)
 
@@ -136,9 +137,12 @@ def _kv_row() -> None:
 def _update_row() -> None:
     def grow(sequences: list[list[int]]) -> Call:
         context = TextContext(
-            max_length=1 << 40, tokens=[1, 2, 3], eos_token_ids={2}, eos_sequences=sequences
+            max_length=1 << 40,
+            tokens=TokenBuffer(np.array([1, 2, 3])),
+            eos_token_ids={2},
+            eos_sequences=sequences,
         )
-        return lambda: context.update(7)
+        return partial(context.update, 7)
 
     figures = measure({"update": grow([]), "2 stop sequences": grow([[1, 2, 3], [4, 5, 7]])})
     _print("context", figures)

@@ -61,6 +61,7 @@ class EnvelopeEncoder:
         if len(body) + 3 > MAX_CONTROL_BYTES or len(messages) > MAX_MESSAGES_PER_FRAME:
             raise LimitExceeded(f"{len(messages)} messages of {len(body)} bytes in one envelope")
         frames[0] = _PREFIX + body
+        self._frames = []  # keeps no array alive
         return frames
 
     def _encode_object(self, value: object) -> object:
@@ -81,7 +82,7 @@ class EnvelopeEncoder:
 
 
 class EnvelopeDecoder(Generic[T]):
-    """Decodes envelopes of one direction: ``EnvelopeDecoder(ClientToRouter)``.
+    """Decodes envelopes of one direction: ``EnvelopeDecoder[ClientToRouter](ClientToRouter)``.
 
     ``max_bytes``: limit of the first frame.
     """

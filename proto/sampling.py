@@ -141,6 +141,8 @@ class SamplingParams:
             )
 
     def _check_stops(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
         if self.stop is not None:
             if len(self.stop) > MAX_STOP_SEQUENCES:
                 raise InputError(

@@ -320,10 +320,12 @@ class TestReset:
             ctx.update(5)
             if resets == 2:
                 ctx.reset()
-            ctx.update_with_future_token()
+            ctx.update(FUTURE_TOKEN, entry(-1.0))
             ctx.reset()
             assert ctx.tokens.all.tolist() == [1, 2, 3, 4, 5]
-            assert drained(ctx) == [5]
+            ctx.update(6)
+            output = ctx.to_generation_output()
+            assert (output.tokens, output.log_probabilities) == ([5, 6], None)
 
 
 class TestRollback:

@@ -32,6 +32,10 @@ def test_none_and_zero_are_read_as_defaults():
     assert SamplingParams(top_k=0).top_k == -1
 
 
+def test_one_stop_string_is_a_list_of_one():
+    assert SamplingParams(stop="end").stop == ["end"]
+
+
 def test_temperature_zero_is_greedy():
     assert SamplingParams(temperature=0, top_k=50).top_k == 1
 
