@@ -1,1 +1,42 @@
-"""The native client of the router socket."""
+"""The native client of the router socket.
+
+::
+
+    from baton.client import Client
+
+    with Client("ipc:///run/baton/router") as client:
+        for output in client.generate("Once upon a time"):
+            print(output.text, end="", flush=True)
+
+:class:`Client` serves threads, :class:`AsyncClient` an asyncio program. Names are loaded on
+first use, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .aio import AsyncClient, AsyncGeneration
+    from .model import Description
+    from .output import Output
+    from .sync import Client, Generation
+
+__all__ = ["AsyncClient", "AsyncGeneration", "Client", "Description", "Generation", "Output"]
+
+_HOME = {
+    "AsyncClient": "aio",
+    "AsyncGeneration": "aio",
+    "Client": "sync",
+    "Description": "model",
+    "Generation": "sync",
+    "Output": "output",
+}
+
+
+def __getattr__(name: str) -> object:
+    from importlib import import_module
+
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)

@@ -101,7 +101,7 @@ class Loop:
         self._turn_end: list[Callback] = []
         self._in_turn = False
         self._turn_soon = False
-        self._wake_lock = threading.Lock()
+        self._wake_lock = threading.RLock()  # a finalizer may post within a post
         self._posted: deque[Callback] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.asyncio_loop.add_reader(self._wake_fd, self._on_wake)

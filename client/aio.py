@@ -1,0 +1,329 @@
+"""The client for asyncio: the connection lives inside the running event loop.
+
+It listens on ZeroMQ's descriptors with the loop's own ``add_reader``; zmq.asyncio would cost
+several times as much per message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Coroutine, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+from ..proto.contexts import TextContext
+from ..proto.errors import BatonError, ConnectionLost, InputError, InternalError
+from ..proto.ids import RequestID
+from ..proto.messages import Describe, Described, Drain, Drained, Message, Status, StatusReport
+from ..runtime.loop import Loop
+from ..runtime.security import CurveKeys
+from .connection import Connection, Sink
+from .events import Ended, NewTokens
+from .model import (
+    DESCRIBED_FILES,
+    Description,
+    ModelCache,
+    Prepared,
+    Prompt,
+    RequestOptions,
+    Sampling,
+    ServedModel,
+    described,
+    prepare,
+    prepare_context,
+    prepare_text,
+)
+from .output import Assembler, Output
+
+Answer = TypeVar("Answer", bound=Message)
+_Preparing = Coroutine[Any, Any, Prepared]
+
+
+class AsyncClient:
+    """As :class:`baton.client.Client`, for one asyncio event loop.
+
+    Connects on first use; end it with :meth:`close` or ``async with``.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        keys: CurveKeys | None = None,
+        connect_timeout: float = 5.0,
+        reconnect_timeout: float = 30.0,
+    ) -> None:
+        self._address = address
+        self._keys = keys
+        self._timeout = connect_timeout
+        self._reconnect_timeout = reconnect_timeout
+        self._models = ModelCache()
+        self._models_lock = asyncio.Lock()
+        self._loop: Loop | None = None
+        self._connection: Connection | None = None
+        self._closed = False
+
+    # ------------------------------------------------------------------ generation
+
+    def generate(
+        self, prompt: Prompt, sampling_params: Sampling = None, **options: Unpack[RequestOptions]
+    ) -> AsyncGeneration:
+        """Start a request at once; iterate over its outputs with ``async for``.
+
+        Arguments as in :meth:`baton.client.Client.generate`; all errors come out of the
+        iterator. ``aclose`` on the iterator, or dropping it, cancels the request.
+        """
+        named = str(prompt.request_id) if isinstance(prompt, TextContext) else str(RequestID())
+        request_id = options["request_id"] = options.get("request_id") or named
+        return self._start(request_id, self._prepare(prompt, sampling_params, options))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: Sampling = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGeneration:
+        """As :meth:`generate`, of messages rendered by the model's chat template."""
+        request_id = options["request_id"] = options.get("request_id") or str(RequestID())
+        preparing = self._prepare_chat(messages, variables or {}, sampling_params, options)
+        return self._start(request_id, preparing)
+
+    # ------------------------------------------------------------------ questions
+
+    async def describe(self) -> Description:
+        """The served model's card and text files, fetched from the router."""
+        answer = await self._ask(Describe(files=DESCRIBED_FILES), Described, self._timeout)
+        return described(answer)
+
+    async def status(self, *, handoffs: int = 16, timeout: float | None = None) -> dict[str, Any]:
+        """The cluster's state: workers and the last ``handoffs`` handoffs."""
+        report = await self._ask(Status(handoffs=handoffs), StatusReport, timeout)
+        state: dict[str, Any] = json.loads(report.report)
+        return state
+
+    async def drain(self, worker: str, *, timeout: float | None = None) -> str:
+        """Let a worker finish what it has and take nothing new; returns how that stands."""
+        return (await self._ask(Drain(worker=worker), Drained, timeout)).message
+
+    # ------------------------------------------------------------------ end
+
+    async def close(self) -> None:
+        """Cancel what still runs and disconnect."""
+        self._closed = True
+        self._models.close()
+        if self._connection is not None and self._loop is not None:
+            self._connection.close()
+            self._loop.close()
+            self._connection = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    # ------------------------------------------------------------------ inner
+
+    def _connected(self) -> Connection:
+        if self._closed:
+            raise ConnectionLost("the client is closed")
+        running = asyncio.get_running_loop()
+        if self._connection is None:
+            self._loop = Loop(running)
+            self._connection = Connection(
+                self._loop,
+                self._address,
+                keys=self._keys,
+                connect_timeout=self._timeout,
+                reconnect_timeout=self._reconnect_timeout,
+            )
+        elif self._loop is not None and self._loop.asyncio_loop is not running:
+            raise InputError("an AsyncClient belongs to the event loop of its first use")
+        return self._connection
+
+    def _start(self, request_id: str, preparing: _Preparing) -> AsyncGeneration:
+        try:
+            connection = self._connected()
+        except BaseException:
+            preparing.close()
+            raise
+        return AsyncGeneration(self, connection, request_id, preparing)
+
+    async def _prepare(
+        self, prompt: Prompt, sampling: Sampling, options: RequestOptions
+    ) -> Prepared:
+        if isinstance(prompt, TextContext):
+            return prepare_context(prompt, sampling, options)
+        model = await self._model()
+        if isinstance(prompt, str):  # tokenizing a long text takes a while
+            return await asyncio.to_thread(prepare, prompt, sampling, options, model)
+        return prepare(prompt, sampling, options, model)
+
+    async def _prepare_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        sampling: Sampling,
+        options: RequestOptions,
+    ) -> Prepared:
+        model = await self._model()
+
+        def render() -> Prepared:
+            tokens = model.tokenizer.encode_chat(messages, **variables)
+            return prepare_text(tokens, sampling, options, model)
+
+        return await asyncio.to_thread(render)
+
+    async def _model(self) -> ServedModel:
+        """What is served, asked again after every reconnection."""
+        async with self._models_lock:
+            connections = self._connected().connections
+            model = self._models.fresh(connections)
+            if model is None:
+                card_only = await self._ask(Describe(), Described, self._timeout)
+                model = self._models.confirm(card_only, connections)
+            if model is None:
+                model = self._models.store(await self.describe(), connections)
+            return model
+
+    async def _ask(self, question: Message, kind: type[Answer], timeout: float | None) -> Answer:
+        future: asyncio.Future[Message | BatonError] = asyncio.get_running_loop().create_future()
+
+        def settle(answer: Message | BatonError) -> None:
+            if not future.done():  # its waiter may have been cancelled
+                future.set_result(answer)
+
+        seconds = self._timeout if timeout is None else timeout
+        self._connected().ask(question, seconds, settle)
+        answer = await future
+        if isinstance(answer, BatonError):
+            raise answer
+        if not isinstance(answer, kind):
+            raise InternalError(f"a {type(question).__name__} got a {type(answer).__name__}")
+        return answer
+
+
+class _Mailbox:
+    """One request's news, for one reader; apart from its reader, so that dropping that shows."""
+
+    def __init__(self) -> None:
+        self._news: deque[NewTokens | Ended] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, news: NewTokens | Ended) -> None:
+        """Add news and wake the reader."""
+        self._news.append(news)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> NewTokens | Ended:
+        """Wait for the next news."""
+        while not self._news:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._news.popleft()
+
+
+async def _begin(connection: Connection, preparing: _Preparing, sink: Sink) -> Assembler:
+    prepared = await preparing
+    connection.start(prepared.spec, sink)
+    return prepared.assembler
+
+
+def _retrieve(task: asyncio.Task[Assembler]) -> None:
+    """Nobody may ever ask a dropped generation why it could not start."""
+    if not task.cancelled():
+        task.exception()
+
+
+class AsyncGeneration:
+    """Async iterator over the outputs of one request; :meth:`aclose`, or dropping it, cancels."""
+
+    def __init__(
+        self, client: AsyncClient, connection: Connection, request_id: str, preparing: _Preparing
+    ) -> None:
+        self._client = client
+        self._connection = connection
+        self._mailbox = _Mailbox()
+        self._sink: Sink = self._mailbox.put
+        self._assembler: Assembler | None = None
+        self._done = False
+        self._event_loop = asyncio.get_running_loop()
+        self._starting = self._event_loop.create_task(_begin(connection, preparing, self._sink))
+        self._starting.add_done_callback(_retrieve)
+        self.request_id = request_id
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Output:
+        while not self._done:
+            if self._assembler is None:
+                self._assembler = await self._started()
+            output = self._take(self._assembler, await self._mailbox.get())
+            if output is not None:
+                return output
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Cancel the request if it still runs; nothing more is yielded."""
+        self._cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if getattr(self, "_done", True) or self._event_loop.is_closed():
+            return
+        self._done = True
+        # Perhaps on another thread, and certainly without this object.
+        self._event_loop.call_soon_threadsafe(
+            _end, self._starting, self._connection, self.request_id, self._sink
+        )
+
+    async def _started(self) -> Assembler:
+        try:
+            # Shielded: a reader that gives up waiting has not given up the request.
+            return await asyncio.shield(self._starting)
+        except BatonError:
+            self._done = True
+            raise
+
+    def _take(self, assembler: Assembler, news: NewTokens | Ended) -> Output | None:
+        if isinstance(news, Ended):
+            self._done = True
+            return assembler.end(news)
+        output = assembler.tokens(news)
+        if output is not None and assembler.stopped:
+            self._connection.stop(self.request_id, self._sink, report=True)
+        return output
+
+    def _cancel(self) -> None:
+        if not self._done:
+            self._done = True
+            _end(self._starting, self._connection, self.request_id, self._sink)
+
+
+def _end(
+    starting: asyncio.Task[Assembler], connection: Connection, request_id: str, sink: Sink
+) -> None:
+    if not starting.done():
+        starting.cancel()
+    connection.stop(request_id, sink)

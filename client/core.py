@@ -1,0 +1,368 @@
+"""The client's decisions: ``handle(event, now) -> list[Action]``, without I/O or clock.
+
+Invariants: every started request gets exactly one Ended, unless the user stopped it without
+wanting to hear of it; its tokens are told once and in order; what is not answered is said
+again until it is, its deadline passes, or the router stays silent too long.
+
+It knows nothing of text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from ..proto.errors import (
+    BatonError,
+    ConnectionLost,
+    DeadlineExceeded,
+    DuplicateRequest,
+    RequestFailed,
+    VersionMismatch,
+    error_from_code,
+)
+from ..proto.ids import request_key
+from ..proto.messages import (
+    Cancel,
+    Described,
+    Drained,
+    FinalAck,
+    Message,
+    Moved,
+    Ping,
+    Pong,
+    Rejected,
+    StatusReport,
+    Submitted,
+    Terminal,
+    Tokens,
+)
+from .events import (
+    Action,
+    Ask,
+    Connected,
+    Disconnected,
+    Ended,
+    Event,
+    Malformed,
+    Received,
+    Reconnect,
+    Send,
+    Start,
+    Stop,
+    Tick,
+)
+from .questions import Questions
+from .stream import DEADLINE_GRACE_S, State, Stream
+
+PING_S = 1.0
+SILENCE_S = 3.0
+"""Without a word for so long, a standing connection counts as dead."""
+SUSPENDED_S = 2.0
+"""A tick this late means that the process itself was stopped, not that the router was silent."""
+
+
+class ClientCore:
+    """State machine of one client.
+
+    ``address`` is for error messages. ``connect_timeout``: how long a new request waits for a
+    router that does not answer; ``reconnect_timeout``: the same for a running one.
+    """
+
+    def __init__(
+        self, address: str, *, connect_timeout: float = 5.0, reconnect_timeout: float = 30.0
+    ) -> None:
+        self._address = address
+        self._connect_timeout = connect_timeout
+        self._reconnect_timeout = reconnect_timeout
+        self._streams: dict[str, Stream] = {}
+        self._by_key: dict[bytes, Stream] = {}
+        self._questions = Questions(address)
+        self._out: list[Action] = []
+        self._identity = b""
+        self._connected = False
+        self._heard_at = float("-inf")  # last message of the router
+        self._quiet_since = 0.0  # last message, connection or start of activity
+        self._ping_at = 0.0
+        self._ticked = 0.0
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is waited for; only then are ticks needed."""
+        return bool(self._streams) or len(self._questions) > 0
+
+    @property
+    def unfinished(self) -> int:
+        """Requests without an end."""
+        return len(self._streams)
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take one event; the actions are to be performed in order."""
+        self._handlers[type(event)](self, event, now)
+        actions, self._out = self._out, []
+        return actions
+
+    # ------------------------------------------------------------------ the user
+
+    def _start(self, event: Start, now: float) -> None:
+        spec = event.spec
+        if spec.request_id in self._streams:
+            text = f"request id {spec.request_id!r} is in use"
+            self._out.append(
+                Ended(request_id=spec.request_id, position=0, error=DuplicateRequest(text))
+            )
+            return
+        self._wake(now)
+        stream = self._streams[spec.request_id] = Stream(spec, now)
+        if self._connected:
+            self._say(stream, stream.repeat(now))
+
+    def _stop(self, event: Stop, now: float) -> None:
+        stream = self._streams.get(event.request_id)
+        if stream is None:
+            return
+        if stream.state is State.STOPPING or not self._connected:
+            self._stopped(stream, report=event.report)
+            return
+        stream.stop(now, report=event.report)
+        self._say(stream, stream.repeat(now))
+
+    def _ask(self, event: Ask, now: float) -> None:
+        self._wake(now)
+        self._questions.add(event, now)
+        self._send_questions(now)
+
+    def _wake(self, now: float) -> None:
+        """From idle, when nobody listened for silence."""
+        if not self.active:
+            self._quiet_since = self._ticked = now
+            self._ping_at = now + PING_S
+
+    # ------------------------------------------------------------------ the connection
+
+    def _connect(self, event: Connected, now: float) -> None:
+        self._identity = event.identity
+        self._connected = True
+        self._quiet_since = now
+        self._ping_at = now + PING_S
+        for stream in list(self._streams.values()):
+            if stream.state is State.STOPPING:
+                self._stopped(stream, report=stream.report)
+            else:
+                self._say(stream, stream.reconnected(now))
+        self._questions.reconnected()
+        self._send_questions(now)
+
+    def _disconnect(self, _event: Disconnected, _now: float) -> None:
+        self._connected = False
+
+    def _malformed(self, event: Malformed, _now: float) -> None:
+        if isinstance(event.error, VersionMismatch):
+            self._fail_all(event.error)
+
+    # ------------------------------------------------------------------ the router
+
+    def _receive(self, event: Received, now: float) -> None:
+        self._heard_at = self._quiet_since = now
+        self._messages[type(event.message)](self, event.message, now)
+
+    def _submitted(self, message: Submitted, now: float) -> None:
+        stream = self._streams.get(message.request_id)
+        if stream is not None:
+            self._by_key.pop(stream.key, None)
+            self._by_key[message.request] = stream
+            stream.opened(message.request, message.secret, message.attempt)
+            self._end_if_complete(stream)
+
+    def _tokens(self, message: Tokens, now: float) -> None:
+        for run in message.runs:
+            stream = self._by_key.get(run.request)
+            if stream is None or stream.state is State.STOPPING:
+                continue
+            fresh = stream.take(run)
+            if fresh is not None:
+                self._out.append(fresh)
+                self._end_if_complete(stream)
+            elif stream.misses(run):
+                self._say(stream, stream.resume(now))
+
+    def _terminal(self, message: Terminal, now: float) -> None:
+        stream = self._by_key.get(message.request) or self._streams.get(message.request_id)
+        if stream is None:
+            # Our FinalAck for it was lost: without another the router repeats this for ever.
+            self._acknowledge(message)
+            return
+        stream.terminal = message
+        if stream.state is State.STOPPING:
+            self._stopped(stream, report=stream.report)
+        elif not self._end_if_complete(stream):
+            self._say(stream, stream.resume(now))
+
+    def _moved(self, message: Moved, _now: float) -> None:
+        stream = self._by_key.get(message.request)
+        if stream is not None:
+            where = f" by router {message.router}" if message.router else ""
+            self._end(stream, error=RequestFailed(f"the request is served{where} elsewhere now"))
+
+    def _rejected(self, message: Rejected, _now: float) -> None:
+        error = error_from_code(message.code, message.message)
+        stream = self._streams.get(message.request_id)
+        if stream is not None:
+            self._end(stream, error=error)
+        elif isinstance(error, VersionMismatch):
+            self._fail_all(error)
+        else:
+            failed = self._questions.fail_oldest(error)
+            if failed is not None:
+                self._out.append(failed)
+
+    def _answer(self, message: Message, now: float) -> None:
+        answered = self._questions.take(message, now)
+        if answered is not None:
+            self._out.append(answered)
+
+    def _ping(self, message: Ping, _now: float) -> None:
+        self._out.append(Send(Pong(nonce=message.nonce)))
+
+    def _pong(self, _message: Pong, _now: float) -> None:
+        """Being heard was the point."""
+
+    # ------------------------------------------------------------------ ends
+
+    def _end_if_complete(self, stream: Stream) -> bool:
+        """End it when its terminal and all its tokens are there; a failure needs no tokens."""
+        terminal = stream.terminal
+        if terminal is None:
+            return False
+        if terminal.status is None:
+            code = terminal.code or RequestFailed.code
+            error = error_from_code(code, terminal.message, terminal.retry_after)
+            self._end(stream, error=error)
+            return True
+        if terminal.position > stream.next:
+            return False
+        self._end(stream, status=terminal.status)
+        return True
+
+    def _stopped(self, stream: Stream, *, report: bool) -> None:
+        """The user stopped it, and the router knows or will not hear of it."""
+        if report:
+            self._end(stream, status="cancelled")
+        else:
+            self._forget(stream)
+
+    def _end(
+        self, stream: Stream, *, status: str | None = None, error: BatonError | None = None
+    ) -> None:
+        terminal = stream.terminal or Terminal(request=stream.key)
+        self._forget(stream)
+        self._out.append(
+            Ended(
+                request_id=stream.spec.request_id,
+                position=stream.next,
+                status=status,
+                error=error,
+                prefill=terminal.prefill,
+                decode=terminal.decode,
+                cached_tokens=terminal.cached_tokens,
+            )
+        )
+
+    def _forget(self, stream: Stream) -> None:
+        if stream.terminal is not None:
+            self._acknowledge(stream.terminal)
+        self._streams.pop(stream.spec.request_id, None)
+        self._by_key.pop(stream.key, None)
+
+    def _acknowledge(self, terminal: Terminal) -> None:
+        if terminal.request:
+            self._out.append(Send(FinalAck(requests=[terminal.request])))
+
+    def _fail_all(self, error: BatonError) -> None:
+        for stream in list(self._streams.values()):
+            self._end(stream, error=error)
+        self._out += self._questions.fail_all(error)
+
+    # ------------------------------------------------------------------ time
+
+    def _tick(self, _event: Tick, now: float) -> None:
+        if now - self._ticked > SUSPENDED_S:
+            self._heard_at = self._quiet_since = now
+        self._ticked = now
+        for stream in list(self._streams.values()):
+            self._look_at(stream, now)
+        self._out += self._questions.expired(now)
+        if self._connected and self.active:
+            self._send_questions(now)
+            self._keep_alive(now)
+
+    def _look_at(self, stream: Stream, now: float) -> None:
+        deadline = stream.deadline_at
+        if stream.state is State.STOPPING and now >= stream.stop_until:
+            self._stopped(stream, report=stream.report)
+        elif deadline is not None and now >= deadline + DEADLINE_GRACE_S:
+            self._out.append(Send(Cancel(request_id=stream.spec.request_id, request=stream.key)))
+            self._end(stream, error=DeadlineExceeded(f"no end within {stream.spec.deadline:g} s"))
+        elif self._silent_too_long(stream, now):
+            self._end(stream, error=self._unreachable(stream))
+        elif self._connected and now >= stream.retry_at:
+            self._say(stream, stream.repeat(now))
+
+    def _silent_too_long(self, stream: Stream, now: float) -> bool:
+        limit = self._reconnect_timeout if stream.secret else self._connect_timeout
+        return now - max(self._heard_at, stream.started) > limit
+
+    def _unreachable(self, stream: Stream) -> ConnectionLost:
+        if stream.secret:
+            return ConnectionLost(
+                f"the router at {self._address} has been silent for {self._reconnect_timeout:g} s"
+            )
+        return ConnectionLost(
+            f"no answer from {self._address} within {self._connect_timeout:g} s; is a cluster "
+            "running there? start one with: baton serve"
+        )
+
+    def _keep_alive(self, now: float) -> None:
+        if now - self._quiet_since > SILENCE_S:
+            self._connected = False
+            self._out.append(Reconnect())
+        elif now >= self._ping_at:
+            self._ping_at = now + PING_S
+            self._out.append(Send(Ping()))
+
+    def _send_questions(self, now: float) -> None:
+        if self._connected:
+            self._out += [Send(message) for message in self._questions.due(now)]
+
+    def _say(self, stream: Stream, message: Message | None) -> None:
+        if message is None:
+            return
+        if not stream.secret:
+            # The router derives the same key, so tokens find us even before Submitted.
+            self._by_key.pop(stream.key, None)
+            stream.key = request_key(self._identity, stream.spec.request_id)
+            self._by_key[stream.key] = stream
+        self._out.append(Send(message))
+
+    _handlers: ClassVar[dict[type, Callable[..., None]]] = {
+        Start: _start,
+        Stop: _stop,
+        Ask: _ask,
+        Connected: _connect,
+        Disconnected: _disconnect,
+        Received: _receive,
+        Malformed: _malformed,
+        Tick: _tick,
+    }
+    _messages: ClassVar[dict[type, Callable[..., None]]] = {
+        Submitted: _submitted,
+        Tokens: _tokens,
+        Terminal: _terminal,
+        Moved: _moved,
+        Rejected: _rejected,
+        Described: _answer,
+        StatusReport: _answer,
+        Drained: _answer,
+        Ping: _ping,
+        Pong: _pong,
+    }

@@ -1,0 +1,106 @@
+"""What a generation yields, made from the core's news; text is added here.
+
+Invariant: the texts of all outputs joined are the answer, without any stop string; no token
+follows the one that completed a stop string.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..proto.errors import InternalError
+from ..proto.outputs import LogProbabilities, TokenLogProbs
+from ..proto.status import GenerationStatus
+from ..text.detokenizer import IncrementalDetokenizer
+from .events import Ended, NewTokens
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Output:
+    """New tokens of one request.
+
+    ``tokens``: ids that were not yielded before. ``text``: their text, when the prompt was
+    text; it may lag behind the tokens by an unfinished character or stop string.
+    ``position``: absolute index of the first token (the prompt starts at 0).
+    ``log_probabilities``: one entry per token when asked for. ``final_status``: None until
+    the last output, which may have no tokens. On the last: ``prefill`` and ``decode`` name
+    the workers, ``cached_tokens`` counts prompt tokens that were not computed again.
+    """
+
+    request_id: str
+    tokens: list[int]
+    text: str | None
+    position: int
+    log_probabilities: list[LogProbabilities] | None = None
+    final_status: GenerationStatus | None = None
+    prefill: str = ""
+    decode: str = ""
+    cached_tokens: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this is the last output."""
+        return self.final_status is not None
+
+
+class Assembler:
+    """Turns one request's news into outputs.
+
+    ``detokenizer``: finds text and stop strings, or None. ``show_text``: give the text out.
+    """
+
+    def __init__(self, detokenizer: IncrementalDetokenizer | None, *, show_text: bool) -> None:
+        self._detokenizer = detokenizer
+        self._show_text = show_text
+        self._position = 0
+        self.stopped = False  # a stop string was found: nothing more is of interest
+
+    def tokens(self, news: NewTokens) -> Output | None:
+        """The output of new tokens; None behind a stop string."""
+        if self.stopped:
+            return None
+        count = len(news.tokens)
+        text = ""
+        if self._detokenizer is not None:
+            delta = self._detokenizer.push(news.tokens)
+            text, self.stopped, count = delta.text, delta.stopped, delta.num_tokens
+        self._position = news.position + count
+        return Output(
+            request_id=news.request_id,
+            tokens=news.tokens[:count],
+            text=text if self._show_text else None,
+            position=news.position,
+            log_probabilities=_entries(news.logprobs, count),
+        )
+
+    def end(self, ended: Ended) -> Output:
+        """The last output. Raises the request's error when it failed."""
+        if ended.error is not None and not self.stopped:
+            raise ended.error
+        text = ""
+        if self._detokenizer is not None and not self.stopped:
+            text = self._detokenizer.finish().text
+        return Output(
+            request_id=ended.request_id,
+            tokens=[],
+            text=text if self._show_text else None,
+            position=self._position if self.stopped else ended.position,
+            final_status=self._status(ended),
+            prefill=ended.prefill,
+            decode=ended.decode,
+            cached_tokens=ended.cached_tokens,
+        )
+
+    def _status(self, ended: Ended) -> GenerationStatus:
+        if self.stopped:
+            return GenerationStatus.END_OF_SEQUENCE
+        try:
+            return GenerationStatus(ended.status or "")
+        except ValueError:
+            raise InternalError(f"the router ended a request with {ended.status!r}") from None
+
+
+def _entries(logprobs: list[TokenLogProbs] | None, count: int) -> list[LogProbabilities] | None:
+    if logprobs is None:
+        return None
+    return [LogProbabilities.of_token(entry) for entry in logprobs[:count]]

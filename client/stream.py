@@ -1,0 +1,149 @@
+"""One request as the client sees it: where its stream stands and how to get it going again.
+
+Invariant: tokens pass only at ``position == next``, so the user sees each once and in order,
+whichever worker or router sends them, however often.
+
+::
+
+    PENDING --Submitted--> OPEN --gap, reconnect--> RESUMING --Submitted, tokens--> OPEN
+       |                     |                          |
+       +---------------------+------- Stop -------------+---> STOPPING
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from ..proto.messages import Cancel, Message, Resume, Submit, Terminal, TokenRun
+from .events import NewTokens, RequestSpec
+
+FIRST_RETRY_S = 1.0
+LAST_RETRY_S = 4.0
+DEADLINE_GRACE_S = 2.0
+"""The router ends a request at its deadline; the client by itself this much later."""
+STOP_PATIENCE_S = 2.0
+"""How long a stopped request's end is waited for."""
+
+
+class State(Enum):
+    """Where a stream stands."""
+
+    PENDING = "pending"  # submitted, not answered
+    OPEN = "open"
+    RESUMING = "resuming"  # asked to go on from ``next``
+    STOPPING = "stopping"  # cancelled by the user
+
+
+class Stream:
+    """State of one request."""
+
+    def __init__(self, spec: RequestSpec, now: float) -> None:
+        self.spec = spec
+        self.state = State.PENDING
+        self.started = now
+        self.next = len(spec.context.tokens)
+        self.emitted: list[int] = []
+        self.attempt = 0
+        self.key = b""
+        self.secret = b""
+        self.terminal: Terminal | None = None  # came before the last tokens
+        self.report = True
+        self.deadline_at = None if spec.deadline is None else now + spec.deadline
+        self.stop_until = 0.0
+        self.retry_at = now
+        self._backoff = FIRST_RETRY_S
+
+    # ------------------------------------------------------------------ what arrives
+
+    def take(self, run: TokenRun) -> NewTokens | None:
+        """The tokens of ``run`` that are new; None when there are none or some are missing."""
+        skip = self.next - run.position
+        if run.attempt < self.attempt or not 0 <= skip < len(run.tokens):
+            return None
+        self.attempt = run.attempt
+        tokens = run.tokens[skip:] if skip else run.tokens
+        logprobs = run.logprobs[skip:] if run.logprobs is not None else None
+        fresh = NewTokens(self.spec.request_id, self.next, tokens, logprobs)
+        self.next += len(tokens)
+        self.emitted += tokens
+        return fresh
+
+    def misses(self, run: TokenRun) -> bool:
+        """Whether ``run`` starts behind a gap."""
+        return run.attempt >= self.attempt and run.position > self.next
+
+    def opened(self, key: bytes, secret: bytes, attempt: int) -> None:
+        """The router has it."""
+        self.key, self.secret = key, secret
+        self.attempt = max(self.attempt, attempt)
+        if self.state in (State.PENDING, State.RESUMING):
+            self.state = State.OPEN
+            self._backoff = FIRST_RETRY_S
+
+    def stop(self, now: float, *, report: bool) -> None:
+        """The user wants its end."""
+        self.state = State.STOPPING
+        self.report = report
+        self.stop_until = now + STOP_PATIENCE_S
+        self.retry_at = now
+
+    # ------------------------------------------------------------------ what to say
+
+    def repeat(self, now: float) -> Message | None:
+        """What has to be said (again) now, by state; sets when next."""
+        if self.state is State.OPEN:
+            return None
+        self.retry_at = now + self._backoff
+        self._backoff = min(2 * self._backoff, LAST_RETRY_S)
+        if self.state is State.STOPPING:
+            return Cancel(request_id=self.spec.request_id, request=self.key)
+        return self._resume(now) if self.secret else self._submit(now)
+
+    def resume(self, now: float) -> Message | None:
+        """Ask for the stream from ``next`` on, unless that was asked lately."""
+        if self.state is State.STOPPING or (self.state is State.RESUMING and now < self.retry_at):
+            return None
+        if self.secret:
+            self.state = State.RESUMING
+        elif now < self.retry_at:
+            return None
+        return self.repeat(now)
+
+    def reconnected(self, now: float) -> Message | None:
+        """What to say first on a new connection."""
+        if self.state is State.STOPPING:
+            return None  # the router cancelled it with the old connection
+        self._backoff = FIRST_RETRY_S
+        self.state = State.RESUMING if self.secret else State.PENDING
+        return self.repeat(now)
+
+    def _remaining(self, now: float) -> float | None:
+        # Never zero: that would be refused, while the router's own clock ends it truthfully.
+        return None if self.deadline_at is None else max(self.deadline_at - now, 0.001)
+
+    def _submit(self, now: float) -> Submit:
+        spec = self.spec
+        return Submit(
+            request_id=spec.request_id,
+            context=spec.context,
+            deadline=self._remaining(now),
+            pool=spec.pool,
+            pin=spec.pin,
+            fallback=spec.fallback,
+        )
+
+    def _resume(self, now: float) -> Resume:
+        spec = self.spec
+        return Resume(
+            request_id=spec.request_id,
+            request=self.key,
+            secret=self.secret,
+            position=self.next,
+            attempt=self.attempt,
+            context=spec.context,
+            emitted=list(self.emitted),
+            deadline=self._remaining(now),
+            pool=spec.pool,
+            pin=spec.pin,
+            fallback=spec.fallback,
+        )

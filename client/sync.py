@@ -1,0 +1,265 @@
+"""The client for threads: calls block, one background thread owns the connection.
+
+Any number of threads may use one Client at the same time; their streams share the connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+from ..proto.contexts import TextContext
+from ..proto.errors import BatonError, ConnectionLost, InternalError
+from ..proto.messages import Describe, Described, Drain, Drained, Message, Status, StatusReport
+from ..runtime.loop import Loop
+from ..runtime.security import CurveKeys
+from .connection import Connection, Sink
+from .events import Ended, NewTokens
+from .model import (
+    DESCRIBED_FILES,
+    Description,
+    ModelCache,
+    Prepared,
+    Prompt,
+    RequestOptions,
+    Sampling,
+    ServedModel,
+    described,
+    prepare,
+    prepare_context,
+    prepare_text,
+)
+from .output import Output
+
+Answer = TypeVar("Answer", bound=Message)
+
+
+class _Background:
+    """The connection and its thread; ends when the Client does, also by garbage collection."""
+
+    def __init__(self, address: str, keys: CurveKeys | None, timeouts: tuple[float, float]) -> None:
+        self._loop = Loop()
+        try:
+            self.connection = Connection(
+                self._loop,
+                address,
+                keys=keys,
+                connect_timeout=timeouts[0],
+                reconnect_timeout=timeouts[1],
+            )
+        except BatonError:
+            self._loop.close()
+            raise
+        self._lock = threading.RLock()  # a finalizer may post within a post
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop.run, name="baton-client", daemon=True)
+        self._thread.start()
+
+    def post(self, callback: Callable[[], object]) -> None:
+        """Run ``callback`` on the connection's thread. Raises ConnectionLost when closed."""
+        with self._lock:
+            if self._closed:
+                raise ConnectionLost("the client is closed")
+            self._loop.post(callback)
+
+    def close(self) -> None:
+        """End the connection and its thread."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._loop.post(self._shut)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5)
+
+    def _shut(self) -> None:
+        self.connection.close()
+        self._loop.stop()
+
+
+class Client:
+    """Connection to a cluster's router at ``address`` (``ipc://path`` or ``tcp://host:port``).
+
+    ``connect_timeout``: seconds a call waits for a router that does not answer;
+    ``reconnect_timeout``: the same for streams that run already, while the router restarts.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        keys: CurveKeys | None = None,
+        connect_timeout: float = 5.0,
+        reconnect_timeout: float = 30.0,
+    ) -> None:
+        self._background = _Background(address, keys, (connect_timeout, reconnect_timeout))
+        self._timeout = connect_timeout
+        self._models = ModelCache()
+        self._models_lock = threading.Lock()
+        self._finalizer = weakref.finalize(self, self._background.close)
+
+    # ------------------------------------------------------------------ generation
+
+    def generate(
+        self, prompt: Prompt, sampling_params: Sampling = None, **options: Unpack[RequestOptions]
+    ) -> Generation:
+        """Start a request and iterate over its outputs; closing the iterator cancels it.
+
+        ``prompt``: text, token ids or a TextContext. ``sampling_params``: a
+        SamplingParamsInput or None leaves what it does not say to the model's generation
+        config. ``options``: see :class:`RequestOptions`. Raises InputError for a wrong
+        request, ConnectionLost without a router; errors of the cluster come out of the
+        iterator.
+        """
+        if isinstance(prompt, TextContext):  # says all by itself
+            prepared = prepare_context(prompt, sampling_params, options)
+        else:
+            prepared = prepare(prompt, sampling_params, options, self._model())
+        return Generation(self, self._background, prepared)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: Sampling = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Generation:
+        """As :meth:`generate`, of messages rendered by the model's chat template.
+
+        ``messages``: mappings with ``role`` and ``content``. ``variables``: for the template.
+        """
+        model = self._model()
+        tokens = model.tokenizer.encode_chat(messages, **(variables or {}))
+        return Generation(
+            self, self._background, prepare_text(tokens, sampling_params, options, model)
+        )
+
+    # ------------------------------------------------------------------ questions
+
+    def describe(self) -> Description:
+        """The served model's card and text files, fetched from the router."""
+        answer = self._ask(Describe(files=DESCRIBED_FILES), Described, self._timeout)
+        return described(answer)
+
+    def status(self, *, handoffs: int = 16, timeout: float | None = None) -> dict[str, Any]:
+        """The cluster's state: workers and the last ``handoffs`` handoffs."""
+        report = self._ask(Status(handoffs=handoffs), StatusReport, timeout).report
+        state: dict[str, Any] = json.loads(report)
+        return state
+
+    def drain(self, worker: str, *, timeout: float | None = None) -> str:
+        """Let a worker finish what it has and take nothing new; returns how that stands."""
+        return self._ask(Drain(worker=worker), Drained, timeout).message
+
+    # ------------------------------------------------------------------ end
+
+    def close(self) -> None:
+        """Cancel what still runs and disconnect."""
+        self._background.close()
+        self._models.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ inner
+
+    def _model(self) -> ServedModel:
+        """What is served, asked again after every reconnection."""
+        with self._models_lock:
+            connections = self._background.connection.connections
+            model = self._models.fresh(connections)
+            if model is None:
+                card_only = self._ask(Describe(), Described, self._timeout)
+                model = self._models.confirm(card_only, connections)
+            if model is None:
+                model = self._models.store(self.describe(), connections)
+            return model
+
+    def _ask(self, question: Message, kind: type[Answer], timeout: float | None) -> Answer:
+        answers: queue.SimpleQueue[Message | BatonError] = queue.SimpleQueue()
+        seconds = self._timeout if timeout is None else timeout
+        connection = self._background.connection
+        self._background.post(lambda: connection.ask(question, seconds, answers.put))
+        answer = answers.get()
+        if isinstance(answer, BatonError):
+            raise answer
+        if not isinstance(answer, kind):
+            raise InternalError(f"a {type(question).__name__} got a {type(answer).__name__}")
+        return answer
+
+
+class Generation:
+    """Iterator over the outputs of one request; :meth:`close`, or dropping it, cancels."""
+
+    def __init__(self, client: Client, background: _Background, prepared: Prepared) -> None:
+        self._client = client  # a client lives as long as its streams
+        self._background = background
+        self._assembler = prepared.assembler
+        self._news: queue.SimpleQueue[NewTokens | Ended] = queue.SimpleQueue()
+        # The sink must not hold the Generation, or dropping it would go unnoticed.
+        self._sink: Sink = self._news.put
+        self._done = False
+        self.request_id = prepared.spec.request_id
+        spec, sink, connection = prepared.spec, self._sink, background.connection
+        background.post(lambda: connection.start(spec, sink))
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Output:
+        while not self._done:
+            output = self._take(self._news.get())
+            if output is not None:
+                return output
+        raise StopIteration
+
+    def close(self) -> None:
+        """Cancel the request if it still runs; nothing more is yielded."""
+        if not self._done:
+            self._done = True
+            self._stop(report=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_done", True):
+            self.close()
+
+    def _take(self, news: NewTokens | Ended) -> Output | None:
+        if isinstance(news, Ended):
+            self._done = True
+            return self._assembler.end(news)
+        output = self._assembler.tokens(news)
+        if output is not None and self._assembler.stopped:
+            self._stop(report=True)
+        return output
+
+    def _stop(self, *, report: bool) -> None:
+        request_id, sink = self.request_id, self._sink
+        connection = self._background.connection
+        with contextlib.suppress(ConnectionLost):  # closed: nothing runs any more
+            self._background.post(lambda: connection.stop(request_id, sink, report=report))
