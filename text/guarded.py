@@ -79,7 +79,7 @@ class GuardedRenderer:
         except TimeoutError:
             reply = {"limit": f"the template took longer than {self._timeout:g} seconds"}
         except (OSError, EOFError):
-            reply = {"limit": "the template used too much processor time or memory"}
+            reply = {"limit": _why_ended(process)}
         except BaseException:
             self._end()  # an interrupted exchange leaves an answer behind; nobody may read it
             raise
@@ -107,6 +107,16 @@ class GuardedRenderer:
         if self._finalizer is not None:
             self._finalizer()
         self._process = self._finalizer = None
+
+
+def _why_ended(process: subprocess.Popen[bytes]) -> str:
+    try:
+        code = process.wait(timeout=1.0)
+    except subprocess.TimeoutExpired:
+        code = 0
+    if code < 0:  # by a signal: SIGXCPU, or SIGKILL of a machine without memory
+        return "the template used too much processor time or memory"
+    return f"the template's process failed with exit code {code}"
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -156,6 +156,13 @@ def test_wall_time_is_limited():
     renderer.close()
 
 
+def test_a_process_that_cannot_run_is_named():
+    renderer = GuardedRenderer(memory_bytes=1 << 20)
+    with pytest.raises(RenderLimit, match="failed with exit code"):
+        renderer.render("x" * 100_000, {})
+    renderer.close()
+
+
 def test_a_large_conversation_passes_both_ways(guard):
     text = "é" * (1 << 20)
     assert guard.render("{{ messages[0].content }}", {"messages": [{"content": text}]}) == text
