@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.plan import SampleSpec
-from baton.engine.sampler import _Sums, is_greedy, log_probs, sample
+from baton.engine.sampler import _invert, _Sums, is_greedy, log_probs, sample
 from baton.engine.sampler_reference import running_sums, sample_reference
 from baton.proto.errors import InternalError
 from baton.proto.sampling import SamplingParams
@@ -130,6 +130,16 @@ def test_top_p_keeps_the_shortest_list_that_reaches_it():
     assert np.flatnonzero(frequencies(logits, top_p=0.0, count=50)).tolist() == [0]
     shares = frequencies(logits, top_p=0.65)
     np.testing.assert_allclose(shares[:2], [4 / 7, 3 / 7], atol=0.03)
+
+
+def test_top_p_is_reached_by_equality():
+    assert np.flatnonzero(frequencies(np.zeros(4), top_p=0.5, count=200)).tolist() == [0, 1]
+
+
+def test_draw_on_a_border_takes_the_next_token():
+    weights = np.array([0, 1, 1, 1, 1, 0], np.float32)
+    assert [_invert(weights, u) for u in (0.0, 0.2, 0.25, 0.5, 0.99)] == [1, 1, 2, 3, 4]
+    assert _invert(weights, 1.0) == 4  # rounding: never a token of weight 0
 
 
 def test_min_p_is_relative_to_the_best():

@@ -95,6 +95,12 @@ ROPES: dict[str, dict] = {
         "beta_slow": 2.0,
         "truncate": False,
     },
+    "yarn_small_base": {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 2000,
+    },
     "yarn_attention": {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
