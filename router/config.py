@@ -19,7 +19,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ``block_tokens``: granularity of the router's own prefix index; ``index_blocks``: most
     blocks remembered per worker; ``match_blocks``: most blocks hashed of one prompt;
     ``prefill_load`` and ``decode_load``: how many uncached tokens one token of load is worth;
-    ``half_life_s``: how fast assigned work stops counting as load.
+    ``half_life``: placements after which assigned work counts half as load.
     """
 
     name: str = "prefix_aware"
@@ -28,7 +28,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     match_blocks: int = 256
     prefill_load: float = 0.25
     decode_load: float = 1.0
-    half_life_s: float = 10.0
+    half_life: float = 100.0
 
 
 class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -76,7 +76,7 @@ class Lifecycle:
     def place(self, request: Request, now: float) -> None:
         """Choose workers for a queued request and assign it."""
         try:
-            pair = self.placement.choose(request, now)
+            pair = self.placement.choose(request)
             if pair is not None and request.unchecked:
                 check_wire_context(request.context, pair[0].card)
                 request.unchecked = False
@@ -88,7 +88,7 @@ class Lifecycle:
             return
         prefill, decode = request.prefill, request.decode = pair
         prefill.requests[request.key] = decode.requests[request.key] = request
-        self.placement.placed(request, now)
+        self.placement.placed(request)
         request.grace_until = NEVER
         request.step(Step.ASSIGN)
         del self.queued[request.key]

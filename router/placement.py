@@ -50,7 +50,7 @@ class Placement:
         elif request.strict:
             raise WorkerLost(f"the request may not leave {endpoint}, which is not there")
 
-    def choose(self, request: Request, now: float) -> Pair | None:
+    def choose(self, request: Request) -> Pair | None:
         """A pair of ready workers, or None when a side has none to offer now.
 
         Raises WorkerLost when the request may not leave a worker that is gone.
@@ -60,11 +60,11 @@ class Placement:
         if not decodes or not prefills:
             return None
         hashes = self._hashes(request)
-        decode = self._policy.choose(decodes, hashes, now)
-        prefill = self._policy.choose(prefills, hashes, now)
+        decode = self._policy.choose(decodes, hashes)
+        prefill = self._policy.choose(prefills, hashes)
         return prefill, decode
 
-    def placed(self, request: Request, now: float) -> None:
+    def placed(self, request: Request) -> None:
         """Count the request's work on its two workers."""
         prefill, decode = request.prefill, request.decode
         if prefill is None or decode is None:
@@ -75,8 +75,8 @@ class Placement:
         request.decode_cost = tokens + request.remaining
         prefill.outstanding += request.prefill_cost
         decode.outstanding += request.decode_cost
-        self._policy.placed(prefill, hashes, tokens, now)
-        self._policy.placed(decode, hashes, tokens, now)
+        self._policy.placed(prefill, hashes, tokens)
+        self._policy.placed(decode, hashes, tokens)
 
     def forget(self, worker: Worker) -> None:
         """The worker is gone."""

@@ -28,10 +28,10 @@ class Policy(Protocol):
     wants_hashes: bool
     """Whether the router should hash the prompt for it."""
 
-    def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes], now: float) -> Worker:
+    def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes]) -> Worker:
         """One of ``workers`` (at least one, all of one role) for a prompt of these blocks."""
 
-    def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int, now: float) -> None:
+    def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> None:
         """``worker`` was given a request of these blocks and ``tokens`` of work."""
 
     def forget(self, worker: Worker) -> None:
@@ -46,14 +46,14 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turns: dict[str, int] = {}
 
-    def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes], now: float) -> Worker:
+    def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes]) -> Worker:
         """The next in turn of this role."""
         role = workers[0].role
         turn = self._turns.get(role, 0)
         self._turns[role] = turn + 1
         return workers[turn % len(workers)]
 
-    def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int, now: float) -> None:
+    def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> None:
         """Nothing to remember."""
 
     def forget(self, worker: Worker) -> None:
@@ -68,7 +68,7 @@ class LeastLoaded:
     def __init__(self) -> None:
         self._turn = 0
 
-    def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes], now: float) -> Worker:
+    def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes]) -> Worker:
         """The least loaded."""
         count = len(workers)
         if count == 1:
@@ -81,7 +81,7 @@ class LeastLoaded:
                 best = worker
         return best
 
-    def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int, now: float) -> None:
+    def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> None:
         """Nothing to remember: the lifecycle counts outstanding tokens."""
 
     def forget(self, worker: Worker) -> None:
@@ -119,9 +119,10 @@ class PrefixIndex:
 class PrefixAware:
     """The least cost: tokens not cached there, plus load.
 
-    Load is what the worker has outstanding plus what it was given lately (decaying), above
-    the least of all candidates, weighted per role: a cached prefix saves prefill its whole
-    work, but decode only a transfer.
+    Load is what the worker has outstanding plus what it was given lately, weighted per role:
+    a cached prefix saves prefill its whole work, but decode only a transfer. What was given
+    fades with the number of placements, not with time: it balances what the caches must hold,
+    which matters at every rate.
     """
 
     wants_hashes = True
@@ -131,8 +132,9 @@ class PrefixAware:
         self._weights = {"prefill": config.prefill_load, "decode": config.decode_load}
         self._indexes: dict[int, PrefixIndex] = {}
         self._turn = 0
+        self._placements = {"prefill": 0, "decode": 0}
 
-    def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes], now: float) -> Worker:
+    def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes]) -> Worker:
         """The cheapest; equals take turns."""
         count = len(workers)
         if count == 1:
@@ -142,18 +144,19 @@ class PrefixAware:
         best, best_cost = workers[0], float("inf")
         for offset in range(count):
             worker = workers[(self._turn + offset) % count]
-            cost = weight * (worker.outstanding + self._decayed(worker, now))
+            cost = weight * (worker.outstanding + self._recent(worker))
             if hashes:
                 cost -= self.cached(worker, hashes) * self._config.block_tokens
             if cost < best_cost:
                 best, best_cost = worker, cost
         return best
 
-    def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int, now: float) -> None:
+    def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> None:
         """Count the work and remember the blocks."""
         new = tokens - self.cached(worker, hashes) * self._config.block_tokens if hashes else tokens
-        worker.recent = self._decayed(worker, now) + max(0, new)
-        worker.recent_at = now
+        worker.recent = self._recent(worker) + max(0, new)
+        self._placements[worker.role] += 1
+        worker.recent_at = self._placements[worker.role]
         if hashes:
             index = self._indexes.get(worker.incarnation)
             if index is None:
@@ -169,11 +172,12 @@ class PrefixAware:
         index = self._indexes.get(worker.incarnation)
         return index.match(hashes) if index else 0
 
-    def _decayed(self, worker: Worker, now: float) -> float:
+    def _recent(self, worker: Worker) -> float:
+        """Tokens it was given to compute, faded by the placements since."""
         if not worker.recent:
             return 0.0
-        age = (now - worker.recent_at) / self._config.half_life_s
-        return worker.recent * math.exp2(-age)
+        age = self._placements[worker.role] - worker.recent_at
+        return worker.recent * math.exp2(-age / self._config.half_life)
 
     def _capacity(self, worker: Worker) -> int:
         """Router blocks that fit into the worker's pool, at most what is configured."""

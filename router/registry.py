@@ -65,9 +65,10 @@ WORKER_TRANSITIONS: dict[WorkerState, frozenset[WorkerState]] = {
 class Worker:
     """One incarnation of a worker.
 
-    ``outstanding``: tokens assigned and not yet done. ``recent``: tokens assigned lately,
-    decaying. ``requests``: what depends on this worker. ``reported``: what its last Hello said
-    it holds. ``aborts``: attempts to be freed there, by key: ``(attempt, repeat at, give up at)``.
+    ``outstanding``: tokens assigned and not yet done. ``recent``: tokens assigned lately, as
+    of the policy's placement number ``recent_at``. ``requests``: what depends on this worker.
+    ``reported``: what its last Hello said it holds. ``aborts``: attempts to be freed there, by
+    key: ``(attempt, repeat at, give up at)``.
     """
 
     __slots__ = (
@@ -95,7 +96,7 @@ class Worker:
         self.step_s = 0.0
         self.outstanding = 0
         self.recent = 0.0
-        self.recent_at = now
+        self.recent_at = 0
         self.requests: dict[bytes, Request] = {}
         self.reported: dict[bytes, RequestState] = {r.request: r for r in hello.requests}
         self.aborts: dict[bytes, tuple[int, float, float]] = {}

@@ -103,7 +103,7 @@ def test_the_same_id_of_two_clients_is_two_requests(bench):
 
 
 def test_an_id_may_be_used_again_after_the_acknowledgement_under_a_higher_attempt(bench):
-    prefill, decode = bench.pair()
+    prefill, _decode = bench.pair()
     key, _ = bench.run()
     prefill.tokens(key, 10, 5)
     prefill.end(key, 11)
@@ -209,7 +209,7 @@ def test_a_vanished_client_frees_its_blocks_at_once(bench):
 
 def test_with_a_window_a_client_that_comes_back_in_time_continues(make_bench):
     bench = make_bench(resume_window_s=2.0)
-    prefill, decode = bench.pair()
+    _prefill, decode = bench.pair()
     key, _ = bench.run()
     submitted = bench.one(b"client", Submitted)
     decode.tokens(key, 10, 5)
@@ -299,7 +299,7 @@ def test_resume_of_a_client_that_is_ahead_of_the_router(make_bench):
 @pytest.mark.parametrize("wrong", ["secret", "position", "token"])
 def test_a_resume_that_does_not_fit_is_refused(bench, wrong):
     bench.pair()
-    key, _ = bench.run()
+    _key, _ = bench.run()
     submitted = bench.one(b"client", Submitted)
     bench.client_gone()
     message = bench.resume_message(submitted, [5])
@@ -466,7 +466,7 @@ def test_ping(bench):
 
 
 def test_drain_gives_no_new_work_and_tells_the_operator_when_done(served):
-    key, assign = served.run()
+    _key, _assign = served.run()
     prefill = next(w for w in served.workers if w.id == "prefill-0")
     served.client(Drain(worker="prefill-0"), b"operator")
     assert served.one(b"operator", Drained).message == "draining"

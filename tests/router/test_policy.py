@@ -34,9 +34,9 @@ def test_every_name_makes_a_policy_that_chooses_one_of_the_workers(card, name):
     policy = make_policy(PolicyConfig(name=name))
     some = workers(card)
     for i in range(20):
-        chosen = policy.choose(some[: 1 + i % 4], [b"h"], float(i))
+        chosen = policy.choose(some[: 1 + i % 4], [b"h"])
         assert chosen in some[: 1 + i % 4]
-        policy.placed(chosen, [b"h"], 64, float(i))
+        policy.placed(chosen, [b"h"], 64)
         policy.forget(some[i % 4])
 
 
@@ -48,20 +48,20 @@ def test_an_unknown_name_is_a_config_error():
 def test_round_robin_takes_everyone_in_turn_per_role(card):
     policy = RoundRobin()
     prefills, decodes = workers(card, 3), workers(card, 2, "decode")
-    chosen = [policy.choose(prefills, (), 0.0).id for _ in range(6)]
+    chosen = [policy.choose(prefills, ()).id for _ in range(6)]
     assert chosen == ["w0", "w1", "w2"] * 2
-    assert [policy.choose(decodes, (), 0.0).id for _ in range(4)] == ["w0", "w1"] * 2
+    assert [policy.choose(decodes, ()).id for _ in range(4)] == ["w0", "w1"] * 2
 
 
 def test_least_loaded_takes_the_fewest_outstanding_tokens_and_equals_in_turn(card):
     policy = LeastLoaded()
     some = workers(card)
-    assert Counter(policy.choose(some, (), 0.0).id for _ in range(40)) == dict.fromkeys(
+    assert Counter(policy.choose(some, ()).id for _ in range(40)) == dict.fromkeys(
         ("w0", "w1", "w2", "w3"), 10
     )
     for worker, load in zip(some, (500, 300, 100, 200), strict=True):
         worker.outstanding = load
-    assert policy.choose(some, (), 0.0).id == "w2"
+    assert policy.choose(some, ()).id == "w2"
 
 
 def test_the_prefix_index_counts_leading_blocks_and_forgets_the_oldest():
@@ -79,23 +79,23 @@ def test_prefix_aware_returns_to_the_worker_that_has_the_prefix(card):
     policy = PrefixAware(PolicyConfig())
     some = workers(card)
     chain = [b"%d" % i for i in range(16)]
-    first = policy.choose(some, chain, 0.0)
-    policy.placed(first, chain, 16 * BLOCK, 0.0)
-    for now in (1.0, 2.0, 3.0):
-        assert policy.choose(some, chain, now) is first
+    first = policy.choose(some, chain)
+    policy.placed(first, chain, 16 * BLOCK)
+    for _ in range(3):
+        assert policy.choose(some, chain) is first
     policy.forget(first)
     first.outstanding = 1
-    assert policy.choose(some, chain, 4.0) is not first
+    assert policy.choose(some, chain) is not first
 
 
 def test_prefix_aware_leaves_a_worker_that_is_overloaded(card):
     policy = PrefixAware(PolicyConfig())
     some = workers(card)
     chain = [b"%d" % i for i in range(4)]
-    first = policy.choose(some, chain, 0.0)
-    policy.placed(first, chain, 4 * BLOCK, 0.0)
+    first = policy.choose(some, chain)
+    policy.placed(first, chain, 4 * BLOCK)
     first.outstanding = 100_000
-    assert policy.choose(some, chain, 1.0) is not first
+    assert policy.choose(some, chain) is not first
 
 
 def conversations(turns=6, users=150):
@@ -112,10 +112,9 @@ def hit_share(card, config, capacity):
     some = workers(card)
     caches = {worker.id: PrefixIndex(capacity) for worker in some}
     hits = total = 0
-    for i, chain in enumerate(conversations()):
-        now = i * 0.3
-        worker = policy.choose(some, chain if policy.wants_hashes else (), now)
-        policy.placed(worker, chain if policy.wants_hashes else (), len(chain) * BLOCK, now)
+    for chain in conversations():
+        worker = policy.choose(some, chain if policy.wants_hashes else ())
+        policy.placed(worker, chain if policy.wants_hashes else (), len(chain) * BLOCK)
         hits += caches[worker.id].match(chain)
         caches[worker.id].add(chain)
         total += len(chain)

@@ -39,8 +39,8 @@ def test_abort_before_a_late_reserve_is_repeated_until_the_worker_confirms(bench
 
 def test_abort_crosses_commit(bench):
     """The decode worker took over before it heard: its tokens are answered by an Abort."""
-    prefill, decode = bench.pair()
-    key, assign = bench.run()
+    _prefill, decode = bench.pair()
+    key, _assign = bench.run()
     bench.client_gone()
     decode.say(Aborted(request=key, attempt=1))
     bench.take(decode, Abort)
@@ -83,7 +83,7 @@ def test_assign_is_repeated_with_back_off_until_accepted(bench):
 
 
 def test_prefill_dies_half_way(served):
-    key, assign = served.run()
+    key, _assign = served.run()
     first = next(w for w in served.workers if key in _requests(served, w, "prefill"))
     first.gone()
     second, again = served.find(Assign)
@@ -98,7 +98,7 @@ def test_prefill_dies_half_way(served):
 
 def test_higher_attempt_while_the_old_prefill_was_only_stopped(served):
     """It wakes up later: its incarnation stays dead, its words for the old attempt do not pass."""
-    key, assign = served.run()
+    key, _assign = served.run()
     first = next(w for w in served.workers if key in _requests(served, w, "prefill"))
     first.gone()
     second, again = served.find(Assign)
@@ -118,7 +118,7 @@ def test_lower_attempts_of_a_live_worker_are_ignored_and_aborted(served):
     first = next(w for w in served.workers if key in _requests(served, w, "prefill"))
     decode = next(w for w in served.workers if w.endpoint == assign.decode)
     decode.gone()
-    worker, again = served.find(Assign)
+    _worker, _again = served.find(Assign)
     served.take(first, Abort)
     first.tokens(key, 10, 999, attempt=1)
     first.end(key, 11, attempt=1)
@@ -240,7 +240,7 @@ def test_router_dies_with_the_attempt_counter(make_bench):
     """Nobody reports it: after the recovery window it runs again above every attempt seen."""
     old = make_bench()
     old.pair()
-    key, _ = old.run()
+    _key, _ = old.run()
     submitted = old.one(b"client", Submitted)
 
     new = make_bench(recovery_s=1.5)
@@ -269,8 +269,8 @@ def test_a_stale_attempt_in_a_hello_is_not_adopted(make_bench):
 
 def test_resume_at_another_router_moves_the_request(make_bench):
     old = make_bench()
-    prefill, decode = old.pair()
-    key, assign = old.run()
+    _prefill, decode = old.pair()
+    key, _assign = old.run()
     decode.tokens(key, 10, 5)
     decode.say(Moved(request=key, router="router-2"))
     assert old.one(b"client", Moved).router == "router-2"
@@ -281,7 +281,7 @@ def test_resume_at_another_router_moves_the_request(make_bench):
 
 
 def test_tokens_twice_or_overlapping_reach_the_client_once(bench):
-    prefill, decode = bench.pair()
+    _prefill, decode = bench.pair()
     key, _ = bench.run()
     decode.tokens(key, 10, 1, 2)
     decode.tokens(key, 10, 1, 2)
@@ -291,7 +291,7 @@ def test_tokens_twice_or_overlapping_reach_the_client_once(bench):
 
 
 def test_a_gap_is_asked_for_again_and_nothing_behind_it_passes(bench):
-    prefill, decode = bench.pair()
+    _prefill, decode = bench.pair()
     key, _ = bench.run()
     decode.tokens(key, 10, 1)
     decode.tokens(key, 12, 3)
@@ -307,7 +307,7 @@ def test_a_gap_is_asked_for_again_and_nothing_behind_it_passes(bench):
 
 
 def test_a_terminal_waits_for_tokens_that_are_missing(bench):
-    prefill, decode = bench.pair()
+    _prefill, decode = bench.pair()
     key, _ = bench.run()
     decode.tokens(key, 10, 1)
     decode.end(key, 13)
@@ -323,8 +323,8 @@ def test_a_terminal_waits_for_tokens_that_are_missing(bench):
 
 def test_an_accepted_for_a_forgotten_request_is_aborted(bench):
     """An Assign delayed in the network starts an ended request again at the prefill worker."""
-    prefill, decode = bench.pair()
-    key, assign = bench.run()
+    prefill, _decode = bench.pair()
+    key, _assign = bench.run()
     prefill.tokens(key, 10, 5)
     prefill.end(key, 11)
     bench.ack(key)

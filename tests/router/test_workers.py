@@ -87,7 +87,7 @@ def test_a_stranger_is_asked_for_its_hello(bench):
 def test_a_new_incarnation_at_the_same_place_replaces_the_old_one(bench):
     bench.join("prefill")
     old = bench.join("decode")
-    key, _ = bench.run()
+    _key, _ = bench.run()
     new = bench.join("decode")
     assert bench.core.life.registry.by_identity(old.identity) is None
     _, assign = bench.find(Assign)
@@ -95,7 +95,7 @@ def test_a_new_incarnation_at_the_same_place_replaces_the_old_one(bench):
 
 
 def test_hello_again_of_the_same_incarnation_asks_for_what_was_lost(bench):
-    prefill, decode = bench.pair()
+    _prefill, decode = bench.pair()
     key, _ = bench.run()
     decode.tokens(key, 10, 5)
     held = RequestState(key, 1, 14, 10)
@@ -223,7 +223,7 @@ def test_requests_wait_for_workers_within_the_grace(make_bench):
 
 def test_a_full_prefill_worker_makes_the_router_choose_again(served):
     key = served.submit()
-    first, assign = served.find(Assign)
+    first, _assign = served.find(Assign)
     first.say(Busy(request=key, attempt=1, reason="queue full"))
     second, again = served.find(Assign)
     assert second is not first
@@ -386,7 +386,7 @@ def test_pools(served):
 
 def test_accepted_is_no_use_twice(bench):
     prefill, _ = bench.pair()
-    key, assign = bench.run()
+    key, _assign = bench.run()
     prefill.say(Accepted(request=key, attempt=1))
     prefill.say(Accepted(request=b"?" * 16, attempt=1))
     assert not bench.take(prefill, Abort)
