@@ -153,7 +153,13 @@ class Ping(Message, frozen=True, kw_only=True):
     nonce: int = 0
 
 
-ClientToRouter = Submit | Resume | Cancel | FinalAck | Describe | Status | Drain | Ping
+class Pong(Message, frozen=True, kw_only=True):
+    """Answer to Ping."""
+
+    nonce: int = 0
+
+
+ClientToRouter = Submit | Resume | Cancel | FinalAck | Describe | Status | Drain | Ping | Pong
 
 
 # --------------------------------------------------------------------------- router -> client
@@ -204,12 +210,6 @@ class Rejected(Message, frozen=True, kw_only=True):
     code: str
     message: str
     request_id: str = ""
-
-
-class Pong(Message, frozen=True, kw_only=True):
-    """Answer to Ping."""
-
-    nonce: int = 0
 
 
 RouterToClient = (

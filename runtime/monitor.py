@@ -34,3 +34,4 @@ class Monitor:
     def close(self) -> None:
         """Stop the reports."""
         self._watched.disable_monitor()
+        self.socket.close(0)  # or its context would wait for it

@@ -224,7 +224,7 @@ def test_the_documented_array_form_is_enough():
         ([b"BT\x01\x90", b"extra"], DecodeFailed),
         ([b"BT\x01\x80"], DecodeFailed),
         ([b"BT\x01\x91\x80"], DecodeFailed),
-        ([b"BT\x01\x91\x81\xa4type\xa4Pong"], DecodeFailed),
+        ([b"BT\x01\x91\x81\xa4type\xa9Described"], DecodeFailed),
         ([b"BT\x01\x91\x81\xa4type\xa1\xff"], DecodeFailed),
         ([b"BT\x01\x91\x82\xa4type\xa4Ping\xa1z" + b"\x91" * 100_000], LimitExceeded),
         ([b"BT\x01" + b"\x91" * 100_000], DecodeFailed),
