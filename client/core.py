@@ -125,7 +125,8 @@ class ClientCore:
             self._stopped(stream, report=event.report)
             return
         stream.stop(now, report=event.report)
-        self._say(stream, stream.repeat(now))
+        if now >= stream.retry_at:
+            self._say(stream, stream.repeat(now))
 
     def _ask(self, event: Ask, now: float) -> None:
         self._wake(now)

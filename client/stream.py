@@ -21,6 +21,8 @@ FIRST_RETRY_S = 1.0
 LAST_RETRY_S = 4.0
 DEADLINE_GRACE_S = 2.0
 """The router ends a request at its deadline; the client by itself this much later."""
+STOP_GRACE_S = 0.03
+"""How long a request whose end is of interest may end by itself before it is cancelled."""
 STOP_PATIENCE_S = 2.0
 """How long a stopped request's end is waited for."""
 
@@ -85,7 +87,8 @@ class Stream:
         self.state = State.STOPPING
         self.report = report
         self.stop_until = now + STOP_PATIENCE_S
-        self.retry_at = now
+        # At a stop string most workers end by themselves: let their true end come first.
+        self.retry_at = now + STOP_GRACE_S if report else now
 
     # ------------------------------------------------------------------ what to say
 

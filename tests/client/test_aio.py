@@ -1,0 +1,170 @@
+"""The asyncio client through a real router to scripted workers."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import numpy as np
+import pytest
+import uvloop
+
+from baton.client import AsyncClient
+from baton.proto import (
+    ConnectionLost,
+    GenerationStatus,
+    InputError,
+    RequestID,
+    SamplingParams,
+    TextContext,
+)
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request):
+    """Run a coroutine on a fresh loop of either kind."""
+    make = asyncio.new_event_loop if request.param == "asyncio" else uvloop.new_event_loop
+
+    def run(coroutine):
+        with asyncio.Runner(loop_factory=make) as runner:
+            return runner.run(asyncio.wait_for(coroutine, 20))
+
+    return run
+
+
+def greedy(n, **kwargs):
+    return SamplingParams(temperature=0, max_new_tokens=n, **kwargs)
+
+
+def expect(start, n):
+    return [10 + p % 1000 for p in range(start, start + n)]
+
+
+async def tokens_of(generation):
+    return [token async for output in generation for token in output.tokens]
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+def test_many_streams_at_once(cluster, run):
+    async def main():
+        async with AsyncClient(cluster.address) as client:
+            streams = [client.generate([1] * (n + 1), greedy(30)) for n in range(16)]
+            return await asyncio.gather(*(tokens_of(stream) for stream in streams))
+
+    assert run(main()) == [expect(n + 1, 30) for n in range(16)]
+
+
+def test_text_chat_and_stop(cluster, run, tokenizer, say):
+    messages = [{"role": "user", "content": "Hello"}]
+
+    async def text_of(generation):
+        outputs = [output async for output in generation]
+        return "".join(o.text for o in outputs), outputs[-1].final_status
+
+    async def main():
+        async with AsyncClient(cluster.address) as client:
+            cluster.prefill.answer = say("a b STOP c", len(tokenizer.encode("Hi")))
+            stopped = await text_of(client.generate("Hi", greedy(50, stop=["STOP"])))
+            cluster.prefill.answer = say("Good day!", len(tokenizer.encode_chat(messages)))
+            return stopped, await text_of(client.chat(messages, greedy(50)))
+
+    end = GenerationStatus.END_OF_SEQUENCE
+    assert run(main()) == (("a b ", end), ("Good day!", end))
+
+
+def test_a_context_keeps_its_id(cluster, run):
+    context = TextContext(tokens=np.array([4]), max_length=6, request_id=RequestID("mine"))
+
+    async def main():
+        async with AsyncClient(cluster.address) as client:
+            generation = client.generate(context)
+            return generation.request_id, await tokens_of(generation)
+
+    assert run(main()) == ("mine", expect(1, 5))
+
+
+def test_aclose_dropping_and_breaking_cancel(cluster, run):
+    async def main():
+        async with AsyncClient(cluster.address) as client:
+            closed = client.generate([1], greedy(2000))
+            await anext(closed)
+            await closed.aclose()
+            await until(lambda: len(cluster.prefill.aborted) == 1)
+            assert [o async for o in closed] == []
+
+            dropped = client.generate([1], greedy(2000))
+            await anext(dropped)
+            del dropped
+            gc.collect()
+            await until(lambda: len(cluster.prefill.aborted) == 2)
+
+            async for _ in client.generate([1], greedy(2000)):
+                break
+            gc.collect()
+            await until(lambda: len(cluster.prefill.aborted) == 3)
+
+            async with client.generate([1], greedy(2000)) as left:
+                await anext(left)
+            await until(lambda: len(cluster.prefill.aborted) == 4)
+
+    run(main())
+
+
+def test_a_reader_that_times_out_can_go_on(cluster, run):
+    async def main():
+        async with AsyncClient(cluster.address) as client:
+            cluster.prefill.paused = True
+            generation = client.generate([1], greedy(5))
+            for _ in range(2):
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(anext(generation), 0.03)
+            cluster.prefill.paused = False
+            return await tokens_of(generation)
+
+    assert run(main()) == expect(1, 5)
+
+
+def test_errors_come_out_of_the_iterator(cluster, run, tmp_path):
+    async def main():
+        async with AsyncClient(cluster.address) as client:
+            generation = client.generate([])
+            with pytest.raises(InputError, match="empty"):
+                await anext(generation)
+            assert [o async for o in generation] == []
+            dropped = client.generate([])
+            await asyncio.sleep(0.02)
+            del dropped
+        with pytest.raises(ConnectionLost, match="closed"):
+            client.generate([1])
+        async with AsyncClient(f"ipc://{tmp_path}/none", connect_timeout=0.2) as lonely:
+            with pytest.raises(ConnectionLost, match="baton serve"):
+                await lonely.status()
+
+    run(main())
+
+
+def test_streams_outlast_the_router(cluster, run):
+    async def main():
+        async with AsyncClient(cluster.address) as client:
+            stream = client.generate([1], greedy(300))
+            first = (await anext(stream)).tokens
+            await asyncio.to_thread(cluster.kill_router)
+            await asyncio.to_thread(cluster.restart_router)
+            return first + await tokens_of(stream)
+
+    assert run(main()) == expect(1, 300)
+
+
+def test_questions(cluster, run):
+    async def main():
+        async with AsyncClient(cluster.address) as client:
+            description, status = await asyncio.gather(client.describe(), client.status())
+            return description.card.name, len(status["workers"]), await client.drain("decode-0")
+
+    assert run(main()) == ("demo", 2, "draining")
