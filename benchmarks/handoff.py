@@ -24,7 +24,7 @@ import zmq
 
 from ..engine.cache import PagedCache
 from ..engine.kernels import load_backend
-from ..kv_transfer.frames import BufferPool, FramePacker, FrameWriter
+from ..kv_transfer.frames import BufferPool, Bytes, FramePacker, FrameWriter
 from ..kv_transfer.receiver import Handover, Receiver, ReceiverConfig, Reply
 from ..kv_transfer.sender import Done, Send, Sender, SenderConfig, SendFrame
 from ..proto.codec import (
@@ -52,6 +52,10 @@ LAYOUT = KVLayout(num_layers=12, num_kv_heads=4, head_dim=64, block_size=16)
 Socket = zmq.Socket[bytes]
 
 
+def _checksum(payload: Bytes) -> int:
+    return xxhash.xxh3_64_intdigest(payload.data)
+
+
 def receive(folder: str, max_tokens: int) -> None:
     """Decode side: serve handoffs and raw transfers until told to stop."""
     context: zmq.Context[Socket] = zmq.Context()
@@ -62,8 +66,11 @@ def receive(folder: str, max_tokens: int) -> None:
     pool = np.zeros((LAYOUT.num_layers, blocks, *LAYOUT.block_shape), np.float32)
     cache = PagedCache(blocks, LAYOUT.block_size)
     receiver = Receiver(1, LAYOUT, cache, ReceiverConfig())
-    writer = FrameWriter(load_backend(), pool, lambda b: xxhash.xxh3_64_intdigest(b))
-    encoder, decoder = EnvelopeEncoder(), EnvelopeDecoder(PrefillToDecode)
+    writer = FrameWriter(
+        load_backend(), pool, lambda payload: xxhash.xxh3_64_intdigest(payload.data)
+    )
+    encoder = EnvelopeEncoder()
+    decoder: EnvelopeDecoder[PrefillToDecode] = EnvelopeDecoder(PrefillToDecode)
     poller = zmq.Poller()
     for socket in (control, data, raw):
         poller.register(socket, zmq.POLLIN)
@@ -90,12 +97,10 @@ def receive(folder: str, max_tokens: int) -> None:
             elif socket is control:
                 peer, *frames = control.recv_multipart()
                 for message in decoder.decode(frames):
-                    handle = (
-                        receiver.on_reserve
-                        if isinstance(message, Reserve)
-                        else receiver.on_commit
-                    )
-                    perform(handle(peer, message, time.monotonic()))  # type: ignore[operator]
+                    if isinstance(message, Reserve):
+                        perform(receiver.on_reserve(peer, message, time.monotonic()))
+                    elif isinstance(message, Commit):
+                        perform(receiver.on_commit(peer, message, time.monotonic()))
             else:
                 peer, first, *rest = raw.recv_multipart(copy=False)
                 if rest:
@@ -120,11 +125,13 @@ class Prefill:
         blocks = LAYOUT.blocks_for(max_tokens) + 2
         shape = (LAYOUT.num_layers, blocks, *LAYOUT.block_shape)
         pool = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-        self.tables = np.random.default_rng(1).permutation(blocks).astype(np.int32)
-        self.packer = FramePacker(load_backend(), pool)
+        self.scattered = np.random.default_rng(1).permutation(blocks).astype(np.int32)
+        self.table = self.scattered
+        self.packer = FramePacker(load_backend(), pool, _checksum)
         self.buffers = BufferPool()
-        self.in_flight: deque[tuple[zmq.MessageTracker, np.ndarray]] = deque()  # type: ignore[type-arg]
-        self.encoder, self.decoder = EnvelopeEncoder(), EnvelopeDecoder(DecodeToPrefill)
+        self.in_flight: deque[tuple[zmq.MessageTracker, np.ndarray]] = deque()
+        self.encoder = EnvelopeEncoder()
+        self.decoder: EnvelopeDecoder[DecodeToPrefill] = EnvelopeDecoder(DecodeToPrefill)
         self.frame_bytes = frame_bytes
         self.serial = 0
 
@@ -170,16 +177,22 @@ class Prefill:
                 elif isinstance(message, Committed):
                     todo.extend(sender.on_committed(message, 0.0))
                 else:
-                    raise RuntimeError(f"unexpected {message}")
+                    raise TypeError(f"unexpected {message}")
 
     def send_frame(self, sender: Sender, output: SendFrame) -> list:  # type: ignore[type-arg]
         """Pack and send, reusing buffers ZeroMQ is done with."""
         while self.in_flight and self.in_flight[0][0].done:
             self.buffers.give(self.in_flight.popleft()[1])
+        ready = self.packer.view(output.frame, self.table)
+        if ready is not None:
+            frame, payload = ready
+            self.data.send(encode_kv_header(frame), zmq.SNDMORE)
+            self.data.send(payload.data, copy=False)
+            return sender.on_packed(output.key, frame.index, frame.checksum, 0.0)
         buffer = self.buffers.take(output.frame.nbytes)
-        frame = self.packer.pack(output.frame, self.tables, buffer)
+        frame = self.packer.pack(output.frame, self.table, buffer)
         self.data.send(encode_kv_header(frame), zmq.SNDMORE)
-        tracker = self.data.send(buffer, copy=False, track=True)
+        tracker = self.data.send(buffer.data, copy=False, track=True)
         self.in_flight.append((tracker, buffer))
         return sender.on_packed(output.key, frame.index, frame.checksum, 0.0)
 
@@ -192,7 +205,7 @@ class Prefill:
         while sent < nbytes:
             piece = frame[: min(len(frame), nbytes - sent)]
             self.raw.send(b"h" * 40, zmq.SNDMORE)
-            self.raw.send(piece, copy=False)
+            self.raw.send(piece.data, copy=False)
             sent += len(piece)
         self.raw.recv()
         return time.perf_counter() - start
@@ -208,23 +221,27 @@ def measure(tokens: list[int], frame_bytes: int, runs: int) -> None:
                 time.sleep(0.02)
             side = Prefill(folder, max(tokens), frame_bytes)
             print(f"handoff over ZeroMQ ipc, frames of {frame_bytes >> 10} KiB, {runs} pairs")
-            print("tokens      MiB   handoff GB/s   raw pyzmq GB/s   share (median of pairs)")
-            for count in tokens:
-                nbytes = LAYOUT.blocks_for(count) * LAYOUT.block_bytes * LAYOUT.num_layers
-                pairs = []
-                for _ in range(runs + 3):
-                    pairs.append((side.handoff(count), side.plain(nbytes)))
-                pairs = pairs[3:]
-                ours = nbytes / statistics.median(p[0] for p in pairs) / 1e9
-                theirs = nbytes / statistics.median(p[1] for p in pairs) / 1e9
-                share = statistics.median(p[1] / p[0] for p in pairs)
-                size = nbytes / 2**20
-                print(f"{count:6d} {size:8.1f} {ours:14.2f} {theirs:16.2f} {share:8.2f}")
+            print("blocks    tokens     MiB   handoff GB/s   raw GB/s   share (median of pairs)")
+            for name, table in (
+                ("scattered", side.scattered),
+                ("in a row", np.sort(side.scattered)),
+            ):
+                side.table = table
+                for count in tokens:
+                    print(f"{name:9s} {_row(side, count, runs)}")
             side.raw.send(b"stop")
             child.wait(10)
         finally:
             child.kill()
             child.wait()
+
+
+def _row(side: Prefill, tokens: int, runs: int) -> str:
+    nbytes = LAYOUT.blocks_for(tokens) * LAYOUT.block_bytes * LAYOUT.num_layers
+    pairs = [(side.handoff(tokens), side.plain(nbytes)) for _ in range(runs + 3)][3:]
+    ours, theirs = (nbytes / statistics.median(p[i] for p in pairs) / 1e9 for i in (0, 1))
+    share = statistics.median(p[1] / p[0] for p in pairs)
+    return f"{tokens:6d} {nbytes / 2**20:8.1f} {ours:14.2f} {theirs:10.2f} {share:8.2f}"
 
 
 def main() -> None:
@@ -234,7 +251,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--receive", help=argparse.SUPPRESS)
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024, 4096])
-    parser.add_argument("--frame-kib", type=int, default=1024)
+    parser.add_argument("--frame-kib", type=int, default=2048)
     parser.add_argument("--runs", type=int, default=15)
     options = parser.parse_args()
     if options.receive:

@@ -71,12 +71,38 @@ class BufferPool:
             free.append(buffer)
 
 
-class FramePacker:
-    """Sender side: gathers the cells of a frame and computes its checksum in one pass."""
+Checksum = Callable[[Bytes], int]
 
-    def __init__(self, kernels: BlockKernels, pool: npt.NDArray[np.float32]) -> None:
+
+class FramePacker:
+    """Sender side: gathers the cells of a frame and computes its checksum in one pass.
+
+    With a ``checksum`` function, cells that lie side by side in the pool are not gathered at
+    all: the frame is a view of the pool. That is safe because the blocks are held until the
+    handoff ends, and what is overwritten after an abort belongs to a grant that is gone.
+    """
+
+    def __init__(
+        self,
+        kernels: BlockKernels,
+        pool: npt.NDArray[np.float32],
+        checksum: Checksum | None = None,
+    ) -> None:
         self._kernels = kernels
         self._pool = pool
+        self._checksum = checksum
+
+    def view(self, frame: KVFrame, block_table: Int32) -> tuple[KVFrame, Bytes] | None:
+        """Header and payload of a frame that needs no copy, else None."""
+        first, count = frame.block_start, frame.block_count
+        if self._checksum is None or frame.layer_count != 1:
+            return None
+        blocks = block_table[first : first + count]
+        start = int(blocks[0])
+        if int(blocks[-1]) - start != count - 1 or (np.diff(blocks) != 1).any():
+            return None
+        payload = self._pool[frame.layer_start, start : start + count].reshape(-1).view(np.uint8)
+        return msgspec.structs.replace(frame, checksum=self._checksum(payload)), payload
 
     def pack(self, frame: KVFrame, block_table: Int32, out: Bytes) -> KVFrame:
         """Fill ``out`` (``frame.nbytes`` bytes); returns the header with its checksum."""
@@ -94,7 +120,7 @@ class FrameWriter:
         self,
         kernels: BlockKernels,
         pool: npt.NDArray[np.float32],
-        checksum: Callable[[Bytes], int],
+        checksum: Checksum,
     ) -> None:
         self._kernels = kernels
         self._pool = pool

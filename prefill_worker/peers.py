@@ -44,7 +44,7 @@ class PeerLink:
         )
         self.data: DealerChannel | None = None
         self.outgoing: list[Message] = []
-        self._waiting: deque[tuple[KVFrame, Bytes]] = deque()
+        self._waiting: deque[tuple[KVFrame, Bytes, bool]] = deque()
         self._in_flight: deque[tuple[zmq.MessageTracker, Bytes]] = deque()
 
     def open_data(self, address: str) -> None:
@@ -58,15 +58,19 @@ class PeerLink:
         )
         self.data.attach(self._links.loop, _ignore, self._send_waiting)
 
-    def send_frame(self, frame: KVFrame, payload: Bytes) -> None:
+    def send_frame(self, frame: KVFrame, payload: Bytes, *, staged: bool) -> None:
         """Send a packed frame, or keep it until the data connection stands."""
-        self._waiting.append((frame, payload))
+        self._waiting.append((frame, payload, staged))
         self._send_waiting()
 
     def _send_waiting(self) -> None:
         while self._waiting and self.data is not None and self.data.connected:
-            frame, payload = self._waiting.popleft()
-            tracker: Any = self.data.send_tracked([encode_kv_header(frame), payload])
+            frame, payload, staged = self._waiting.popleft()
+            parts = [encode_kv_header(frame), payload]
+            if not staged:
+                self.data.send(parts)
+                continue
+            tracker: Any = self.data.send_tracked(parts)
             if isinstance(tracker, SendResult):
                 self._links.buffers.give(payload)  # lost: the decode worker asks again
             else:
@@ -145,12 +149,12 @@ class PeerLinks:
         if link is not None:
             link.outgoing.append(message)
 
-    def send_frame(self, endpoint: str, frame: KVFrame, payload: Bytes) -> None:
-        """Send a packed KV frame."""
+    def send_frame(self, endpoint: str, frame: KVFrame, payload: Bytes, *, staged: bool) -> None:
+        """Send a packed KV frame; ``staged``: its payload is one of :attr:`buffers`."""
         link = self._links.get(endpoint)
         if link is not None:
-            link.send_frame(frame, payload)
-        else:
+            link.send_frame(frame, payload, staged=staged)
+        elif staged:
             self.buffers.give(payload)
 
     def disconnect(self, endpoint: str) -> None:

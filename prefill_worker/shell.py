@@ -6,11 +6,13 @@ are final; the compute thread owns the model and writes the blocks of the step i
 
 from __future__ import annotations
 
+import xxhash
+
 from ..engine.cache import PagedCache
 from ..engine.plan import StepPlan, StepResult, failed_step
 from ..engine.runner import Runner
 from ..engine.scheduler import Scheduler, SchedulerConfig
-from ..kv_transfer.frames import FramePacker
+from ..kv_transfer.frames import Bytes, FramePacker
 from ..kv_transfer.sender import Sender, SenderConfig
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
 from ..proto.errors import ProtocolError
@@ -33,6 +35,11 @@ from .peers import PeerLinks
 _log = get_logger()
 
 
+def _checksum(payload: Bytes) -> int:
+    """XXH3-64 of a payload."""
+    return xxhash.xxh3_64_intdigest(payload.data)
+
+
 class PrefillShell:
     """One prefill worker process."""
 
@@ -52,7 +59,7 @@ class PrefillShell:
         self._encoder = EnvelopeEncoder()
         self._decoder: EnvelopeDecoder[PrefillToDecode] = EnvelopeDecoder(PrefillToDecode)
         self._compute = ComputeThread(loop, self._execute, self._on_result)
-        self._packer = FramePacker(runner.backend, runner.pool)
+        self._packer = FramePacker(runner.backend, runner.pool, _checksum)
         self.core = self._make_core(config, runner, member)
         identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
         self._links = RouterLinks(loop, context, config.routers, identity, self.feed)
@@ -134,9 +141,14 @@ class PrefillShell:
 
     def _pack(self, action: events.PackFrame) -> None:
         send = action.send
-        buffer = self._peers.buffers.take(send.frame.nbytes)
-        frame = self._packer.pack(send.frame, action.block_table, buffer)
-        self._peers.send_frame(send.endpoint, frame, buffer)
+        ready = self._packer.view(send.frame, action.block_table)
+        if ready is not None:
+            frame, payload = ready
+            self._peers.send_frame(send.endpoint, frame, payload, staged=False)
+        else:
+            payload = self._peers.buffers.take(send.frame.nbytes)
+            frame = self._packer.pack(send.frame, action.block_table, payload)
+            self._peers.send_frame(send.endpoint, frame, payload, staged=True)
         self.feed(events.Packed(send.key, frame.index, frame.checksum))
 
     def _execute(self, plan: StepPlan) -> StepResult:

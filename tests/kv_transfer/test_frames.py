@@ -63,3 +63,19 @@ def test_buffers_are_reused():
     assert pool.take(100) is first
     pool.take(100)
     assert pool.allocated == 2
+
+
+def test_neighbouring_blocks_of_one_layer_are_sent_from_the_pool_itself():
+    kernels = load_backend("numpy")
+    source, _ = pools()
+    packer = FramePacker(kernels, source, lambda b: xxhash.xxh3_64_intdigest(b))
+    one_layer = KVFrame(GrantRef(1, 0, 0), 0, 1, 1, 1, 3, 3 * LAYOUT.block_bytes, 0)
+    table = np.array([7, 2, 3, 4], np.int32)
+    frame, payload = packer.view(one_layer, table)
+    assert np.shares_memory(payload, source)
+    copied = np.empty(one_layer.nbytes, np.uint8)
+    assert packer.pack(one_layer, table, copied) == frame
+    assert np.array_equal(payload, copied)
+    assert packer.view(one_layer, np.array([7, 2, 4, 3], np.int32)) is None
+    assert packer.view(one_layer, np.array([7, 2, 4, 4], np.int32)) is None
+    assert packer.view(frame_of(2 * 3 * LAYOUT.block_bytes), table) is None
