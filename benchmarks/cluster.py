@@ -1,0 +1,172 @@
+"""Decode and time to first token through a whole cluster, beside the engine alone.
+
+Engine alone: scheduler and executor in one loop of one process. Cluster: router, one prefill
+and one decode process, tokens counted at the client. Both decode the same prompts greedily,
+taking turns; a rate counts the tokens after the first of each stream.
+
+    python -m baton.benchmarks.cluster [--models m25] [--streams 1 8] [--tokens 64]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ..client import Client
+from ..engine.llm import LLMEngine
+from ..engine.runner import RunnerConfig, load_runner
+from ..proto.errors import BatonError
+from ..proto.sampling import SamplingParams
+from ..runtime.lifecycle import limit_blas_threads
+from .checkpoints import SHAPES, write_checkpoint
+
+PROMPT = 128
+Prompts = list[npt.NDArray[np.int32]]
+READY_S = 120.0
+
+
+def prompts_for(streams: int, vocab: int, seed: int) -> Prompts:
+    """Fresh prompts, so that no prefix is cached."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(4, vocab, PROMPT).astype(np.int32) for _ in range(streams)]
+
+
+def rate_of(stamps: list[list[float]]) -> float:
+    """Tokens per second of all streams while all of them decode.
+
+    ``stamps``: arrival time of every token, by stream.
+    """
+    start, end = max(s[0] for s in stamps), min(s[-1] for s in stamps)
+    tokens = sum(start < at <= end for stream in stamps for at in stream)
+    return tokens / (end - start)
+
+
+class Alone:
+    """The engine in this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._engine = LLMEngine(load_runner(RunnerConfig(model=str(folder))))
+
+    def run(self, prompts: Prompts, params: SamplingParams) -> list[list[float]]:
+        """Arrival times of all tokens."""
+        from ..proto.contexts import TextContext
+
+        stamps: dict[bytes, list[float]] = {}
+        for prompt in prompts:
+            context = TextContext(tokens=prompt, max_length=4096, sampling_params=params)  # type: ignore[arg-type]
+            stamps[self._engine.add(context)] = []
+        while self._engine.has_work:
+            events = self._engine.step()
+            now = time.perf_counter()
+            for event in events:
+                if hasattr(event, "token"):
+                    stamps[event.request].append(now)
+        return list(stamps.values())
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Served:
+    """A real cluster, one prefill and one decode process."""
+
+    def __init__(self, folder: Path, scratch: Path) -> None:
+        address = f"ipc://{scratch}/bench.sock"
+        command = [sys.executable, "-P", "-m", "baton.cli", "serve", str(folder)]
+        flags = ["--prefill=1", "--decode=1", f"--address={address}"]
+        self._process = subprocess.Popen(
+            [*command, *flags], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(scratch)},
+        )  # fmt: skip
+        self._client = self._connect(address)
+
+    def _connect(self, address: str) -> Client:
+        client = Client(address, connect_timeout=READY_S)
+        until = time.monotonic() + READY_S
+        while time.monotonic() < until:
+            try:
+                workers = client.status()["workers"]
+            except BatonError:
+                workers = []
+            if len(workers) == 2:
+                return client
+            time.sleep(0.1)
+        raise RuntimeError("the cluster did not become ready")
+
+    def run(self, prompts: Prompts, params: SamplingParams) -> list[list[float]]:
+        """Arrival times of all tokens at the client."""
+        stamps: list[list[float]] = [[] for _ in prompts]
+
+        def stream(index: int) -> None:
+            for output in self._client.generate(prompts[index], params):
+                now = time.perf_counter()
+                stamps[index] += [now] * len(output.tokens)
+
+        threads = [threading.Thread(target=stream, args=(i,)) for i in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return stamps
+
+    def close(self) -> None:
+        """End the cluster."""
+        self._client.close()
+        self._process.terminate()
+        self._process.wait(30)
+
+
+def compare(name: str, streams: list[int], tokens: int, runs: int) -> None:
+    """Print one model's rows."""
+    shape = SHAPES[name]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = write_checkpoint(Path(scratch) / name, shape, "F32")
+        alone, served = Alone(folder), Served(folder, Path(scratch))
+        try:
+            for count in streams:
+                _row(name, shape.vocab, alone, served, count, tokens, runs)
+        finally:
+            served.close()
+
+
+def _row(
+    name: str, vocab: int, alone: Alone, served: Served, streams: int, tokens: int, runs: int
+) -> None:
+    params = SamplingParams(temperature=0, max_new_tokens=tokens, ignore_eos=True)
+    rates = []
+    for run in range(runs + 1):
+        prompts = prompts_for(streams, vocab, run)
+        rates.append((rate_of(alone.run(prompts, params)), rate_of(served.run(prompts, params))))
+    rates = rates[1:]  # the first warms caches and connections
+    ours, theirs = (statistics.median(r[i] for r in rates) for i in (1, 0))
+    share = statistics.median(r[1] / r[0] for r in rates)
+    print(f"{name:6s} {streams:7d} {theirs:14.0f} {ours:15.0f} {share:7.2f}", flush=True)
+
+
+def main() -> None:
+    """Command line."""
+    limit_blas_threads(1)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", nargs="+", default=["m25", "m125"], choices=list(SHAPES))
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--runs", type=int, default=5)
+    options = parser.parse_args()
+    print("decode through the cluster beside the engine alone, tokens/s, medians")
+    print("model  streams   engine alone   whole cluster   share")
+    for name in options.models:
+        compare(name, options.streams, options.tokens, options.runs)
+
+
+if __name__ == "__main__":
+    main()
