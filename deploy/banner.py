@@ -38,13 +38,13 @@ class BannerFacts(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     model: str
     address: str
-    run_dir: str
     transport: str
     security: str
+    hint: str = ""
 
 
-def facts(plan: ClusterPlan, run_dir: str) -> BannerFacts:
-    """The banner's facts of a plan."""
+def facts(plan: ClusterPlan, *, hint: bool) -> BannerFacts:
+    """The banner's facts of a plan; ``hint``: show a command to try."""
     local = "this user only (ipc socket files, mode 0600)"
     if plan.address.startswith("tcp://") or plan.settings.transport == "tcp":
         local = "this machine only (loopback, no keys)"
@@ -52,9 +52,9 @@ def facts(plan: ClusterPlan, run_dir: str) -> BannerFacts:
         version=__version__,
         model=plan.model,
         address=plan.address,
-        run_dir=run_dir,
         transport=f"zmq over {plan.settings.transport}",
         security=local,
+        hint=f"baton generate --address {plan.address} --chat 'Who are you?'" if hint else "",
     )
 
 
@@ -69,7 +69,7 @@ def startup(facts: BannerFacts, report: ClusterReport) -> list[str]:
     ]
     for role in ("prefill", "decode"):
         lines += [_pool_line(role, worker) for worker in report.of_role(role)]
-    return [*lines, f"  try        baton generate --address {facts.address} 'Once upon a time'"]
+    return [*lines, f"  try        {facts.hint}"] if facts.hint else lines
 
 
 def _pool_line(role: str, worker: WorkerReport) -> str:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 from .restart import RestartLimits, RestartPolicy
 
-
 _PAUSE = 2.0  # the shell ticks several times a second; a longer gap was a pause of its own
 
 

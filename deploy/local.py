@@ -15,9 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
-from ..engine.checkpoint import load_checkpoint, require_tokenizer
+from ..engine.checkpoint import load_checkpoint
 from ..runtime.lifecycle import on_stop_signal
 from ..runtime.loop import Loop
 from . import banner
@@ -63,10 +64,12 @@ Out = Callable[[str], object]
 
 
 def check_model(settings: ServeSettings) -> None:
-    """Open the model folder; CheckpointError now, once, instead of from every worker."""
-    folder = model_folder(settings)
-    load_checkpoint(folder)
-    require_tokenizer(folder)
+    """Open the model folder; CheckpointError now, once, instead of from every worker.
+
+    A folder without a tokenizer is served: prompts then are token ids, and a client that
+    gives text is told so.
+    """
+    load_checkpoint(model_folder(settings))
 
 
 def make_plan(settings: ServeSettings, folder: RunFolder | None) -> ClusterPlan:
@@ -83,24 +86,26 @@ def make_plan(settings: ServeSettings, folder: RunFolder | None) -> ClusterPlan:
 class LocalCluster:
     """Runs one cluster in the calling (main) thread until it ends.
 
-    ``out``: takes the lines for the operator. ``on_ready``: called once when every worker has
-    registered, on the supervisor's thread; it must not block.
+    ``out``: takes the lines for the operator. ``private``: without an address in the settings
+    listen inside the run folder instead of at the user's default address.
     """
 
-    def __init__(
-        self, settings: ServeSettings, out: Out, on_ready: Callable[[], object] | None = None
-    ) -> None:
+    def __init__(self, settings: ServeSettings, out: Out, *, private: bool = False) -> None:
         self._settings = settings
         self._out = out
-        self._on_ready = on_ready
+        self._on_ready: Callable[[], object] | None = None
         parent = Path(settings.run_dir) if settings.run_dir else None
         sweep(parent)
         self._folder = RunFolder(parent)
         try:
+            if private and not settings.address:
+                address = self._folder.ipc("client")
+                settings = msgspec.structs.replace(settings, address=address)
             self.plan = make_plan(settings, self._folder)
         except BaseException:
             self._folder.close()
             raise
+        self._facts = banner.facts(self.plan, hint=not private)
         self._specs = {spec.name: spec for spec in self.plan.processes}
         self._children: dict[str, Child] = {}
         self._last_error: dict[str, str] = {}
@@ -136,6 +141,10 @@ class LocalCluster:
             context.destroy(linger=0)
             self._folder.close()
         return self._exit_code
+
+    def on_ready(self, callback: Callable[[], object]) -> None:
+        """Call once when every worker has registered, on this thread; it must not block."""
+        self._on_ready = callback
 
     def interrupt(self) -> None:
         """Begin an orderly end; safe from any thread."""
@@ -231,14 +240,11 @@ class LocalCluster:
     def _say(self, say: Say) -> None:
         self._out(banner.sentence(say))
         if say.what == "ready":
-            for line in banner.startup(self._facts(), self._report):
+            for line in banner.startup(self._facts, self._report):
                 self._out(line)
             self._stats = (self._loop.now(), self._report)
             if self._on_ready is not None:
                 self._on_ready()
-
-    def _facts(self) -> banner.BannerFacts:
-        return banner.facts(self.plan, str(self._folder.path))
 
     def _show_stats(self) -> None:
         interval = self._settings.stats_interval

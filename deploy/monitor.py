@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
 from ..proto.errors import BatonError
-from ..proto.messages import RouterToClient, Status, StatusReport
+from ..proto.messages import Message, RouterToClient, Status, StatusReport
+from ..runtime.channel import Frames
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
-from ..runtime.sockets import Context, DealerChannel, Frames
+from ..runtime.sockets import Context, DealerChannel
 from .report import ClusterReport, parse_report
 
 INTERVAL = 0.2
@@ -31,7 +32,7 @@ class StatusMonitor:
         self._loop = loop
         self._on_report = on_report
         self._encoder = EnvelopeEncoder()
-        self._decoder = EnvelopeDecoder(RouterToClient)
+        self._decoder = EnvelopeDecoder[Message](RouterToClient)
         self._channel = DealerChannel(context, address, b"supervisor-" + os.urandom(8))
         self._channel.attach(loop, self._on_message)
         self._timer = loop.call_later(0.0, self._ask)

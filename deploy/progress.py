@@ -14,7 +14,7 @@ INTERVAL = 0.5
 class LoadProgress:
     """Collects ``(bytes done, bytes total)`` per worker and shows all in one line.
 
-    A worker that finishes is always shown, the steps between only every half second.
+    Shown at most every half second, and when all that began have finished.
     """
 
     def __init__(
@@ -22,15 +22,19 @@ class LoadProgress:
     ) -> None:
         self._out = out
         self._clock = clock
-        self._shown_at = float("-inf")
+        self._shown_at = clock()
+        self._shown = ""
         self._state: dict[str, tuple[int, int]] = {}
 
     def update(self, name: str, done: int, total: int) -> None:
         """Worker ``name`` has packed ``done`` of ``total`` bytes of weights."""
         self._state[name] = (done, total)
-        if done >= total or self._clock() - self._shown_at >= INTERVAL:
-            self._shown_at = self._clock()
-            self._out(load_progress([(n, *state) for n, state in sorted(self._state.items())]))
+        finished = all(part >= whole for part, whole in self._state.values())
+        line = load_progress([(n, *state) for n, state in sorted(self._state.items())])
+        if line == self._shown or not (finished or self._clock() >= self._shown_at + INTERVAL):
+            return
+        self._shown, self._shown_at = line, self._clock()
+        self._out(line)
 
     def forget(self, name: str) -> None:
         """The worker ended."""

@@ -30,7 +30,12 @@ class RunFolder:
 
     def __init__(self, parent: Path | None = None) -> None:
         base = parent or Path(tempfile.gettempdir())
-        new = Path(tempfile.mkdtemp(prefix="baton-new-", dir=base))
+        try:
+            new = Path(tempfile.mkdtemp(prefix="baton-new-", dir=base))
+        except OSError as problem:
+            raise ConfigError(
+                f"cannot make a run folder in {base}: {problem.strerror}"
+            ) from problem
         self._lock = os.open(new / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Only a locked folder gets the name a sweep looks for.

@@ -39,7 +39,7 @@ def test_an_empty_cluster_divides_by_nothing():
 
 def test_banner_names_pools_blocks_address_and_security():
     facts = banner.BannerFacts(
-        version="0", model="m", address="ipc://a", run_dir="/r", transport="zmq", security="local"
+        version="0", model="m", address="ipc://a", transport="zmq", security="local"
     )
     report = ClusterReport(
         workers=[worker(pid=7, kv_blocks_total=64, endpoint="ipc://d"), worker("prefill", pid=6)]

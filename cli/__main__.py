@@ -1,0 +1,62 @@
+"""The ``baton`` command: parse, run one verb, turn errors into one line and an exit code.
+
+Exit codes: 0 done, 1 failed (one line says what to do), 2 bad usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from baton import __version__
+
+from ..proto.errors import BatonError, ConfigError
+from . import chat, demo, doctor, drain, generate, serve, status, wait_ready
+
+VERBS = (serve, demo, generate, chat, status, wait_ready, drain, doctor)
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with all verbs."""
+    parser = argparse.ArgumentParser(
+        prog="baton",
+        description="Serve language models with separate prefill and decode workers.",
+    )
+    parser.add_argument("--version", action="version", version=f"baton {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show a traceback when it fails")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    for verb in VERBS:
+        verb.add_parser(verbs)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except BatonError as problem:
+        if arguments.debug:
+            raise
+        print(f"baton: {problem}{_hint(problem)}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(problem, ConfigError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; keep the interpreter from complaining.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _hint(problem: BatonError) -> str:
+    return "" if problem.retry_after is None else f" (try again in {problem.retry_after:.1f} s)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""``baton chat``: a conversation; reads standard input when that is not a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+from ..client import Client
+from ..proto.sampling import SamplingParamsInput
+from .cluster import add_address, connect
+from .sampling import add_sampling, sampling_of
+
+HELP = "/reset begins anew, /quit ends; Ctrl-C stops an answer"
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser("chat", help="talk with the model", epilog=HELP)
+    add_address(parser)
+    add_sampling(parser, max_new_tokens=256)
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """One answer per line until the end of the input."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print(HELP)
+    first = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    messages = list(first)
+    with connect(arguments) as client:
+        for line in read_lines(prompt="you> " if interactive else ""):
+            if line == "/reset":
+                messages = list(first)
+                continue
+            messages.append({"role": "user", "content": line})
+            reply = answer(client, messages, sampling_of(arguments))
+            messages.append({"role": "assistant", "content": reply})
+    return 0
+
+
+def read_lines(prompt: str) -> Iterator[str]:
+    """Lines that are not blank, until /quit or the end."""
+    while True:
+        try:
+            line = input(prompt).strip()
+        except EOFError:
+            return
+        if line == "/quit":
+            return
+        if line:
+            yield line
+
+
+def answer(client: Client, messages: list[dict[str, str]], params: SamplingParamsInput) -> str:
+    """Stream one answer and return it; Ctrl-C ends only the answer."""
+    parts: list[str] = []
+    with client.chat(messages, params) as generation:
+        try:
+            for output in generation:
+                parts.append(output.text or "")
+                print(parts[-1], end="", flush=True)
+        except KeyboardInterrupt:
+            print(" [stopped]", end="")
+    print()
+    return "".join(parts)

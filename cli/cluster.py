@@ -1,0 +1,53 @@
+"""Which running cluster a verb talks to: the ``--address`` flag and a client for it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import msgspec
+
+from ..client import Client
+from ..deploy.addresses import default_address
+from ..deploy.report import ClusterReport
+from ..proto.endpoints import check_endpoint
+from ..proto.errors import ConfigError, InputError
+
+ADDRESS_VARIABLE = "BATON_ADDRESS"
+TIMEOUT = 5.0
+
+
+def add_address(parser: argparse.ArgumentParser, timeout: float = TIMEOUT) -> None:
+    """The flags that say which cluster, and how long to wait for it."""
+    parser.add_argument(
+        "--address",
+        metavar="ADDRESS",
+        help=f"the cluster's address (else {ADDRESS_VARIABLE}, else where this user's serve is)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=timeout,
+        metavar="SECONDS",
+        help=f"how long to wait for the cluster [{timeout:g}]",
+    )
+
+
+def address_of(arguments: argparse.Namespace) -> str:
+    """The checked address."""
+    given: str | None = arguments.address
+    address = given or os.environ.get(ADDRESS_VARIABLE) or default_address()
+    try:
+        return check_endpoint(address)
+    except InputError as problem:
+        raise ConfigError(str(problem)) from problem
+
+
+def connect(arguments: argparse.Namespace) -> Client:
+    """A client of that cluster."""
+    return Client(address_of(arguments), connect_timeout=arguments.timeout)
+
+
+def parsed(status: dict[str, object]) -> ClusterReport:
+    """A client's ``status()`` as a struct."""
+    return msgspec.convert(status, ClusterReport)

@@ -1,0 +1,136 @@
+"""``baton demo``: a whole cluster for a minute, so that one command shows what it does."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from dataclasses import dataclass
+
+from ..client import Client
+from ..deploy.banner import mebibytes
+from ..deploy.config import ServeSettings
+from ..deploy.local import LocalCluster, check_model, terminal
+from ..deploy.report import HandoffRecord
+from ..proto.errors import BatonError, InternalError
+from ..proto.sampling import SamplingParamsInput
+from .cluster import parsed
+
+QUESTIONS = (
+    "What is Baton?",
+    "What is the KV cache?",
+    "Tell me a story about a fox.",
+    "Anna has a blue cup. Bruno has a red lamp. Who has the lamp?",
+)
+
+REPORT_TIMEOUT = 5.0
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser("demo", help="start a cluster, answer a few prompts, stop it")
+    parser.add_argument("--address", default="", help="serve here instead of a private path")
+    parser.add_argument("questions", metavar="QUESTION", nargs="*", help="ask these instead")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The supervisor keeps the main thread; the questions are asked from another."""
+    settings = ServeSettings(
+        prefill=1, decode=2, address=arguments.address, kv_memory="64MiB", stats_interval=0
+    )
+    check_model(settings)
+    print("starting one router, one prefill worker and two decode workers ...", flush=True)
+    cluster = LocalCluster(settings, terminal, private=not arguments.address)
+    asker = _Asker(cluster, tuple(arguments.questions) or QUESTIONS)
+    cluster.on_ready(asker.start)
+    code = cluster.run()
+    return code or asker.outcome()
+
+
+class _Asker(threading.Thread):
+    """Asks the questions, then lets the cluster end."""
+
+    def __init__(self, cluster: LocalCluster, questions: tuple[str, ...]) -> None:
+        super().__init__(name="demo", daemon=True)
+        self._cluster = cluster
+        self._questions = questions
+        self._done = False
+        self._problem: BatonError | None = None
+
+    def run(self) -> None:
+        try:
+            with Client(self._cluster.plan.address) as client:
+                for question in self._questions:
+                    show(client, question)
+            self._done = True
+        except BatonError as problem:
+            self._problem = problem
+        finally:
+            self._cluster.interrupt()
+
+    def outcome(self) -> int:
+        """0 when every question was answered; raises what went wrong; 1 when interrupted."""
+        if self._problem is not None:
+            raise self._problem
+        return 0 if self._done else 1
+
+
+@dataclass(slots=True)
+class Timing:
+    """When a request began and its tokens came; seconds of one monotonic clock."""
+
+    began: float
+    first: float = 0.0
+    last: float = 0.0
+    tokens: int = 0
+
+    def count(self, tokens: int, now: float) -> None:
+        """``tokens`` more arrived."""
+        if tokens:
+            self.first = self.first or now
+            self.last = now
+            self.tokens += tokens
+
+    def line(self) -> str:
+        """Time to the first token, and the rate over the whole answer."""
+        took = self.last - self.began
+        first = (self.first - self.began) * 1000
+        rate = self.tokens / took if took else 0.0
+        return f"TTFT {first:.1f} ms, {self.tokens} tokens, {rate:.0f} tokens/s over {took:.2f} s"
+
+
+def show(client: Client, question: str) -> None:
+    """Stream one answer, then say who did what."""
+    print(f"\n> {question}\n  ", end="", flush=True)
+    handoffs = parsed(client.status(handoffs=0)).handoffs.count
+    timing = Timing(time.monotonic())
+    message = {"role": "user", "content": question}
+    output = None
+    for output in client.chat([message], SamplingParamsInput(temperature=0.0, max_new_tokens=200)):
+        timing.count(len(output.tokens), time.monotonic())
+        print(output.text or "", end="", flush=True)
+    if output is None:
+        raise InternalError("an answer without an end")
+    handoff = wait_handoff(client, handoffs)
+    print(f"\n  [{describe(output.prefill, output.decode, handoff)}]\n  [{timing.line()}]")
+
+
+def wait_handoff(client: Client, before: int) -> HandoffRecord:
+    """The newest handoff; its report may reach the router a little after the answer."""
+    until = time.monotonic() + REPORT_TIMEOUT
+    while time.monotonic() < until:
+        handoffs = parsed(client.status(handoffs=1)).handoffs
+        if handoffs.count > before:
+            return handoffs.last[-1]
+        time.sleep(0.01)
+    raise InternalError("the router has no record of the handoff")
+
+
+def describe(prefill: str, decode: str, handoff: HandoffRecord) -> str:
+    """Which worker did what, and what went over the wire between them."""
+    return (
+        f"{prefill} read the prompt, handed {mebibytes(handoff.bytes_received)} of KV cache "
+        f"({handoff.blocks} blocks, {handoff.milliseconds:.1f} ms, {handoff.transport}) "
+        f"to {decode}, which wrote the answer"
+    )

@@ -1,0 +1,192 @@
+"""``baton doctor``: looks at this machine and says what to do, one line per finding."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import tempfile
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..deploy.addresses import default_address, free_ports, ipc_path
+from ..deploy.config import demo_model_folder
+from ..deploy.run_folder import socket_in_use
+from ..engine.checkpoint import load_checkpoint, require_tokenizer
+from ..engine.kernels import load_backend
+from ..proto.endpoints import MAX_IPC_PATH_BYTES
+from ..proto.errors import BatonError
+
+_MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
+_MIN_SHM = 64 << 20
+_REQUIRED = ("numpy", "msgspec", "pyzmq", "uvloop", "structlog", "tokenizers", "jinja2", "xxhash")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line: ``level`` is ok, warn or fail; ``advice`` says what to do."""
+
+    level: str
+    subject: str
+    detail: str
+    advice: str = ""
+
+    def line(self) -> str:
+        """As printed."""
+        advice = f"; {self.advice}" if self.advice else ""
+        return f"{_MARKS[self.level]}  {self.subject:<10} {self.detail}{advice}"
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser("doctor", help="check this machine and installation")
+    parser.set_defaults(run=run)
+
+
+def run(_arguments: argparse.Namespace) -> int:
+    """Print every finding; 1 when one of them is a failure."""
+    findings = [finding for check in CHECKS for finding in check()]
+    for finding in findings:
+        print(finding.line())
+    return int(any(finding.level == "fail" for finding in findings))
+
+
+def check_python() -> Iterable[Finding]:
+    """Version and platform; an older Python cannot even read this package."""
+    detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if platform.system() != "Linux":
+        yield Finding("warn", "python", detail, "only Linux is tested")
+    else:
+        yield Finding("ok", "python", detail)
+
+
+def check_packages() -> Iterable[Finding]:
+    """Third-party packages the processes import."""
+    found, missing = [], []
+    for name in _REQUIRED:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        advice = "install baton again with pip, or run make setup"
+        yield Finding("fail", "packages", f"missing: {', '.join(missing)}", advice)
+    else:
+        yield Finding("ok", "packages", ", ".join(found))
+
+
+def check_kernels() -> Iterable[Finding]:
+    """The compiled kernels and the instruction set they chose."""
+    try:
+        yield Finding("ok", "kernels", load_backend("cpu").numerics)
+    except (ImportError, ValueError) as problem:
+        advice = "install a C compiler and baton again; without them the slow NumPy kernels serve"
+        yield Finding("warn", "kernels", str(problem), advice)
+
+
+def check_blas() -> Iterable[Finding]:
+    """The library behind NumPy's products; the NumPy kernels live on it."""
+    config: Any = np.show_config(mode="dicts")
+    blas = config.get("Build Dependencies", {}).get("blas", {})
+    detail = f"{blas.get('name', 'unknown')} {blas.get('version', '')}".strip()
+    if blas.get("found"):
+        yield Finding("ok", "blas", f"{detail}, one thread per process")
+    else:
+        yield Finding("warn", "blas", detail, "NumPy without BLAS is slow; install its wheel")
+
+
+def check_processors() -> Iterable[Finding]:
+    """Cores for at least a router, a prefill and a decode worker."""
+    cores = len(os.sched_getaffinity(0))
+    if cores < 2:
+        yield Finding("warn", "cores", str(cores), "the workers will wait for each other")
+    else:
+        yield Finding("ok", "cores", str(cores))
+
+
+def check_memory() -> Iterable[Finding]:
+    """Shared memory, and room for socket files."""
+    shm = Path("/dev/shm")  # noqa: S108 -- the kernel's mount point, not a temporary file
+    if not shm.is_dir():
+        yield Finding("warn", "shm", "no /dev/shm", "mount a tmpfs there")
+    else:
+        free = shutil.disk_usage(shm).free
+        level = "ok" if free >= _MIN_SHM else "warn"
+        advice = "" if level == "ok" else "enlarge it (containers: --shm-size)"
+        yield Finding(level, "shm", f"{free >> 20} MiB free in /dev/shm", advice)
+
+
+def check_ipc() -> Iterable[Finding]:
+    """Unix sockets in the temporary folder, and a loopback port."""
+    path = Path(tempfile.gettempdir()) / f"baton-run-{'x' * 8}" / "prefill-00.data.sock"
+    if len(str(path).encode()) > MAX_IPC_PATH_BYTES:
+        yield Finding("fail", "ipc", f"{path} is too long", "set TMPDIR to a shorter folder")
+        return
+    trial = Path(tempfile.gettempdir()) / f"baton-{uuid.uuid4().hex[:8]}.sock"
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(trial))
+        yield Finding("ok", "ipc", f"sockets work in {tempfile.gettempdir()}")
+    except OSError as problem:
+        yield Finding("fail", "ipc", str(problem), "set TMPDIR to a writable folder")
+    finally:
+        trial.unlink(missing_ok=True)
+
+
+def check_ports() -> Iterable[Finding]:
+    """Loopback TCP, for --transport tcp."""
+    try:
+        yield Finding("ok", "tcp", f"127.0.0.1 has free ports, such as {free_ports(1)[0]}")
+    except OSError as problem:
+        yield Finding("warn", "tcp", str(problem), "use ipc addresses")
+
+
+def check_cluster() -> Iterable[Finding]:
+    """Whether a cluster of this user is running at the default address."""
+    path = ipc_path(default_address())
+    if path is not None and path.exists() and socket_in_use(path):
+        yield Finding("ok", "cluster", f"one is running at {default_address()}")
+    else:
+        yield Finding("ok", "cluster", f"none at {default_address()}; baton serve starts one")
+
+
+def check_model() -> Iterable[Finding]:
+    """The embedded model."""
+    folder = demo_model_folder()
+    try:
+        checkpoint = load_checkpoint(folder)
+        require_tokenizer(folder)
+        yield Finding("ok", "model", f"embedded {checkpoint.config.architecture}")
+    except BatonError as problem:
+        yield Finding("fail", "model", str(problem), "install baton again")
+
+
+def check_optional() -> Iterable[Finding]:
+    """Packages that are only needed for GPUs and for Ray clusters."""
+    for name, purpose in (("cupy", "GPU workers"), ("ray", "clusters of several machines")):
+        present = importlib.util.find_spec(name) is not None
+        yield Finding("ok", name, "present" if present else f"absent (only for {purpose})")
+
+
+CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
+    check_python,
+    check_packages,
+    check_kernels,
+    check_blas,
+    check_processors,
+    check_memory,
+    check_ipc,
+    check_ports,
+    check_model,
+    check_cluster,
+    check_optional,
+)

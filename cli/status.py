@@ -1,0 +1,65 @@
+"""``baton status``: the workers and recent handoffs of a running cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from ..deploy.banner import mebibytes
+from ..deploy.report import ClusterReport, HandoffRecord, WorkerReport
+from .cluster import add_address, connect, parsed
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser("status", help="show workers and handoffs of a running cluster")
+    add_address(parser)
+    parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
+    parser.add_argument(
+        "--handoffs", type=int, default=16, metavar="N", help="recent handoffs listed [16]"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report."""
+    with connect(arguments) as client:
+        status = client.status(handoffs=arguments.handoffs)
+    if arguments.json:
+        print(json.dumps(status, indent=2))
+    else:
+        print("\n".join(describe(parsed(status))))
+    return 0
+
+
+def describe(report: ClusterReport) -> list[str]:
+    """The report as a table for people."""
+    head = f"{'worker':<12} {'state':<9} {'pid':>7} {'running':>7} {'waiting':>7} {'KV blocks':>12}"
+    totals = report.handoffs
+    return [
+        f"{head}  endpoint",
+        *(_worker_line(worker) for worker in report.workers),
+        "",
+        (
+            f"handoffs: {totals.count}, {mebibytes(totals.bytes_sent)} sent, "
+            f"{mebibytes(totals.bytes_received)} received"
+        ),
+        *(f"  {describe_handoff(record)}" for record in totals.last),
+    ]
+
+
+def _worker_line(worker: WorkerReport) -> str:
+    blocks = f"{worker.kv_blocks_used}/{worker.kv_blocks_total}"
+    return (
+        f"{worker.id:<12} {worker.state:<9} {worker.pid:>7} {worker.requests_running:>7} "
+        f"{worker.requests_waiting:>7} {blocks:>12}  {worker.endpoint}"
+    )
+
+
+def describe_handoff(record: HandoffRecord) -> str:
+    """One handoff in a line."""
+    return (
+        f"{record.prefill} to {record.decode}: {mebibytes(record.bytes_sent)} in "
+        f"{record.blocks} blocks over {record.transport}, {record.cached_tokens} tokens cached, "
+        f"{record.milliseconds:.1f} ms"
+    )

@@ -1,0 +1,53 @@
+"""``baton wait-ready``: block until a cluster can serve."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from ..client import Client
+from ..deploy.report import ClusterReport
+from ..proto.errors import ConnectionLost
+from .cluster import add_address, connect, parsed
+
+_PAUSE = 0.1
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser("wait-ready", help="wait until a cluster can serve")
+    add_address(parser, timeout=60.0)
+    parser.add_argument("--prefill", type=int, default=1, help="prefill workers needed [1]")
+    parser.add_argument("--decode", type=int, default=1, help="decode workers needed [1]")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Say what is ready; ConnectionLost when the time runs out."""
+    with connect(arguments) as client:
+        ready = wait_ready(client, arguments.prefill, arguments.decode, arguments.timeout)
+    print(f"ready: {ready['prefill']} prefill, {ready['decode']} decode")
+    return 0
+
+
+def wait_ready(client: Client, prefill: int, decode: int, timeout: float) -> dict[str, int]:
+    """Wait until so many workers are ready; returns how many are, by role."""
+    until = time.monotonic() + timeout
+    ready = {"prefill": 0, "decode": 0}
+    while (left := until - time.monotonic()) > 0:
+        ready = count_ready(parsed(client.status(handoffs=0, timeout=left)))
+        if ready["prefill"] >= prefill and ready["decode"] >= decode:
+            return ready
+        time.sleep(min(_PAUSE, left))
+    raise ConnectionLost(
+        f"not ready after {timeout:g} s: {ready['prefill']} of {prefill} prefill and "
+        f"{ready['decode']} of {decode} decode workers are; see baton status"
+    )
+
+
+def count_ready(report: ClusterReport) -> dict[str, int]:
+    """Workers in state ready, by role."""
+    return {
+        role: sum(worker.state == "ready" for worker in report.of_role(role))
+        for role in ("prefill", "decode")
+    }

@@ -1,0 +1,148 @@
+import json
+
+import pytest
+
+from baton.cli import demo, doctor, status
+from baton.cli.__main__ import VERBS, build_parser, main
+from baton.deploy.config import ServeSettings
+from baton.deploy.report import ClusterReport, HandoffRecord, HandoffTotals, WorkerReport
+
+
+@pytest.fixture
+def address(tmp_path, monkeypatch):
+    """An address where nobody listens, also as every verb's default."""
+    monkeypatch.setenv("BATON_ADDRESS", f"ipc://{tmp_path}/none.sock")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return f"ipc://{tmp_path}/none.sock"
+
+
+def test_every_verb_has_help(capsys):
+    for verb in VERBS:
+        name = verb.__name__.rpartition(".")[2].replace("_", "-")
+        with pytest.raises(SystemExit) as end:
+            build_parser().parse_args([name, "--help"])
+        assert end.value.code == 0
+        assert f"baton {name}" in capsys.readouterr().out
+
+
+def test_serve_help_names_every_setting_and_the_precedence(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    for field in ServeSettings.__struct_fields__:
+        assert field == "model" or f"--{field.replace('_', '-')}" in text
+    assert "Precedence" in text
+    assert "BATON_" in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["juggle"], ["serve", "--prefill", "two"], ["drain"], ["generate", "x", "--top-k", "y"]],
+)
+def test_bad_usage_is_2(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert "usage: baton" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "complaint"),
+    [
+        (["serve", "--decode", "0"], 2, "decode must be at least 1"),
+        (["serve", "--policy", "dice"], 2, "known are"),
+        (["serve", "--address", "tcp://0.0.0.0:7000"], 2, "refusing to listen"),
+        (["serve", "--address", "pigeon://x"], 2, "tcp://, ipc://"),
+        (["serve", "--address", "ipc:///no/such/folder/s.sock"], 2, "does not exist"),
+        (["serve", "/no/such/model"], 1, "no such model folder"),
+        (["serve", "--config", "/no/such/file.toml"], 2, "cannot read"),
+        (["serve", "--run-dir", "/no/such/folder"], 2, "cannot make a run folder"),
+        (["status", "--address", "nonsense"], 2, "must start with"),
+        (["status", "--timeout", "0.1"], 1, "baton serve"),
+        (["wait-ready", "--timeout", "0.1"], 1, "baton serve"),
+        (["drain", "decode-0", "--timeout", "0.1"], 1, "baton serve"),
+        (["generate", "hello", "--timeout", "0.1"], 1, "baton serve"),
+        (["generate", ""], 1, "prompt is empty"),
+    ],
+)
+def test_errors_are_one_line_with_an_exit_code(arguments, code, complaint, address, capsys):
+    assert main(arguments) == code
+    err = capsys.readouterr().err
+    assert complaint in err
+    assert err.startswith("baton: ")
+    assert err.count("\n") == 1
+
+
+def test_debug_shows_the_error_itself(address):
+    with pytest.raises(Exception, match="prompt is empty"):
+        main(["--debug", "generate", ""])
+
+
+def test_dry_run_prints_the_plan_and_starts_nothing(address, tmp_path, capsys):
+    assert main(["serve", "--dry-run", "--prefill", "2", "--decode", "3", "--block-size", "8"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    names = [process["name"] for process in plan["processes"]]
+    assert names == ["router", "prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
+    assert plan["processes"][1]["config"]["runner"]["block_size"] == 8
+    assert plan["address"] == address
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_with_tcp_gives_every_socket_its_own_port(address, capsys):
+    main(["serve", "--dry-run", "--transport", "tcp", "--address", "tcp://127.0.0.1:0"])
+    plan = json.loads(capsys.readouterr().out)
+    router, prefill, decode = (process["config"] for process in plan["processes"])
+    bound = [router["client_address"], router["worker_address"], prefill["endpoint"]]
+    bound += [decode["endpoint"], decode["data_endpoint"]]
+    assert len(set(bound)) == 5
+    assert all(a.startswith("tcp://127.0.0.1:") and not a.endswith(":0") for a in bound)
+
+
+def test_doctor_finds_this_machine_fit(capsys):
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    subjects = {line.split()[1] for line in lines}
+    assert {
+        "python",
+        "packages",
+        "kernels",
+        "blas",
+        "shm",
+        "ipc",
+        "tcp",
+        "model",
+        "ray",
+    } <= subjects
+
+
+def test_doctor_says_what_to_do_about_a_long_temporary_folder(monkeypatch):
+    monkeypatch.setattr(doctor.tempfile, "gettempdir", lambda: "/" + "x" * 100)
+    (finding,) = doctor.check_ipc()
+    assert finding.level == "fail"
+    assert "TMPDIR" in finding.line()
+
+
+def test_status_table_shows_workers_and_handoffs():
+    report = ClusterReport(
+        workers=[
+            WorkerReport(
+                id="decode-0", role="decode", pid=12, state="ready", kv_blocks_used=3,
+                kv_blocks_total=64, endpoint="ipc:///d",
+            )
+        ],
+        handoffs=HandoffTotals(
+            count=2, bytes_sent=2048, bytes_received=2048,
+            last=[HandoffRecord(prefill="prefill-0", decode="decode-0", transport="zmq", blocks=4)],
+        ),
+    )  # fmt: skip
+    text = "\n".join(status.describe(report))
+    for part in ("decode-0", "3/64", "ipc:///d", "handoffs: 2, 2.0 KiB sent", "4 blocks over zmq"):
+        assert part in text
+
+
+def test_demo_timing_counts_from_the_start():
+    timing = demo.Timing(began=1.0)
+    timing.count(0, 1.1)
+    timing.count(1, 1.25)
+    timing.count(4, 1.5)
+    assert timing.line() == "TTFT 250.0 ms, 5 tokens, 10 tokens/s over 0.50 s"

@@ -1,0 +1,166 @@
+"""A real cluster: ``baton serve`` as a user starts it, its processes, and its end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from baton.cli.wait_ready import wait_ready
+from baton.client import Client
+
+READY_TIMEOUT = 60.0
+END_TIMEOUT = 30.0
+
+
+def command_environment(folder: Path) -> dict[str, str]:
+    """The test's own environment without settings of the user's, with a private TMPDIR."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("BATON_", "XDG_RUNTIME"))}
+    path = os.pathsep.join(p for p in sys.path if p)
+    return {**kept, "TMPDIR": str(folder), "PYTHONPATH": path}
+
+
+def alive(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition, timeout: float = 20.0, what: str = "condition"):
+    """Poll ``condition`` until it is true; returns its value."""
+    until = time.monotonic() + timeout
+    while time.monotonic() < until:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"timed out waiting for {what}")
+
+
+class Cluster:
+    """A running ``baton serve``."""
+
+    def __init__(self, folder: Path, prefill: int, decode: int, model, settings) -> None:
+        self.folder = folder
+        self.size = (prefill, decode)
+        self.address = settings.pop("address", f"ipc://{folder}/s.sock")
+        flags = [f"--{k.replace('_', '-')}={v}" for k, v in settings.items()]
+        command = [sys.executable, "-P", "-m", "baton.cli", "serve"]
+        if model is not None:
+            command.append(str(model))
+        command += [f"--prefill={prefill}", f"--decode={decode}", f"--address={self.address}"]
+        self.log = folder / "serve.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=command_environment(folder),
+            )
+
+    def text(self) -> str:
+        """Everything it printed so far."""
+        return self.log.read_text(errors="replace")
+
+    def client(self) -> Client:
+        """A new client of it."""
+        return Client(self.address, connect_timeout=20.0)
+
+    def wait_ready(self) -> "Cluster":
+        """Wait for all workers."""
+        with self.client() as client:
+            wait_ready(client, *self.size, READY_TIMEOUT)
+        wait_until(lambda: "ready: " in self.text(), what="the banner")
+        return self
+
+    def workers(self) -> dict[str, dict]:
+        """Status of the workers by id."""
+        with self.client() as client:
+            return {worker["id"]: worker for worker in client.status()["workers"]}
+
+    def pids(self) -> dict[str, int]:
+        """Process ids of all children by name, as the kernel lists them."""
+        found = {}
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        for pid in map(int, children.split()):
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            config = next((a for a in arguments if a.endswith(b".json")), b"")
+            if config:
+                found[Path(config.decode()).stem] = pid
+        return found
+
+    def wait_replaced(self, name: str, pid: int) -> None:
+        """Wait until another process serves as this worker."""
+
+        def replaced():
+            worker = self.workers().get(name)
+            return worker and worker["pid"] != pid and worker["state"] == "ready"
+
+        wait_until(replaced, what=f"another {name}")
+
+    def interrupt(self) -> None:
+        """What Ctrl-C does."""
+        self.process.send_signal(signal.SIGINT)
+
+    def end(self) -> int:
+        """Interrupt it if it runs, and wait; returns the exit code."""
+        if self.process.poll() is None:
+            self.interrupt()
+        try:
+            return self.process.wait(END_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+
+    def leftovers(self) -> list[str]:
+        """Files in its temporary folder beside the log."""
+        return sorted(p.name for p in self.folder.rglob("*") if p != self.log and not p.is_dir())
+
+
+STARTED: list[Cluster] = []
+
+
+@pytest.fixture(autouse=True)
+def show_logs():
+    """Print what the clusters said, for the report of a test that fails."""
+    yield
+    for cluster in STARTED:
+        lines = cluster.text().splitlines()[-30:]
+        print(f"--- {cluster.address}", *(line[:240] for line in lines), sep="\n")
+
+
+@pytest.fixture(scope="session")
+def start_cluster(tmp_path_factory):
+    """Start clusters: ``start_cluster(prefill=1, decode=2, model=None, **settings)``."""
+    started = STARTED
+
+    def start(prefill=1, decode=2, model=None, **settings) -> Cluster:
+        settings = {"kv_memory": "32MiB", "stats_interval": 0, **settings}
+        cluster = Cluster(tmp_path_factory.mktemp("c"), prefill, decode, model, settings)
+        started.append(cluster)
+        return cluster
+
+    yield start
+    for cluster in started:
+        cluster.end()
+
+
+@pytest.fixture
+def cluster(start_cluster):
+    """As ``start_cluster``, but waits until it is ready and ends it with the test."""
+    started = []
+
+    def start(**settings) -> Cluster:
+        started.append(start_cluster(**settings))
+        return started[-1].wait_ready()
+
+    yield start
+    for one in started:
+        one.end()

@@ -1,0 +1,118 @@
+"""Many streams at once against a running cluster, and what they gave."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from baton.client import AsyncClient
+from baton.proto.errors import BatonError
+from baton.proto.sampling import SamplingParams
+
+STREAMS_TIMEOUT = 60.0
+_salts = itertools.count()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request: prompt token ids and how to go on from them."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+def jobs(count: int, *, prompt: int, new: int, seed: int = 0) -> list[Job]:
+    """``count`` different requests of about ``prompt`` tokens, every other one sampled."""
+    rng = random.Random(seed)
+    made = []
+    for index in range(count):
+        length = rng.randint(prompt // 2, prompt)
+        params = SamplingParams(
+            max_new_tokens=new,
+            ignore_eos=True,
+            temperature=0.8 if index % 2 else 0.0,
+            top_p=0.9,
+            seed=1000 + index,
+        )
+        made.append(Job(tuple(rng.randrange(20, 900) for _ in range(length)), params))
+    return made
+
+
+@dataclass
+class Stream:
+    """What came of one job so far; times are seconds of the monotonic clock."""
+
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)  # of each output with tokens
+    started: float = 0.0
+    ended: float = 0.0
+    error: BatonError | None = None
+    prefill: str = ""
+    decode: str = ""
+
+    @property
+    def longest_gap(self) -> float:
+        """Longest wait between two outputs."""
+        pairs = itertools.pairwise([*self.times, self.ended])
+        return max((b - a for a, b in pairs), default=0.0)
+
+
+Disturbance = Callable[[list[Stream]], Awaitable[object]]
+
+
+async def follow(client: AsyncClient, job: Job, stream: Stream, salt: str) -> None:
+    """Run one job to its end."""
+    stream.started = time.monotonic()
+    try:
+        async for output in client.generate(job.prompt, job.params, cache_salt=salt):
+            if output.tokens:
+                stream.tokens += output.tokens
+                stream.times.append(time.monotonic())
+            stream.prefill, stream.decode = output.prefill, output.decode
+    except BatonError as error:
+        stream.error = error
+    stream.ended = time.monotonic()
+
+
+def new_salt() -> str:
+    """A cache salt nobody used yet: nothing of earlier runs is found in the prefix caches."""
+    return f"run-{next(_salts)}"
+
+
+def run(address: str, work: Sequence[Job], disturb: Disturbance | None = None) -> list[Stream]:
+    """All jobs at once over one connection; ``disturb`` sees the streams while they run."""
+
+    async def body() -> list[Stream]:
+        streams = [Stream() for _ in work]
+        salt = new_salt()
+        async with asyncio.timeout(STREAMS_TIMEOUT), AsyncClient(address) as client:
+            async with asyncio.TaskGroup() as group:
+                for job, stream in zip(work, streams, strict=True):
+                    group.create_task(follow(client, job, stream, salt))
+                if disturb is not None:
+                    group.create_task(_coroutine(disturb(streams)))
+        return streams
+
+    return asyncio.run(body())
+
+
+async def _coroutine(awaitable: Awaitable[object]) -> None:
+    await awaitable
+
+
+async def begun(streams: list[Stream], count: int, tokens: int = 1) -> None:
+    """Wait until ``count`` streams have at least so many tokens."""
+    while sum(len(stream.tokens) >= tokens for stream in streams) < count:
+        await asyncio.sleep(0.002)
+
+
+def tokens(streams: Sequence[Stream]) -> list[list[int]]:
+    """The tokens of all; raises the first error."""
+    for stream in streams:
+        if stream.error is not None:
+            raise stream.error
+    return [stream.tokens for stream in streams]

@@ -1,0 +1,32 @@
+import re
+import subprocess
+import sys
+
+import pytest
+
+from .conftest import command_environment
+
+pytestmark = pytest.mark.cluster
+
+
+def test_demo_answers_prompts_through_a_whole_cluster_and_leaves_nothing(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("d")
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "baton.cli", "demo"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=command_environment(folder),
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Prefill workers read the prompt" in done.stdout  # readable text of the real model
+    handoffs = re.findall(
+        r"prefill-0 read the prompt, handed ([\d.]+) KiB .* to (decode-\d)", done.stdout
+    )
+    assert len(handoffs) >= 3
+    assert all(float(size) > 0 for size, _ in handoffs)
+    assert {decode for _, decode in handoffs} == {"decode-0", "decode-1"}
+    assert len(re.findall(r"TTFT [\d.]+ ms, \d+ tokens, \d+ tokens/s", done.stdout)) >= 3
+    assert list(folder.iterdir()) == []

@@ -1,0 +1,101 @@
+"""Through a whole cluster come the tokens and log-probabilities that transformers computes."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from .driver import IN_FLIGHT, Job, ask_all, greedy, handoffs, until_idle
+from .conftest import wait_until
+from .reference import DATA, MODELS, cases_of, last_logprobs
+
+pytestmark = pytest.mark.cluster
+
+BLOCK_SIZES = (8, 16, 64)
+CHUNK_BUDGETS = (16, 64, 0)
+BACKENDS = ("auto", "numpy")
+TOP = 20
+TOLERANCE = 1e-4
+
+Setting = tuple[str, int, int, str]
+
+
+def pairwise() -> list[Setting]:
+    """Every pair of model, block size and chunk budget once, most on the best backend."""
+    rows = []
+    for m, model in enumerate(MODELS):
+        for b, block_size in enumerate(BLOCK_SIZES):
+            budget = CHUNK_BUDGETS[(m + b) % len(CHUNK_BUDGETS)]
+            backend = "numpy" if (m + 2 * b) % len(MODELS) == 0 else "auto"
+            rows.append((model, block_size, budget, backend))
+    return rows
+
+
+def product() -> list[Setting]:
+    """All the others."""
+    every = itertools.product(MODELS, BLOCK_SIZES, CHUNK_BUDGETS, BACKENDS)
+    return [setting for setting in every if setting not in pairwise()]
+
+
+def test_the_subset_has_every_pair():
+    rows = pairwise()
+    for one, other in itertools.combinations((MODELS, BLOCK_SIZES, CHUNK_BUDGETS), 2):
+        seen = {(value, row_value) for row in rows for value in row for row_value in row}
+        assert set(itertools.product(one, other)) <= seen
+
+
+@pytest.mark.parametrize(("model", "block_size", "budget", "backend"), pairwise())
+def test_tokens_equal_transformers(cluster, model, block_size, budget, backend):
+    check(cluster, model, block_size, budget, backend)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("model", "block_size", "budget", "backend"), product())
+def test_tokens_equal_transformers_for_all_settings(cluster, model, block_size, budget, backend):
+    check(cluster, model, block_size, budget, backend)
+
+
+def check(cluster, model: str, block_size: int, budget: int, backend: str) -> None:
+    """Two waves of requests, the second over the prefixes the first left behind."""
+    running = cluster(
+        model=DATA / model,
+        prefill=1,
+        decode=2,
+        block_size=block_size,
+        chunk_budget=budget,
+        backend=backend,
+        transport="tcp" if block_size == 16 else "ipc",
+    )
+    first = cases_of(model)
+    second = [*first, *(case.extended(3 + 5 * i) for i, case in enumerate(first))]
+    third = [case.extended(1 + 7 * i) for i, case in enumerate(first)]
+    with running.client() as client:
+        answers = ask_all(client, jobs(first + third, log_probabilities=TOP))
+        check_log_probs(model, answers[: len(first)])
+        hits = until_idle(client, wait_until)["prefill-0"]["prefix_hit_tokens"]
+        answers += ask_all(client, jobs(second))
+        workers = until_idle(client, wait_until)
+        passed = handoffs(client)
+    ties = [c.near_tie(a.tokens) for c, a in zip([*first, *third, *second], answers, strict=True)]
+    assert sum(ties) == 0, "the committed references have no near-ties"
+    assert workers["prefill-0"]["prefix_hit_tokens"] > hits
+    assert len(passed) == len(answers)
+    assert sum(h["cached_tokens"] for h in passed[IN_FLIGHT:]) > 0
+    assert {a.decode for a in answers} == {"decode-0", "decode-1"}
+
+
+def jobs(cases, **options) -> list[Job]:
+    return [Job(case.prompt, greedy(len(case.greedy)), options) for case in cases]
+
+
+def check_log_probs(model: str, answers) -> None:
+    """The prefill worker's distribution of the first token, the decode worker's margins."""
+    for case, wanted, answer in zip(cases_of(model), last_logprobs(model), answers, strict=True):
+        chosen, top = answer.logprobs[0]
+        assert len(top) == TOP
+        assert abs(chosen - wanted[answer.tokens[0]]) < TOLERANCE
+        assert set(top) == set(np.argsort(-wanted)[:TOP].tolist())
+        assert max(abs(value - wanted[token]) for token, value in top.items()) < TOLERANCE
+        for (_, step), margin in zip(answer.logprobs, case.margins, strict=True):
+            best, other = sorted(step.values(), reverse=True)[:2]
+            assert abs(best - other - margin) < 2 * TOLERANCE

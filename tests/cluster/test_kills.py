@@ -1,0 +1,92 @@
+"""Processes that die or stop under 16 streams: every stream ends with its own tokens."""
+
+import os
+import signal
+
+import pytest
+
+from .conftest import alive, wait_until
+from .streams import Stream, begun, jobs, run, tokens
+
+pytestmark = pytest.mark.cluster
+
+WORK = jobs(16, prompt=700, new=500)
+
+
+@pytest.fixture(scope="module")
+def pools(start_cluster):
+    """Two prefill and two decode workers; small chunks, so that prefill takes its time."""
+    settings = {"kv_memory": "64MiB", "chunk_budget": 64}
+    return start_cluster(prefill=2, decode=2, **settings).wait_ready()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pools):
+    return tokens(run(pools.address, WORK))
+
+
+@pytest.fixture
+def whole(pools):
+    """All four workers are there, and afterwards none holds a block."""
+    pools.wait_ready()
+    yield pools
+    wait_until(lambda: no_blocks_used(pools), what="all blocks to be free")
+
+
+def no_blocks_used(cluster) -> bool:
+    return all(w["kv_blocks_used"] == 0 for w in cluster.workers().values())
+
+
+def lost_requests(cluster) -> int:
+    with cluster.client() as client:
+        return client.status()["router"]["requests"]["replayed"]
+
+
+def strike(cluster, sig: int, *names: str, after: int):
+    """A disturbance: ``sig`` to these processes once ``after`` streams have begun."""
+
+    async def disturb(streams: list[Stream]) -> None:
+        await begun(streams, after)
+        for name in names:
+            os.kill(cluster.pids()[name], sig)
+
+    return disturb
+
+
+# With the first token of the first stream most prompts are still being computed; with the
+# first tokens of all, everything runs on the decode workers.
+@pytest.mark.parametrize(
+    ("name", "sig", "after"),
+    [
+        ("prefill-0", signal.SIGKILL, 1),
+        ("decode-0", signal.SIGKILL, 16),
+        ("prefill-1", signal.SIGSTOP, 1),
+        ("decode-1", signal.SIGSTOP, 16),
+    ],
+    ids=lambda value: value.name if isinstance(value, signal.Signals) else str(value),
+)
+def test_streams_survive_the_loss_of_a_worker(whole, undisturbed, name, sig, after):
+    before, pid = lost_requests(whole), whole.pids()[name]
+    streams = run(whole.address, WORK, strike(whole, sig, name, after=after))
+    assert tokens(streams) == undisturbed
+    assert lost_requests(whole) > before, "nothing ran on the lost worker"
+    whole.wait_replaced(name, pid)
+    assert not alive(pid)
+
+
+def test_streams_wait_for_the_only_prefill_workers_to_come_back(whole, undisturbed):
+    names = ("prefill-0", "prefill-1")
+    pids = [whole.pids()[name] for name in names]
+    streams = run(whole.address, WORK, strike(whole, signal.SIGKILL, *names, after=1))
+    assert tokens(streams) == undisturbed
+    for name, pid in zip(names, pids, strict=True):
+        whole.wait_replaced(name, pid)
+
+
+def test_streams_survive_the_death_of_the_router(whole, undisturbed):
+    pid = whole.pids()["router"]
+    streams = run(whole.address, WORK, strike(whole, signal.SIGKILL, "router", after=8))
+    assert tokens(streams) == undisturbed
+    assert whole.pids()["router"] != pid
+    assert set(whole.workers()) == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
+    assert tokens(run(whole.address, WORK[:2])) == undisturbed[:2]
