@@ -230,7 +230,7 @@ class ClientSide:
         life = self._life
         key = message.request or request_key(identity, message.request_id)
         request = life.requests.get(key)
-        if request is None or request.client is None or request.client.identity != identity:
+        if request is None or (request.client and request.client.identity != identity):
             # Perhaps its Submit was lost: the client gets the end it waits for.
             text = "nothing of this name runs here"
             terminal = Terminal(
@@ -238,7 +238,7 @@ class ClientSide:
             )
             life.out.append(ToClient(identity, terminal))
         elif request.terminal is not None:
-            life.out.append(ToClient(identity, request.terminal))
+            self._answer(identity, request.terminal)
         else:
             life.cancel(request, now, "cancelled")
 

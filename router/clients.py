@@ -38,7 +38,8 @@ class Clients:
         if client is None:
             client = self._by_identity[identity] = Client(identity)
         if request.client is not client:
-            self.detach(request)
+            if request.client is not None:
+                self.detach(request)
             request.client = client
             client.requests[request.key] = request
         return client

@@ -57,7 +57,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     ``start_grace_s``, ``worker_grace_s``: how long requests wait while no worker was ever
     ready, or none is any more. ``recovery_s``: how long after its own start the router waits
-    for workers' Hello before it runs a resumed request again. ``resume_window_s``: how long the
+    for workers' Hello before it runs a resumed request again. ``orphan_grace_s``: how long after
+    its start it lets requests run on that workers report and no client has resumed; a client
+    that comes still later is served by replay. ``resume_window_s``: how long the
     requests of a vanished client run on; 0 aborts them at once, so their blocks are free
     within milliseconds, and a client that does come back is served by replay.
     """
@@ -75,6 +77,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     start_grace_s: float = 60.0
     worker_grace_s: float = 30.0
     recovery_s: float = 2.5
+    orphan_grace_s: float = 5.0
     resume_window_s: float = 0.0
 
     heartbeat_timeout_s: float = 1.0
@@ -117,7 +120,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 _MAY_BE_ZERO = {
-    "requests_per_slot", "resume_window_s", "recovery_s", "start_grace_s", "worker_grace_s",
+    "requests_per_slot", "resume_window_s", "recovery_s", "orphan_grace_s",
+    "start_grace_s", "worker_grace_s",
     "prefill_load", "decode_load",
 }  # fmt: skip
 

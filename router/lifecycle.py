@@ -20,6 +20,7 @@ from .config import RouterConfig
 from .events import Action, Log, ToClient, ToWorker
 from .placement import Placement
 from .policy import make_policy
+from .recent import Recent
 from .registry import Registry, Worker
 from .request import NEVER, Request, State, Step
 from .wheel import Wheel
@@ -62,7 +63,7 @@ class Lifecycle:
         self.wheel: Wheel[Request] = Wheel()
         self.counters = Counters()
         self.out: list[Action] = []
-        self._last_attempts: dict[bytes, int] = {}
+        self._last_attempts: Recent[bytes, int] = Recent(REMEMBER_ATTEMPTS)
 
     # ------------------------------------------------------------------ placing
 
@@ -225,6 +226,13 @@ class Lifecycle:
         if request.terminal is not None:
             self.out.append(ToClient(client.identity, request.terminal))
 
+    def hand_out(self, request: Request) -> None:
+        """The last chance of a client that is still behind: give it the rest all the same."""
+        if request.client is not None and request.sent >= 0:
+            behind, request.client.behind = request.client.behind, False
+            self.resend(request, request.sent)
+            request.client.behind = behind
+
     # ------------------------------------------------------------------ ending
 
     def fail(self, request: Request, error: BatonError, now: float) -> None:
@@ -246,6 +254,7 @@ class Lifecycle:
             request=request.key, attempt=request.attempt, position=request.next, status="cancelled"
         )
         self.abort(request, reason)
+        self.log("request.cancelled", request=request.key.hex(), reason=reason, at=now)
         self.end(request, terminal, now)
 
     def end(self, request: Request, terminal: Terminal, now: float) -> None:
@@ -296,13 +305,11 @@ class Lifecycle:
         """Nobody will ask again: drop the record."""
         request.step(Step.FORGET)
         self.wheel.cancel(request)
-        self.clients.detach(request)
+        if request.client is not None:
+            self.clients.detach(request)
         self.admission.forget(request)
         del self.requests[request.key]
-        attempts = self._last_attempts
-        attempts[request.key] = request.attempt
-        if len(attempts) > REMEMBER_ATTEMPTS:
-            del attempts[next(iter(attempts))]
+        self._last_attempts.put(request.key, request.attempt)
 
     def last_attempt(self, key: bytes) -> int:
         """Highest attempt of a request forgotten lately, 0 when there was none."""

@@ -117,7 +117,7 @@ class PrefixIndex:
 
 
 class PrefixAware:
-    """The least cost: tokens not cached there, plus load.
+    """The least cost: tokens not cached there, plus load; prompts under a block go by load alone.
 
     Load is what the worker has outstanding plus what it was given lately, weighted per role:
     a cached prefix saves prefill its whole work, but decode only a transfer. What was given
@@ -131,6 +131,7 @@ class PrefixAware:
         self._config = config
         self._weights = {"prefill": config.prefill_load, "decode": config.decode_load}
         self._indexes: dict[int, PrefixIndex] = {}
+        self._by_load = LeastLoaded()
         self._turn = 0
         self._placements = {"prefill": 0, "decode": 0}
 
@@ -139,29 +140,31 @@ class PrefixAware:
         count = len(workers)
         if count == 1:
             return workers[0]
+        if not hashes:
+            return self._by_load.choose(workers, hashes)
         self._turn += 1
         weight = self._weights[workers[0].role]
         best, best_cost = workers[0], float("inf")
         for offset in range(count):
             worker = workers[(self._turn + offset) % count]
             cost = weight * (worker.outstanding + self._recent(worker))
-            if hashes:
-                cost -= self.cached(worker, hashes) * self._config.block_tokens
+            cost -= self.cached(worker, hashes) * self._config.block_tokens
             if cost < best_cost:
                 best, best_cost = worker, cost
         return best
 
     def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> None:
         """Count the work and remember the blocks."""
-        new = tokens - self.cached(worker, hashes) * self._config.block_tokens if hashes else tokens
+        if not hashes:
+            return
+        new = tokens - self.cached(worker, hashes) * self._config.block_tokens
         worker.recent = self._recent(worker) + max(0, new)
         self._placements[worker.role] += 1
         worker.recent_at = self._placements[worker.role]
-        if hashes:
-            index = self._indexes.get(worker.incarnation)
-            if index is None:
-                index = self._indexes[worker.incarnation] = PrefixIndex(self._capacity(worker))
-            index.add(hashes)
+        index = self._indexes.get(worker.incarnation)
+        if index is None:
+            index = self._indexes[worker.incarnation] = PrefixIndex(self._capacity(worker))
+        index.add(hashes)
 
     def forget(self, worker: Worker) -> None:
         """Its cache is lost."""

@@ -127,6 +127,8 @@ class Registry:
         self._ready: dict[tuple[str, str | None], list[Worker]] = {}
         self.card: ModelCard | None = None
         self.ever_ready = False
+        self.slots = 0
+        """Batch slots of all ready decode workers."""
 
     # ------------------------------------------------------------------ look up
 
@@ -162,11 +164,6 @@ class Registry:
             ]
             self._ready[role, pool] = found
         return found
-
-    @property
-    def slots(self) -> int:
-        """Batch slots of all ready decode workers."""
-        return sum(worker.max_batch for worker in self.ready("decode"))
 
     def resolve(self, endpoint: str) -> Worker:
         """The worker a target_endpoint names, if it takes new work.
@@ -315,5 +312,6 @@ class Registry:
 
     def _changed(self) -> None:
         self._ready.clear()
+        self.slots = sum(worker.max_batch for worker in self.ready("decode"))
         if not self.ever_ready:
             self.ever_ready = bool(self.ready("prefill")) and bool(self.ready("decode"))

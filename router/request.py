@@ -19,7 +19,6 @@ is not in the table raises. The record knows no socket and no clock.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -88,12 +87,12 @@ class Request:
     """
 
     __slots__ = (
-        "attempt", "avoid", "backoff", "base", "blame", "bytes", "client", "context", "deadline",
-        "deaths", "decode", "decode_cost", "decode_tries", "due_at", "emitted", "grace_until",
-        "handed", "hashes", "heard", "key", "limit", "logprobs", "losses", "next", "patience",
-        "pending", "pin", "pool", "prefill", "prefill_cost", "queued_tokens", "request_id",
-        "retry_at", "sent", "server", "slot", "started", "state", "strict", "terminal",
-        "unchecked", "unheard",
+        "attempt", "avoid", "backoff", "base", "blame", "bytes", "client", "context",
+        "deadline", "deaths", "decode", "decode_cost", "decode_tries", "due_at", "emitted",
+        "grace_until", "handed", "hashes", "heard", "key", "limit", "logprobs", "losses",
+        "max_new", "next", "patience", "pending", "pin", "pool", "prefill", "prefill_cost",
+        "queued_tokens", "request_id", "retry_at", "sent", "server", "slot", "started", "state",
+        "strict", "terminal", "unchecked", "unheard",
     )  # fmt: skip
 
     def __init__(
@@ -108,6 +107,7 @@ class Request:
         self.state = State.QUEUED
         self.client: Client | None = None
         self.base = self.next = len(context.tokens)
+        self.max_new = new_tokens(context)
         self.emitted = array("i")
         self.logprobs: list[TokenLogProbs | None] | None = [] if context.log_probabilities else None
         self.sent = -1  # first token a slow client was not given, -1 when it has all
@@ -160,7 +160,7 @@ class Request:
     @property
     def remaining(self) -> int:
         """Most tokens it may still generate."""
-        return max(0, new_tokens(self.context) - len(self.emitted))
+        return max(0, self.max_new - len(self.emitted))
 
     def keep(self, run: TokenRun) -> None:
         """Remember a run that starts at ``next``."""
@@ -198,10 +198,10 @@ def new_tokens(context: WireContext) -> int:
 def context_bytes(context: WireContext) -> int:
     """Upper bound of the memory a request may take until its end, in bytes."""
     per_token = 4 + (160 + 100 * context.log_probabilities if context.log_probabilities else 0)
-    lists: Sequence[Sequence[int]] = (context.eos_token_ids, *context.eos_sequences)
     total = RECORD_BYTES + context.tokens.nbytes + per_token * new_tokens(context)
-    for ids in lists:
-        total += 96 + 40 * len(ids)
+    total += 40 * len(context.eos_token_ids)
+    for sequence in context.eos_sequences:
+        total += 96 + 40 * len(sequence)
     if context.json_schema is not None:
         total += 4 * len(context.json_schema)
     for text in context.sampling.stop or ():

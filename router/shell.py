@@ -69,6 +69,7 @@ class RouterShell:
         self._held: dict[bytes, list[Message]] = {}  # of full clients, oldest first
         self._leave_at = float("inf")
         self._closing = False
+        self._heard_worker = False
 
     def start(self) -> None:
         """Listen and begin to tick."""
@@ -109,6 +110,7 @@ class RouterShell:
             _log.warning("worker.malformed", error=str(error))
             self._perform(self.core.reject_worker(identity, error))
             return
+        self._heard_worker = True
         self._perform(self.core.from_worker(identity, messages, self._loop.now()))
 
     def _client_gone(self, identity: bytes) -> None:
@@ -146,6 +148,10 @@ class RouterShell:
                 _log.info(action.event, **action.fields)  # type: ignore[union-attr]
 
     def _flush(self) -> None:
+        """Let what was heard go on first: tokens to clients, else requests to workers."""
+        if self._heard_worker:
+            self._heard_worker = False
+            self._to_clients.flush()
         self._to_workers.flush()
         self._to_clients.flush()
 

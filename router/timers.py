@@ -70,6 +70,7 @@ class Timers:
         """Its deadline passed, its terminal is old, or its client stayed away too long."""
         life = self._life
         if request.state is State.ENDED:
+            life.hand_out(request)
             life.forget(request)
         elif now >= request.deadline:
             made = len(request.emitted)

@@ -7,7 +7,6 @@ Abort. A step's tokens for one client leave as one message with the runs as they
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -35,6 +34,7 @@ from ..proto.messages import (
 from .clients import Client
 from .events import ToClient, ToWorker
 from .lifecycle import Lifecycle
+from .recent import Recent
 from .recovery import Recovery
 from .registry import Worker
 from .request import NEVER, Request, State
@@ -61,7 +61,7 @@ class WorkerSide:
         self._handoffs = handoffs
         self._drained = drained
         self._incarnation = incarnation
-        self._reported: OrderedDict[tuple[bytes, int], None] = OrderedDict()
+        self._reported: Recent[bytes, int] = Recent(REMEMBER_REPORTS)
 
     def handle(self, identity: bytes, message: Message, now: float) -> None:
         """Take one message."""
@@ -312,12 +312,9 @@ class WorkerSide:
         self._recovery.lost(request, reason, now)
 
     def _handoff(self, worker: Worker, message: HandoffReport, _now: float) -> None:
-        done = (message.request, message.attempt)
-        if done in self._reported:
+        if self._reported.get(message.request, 0) >= message.attempt:
             return
-        self._reported[done] = None
-        if len(self._reported) > REMEMBER_REPORTS:
-            self._reported.popitem(last=False)
+        self._reported.put(message.request, message.attempt)
         self._handoffs.add(message)
         request = self._life.requests.get(message.request)
         if request is None or message.attempt != request.attempt or request.handed:

@@ -414,6 +414,17 @@ def test_a_slow_client_gets_everything_from_its_position_when_it_reads_again(ben
     assert bench.streamed(key)[-1] == (15, 15)
 
 
+def test_a_client_that_stays_slow_gets_its_end_before_it_is_forgotten(bench):
+    _, decode = bench.pair()
+    key, _ = bench.run(deadline=3.0)
+    bench.feed(ClientFull(b"client"))
+    decode.tokens(key, 10, 5)
+    bench.advance(20.0)
+    assert bench.streamed(key) == [(10, 5)]
+    assert [t.code for t in bench.terminals(key)] == ["deadline_exceeded"]
+    assert bench.core.kept == 0
+
+
 def test_a_slow_client_that_leaves_is_forgotten(bench):
     bench.feed(ClientFull(b"client"))
     bench.client_gone()

@@ -1,0 +1,425 @@
+"""Seeded random interleavings of everything that can reach the core, with invariants.
+
+The workers here keep the protocol but not the peace: they refuse, die, come back, lose and
+repeat messages, and tell of attempts long gone. Tokens follow a rule known to the test, so
+every stream can be checked.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+
+from baton.proto.ids import request_key
+from baton.proto.messages import (
+    Abort,
+    Aborted,
+    Accepted,
+    Adopt,
+    Assign,
+    Busy,
+    Cancel,
+    FinalAck,
+    Heartbeat,
+    PeerLost,
+    RequestState,
+    Submitted,
+    Terminal,
+    TerminalAck,
+    TokenRun,
+    Tokens,
+)
+from baton.router.events import ClientFull, ClientWritable, FromWorker, WorkerGone
+
+PROMPT = 10
+CLIENTS = (b"a", b"b", b"c")
+
+
+def token_at(key: bytes, position: int) -> int:
+    return (key[0] * 31 + position * 7) % 1000
+
+
+class Job:
+    """One attempt on a worker."""
+
+    def __init__(self, assign: Assign, router: bool = True) -> None:
+        self.key, self.attempt = assign.request, assign.attempt
+        self.position = PROMPT + len(assign.emitted)
+        self.end = PROMPT + 3 + self.key[1] % 9
+        self.assign = assign
+
+
+class Party:
+    """A worker that keeps the protocol and can be made to misbehave."""
+
+    def __init__(self, world, role: str, number: int) -> None:
+        self.world, self.role, self.number = world, role, number
+        self.jobs: dict[bytes, Job] = {}
+        self.ended: dict[bytes, tuple[Job, Terminal]] = {}
+        self.aborted: dict[bytes, int] = {}
+        self.start()
+
+    def start(self) -> None:
+        self.jobs, self.ended, self.aborted = {}, {}, {}
+        self.alive = True
+        self.played = self.world.bench.join(self.role, self.number)
+
+    def say(self, message) -> None:
+        """Now, twice, later or never."""
+        chance = self.world.random.random()
+        if chance < self.world.loss:
+            return
+        event = FromWorker(self.played.identity, message)
+        if chance > 1 - self.world.loss:
+            self.world.late.append(event)
+        else:
+            self.world.bench.feed(event)
+            if chance > 1 - 2 * self.world.loss:
+                self.world.late.append(event)
+
+    def run_tokens(self, job: Job, start: int, end: int) -> None:
+        if start < end:
+            tokens = [token_at(job.key, p) for p in range(start, end)]
+            self.say(Tokens(runs=[TokenRun(job.key, job.attempt, start, tokens)]))
+
+    def hear(self, message) -> None:
+        match message:
+            case Assign():
+                self.assigned(message)
+            case Abort(request=key, attempt=attempt):
+                for held in (self.jobs, self.ended):
+                    if key in held:
+                        job = held[key] if held is self.jobs else held[key][0]
+                        if job.attempt <= attempt:
+                            del held[key]
+                self.aborted[key] = max(attempt, self.aborted.get(key, 0))
+                self.say(Aborted(request=key, attempt=attempt))
+            case Adopt(request=key, position=position):
+                job = self.jobs.get(key)
+                if job is None and key in self.ended:
+                    job, terminal = self.ended[key]
+                    self.run_tokens(job, position, job.position)
+                    self.say(terminal)
+                elif job is not None:
+                    self.run_tokens(job, position, job.position)
+                else:
+                    self.say(Aborted(request=key, attempt=0))
+            case TerminalAck(requests=ended):
+                for key, attempt in ended:
+                    if key in self.ended and self.ended[key][0].attempt == attempt:
+                        del self.ended[key]
+
+    def assigned(self, message: Assign) -> None:
+        key, attempt = message.request, message.attempt
+        if self.aborted.get(key, 0) >= attempt:
+            self.say(Aborted(request=key, attempt=attempt))
+            return
+        held = self.jobs.get(key)
+        if held is None or held.attempt < attempt:
+            if self.world.random.random() < self.world.trouble:
+                full = self.world.random.random() < 0.5
+                self.say(Busy(request=key, attempt=attempt, decode_full=full))
+                return
+            assert message.deadline > 0
+            self.jobs[key] = Job(message)
+        self.say(Accepted(request=key, attempt=attempt))
+
+    def work(self) -> None:
+        """One step: prefill makes a first token and hands over, decode makes the next ones."""
+        for job in list(self.jobs.values()):
+            if self.world.random.random() < 0.5:
+                continue
+            if self.role == "prefill":
+                self.hand_over(job)
+            else:
+                self.generate(job)
+        for _, terminal in list(self.ended.values()):
+            if self.world.random.random() < 0.2:
+                self.say(terminal)
+
+    def hand_over(self, job: Job) -> None:
+        target = self.world.by_endpoint(job.assign.decode)
+        if target is None:
+            message = PeerLost(endpoint=job.assign.decode, request=job.key, attempt=job.attempt)
+            self.say(message)
+            self.say(Busy(request=job.key, attempt=job.attempt, decode_full=True))
+            del self.jobs[job.key]
+            return
+        self.run_tokens(job, job.position, job.position + 1)
+        job.position += 1
+        del self.jobs[job.key]
+        if job.position >= job.end:
+            self.finish(job)
+            return
+        if target.aborted.get(job.key, 0) >= job.attempt:
+            return
+        held = target.jobs.get(job.key)
+        if held is None or held.attempt < job.attempt:
+            target.jobs[job.key] = job
+            target.run_tokens(job, job.position - 1, job.position)
+            if self.world.random.random() < 0.7:
+                self.played.hello and self.say_report(job)
+
+    def say_report(self, job: Job) -> None:
+        self.played.report(job.assign)
+
+    def generate(self, job: Job) -> None:
+        count = min(self.world.random.randint(1, 2), job.end - job.position)
+        self.run_tokens(job, job.position, job.position + count)
+        job.position += count
+        if job.position >= job.end:
+            self.jobs.pop(job.key)
+            self.finish(job)
+
+    def finish(self, job: Job) -> None:
+        terminal = Terminal(
+            request=job.key, attempt=job.attempt, position=job.position, status="maximum_length"
+        )
+        self.ended[job.key] = (job, terminal)
+        self.say(terminal)
+
+
+class World:
+    def __init__(self, bench, seed: int) -> None:
+        self.bench, self.random = bench, random.Random(seed)
+        self.loss, self.trouble = 0.05, 0.1
+        self.late: deque = deque(maxlen=200)
+        self.parties = [Party(self, role, n) for role in ("prefill", "decode") for n in (0, 1)]
+        self.submitted: dict[bytes, tuple[bytes, str]] = {}
+        self.secrets: dict[bytes, Submitted] = {}
+        self.got: dict[bytes, list[int]] = {}
+        self.ends: dict[bytes, Terminal] = {}
+        self.acknowledged: set[bytes] = set()
+        self.left: set[bytes] = set()
+        self.cancelled: set[bytes] = set()
+        self.full: set[bytes] = set()
+        self.full_for = 0
+
+    def by_endpoint(self, endpoint: str) -> Party | None:
+        return next((p for p in self.parties if p.alive and p.played.endpoint == endpoint), None)
+
+    # ------------------------------------------------------------------ what may happen
+
+    def step(self) -> None:
+        happenings = [
+            (6, self.submit), (12, self.work), (6, self.pass_time), (2, self.cancel),
+            (2, self.deliver_late), (1, self.kill), (2, self.restart), (1, self.leave),
+            (1, self.slow), (2, self.read_again), (5, self.acknowledge), (2, self.submit_again),
+            (2, self.resume), (1, self.hello_again),
+        ]  # fmt: skip
+        weights = [weight for weight, _ in happenings]
+        self.random.choices([f for _, f in happenings], weights)[0]()
+        self.deliver()
+        self.check()
+
+    def submit(self) -> None:
+        identity = self.random.choice(CLIENTS)
+        name = f"r{len(self.submitted)}"
+        deadline = self.random.choice((3.0, 20.0, None))
+        key = self.bench.submit(name, identity, deadline=deadline, new=12)
+        self.submitted[key] = (identity, name)
+        self.got[key] = []
+
+    def submit_again(self) -> None:
+        open_ = [k for k in self.submitted if k not in self.acknowledged and k not in self.left]
+        if open_:
+            key = self.random.choice(open_)
+            identity, name = self.submitted[key]
+            if key in self.bench.core.life.requests:
+                self.bench.submit(name, identity, new=12)
+
+    def resume(self) -> None:
+        open_ = [k for k in self.secrets if k not in self.ends and k not in self.acknowledged]
+        if open_:
+            key = self.random.choice(open_)
+            self.left.discard(key)
+            identity, _ = self.submitted[key]
+            message = self.bench.resume_message(self.secrets[key], self.got[key], deadline=20.0)
+            self.bench.client(message, identity)
+
+    def work(self) -> None:
+        for party in self.parties:
+            if party.alive:
+                party.work()
+
+    def pass_time(self) -> None:
+        for party in self.parties:
+            if party.alive:
+                beat = Heartbeat(incarnation=party.played.hello.incarnation, progress=0)
+                self.bench.feed(FromWorker(party.played.identity, beat))
+        self.bench.advance(self.random.choice((0.05, 0.3, 0.6)), beats=False)
+        self.full_for += bool(self.full)
+        if self.full_for > 5:  # a terminal is not kept for ever
+            self.read_again()
+
+    def cancel(self) -> None:
+        if self.submitted and self.random.random() < 0.3:
+            key = self.random.choice(list(self.submitted))
+            self.cancelled.add(key)  # it may get the end without the last tokens
+            self.bench.client(Cancel(request=key), self.submitted[key][0])
+
+    def deliver_late(self) -> None:
+        if self.late:
+            index = self.random.randrange(len(self.late))
+            event = self.late[index]
+            del self.late[index]
+            self.bench.feed(event)
+
+    def kill(self) -> None:
+        party = self.random.choice(self.parties)
+        if party.alive and self.random.random() < 0.4:
+            party.alive = False
+            self.bench.feed(WorkerGone(party.played.identity))
+
+    def restart(self) -> None:
+        for party in self.parties:
+            if not party.alive:
+                party.start()
+                return
+
+    def hello_again(self) -> None:
+        party = self.random.choice(self.parties)
+        if party.alive:
+            held = [RequestState(j.key, j.attempt, j.position, PROMPT) for j in party.jobs.values()]
+            held += [
+                RequestState(j.key, j.attempt, j.position, PROMPT, True)
+                for j, _ in party.ended.values()
+            ]
+            hello = party.played.hello
+            fields = {f: getattr(hello, f) for f in hello.__struct_fields__}
+            fields["requests"] = held
+            self.bench.feed(FromWorker(party.played.identity, type(hello)(**fields)))
+
+    def leave(self) -> None:
+        if self.random.random() < 0.2:
+            identity = self.random.choice(CLIENTS)
+            self.bench.client_gone(identity)
+            self.full.discard(identity)
+            mine = {k for k, (i, _) in self.submitted.items() if i == identity}
+            self.left |= mine - set(self.ends)
+
+    def slow(self) -> None:
+        identity = self.random.choice(CLIENTS)
+        self.full.add(identity)
+        self.bench.feed(ClientFull(identity))
+
+    def read_again(self) -> None:
+        for identity in sorted(self.full):
+            self.bench.feed(ClientWritable(identity))
+        self.full.clear()
+        self.full_for = 0
+
+    def acknowledge(self) -> None:
+        for key in [k for k in self.ends if k not in self.acknowledged]:
+            self.acknowledged.add(key)
+            self.bench.client(FinalAck(requests=[key]), self.submitted[key][0])
+
+    # ------------------------------------------------------------------ delivery and checks
+
+    def deliver(self) -> None:
+        """Let workers and clients hear everything that was sent to them."""
+        for _ in range(50):
+            sent = {i: m for i, m in self.bench.sent.items() if m}
+            if not sent:
+                return
+            self.bench.sent.clear()
+            for identity, messages in sent.items():
+                for message in messages:
+                    if identity in CLIENTS:
+                        self.client_hears(identity, message)
+                    else:
+                        self.worker_hears(identity, message)
+        raise AssertionError("messages without end")
+
+    def worker_hears(self, identity: bytes, message) -> None:
+        for party in self.parties:
+            mine = party.alive and party.played.identity == identity
+            if mine and self.random.random() >= self.loss:
+                party.hear(message)
+
+    def client_hears(self, identity: bytes, message) -> None:
+        if isinstance(message, Tokens):
+            for run in message.runs:
+                self.check_run(identity, run)
+        elif isinstance(message, Submitted):
+            self.secrets[message.request] = message
+        elif isinstance(message, Terminal) and message.request in self.got:
+            self.check_terminal(message)
+
+    def check_run(self, identity: bytes, run: TokenRun) -> None:
+        assert self.submitted[run.request][0] == identity
+        assert identity not in self.full
+        got = self.got[run.request]
+        start = run.position - PROMPT
+        assert start <= len(got), "a gap reached the client"
+        for offset, token in enumerate(run.tokens):
+            assert token == token_at(run.request, run.position + offset)
+            if start + offset == len(got):
+                got.append(token)
+
+    def check_terminal(self, terminal: Terminal) -> None:
+        key = terminal.request
+        known = self.ends.setdefault(key, terminal)
+        again = key in self.acknowledged or key in self.left
+        if not again:
+            assert (known.status, known.code, known.position) == (
+                terminal.status, terminal.code, terminal.position,
+            ), "two different ends"  # fmt: skip
+        if terminal.status == "maximum_length" and key not in self.cancelled:
+            assert len(self.got[key]) == terminal.position - PROMPT
+        assert terminal.code not in {"internal", "duplicate_request", "input"}, terminal
+
+    def check(self) -> None:
+        life = self.bench.core.life
+        unfinished = [r for r in life.requests.values() if not r.done]
+        assert life.admission.requests == len(unfinished)
+        assert life.admission.context_bytes == sum(r.bytes for r in life.requests.values())
+        assert life.admission.queued_tokens == sum(r.queued_tokens for r in unfinished)
+        for request in life.requests.values():
+            assert request.slot >= 0, "a request nobody will look at again"
+            assert request.next == request.base + len(request.emitted)
+            assert (request.state.value == "queued") == (request.key in life.queued)
+        for worker in life.registry.live():
+            assert worker.outstanding >= 0
+            for key, request in worker.requests.items():
+                assert life.requests[key] is request
+                assert worker in (request.prefill, request.decode)
+            owed = sum(
+                (r.prefill_cost if r.prefill is worker else 0)
+                + (r.decode_cost if r.decode is worker else 0)
+                for r in worker.requests.values()
+            )
+            assert worker.outstanding == owed
+
+    # ------------------------------------------------------------------ the end
+
+    def finish(self) -> None:
+        """Trouble stops: everything must come to its end and nothing be kept."""
+        self.loss = self.trouble = 0.0
+        self.late.clear()
+        self.read_again()
+        for _ in range(8):
+            self.restart()
+        for _ in range(150):
+            self.work()
+            self.pass_time()
+            self.deliver()
+            self.acknowledge()
+            self.deliver()
+            self.check()
+        missing = [k for k in self.submitted if k not in self.ends and k not in self.left]
+        assert not missing
+        self.bench.advance(700.0)
+        self.bench.assert_nothing_kept()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_interleavings(make_bench, seed):
+    world = World(make_bench(max_attempts=10_000, poison_deaths=10_000), seed)
+    for _ in range(150):
+        world.step()
+    world.finish()
+    assert len(world.ends) > 5
+    assert request_key(b"a", "r0")
