@@ -16,6 +16,7 @@ import numpy.typing as npt
 from ..proto.errors import InternalError
 from ..proto.outputs import TokenLogProbs
 from ..proto.sampling import SamplingParams
+from .kernels.draw import draw
 from .philox import uniform
 from .plan import SampleSpec
 
@@ -95,13 +96,19 @@ def _draw(logits: F32, spec: SampleSpec) -> int:
     if 0 < params.top_k < len(scaled):
         ids = _largest(scaled, params.top_k)
         scaled = scaled[ids]
-    weights = np.exp(scaled)
-    keep = _filtered(weights, params)
-    if keep is not None:
-        weights = weights[keep]
-        ids = keep if ids is None else ids[keep]
-    index = _invert(weights, uniform(params.seed, spec.position))
+    weights, share = np.exp(scaled), uniform(params.seed, spec.position)
+    index = draw(weights, params.top_p, params.min_p, share)
+    if index is None:
+        index = _choose(weights, params, share)
     return index if ids is None else int(ids[index])
+
+
+def _choose(weights: F32, params: SamplingParams, share: float) -> int:
+    """Index drawn after top-p and min-p."""
+    keep = _filtered(weights, params)
+    if keep is None:
+        return _invert(weights, share)
+    return int(keep[_invert(weights[keep], share)])
 
 
 def _filtered(weights: F32, params: SamplingParams) -> Ids | None:

@@ -11,6 +11,8 @@
 
 #include "attention.h"
 
+#include "sample.h"
+
 const Kernels TABLE = {
     .name = TABLE_NAME,
     .panel = PANEL,
@@ -20,4 +22,5 @@ const Kernels TABLE = {
     .rope_append = rope_append,
     .attention = attention,
     .silu_mul = silu_mul,
+    .draw = draw,
 };

@@ -5,6 +5,7 @@
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "kernels.h"
@@ -492,6 +493,37 @@ static PyObject *py_scatter(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     return move(a, n, 0);
 }
 
+/* ---- sampling ---- */
+
+/* draw(isa, weights, top_p, min_p, uniform) -> index, or -1 where rounding could decide */
+static PyObject *py_draw(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Kernels *k;
+    float min_p;
+    if (!has_arguments(n, 5) || !(k = chosen(a[0])) || !get_float(a[3], &min_p)) return NULL;
+    double top_p = PyFloat_AsDouble(a[2]), uniform = PyFloat_AsDouble(a[4]);
+    if (PyErr_Occurred()) return NULL;
+    const Py_buffer *w = take(&arrays, a[1], "weights", 'f', 1, 0);
+    if (!w) return refuse(&arrays);
+    int64_t count = w->shape[0], index = -1;
+    size_t blocks = (size_t)count / SUM_BLOCK + 1;
+    char *memory = malloc(blocks * 16 + (size_t)(count + DRAW_SLACK) * sizeof(float));
+    if (!memory || count == 0) {
+        free(memory);
+        drop(&arrays);
+        if (count == 0) return PyErr_Format(PyExc_ValueError, "there are no weights");
+        return PyErr_NoMemory();
+    }
+    Py_BEGIN_ALLOW_THREADS
+    index = k->draw(w->buf, count, top_p, min_p, uniform, (float *)(memory + blocks * 16),
+                    (double *)memory, (int64_t *)(memory + blocks * 8));
+    Py_END_ALLOW_THREADS
+    free(memory);
+    drop(&arrays);
+    return PyLong_FromLongLong(index);
+}
+
 /* ---- module ---- */
 
 #define FAST(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
@@ -499,7 +531,7 @@ static PyObject *py_scatter(PyObject *self, PyObject *const *a, Py_ssize_t n) {
 static PyMethodDef methods[] = {
     {"instruction_sets", py_instruction_sets, METH_NOARGS, NULL},
     FAST(pack), FAST(linear), FAST(embed), FAST(rms_norm), FAST(silu_mul), FAST(rope_append),
-    FAST(attention), FAST(gather), FAST(scatter), {NULL, NULL, 0, NULL},
+    FAST(attention), FAST(gather), FAST(scatter), FAST(draw), {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_cpu",

@@ -14,6 +14,9 @@
 #define MAX_ROWS 6
 /* Keys of an attention tile; tiles are aligned to absolute positions. */
 #define TILE_KEYS 64
+/* Entries of a block of the sums a draw is decided by, and spare floats behind its scratch. */
+#define SUM_BLOCK 128
+#define DRAW_SLACK 16
 
 typedef struct {
     const float *q;          /* [rows, heads, dim] */
@@ -52,6 +55,9 @@ typedef struct {
     /* returns 0, or -1 when no scratch memory could be had */
     int (*attention)(const Attention *);
     void (*silu_mul)(const float *gate_up, float *y, int64_t rows, int64_t width);
+    /* index of the weight drawn, or -1 where the caller has to look closer */
+    int64_t (*draw)(const float *weights, int64_t count, double top_p, float min_p, double uniform,
+                    float *kept, double *ends, int64_t *starts);
 } Kernels;
 
 /* Best first, ends with NULL. An entry the processor lacks is skipped by the module. */

@@ -33,6 +33,18 @@ static inline vf v_between(vf value, vf other, int from, int to) {
     __m256i inside = _mm256_andnot_si256(first(from), first(to));
     return _mm256_blendv_ps(other, value, _mm256_castsi256_ps(inside));
 }
+/* store the lanes >= limit side by side (a whole vector is written); how many there are */
+static inline int v_squeeze(float *p, vf v, vf limit) {
+    float x[LANES], from[LANES];
+    int count = 0;
+    v_store(x, v);
+    v_store(from, limit);
+    for (int i = 0; i < LANES; i++) {
+        p[count] = x[i];
+        count += x[i] >= from[0];
+    }
+    return count;
+}
 /* y * 2^n, n a whole number in -126..127 */
 static inline vf v_scale2(vf y, vf n) {
     __m256i bits = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);

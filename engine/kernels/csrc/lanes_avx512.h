@@ -26,6 +26,12 @@ static inline vf v_keep(vf value, vf x, vf limit) {
 static inline vf v_between(vf value, vf other, int from, int to) {
     return _mm512_mask_mov_ps(other, first(to) & ~first(from), value);
 }
+/* store the lanes >= limit side by side (a whole vector is written); how many there are */
+static inline int v_squeeze(float *p, vf v, vf limit) {
+    __mmask16 stay = _mm512_cmp_ps_mask(v, limit, _CMP_GE_OQ);
+    v_store(p, _mm512_maskz_compress_ps(stay, v));
+    return __builtin_popcount(stay);
+}
 /* y * 2^n, n a whole number in -126..127 */
 static inline vf v_scale2(vf y, vf n) { return _mm512_scalef_ps(y, n); }
 /* 32 bfloat16 in pair order: low halves are lanes 0..15, high halves lanes 16..31 */

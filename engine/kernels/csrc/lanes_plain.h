@@ -42,6 +42,18 @@ static inline vf v_between(vf value, vf other, int from, int to) {
     vi lane = {0, 1, 2, 3};
     return v_select((vi)(lane >= from) & (vi)(lane < to), value, other);
 }
+/* store the lanes >= limit side by side (a whole vector is written); how many there are */
+static inline int v_squeeze(float *p, vf v, vf limit) {
+    float x[LANES], from[LANES];
+    int count = 0;
+    v_store(x, v);
+    v_store(from, limit);
+    for (int i = 0; i < LANES; i++) {
+        p[count] = x[i];
+        count += x[i] >= from[0];
+    }
+    return count;
+}
 /* y * 2^n, n a whole number in -126..127 */
 static inline vf v_scale2(vf y, vf n) {
     vi power = __builtin_convertvector(n, vi);
