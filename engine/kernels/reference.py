@@ -217,16 +217,16 @@ def _attend(q: Floats, blocks: Floats, seen: npt.NDArray[np.bool_], scale: float
     kv_heads = blocks.shape[2]
     group = heads // kv_heads
     out = np.empty_like(q)
+    # A slot no row sees may hold anything, even NaN; 0 * NaN must not leak into a sum.
+    used = np.any(seen, axis=0, keepdims=True).T
     for head in range(kv_heads):
-        keys = blocks[:, 0, head].reshape(-1, dim)
-        values = blocks[:, 1, head].reshape(-1, dim)
+        keys = np.where(used, blocks[:, 0, head].reshape(-1, dim), 0)
+        values = np.where(used, blocks[:, 1, head].reshape(-1, dim), 0)
         mine = slice(head * group, (head + 1) * group)
         scores = q[:, mine] @ keys.T * q.dtype.type(scale)
         scores = np.where(seen[:, None, :], scores, -np.inf)
         scores -= scores.max(axis=-1, keepdims=True)
         np.exp(scores, out=scores)
-        # A slot no row sees may hold anything, even NaN; 0 * NaN must not leak into the sum.
-        values = np.where(np.any(seen, axis=0, keepdims=True).T, values, 0)
         out[:, mine] = scores @ values / scores.sum(axis=-1, keepdims=True)
     return out.reshape(rows, heads * dim)
 
