@@ -30,8 +30,8 @@ from .events import (
     WorkerGone,
 )
 
-CLIENT_QUEUE = 512
-"""Envelopes ZeroMQ may hold for one client."""
+CLIENT_QUEUE = 64
+"""Envelopes ZeroMQ may hold for one client; they are of a turn each, and their bytes count."""
 HELD_MESSAGES = 1024
 """Messages kept for a client whose queue is full; one that needs more is cut off."""
 RETRY_S = 0.02
