@@ -44,11 +44,12 @@ def test_no_link_without_its_folder():
 
 
 def test_an_install_holds_every_module_kernel_source_and_model_file(tmp_path):
+    # A base of its own: file lists of earlier installs in src/*.egg-info would hide a gap.
+    metadata = tmp_path / "metadata"
+    metadata.mkdir()
+    command = ["egg_info", f"--egg-base={metadata}", "build_py", f"--build-lib={tmp_path}/lib"]
     subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "lib")],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
+        [sys.executable, "setup.py", "-q", *command], cwd=ROOT, check=True, capture_output=True
     )
     built = {str(p.relative_to(tmp_path / "lib")) for p in (tmp_path / "lib").rglob("*")}
     assert expected_files() - built == set()
