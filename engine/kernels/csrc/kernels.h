@@ -60,7 +60,7 @@ typedef struct {
                     float *kept, double *ends, int64_t *starts);
 } Kernels;
 
-/* Best first, ends with NULL. An entry the processor lacks is skipped by the module. */
+/* The module offers those the processor has. */
 extern const Kernels kernels_avx512, kernels_avx2, kernels_plain;
 
 #endif

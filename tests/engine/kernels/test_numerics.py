@@ -1,0 +1,47 @@
+"""The bits a numerics name stands for.
+
+Workers with equal names hand requests to each other in the middle of generation, so a change
+of any bit needs a new revision: raise ``REVISION`` in cpu.py and record the digests anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+DIGESTS = {
+    ("1", "avx512"): "21d7fd7decf4bbac",
+    ("1", "avx2"): "7edb7a232b65a830",
+    ("1", "plain"): "0957d8a22f92a9e8",
+}
+
+
+def floats(seed: int, *shape: int) -> np.ndarray:
+    """Numbers in -2..2 that no library version changes."""
+    n = int(np.prod(shape))
+    words = (np.arange(n, dtype=np.uint64) + np.uint64(seed * 1000)) * np.uint64(0x9E3779B97F4A7C15)
+    return ((words >> np.uint64(40)).astype(np.float32) / 2**22 - 2).reshape(shape)
+
+
+def results(backend) -> list[np.ndarray]:
+    linear, normed = np.empty((9, 129), np.float32), np.empty((9, 100), np.float32)
+    gated, attended = np.empty((9, 50), np.float32), np.empty((40, 96), np.float32)
+    q, kv = np.empty((9, 4, 24), np.float32), np.zeros((9, 2, 2, 5, 24), np.float32)
+    backend.linear(floats(1, 9, 300), backend.pack_linear([floats(2, 129, 300)]), linear)
+    backend.rms_norm(floats(3, 9, 100), floats(4, 100), 1e-6, normed)
+    backend.silu_mul(floats(5, 9, 100) * 5, gated)
+    table, offsets = np.arange(9, dtype=np.int32)[None], np.array([0, 40], np.int32)
+    positions, cache = np.arange(40, dtype=np.int32), floats(7, 9, 2, 2, 5, 24)
+    backend.attention(floats(6, 40, 4, 24), cache, table, offsets, positions, 0.2, 0, attended)
+    norms = floats(10, 24), floats(11, 24)
+    backend.qk_norm_rope_append(
+        floats(8, 9, 192), positions[:9], np.arange(9), floats(9, 40, 24), *norms, 1e-6, kv, q
+    )
+    return [linear, normed, gated, attended, q, kv]
+
+
+def test_bits_are_those_of_the_revision(compiled):
+    digest = hashlib.sha256(b"".join(r.tobytes() for r in results(compiled))).hexdigest()
+    _, revision, isa = compiled.numerics.split("-")
+    assert digest[:16] == DIGESTS[revision, isa]
