@@ -30,6 +30,7 @@ class Policy(Protocol):
 
     def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes]) -> Worker:
         """One of ``workers`` (at least one, all of one role) for a prompt of these blocks."""
+        ...
 
     def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> None:
         """``worker`` was given a request of these blocks and ``tokens`` of work."""
