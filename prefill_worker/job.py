@@ -69,7 +69,8 @@ class Job:
 
     def held(self) -> RequestState:
         """What Hello says of it."""
-        return RequestState(*self.key, len(self.context.tokens), len(self.assign.context.tokens))
+        position, prompt = len(self.context.tokens), len(self.assign.context.tokens)
+        return RequestState(*self.key, position, prompt, router=self.router)
 
     def reserve(self, incarnation: int, serial: int, growth: int, now: float) -> Reserve:
         """The request for blocks on the decode side."""

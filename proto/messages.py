@@ -237,6 +237,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True, gc=False):
     position: int  # next token position the worker will produce
     prompt_length: int
     done: bool = False
+    router: str = ""  # the router it belongs to; others leave it alone
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 from array import array
 from collections.abc import Callable
+from itertools import repeat
 from typing import ClassVar
 
 import msgspec
@@ -99,6 +100,9 @@ class ClientSide:
         if known is not None:
             self._submit_again(identity, known, message)
             return
+        if life.tombstones.holds(key, now):
+            self._nothing_runs(identity, key, request_id)
+            return
         try:
             self._check_id(request_id)
             if self.closing:
@@ -136,6 +140,9 @@ class ClientSide:
         known = life.requests.get(key)
         if known is not None:
             self._resume_known(identity, known, message)
+            return
+        if life.tombstones.holds(key, now):
+            self._nothing_runs(identity, key, message.request_id)
             return
         try:
             self._check_id(message.request_id)
@@ -207,7 +214,7 @@ class ClientSide:
             raise InputError("an emitted token id does not fit 32 bits") from error
         request.next = message.position
         if request.logprobs is not None:
-            request.logprobs = [None] * len(message.emitted)
+            request.logprobs = list(repeat(None, len(message.emitted)))
 
     @staticmethod
     def _check_id(request_id: str) -> None:
@@ -231,16 +238,20 @@ class ClientSide:
         key = message.request or request_key(identity, message.request_id)
         request = life.requests.get(key)
         if request is None or (request.client and request.client.identity != identity):
-            # Perhaps its Submit was lost: the client gets the end it waits for.
-            text = "nothing of this name runs here"
-            terminal = Terminal(
-                request=key, request_id=message.request_id, status="cancelled", message=text
-            )
-            life.out.append(ToClient(identity, terminal))
+            # Perhaps its Submit was lost or comes later: the client gets the end it waits for.
+            if key == request_key(identity, message.request_id) and not life.last_attempt(key):
+                life.tombstones.add(key, now)
+                self._recovery.orphans.cancelled(key)
+            self._nothing_runs(identity, key, message.request_id)
         elif request.terminal is not None:
             self._answer(identity, request.terminal)
         else:
             life.cancel(request, now, "cancelled")
+
+    def _nothing_runs(self, identity: bytes, key: bytes, request_id: str) -> None:
+        text = "nothing of this name runs here"
+        terminal = Terminal(request=key, request_id=request_id, status="cancelled", message=text)
+        self._life.out.append(ToClient(identity, terminal))
 
     def _final_ack(self, identity: bytes, message: FinalAck, _now: float) -> None:
         requests = self._life.requests

@@ -23,6 +23,7 @@ from .policy import make_policy
 from .recent import Recent
 from .registry import Registry, Worker
 from .request import NEVER, Request, State, Step
+from .tombstones import Tombstones
 from .wheel import Wheel
 
 ENDED_KEEP_S = 5.0
@@ -62,6 +63,7 @@ class Lifecycle:
         self.queued: dict[bytes, Request] = {}
         self.wheel: Wheel[Request] = Wheel()
         self.counters = Counters()
+        self.tombstones = Tombstones()
         self.out: list[Action] = []
         self._last_attempts: Recent[bytes, int] = Recent(REMEMBER_ATTEMPTS)
 
@@ -309,7 +311,11 @@ class Lifecycle:
             self.clients.detach(request)
         self.admission.forget(request)
         del self.requests[request.key]
-        self._last_attempts.put(request.key, request.attempt)
+        self.remember_attempt(request.key, request.attempt)
+
+    def remember_attempt(self, key: bytes, attempt: int) -> None:
+        """Up to ``attempt`` a request without a record here is over."""
+        self._last_attempts.put(key, max(attempt, self.last_attempt(key)))
 
     def last_attempt(self, key: bytes) -> int:
         """Highest attempt of a request forgotten lately, 0 when there was none."""

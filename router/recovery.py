@@ -11,9 +11,13 @@ from ..proto.errors import RequestPoisoned, WorkerLost
 from ..proto.messages import Adopt, PeerDead, RequestState
 from .events import ToWorker
 from .lifecycle import Lifecycle
+from .orphans import Orphans
 from .registry import Worker
 from .request import NEVER, Request, State, Step
 
+POISON_BLAME = 1.5
+"""Each death is blamed in equal parts on all requests that were on the worker. More than this
+means alone at two deaths, or nearly so; the last one running at an operator's kill is not."""
 MAX_UNHEARD = 6
 """Adopts without an answer after which a decode worker does not have the request."""
 
@@ -26,6 +30,7 @@ class Recovery:
     def __init__(self, life: Lifecycle, now: float) -> None:
         self._life = life
         self._until = now + life.config.recovery_s
+        self.orphans = Orphans(life, now)
 
     # ------------------------------------------------------------------ this router was away
 
@@ -45,6 +50,7 @@ class Recovery:
 
     def introduced(self, worker: Worker, now: float) -> None:
         """A worker said Hello: use what it holds of the requests known here."""
+        self.orphans.reported(worker, now)
         for held in list(worker.reported.values()):
             request = self._life.requests.get(held.request)
             if request is None or held.attempt < request.attempt:
@@ -152,7 +158,7 @@ class Recovery:
         life, config = self._life, self._life.config
         request.losses += 1
         # Company at a death is no guilt: each request on the worker bears its share only.
-        if request.deaths >= config.poison_deaths and request.blame >= 1.0:
+        if request.deaths >= config.poison_deaths and request.blame > POISON_BLAME:
             text = f"{request.deaths} workers died with this request; it is not tried again"
             life.fail(request, RequestPoisoned(text), now)
         elif request.losses >= config.max_attempts:

@@ -184,7 +184,7 @@ class WorkerSide:
         self, worker: Worker, request: Request | None, run: TokenRun, now: float
     ) -> TokenRun | None:
         """A run that is not simply the next one: learn from it; the part that passes, if any."""
-        if not self._current(worker, request, run.request, run.attempt) or request is None:
+        if not self._current(worker, request, run.request, run.attempt, now) or request is None:
             return None
         if request.state is _ASSIGNED:
             self._life.accepted(request)
@@ -203,13 +203,13 @@ class WorkerSide:
         logprobs = None if run.logprobs is None else run.logprobs[skip:]
         return TokenRun(run.request, run.attempt, request.next, run.tokens[skip:], logprobs)
 
-    def _current(self, worker: Worker, request: Request | None, key: bytes, attempt: int) -> bool:
+    def _current(
+        self, worker: Worker, request: Request | None, key: bytes, attempt: int, now: float
+    ) -> bool:
         """Whether a worker's word counts; what it holds of a lower attempt is aborted."""
         life = self._life
         if request is None:
-            if attempt <= life.last_attempt(key):
-                # Forgotten here, so nobody waits for it any more.
-                life.abort_on(worker, key, attempt, NEVER, "unknown")
+            self._recovery.orphans.unknown(worker, key, attempt, now)
             return False
         if request.state is not _RUNNING and request.state is not _ASSIGNED:
             if request.done and attempt <= request.attempt:
@@ -228,7 +228,7 @@ class WorkerSide:
         request = self._life.requests.get(key)
         running = request is not None and (request.state is _RUNNING or request.state is _ASSIGNED)
         if request is None or not running or attempt < request.attempt:
-            if request is None or request.state is not State.RECOVERING:
+            if not self._may_be_wanted(worker, request, key, attempt, now):
                 self._acknowledge(worker, message)
             return
         request.attempt = attempt
@@ -240,6 +240,14 @@ class WorkerSide:
             self._recovery.ask_again(request, now)
             return
         self._finish(request, message, now)
+
+    def _may_be_wanted(
+        self, worker: Worker, request: Request | None, key: bytes, attempt: int, now: float
+    ) -> bool:
+        """Whether a worker should keep the end, and the tokens, of a request that is not here."""
+        if request is None:
+            return self._recovery.orphans.expected(worker, key, attempt, now)
+        return request.state is State.RECOVERING
 
     def _finish(self, request: Request, message: Terminal, now: float) -> None:
         """All tokens are here: acknowledge, and end the request as the worker says."""
@@ -257,11 +265,11 @@ class WorkerSide:
 
     # ------------------------------------------------------------------ answers to Assign
 
-    def _accepted(self, worker: Worker, message: Accepted, _now: float) -> None:
+    def _accepted(self, worker: Worker, message: Accepted, now: float) -> None:
         request = self._life.requests.get(message.request)
         if request is not None and request.done:
             return  # it ended before this word came
-        if self._current(worker, request, message.request, message.attempt) and request:
+        if self._current(worker, request, message.request, message.attempt, now) and request:
             self._life.accepted(request)
 
     def _busy(self, worker: Worker, message: Busy, now: float) -> None:

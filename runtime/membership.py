@@ -18,6 +18,7 @@ from ..proto.messages import (
     Aborted,
     Heartbeat,
     Hello,
+    Moved,
     Rejected,
     RequestState,
     Terminal,
@@ -71,6 +72,11 @@ class _Pending:
     repeat_at: float
 
 
+def moved_to(router: str, old: str, request: bytes) -> list[ToRouter]:
+    """What the ``old`` router of a request hears when another one adopts it."""
+    return [] if old == router else [ToRouter(old, Moved(request=request, router=router))]
+
+
 class Membership:
     """One worker's links to all its routers."""
 
@@ -91,7 +97,7 @@ class Membership:
         self._up.add(router)
         me = self.identity
         ended = [
-            RequestState(*key, p.terminal.position, p.prompt_length, done=True)
+            RequestState(*key, p.terminal.position, p.prompt_length, done=True, router=p.router)
             for key, p in self._pending.items()
         ]
         hello = Hello(
@@ -165,11 +171,12 @@ class Membership:
         if attempt is None:
             return [ToRouter(router, Aborted(request=request, attempt=0))]
         pending = self._pending[(request, attempt)]
+        moved = moved_to(router, pending.router, request)
         pending.router = router
         skip = max(0, position - pending.first)
         run = TokenRun(request, attempt, pending.first + skip, pending.tokens[skip:])
         tokens = [ToRouter(router, Tokens(runs=[run]))] if run.tokens else []
-        return [*tokens, ToRouter(router, pending.terminal)]
+        return [*moved, *tokens, ToRouter(router, pending.terminal)]
 
     @property
     def unacknowledged(self) -> int:
