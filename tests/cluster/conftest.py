@@ -119,6 +119,13 @@ class Cluster:
             self.process.wait()
             raise
 
+    def end_clean(self) -> None:
+        """End it, and fail if it leaves a process or a file."""
+        pids = self.pids() if self.process.poll() is None else {}
+        assert self.end() == 0, self.text()[-2000:]
+        assert [name for name, pid in pids.items() if alive(pid)] == []
+        assert self.leftovers() == []
+
     def leftovers(self) -> list[str]:
         """Files in its temporary folder beside the log."""
         return sorted(p.name for p in self.folder.rglob("*") if p != self.log and not p.is_dir())
@@ -152,9 +159,7 @@ def start_cluster(tmp_path_factory):
         cluster.end()
 
 
-@pytest.fixture
-def cluster(start_cluster):
-    """As ``start_cluster``, but waits until it is ready and ends it with the test."""
+def clusters_that_end_clean(start_cluster):
     started = []
 
     def start(**settings) -> Cluster:
@@ -163,4 +168,16 @@ def cluster(start_cluster):
 
     yield start
     for one in started:
-        one.end()
+        one.end_clean()
+
+
+@pytest.fixture
+def cluster(start_cluster):
+    """As ``start_cluster``, but waits until it is ready and ends it with the test."""
+    yield from clusters_that_end_clean(start_cluster)
+
+
+@pytest.fixture(scope="module")
+def shared_cluster(start_cluster):
+    """As ``cluster``, ended with the last test of the module."""
+    yield from clusters_that_end_clean(start_cluster)

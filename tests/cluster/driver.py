@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from baton.client import Client, Generation
 from baton.proto.sampling import SamplingParams
+
+from .conftest import wait_until
 
 IN_FLIGHT = 16
 
@@ -71,17 +73,16 @@ def greedy(count: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True)
 
 
-def handoffs(client: Client) -> list[dict]:
-    """All handoffs the router remembers, the latest last."""
-    return client.status(handoffs=256)["handoffs"]["last"]
+def all_handoffs(client: Client, count: int) -> list[dict]:
+    """The ``count`` handoffs so far, the latest last; a report may follow its answer."""
+    status = wait_until(
+        lambda: (s := client.status(handoffs=256))["handoffs"]["count"] >= count and s,
+        what=f"{count} handoffs",
+    )
+    assert status["handoffs"]["count"] == count
+    return status["handoffs"]["last"]
 
 
-def until_idle(client: Client, wait_until: Callable) -> dict[str, dict]:
-    """Wait until no worker holds a block for a request; returns the workers by id."""
-
-    def idle():
-        workers = {w["id"]: w for w in client.status()["workers"]}
-        live = [w for w in workers.values() if w["state"] == "ready"]
-        return workers if not any(w["kv_blocks_used"] for w in live) else None
-
-    return wait_until(idle, what="all blocks to be free")
+def worker_figures(client: Client, role: str, name: str) -> int:
+    """Sum of a figure over the workers of a role; heartbeats bring it every 200 ms."""
+    return sum(w[name] for w in client.status()["workers"] if w["role"] == role)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from .conftest import wait_until
-from .driver import IN_FLIGHT, Job, ask_all, greedy, handoffs
+from .driver import IN_FLIGHT, Job, all_handoffs, ask_all, greedy, worker_figures
 from .reference import DATA, MODELS, cases_of, last_logprobs
 
 pytestmark = pytest.mark.cluster
@@ -75,19 +75,15 @@ def check(cluster, model: str, block_size: int, budget: int, backend: str) -> No
         answers += ask_all(client, jobs(second))
         # All but the last token of a repeated prompt can be found in whole blocks.
         known = sum((len(case.prompt) - 1) // block_size * block_size for case in second)
-        wait_until(lambda: prefix_hits(client) >= known, what="the worker to report prefix hits")
-        passed = handoffs(client)
+        wait_until(
+            lambda: worker_figures(client, "prefill", "prefix_hit_tokens") >= known,
+            what="the report of prefix hits",
+        )
+        passed = all_handoffs(client, len(answers))
     ties = [c.near_tie(a.tokens) for c, a in zip([*first, *third, *second], answers, strict=True)]
     assert sum(ties) == 0, "the committed references have no near-ties"
-    assert len(passed) == len(answers)
     assert sum(h["cached_tokens"] for h in passed[IN_FLIGHT:]) > 0
     assert {a.decode for a in answers} == {"decode-0", "decode-1"}
-
-
-def prefix_hits(client) -> int:
-    """Prompt tokens the prefill worker found in its cache."""
-    workers = client.status()["workers"]
-    return next(w["prefix_hit_tokens"] for w in workers if w["role"] == "prefill")
 
 
 def jobs(cases, **options) -> list[Job]:

@@ -1,6 +1,8 @@
 """Starting, losing and ending the processes of a real cluster."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,6 +10,7 @@ import threading
 
 import pytest
 
+from baton.deploy.config import demo_model_folder
 from baton.proto.errors import CapacityError
 from baton.proto.sampling import SamplingParams
 
@@ -28,10 +31,10 @@ def tokens_of(client, count: int) -> list[int]:
     return [t for output in client.generate(PROMPT, params(count)) for t in output.tokens]
 
 
-def baton(folder, *arguments: str) -> subprocess.CompletedProcess:
+def baton(folder, *arguments: str, text: str = "") -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-P", "-m", "baton.cli", *arguments],
-        stdin=subprocess.DEVNULL,
+        input=text,
         capture_output=True,
         text=True,
         timeout=60,
@@ -153,10 +156,12 @@ def test_a_killed_supervisor_takes_its_children_along_and_the_next_start_cleans_
         env=command_environment(running.folder),
     )
     with successor:
-        threading.Timer(60, successor.kill).start()
+        limit = threading.Timer(60, successor.kill)
+        limit.start()
         assert any(line.startswith("ready: ") for line in successor.stdout)
         successor.send_signal(signal.SIGINT)
         successor.stdout.read()
+        limit.cancel()  # or the interpreter would wait for it
     assert successor.returncode == 0
     assert running.leftovers() == []
 
@@ -173,6 +178,44 @@ def test_an_address_in_use_is_refused_with_one_line(cluster, tmp_path, scheme):
         assert len(tokens_of(client, 4)) == 4
 
 
+def damaged_model(folder, name: str):
+    model = folder / "m"
+    shutil.copytree(demo_model_folder(), model)
+    if name == "no tokenizer":
+        (model / "tokenizer.json").unlink()
+    elif name == "truncated":
+        weights = model / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:100_000])
+    elif name == "other shapes":
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"intermediate_size": 385}))
+    elif name == "unknown architecture":
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"architectures": ["Mamba"]}))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("no tokenizer", "tokenizer.json is missing"),
+        ("truncated", "model.safetensors"),
+        ("other shapes", "has shape"),
+        ("unknown architecture", "Mamba"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_one_line_and_leaves_nothing(
+    tmp_path_factory, name, complaint
+):
+    folder = tmp_path_factory.mktemp("b")
+    model = damaged_model(folder, name)
+    refused = baton(folder, "serve", str(model), f"--address=ipc://{folder}/s.sock")
+    assert refused.returncode == 1
+    assert complaint in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert [p for p in folder.iterdir() if p != model] == []
+
+
 def free_port() -> int:
     from baton.deploy.addresses import free_ports
 
@@ -181,7 +224,6 @@ def free_port() -> int:
 
 def test_the_verbs_find_a_cluster_by_the_users_default_address(start_cluster, tmp_path_factory):
     folder = tmp_path_factory.mktemp("v")
-    (folder / "model").mkdir()
     serve = subprocess.Popen(
         [sys.executable, "-P", "-m", "baton.cli", "serve", "--kv-memory=8MiB"],
         stdin=subprocess.DEVNULL,
@@ -192,6 +234,9 @@ def test_the_verbs_find_a_cluster_by_the_users_default_address(start_cluster, tm
         assert baton(folder, "wait-ready").returncode == 0
         answer = baton(folder, "generate", "--chat", "What is Baton?", "--temperature", "0")
         assert "two pools of workers" in answer.stdout
+        talk = baton(folder, "chat", "--temperature=0", text="Who are you?\n\nThank you!\n/quit\n")
+        assert talk.stdout.splitlines()[0].startswith("I am the demo model of Baton")
+        assert len(talk.stdout.splitlines()) == 2
         assert "decode-0" in baton(folder, "status").stdout
         drained = baton(folder, "drain", "decode-0")
         assert (drained.returncode, drained.stdout) == (0, "decode-0: draining\n")
