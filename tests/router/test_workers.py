@@ -167,6 +167,21 @@ def test_a_request_that_kills_two_workers_alone_is_poison(served):
     assert [t.code for t in served.terminals(key)] == ["poisoned"]
 
 
+def test_the_last_one_running_at_a_second_death_is_not_blamed_for_both(bench):
+    bench.join("prefill")
+    decode = bench.join("decode")
+    keys = [bench.run(name)[0] for name in ("one", "two")]
+    for key in keys:
+        decode.tokens(key, 10, 5)
+    decode.gone()
+    decode = bench.join("decode")
+    for key in keys:
+        decode.tokens(key, 11, 6, attempt=2)
+    decode.end(keys[0], 12, attempt=2)
+    decode.gone()
+    assert not bench.terminals(keys[1])
+
+
 def test_company_at_two_deaths_is_no_guilt(served):
     keys = [served.run(f"r{i}")[0] for i in range(8)]
     for _ in range(2):
