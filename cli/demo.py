@@ -15,6 +15,7 @@ from ..deploy.report import HandoffRecord
 from ..proto.errors import BatonError, InternalError
 from ..proto.sampling import SamplingParamsInput
 from .cluster import parsed
+from .serve import run_cluster
 
 QUESTIONS = (
     "What is Baton?",
@@ -44,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = LocalCluster(settings, terminal, private=not arguments.address)
     asker = _Asker(cluster, tuple(arguments.questions) or QUESTIONS)
     cluster.on_ready(asker.start)
-    code = cluster.run()
+    code = run_cluster(cluster)
     return code or asker.outcome()
 
 

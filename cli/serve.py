@@ -11,6 +11,7 @@ import msgspec
 from ..deploy.config import ServeSettings
 from ..deploy.local import LocalCluster, check_model, make_plan, terminal
 from ..deploy.plan import describe_plan
+from ..proto.errors import RequestFailed
 from .settings import ENV_PREFIX, HELP, resolve
 
 EPILOG = (
@@ -61,4 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
         print(msgspec.json.format(msgspec.json.encode(describe_plan(plan)), indent=2).decode())
         return 0
     check_model(settings)
-    return LocalCluster(settings, terminal).run()
+    return run_cluster(LocalCluster(settings, terminal))
+
+
+def run_cluster(cluster: LocalCluster) -> int:
+    """Run it to its end; a failure becomes the error the command ends with."""
+    code = cluster.run()
+    if cluster.failure:
+        raise RequestFailed(cluster.failure)
+    return code

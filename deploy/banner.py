@@ -24,6 +24,9 @@ _SENTENCES = {
     "grace_over": "the grace period is over; stopping with requests unfinished",
 }
 
+FAILURES = frozenset({"cannot_run", "gave_up"})
+"""What ends the cluster; said last, where errors are said."""
+
 
 def sentence(say: Say) -> str:
     """The line for a :class:`Say` of the core."""

@@ -117,11 +117,12 @@ class LocalCluster:
         self._core = SupervisorCore(ROUTER, self.plan.worker_names, limits)
         self._loop = Loop()
         self._exit_code = 1
+        self.failure = ""
 
     # ------------------------------------------------------------- life
 
     def run(self) -> int:
-        """Serve until interrupted or failed; returns the exit code."""
+        """Serve until interrupted or failed; returns the exit code, 1 with ``failure`` set."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         path = ipc_path(self.plan.address)
         try:
@@ -204,8 +205,9 @@ class LocalCluster:
         line = describe_log(event)
         if _SEVERITY.get(level, 1) >= _SEVERITY["error"]:
             self._last_error[name] = str(event.get("error", line))
-            if event.get("event") == "process.failed":
-                self._refused.add(name)
+        if event.get("event") == "process.failed":
+            self._refused.add(name)  # what it said comes with what is decided about its end
+            return
         if _SEVERITY.get(level, 1) >= _SEVERITY[self._settings.log_level]:
             self._out(f"{name}: {level}: {line}")
 
@@ -238,6 +240,9 @@ class LocalCluster:
         self._loop.add_fd(child.exit_fd, lambda: self._on_exit(name))
 
     def _say(self, say: Say) -> None:
+        if say.what in banner.FAILURES:
+            self.failure = banner.sentence(say)
+            return
         self._out(banner.sentence(say))
         if say.what == "ready":
             for line in banner.startup(self._facts, self._report):

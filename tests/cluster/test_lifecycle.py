@@ -198,7 +198,6 @@ def damaged_model(folder, name: str):
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("no tokenizer", "tokenizer.json is missing"),
         ("truncated", "model.safetensors"),
         ("other shapes", "has shape"),
         ("unknown architecture", "Mamba"),
@@ -214,6 +213,15 @@ def test_a_model_that_cannot_be_served_is_one_line_and_leaves_nothing(
     assert complaint in refused.stderr
     assert refused.stderr.count("\n") == 1
     assert [p for p in folder.iterdir() if p != model] == []
+
+
+def test_a_model_without_a_tokenizer_serves_token_ids_and_refuses_text(cluster, tmp_path):
+    running = cluster(prefill=1, decode=1, model=damaged_model(tmp_path, "no tokenizer"))
+    with running.client() as client:
+        assert len(tokens_of(client, 4)) == 4
+    refused = baton(running.folder, "generate", "hello", f"--address={running.address}")
+    assert refused.returncode == 1
+    assert "tokenizer.json" in refused.stderr
 
 
 def free_port() -> int:
