@@ -1,8 +1,9 @@
 """A handoff's data path between two processes, beside raw pyzmq moving the same bytes.
 
 Handoff: Reserve, Grant, gather + checksum, KV frames within byte credit, checksum + scatter,
-Commit, Committed; the real sender, receiver, packers and channels. Raw: a DEALER pushes one
-reused buffer to a ROUTER, frame by frame, and waits for one answer.
+Commit, Committed; the real sender, receiver and packers. Raw: a DEALER pushes the same pool's
+bytes to a ROUTER, frame by frame and without a copy, and waits for one answer. Blocks that lie
+in a row are sent from the pool itself, scattered ones are gathered.
 
     python -m baton.benchmarks.handoff [--tokens 256 1024 4096] [--frame-kib 1024]
 """
@@ -124,10 +125,10 @@ class Prefill:
             socket.connect(f"ipc://{folder}/{name}")
         blocks = LAYOUT.blocks_for(max_tokens) + 2
         shape = (LAYOUT.num_layers, blocks, *LAYOUT.block_shape)
-        pool = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+        self.pool = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
         self.scattered = np.random.default_rng(1).permutation(blocks).astype(np.int32)
         self.table = self.scattered
-        self.packer = FramePacker(load_backend(), pool, _checksum)
+        self.packer = FramePacker(load_backend(), self.pool, _checksum)
         self.buffers = BufferPool()
         self.in_flight: deque[tuple[zmq.MessageTracker, np.ndarray]] = deque()
         self.encoder = EnvelopeEncoder()
@@ -197,13 +198,13 @@ class Prefill:
         return sender.on_packed(output.key, frame.index, frame.checksum, 0.0)
 
     def plain(self, nbytes: int) -> float:
-        """Seconds to move ``nbytes`` in frames of the same size, answered once."""
-        frame = np.ones(min(self.frame_bytes, nbytes), np.uint8)
+        """Seconds to move the same bytes in frames of the same size, answered once."""
+        source = self.pool.reshape(-1).view(np.uint8)
         start = time.perf_counter()
         self.raw.send(str(nbytes).encode())
         sent = 0
         while sent < nbytes:
-            piece = frame[: min(len(frame), nbytes - sent)]
+            piece = source[sent : min(sent + self.frame_bytes, nbytes)]
             self.raw.send(b"h" * 40, zmq.SNDMORE)
             self.raw.send(piece.data, copy=False)
             sent += len(piece)
