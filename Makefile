@@ -77,7 +77,7 @@ lock:  ## resolve requirements.lock anew (needs uv)
 
 %/.locked: requirements.lock | %/bin/python
 	@echo "installing the locked requirements into $*"
-	@"$*/bin/python" -m pip install $(PIP_QUIET) --require-hashes --no-deps -r requirements.lock
+	@env -u PIP_CONSTRAINT "$*/bin/python" -m pip install $(PIP_QUIET) --require-hashes --no-deps -r requirements.lock
 	@touch "$@"
 
 $(VENV)/.installed: $(VENV)/.locked $(BUILD_INPUTS)
