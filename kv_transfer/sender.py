@@ -37,6 +37,11 @@ from ..proto.messages import (
     Stale,
 )
 
+MIN_FRAME_BYTES = 512 << 10
+"""Frames are not made smaller than this for the sake of overlap."""
+FRAMES_IN_FLIGHT = 8
+"""Frames a handoff is cut into at least, if they do not get too small."""
+
 Key = tuple[bytes, int]
 """(request, attempt): names one handoff."""
 
@@ -164,8 +169,10 @@ class _Handoff:
     maker: CommitMaker | None = None
     commit: Commit | None = None
     retry_at: float = 0.0
+    heard_at: float = 0.0  # of the peer, while frames wait for credit
     retries: int = 0
     resent: int = 0
+    refusals: int = 0  # of the other side, as far as they arrived
 
     def step(self, event: str) -> None:
         target = TRANSITIONS.get((self.state, event))
@@ -179,8 +186,8 @@ class SenderConfig:
     """Sizes and timers of the sending side.
 
     ``frame_bytes``: target size of a frame. ``retry``: seconds until an unanswered control
-    message is repeated (doubling up to ``retry_max``); ``patience``: seconds without any
-    progress of a granted transfer before the handoff is given up as lost.
+    message is repeated (doubling up to ``retry_max``); ``patience``: seconds of
+    silence of a peer whose credit is waited for before the handoff is given up as lost.
     """
 
     frame_bytes: int = 2 << 20
@@ -282,9 +289,11 @@ class Sender:
         """Blocks are promised."""
         key = (message.request, message.attempt)
         handoff = self._live.get(key)
-        if handoff is None or handoff.state is not HandoffState.RESERVING:
+        if handoff is None or handoff.state not in (HandoffState.RESERVING, HandoffState.SENDING):
             self.stale += handoff is None
             return []
+        if handoff.state is HandoffState.SENDING:
+            return self._granted_again(handoff, message, now)
         handoff.step("grant")
         handoff.grant = message.grant
         handoff.credit = message.credit
@@ -294,6 +303,14 @@ class Sender:
         self._calm(handoff, now)
         self._by_grant[message.grant] = key
         return [Granted(key, message.cached_tokens)]
+
+    def _granted_again(self, handoff: _Handoff, message: Grant, now: float) -> list[Output]:
+        """Alive, and perhaps a Credit was lost."""
+        if message.grant != handoff.grant:
+            return self._fail(handoff, "handoff_failed", "the grant was replaced")
+        handoff.credit = max(handoff.credit, message.credit)
+        self._calm(handoff, now)
+        return self._push(handoff, now)
 
     def on_busy(self, message: Busy) -> list[Output]:
         """No blocks now: the handoff ends, the request goes back to the queue."""
@@ -348,12 +365,13 @@ class Sender:
             if message.frames:
                 return []  # an answer to an earlier Commit
             return self._fail(handoff, message.code, message.message)
+        if message.round <= handoff.refusals:
+            return []  # said again: those frames are under way
+        handoff.refusals = message.round
         handoff.step("resend")
         handoff.commit = None
         handoff.resent += len(wanted)
-        # The receiver's credit counts what reached it; start again from its number.
-        nbytes = sum(handoff.frames[i].nbytes for i in wanted)
-        handoff.credit = handoff.sent_bytes + nbytes
+        handoff.credit = max(handoff.credit, message.credit)
         for index in wanted:
             handoff.checksums.pop(index, None)
             handoff.queue.append(handoff.frames[index])
@@ -414,21 +432,23 @@ class Sender:
     def _due(self, handoff: _Handoff) -> float:
         """When an unchanged handoff needs attention; a transfer that waits for compute never."""
         if handoff.state is HandoffState.SENDING:
-            return handoff.retry_at + self._config.patience if handoff.queue else math.inf
+            return handoff.retry_at if handoff.queue else math.inf
         return handoff.retry_at
 
     def _overdue(self, handoff: _Handoff, now: float) -> list[Output]:
         request, attempt = handoff.key
-        if handoff.state is HandoffState.RESERVING:
+        sending = handoff.state is HandoffState.SENDING
+        if sending and now >= handoff.heard_at + self._config.patience:
+            return self._fail(handoff, "handoff_failed", "no credit arrived")
+        if sending or handoff.state is HandoffState.RESERVING:
+            # Without credit it is asked for once more: the answer tells how much there is.
             left = msgspec.structs.replace(handoff.reserve, deadline=handoff.deadline - now)
             return self._repeat(handoff, left, now)
         if handoff.state is HandoffState.COMMITTING and handoff.commit:
             again = msgspec.structs.replace(handoff.commit, deadline=handoff.deadline - now)
             return self._repeat(handoff, again, now)
-        if handoff.state is HandoffState.RELEASING:
-            message = Release(request=request, attempt=attempt, grant=handoff.grant)
-            return self._repeat(handoff, message, now)
-        return self._fail(handoff, "handoff_failed", "no credit arrived")
+        message = Release(request=request, attempt=attempt, grant=handoff.grant)
+        return self._repeat(handoff, message, now)
 
     def _repeat(self, handoff: _Handoff, message: Message, now: float) -> list[Output]:
         if now >= handoff.deadline:
@@ -451,11 +471,11 @@ class Sender:
         layers = layer_end - handoff.layer_done
         if last <= first or layers <= 0 or handoff.grant is None:
             return
-        per_block = self._layout.block_bytes
-        blocks_per_frame = max(1, min(last - first, self._config.frame_bytes // per_block))
+        per_block, target = self._layout.block_bytes, self._frame_bytes(handoff)
+        blocks_per_frame = max(1, min(last - first, target // per_block))
         whole = blocks_per_frame == last - first
         per_layer = blocks_per_frame * per_block
-        layers_per_frame = max(1, self._config.frame_bytes // per_layer) if whole else 1
+        layers_per_frame = max(1, target // per_layer) if whole else 1
         for layer in range(handoff.layer_done, layer_end, layers_per_frame):
             for block in range(first, last, blocks_per_frame):
                 count = min(layers_per_frame, layer_end - layer)
@@ -472,6 +492,13 @@ class Sender:
                 )
                 handoff.frames.append(frame)
                 handoff.queue.append(frame)
+
+    def _frame_bytes(self, handoff: _Handoff) -> int:
+        """Large frames cost less each; a few of them let packing, sending and writing overlap."""
+        missing = handoff.blocks - handoff.cached_blocks
+        total = missing * self._layout.num_layers * self._layout.block_bytes
+        least = min(MIN_FRAME_BYTES, self._config.frame_bytes)
+        return max(least, min(self._config.frame_bytes, total // FRAMES_IN_FLIGHT))
 
     def _push(self, handoff: _Handoff, now: float) -> list[Output]:
         outputs: list[Output] = []
@@ -508,6 +535,7 @@ class Sender:
 
     def _calm(self, handoff: _Handoff, now: float) -> None:
         handoff.retries = 0
+        handoff.heard_at = now
         handoff.retry_at = now + self._config.retry
 
     def _fail(
