@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic
@@ -245,7 +245,7 @@ class Receiver(Generic[A]):
         held = slot and slot.reserve and slot.reserve.attempt == message.attempt
         if slot and held and slot.state in (GrantState.GRANTED, GrantState.FILLING):
             self._free_slot(slot)
-        return [answer]
+        return [answer, *self._credit_outputs()]
 
     def on_fence(self, message: Fence) -> list[Output[A]]:
         """Device path: the sender has stopped writing, so the blocks may be freed."""
@@ -320,7 +320,7 @@ class Receiver(Generic[A]):
         commit, cells = slot.commit, slot.arrived
         if commit is None or cells is None or slot.allocation is None:
             return []
-        if slot.damaged:
+        if slot.damaged and len(slot.frames) + len(slot.damaged) >= commit.frames:
             return self._refuse_frames(slot, sorted(slot.damaged))
         if len(slot.frames) < commit.frames:
             return []  # frames are still on their way; tick() asks again when they do not come
@@ -339,7 +339,8 @@ class Receiver(Generic[A]):
         allocation = slot.allocation
         slot.allocation = None
         cached = allocation.cached_blocks * self._layout.block_size
-        return [Reply(slot.peer, answer), Handover(commit, allocation, cached, slot.sizes)]
+        handover = Handover(commit, allocation, cached, slot.sizes)
+        return [Reply(slot.peer, answer), handover, *self._credit_outputs()]
 
     @staticmethod
     def _manifest_agrees(slot: _Slot[A], commit: Commit) -> bool:
@@ -362,7 +363,7 @@ class Receiver(Generic[A]):
             return self._fail(slot, "handoff_failed", f"frames {missing[:8]} never arrived intact")
         absent = 0 if slot.arrived is None else int(np.count_nonzero(~slot.arrived))
         slot.damaged.clear()
-        slot.credit = self._credits.expect_more(slot.index, absent * self._layout.block_bytes)
+        slot.credit = self._credits.expect_again(slot.index, absent * self._layout.block_bytes)
         message = Refused(
             request=commit.request,
             attempt=commit.attempt,
@@ -370,6 +371,7 @@ class Receiver(Generic[A]):
             code="frames_missing",
             frames=missing,
             credit=slot.credit,
+            round=slot.refusals,
         )
         slot.commit = None
         return [Reply(slot.peer, message)]
@@ -402,7 +404,7 @@ class Receiver(Generic[A]):
             self._highest[request] = (attempt, now + keep)
         slot = self._live.get(request)
         if slot and slot.reserve and slot.reserve.attempt <= attempt:
-            return self._drop(slot)
+            return [*self._drop(slot), *self._credit_outputs()]
         return []
 
     def close(self, request: bytes, attempt: int) -> None:
@@ -537,8 +539,9 @@ def _same_reserve(held: Reserve, asked: Reserve) -> bool:
     return all(getattr(held, name) == getattr(asked, name) for name in names)
 
 
-def check_receiver(receiver: Receiver[Any], owned: Sequence[bytes]) -> None:
-    """Raise InternalError-worthy facts in tests: slots, live table and states agree."""
+def check_receiver(receiver: Receiver[Any], owned: Collection[bytes]) -> None:
+    """Raise unless slots, live table and states agree and credit keeps its budget."""
+    receiver._credits.check_integrity()
     live = receiver._live
     for request, slot in live.items():
         if slot.reserve is None or slot.reserve.request != request:

@@ -244,6 +244,8 @@ class Sender:
         handoff = self._live.get(key)
         if handoff is None or handoff.state is not HandoffState.SENDING:
             return []
+        if not handoff.queue:
+            self._calm(handoff, now)  # it waited for compute, not for the peer
         size = self._layout.block_size
         block_end = handoff.blocks if last else token_end // size
         self._cut(handoff, layer_end, block_end)

@@ -538,7 +538,8 @@ class Refused(Message, frozen=True, kw_only=True):
     code: str
     message: str = ""
     frames: list[int] = []
-    credit: int = 0  # cumulative credit that covers the repeated frames
+    credit: int = 0  # cumulative credit, raised for the repeated frames
+    round: int = 0  # counts these refusals of a grant: one said again asks for nothing new
 
 
 class Stale(Message, frozen=True, kw_only=True):

@@ -8,9 +8,51 @@ from baton.kv_transfer.credit import CreditPool
 def test_window_and_budget_bound_what_is_in_flight():
     pool = CreditPool(budget=100, window=60)
     assert pool.open(1, 500) == 60
-    assert pool.open(2, 500) == 40
+    assert pool.open(2, 30) == 30
     assert pool.open(3, 500) == 0
-    assert pool.outstanding == 100
+    assert pool.outstanding == 90
+
+
+def test_nobody_gets_crumbs_too_small_for_a_frame():
+    """With what is left over shared out, all could wait for each other."""
+    pool = CreditPool(budget=100, window=40)
+    assert [pool.open(key, 500) for key in range(6)] == [40, 40, 0, 0, 0, 0]
+    pool.close(0)
+    assert pool.top_up() == [(2, 40)]
+    pool.check_integrity()
+
+
+def test_who_came_first_is_served_first():
+    pool = CreditPool(budget=100, window=60)
+    pool.open(1, 500)
+    pool.open(2, 500)
+    assert pool.open(3, 10) == 0
+    pool.close(1)
+    assert pool.top_up() == [(2, 60), (3, 10)]
+
+
+def test_what_was_lost_no_longer_counts_and_is_given_again_within_the_budget():
+    pool = CreditPool(budget=100, window=60)
+    pool.open(1, 60)
+    pool.receive(1, 20)
+    pool.open(2, 40)
+    assert pool.outstanding == 80
+    assert pool.expect_again(1, 40) == 100
+    assert pool.outstanding == 80
+    pool.check_integrity()
+    assert pool.receive(1, 40)
+    assert not pool.receive(1, 1)
+
+
+def test_what_is_asked_for_again_waits_for_its_turn_when_the_budget_is_full():
+    pool = CreditPool(budget=100, window=60)
+    pool.open(1, 60)
+    pool.receive(1, 60)
+    pool.open(2, 500)
+    assert pool.expect_again(1, 60) == 60
+    assert pool.top_up() == []
+    pool.close(2)
+    assert pool.top_up() == [(1, 120)]
 
 
 def test_credit_is_raised_when_low_and_never_beyond_what_is_expected():
@@ -40,6 +82,9 @@ def test_books_hold_under_random_use():
         key = random.randrange(8)
         if key not in credit:
             credit[key], got[key] = pool.open(key, random.randrange(1, 900)), 0
+        elif random.random() < 0.05:
+            got[key] = credit[key]
+            credit[key] = pool.expect_again(key, random.randrange(1, 300))
         elif random.random() < 0.1:
             pool.close(key)
             del credit[key], got[key]
@@ -50,6 +95,7 @@ def test_books_hold_under_random_use():
             got[key] += n if fits else 0
         for raised, total in pool.top_up():
             assert total > credit[raised]
+            pool.check_integrity()
             credit[raised] = total
         assert pool.outstanding == sum(credit[k] - got[k] for k in credit), step
         assert 0 <= pool.outstanding <= 1000

@@ -149,7 +149,13 @@ def test_unanswered_messages_are_repeated_with_growing_pauses():
 def test_refused_frames_are_sent_again_and_committed_again():
     sender, message = committed_sender()
     refused = Refused(
-        request=REQUEST, attempt=1, grant=REF, code="frames_missing", frames=[1], credit=0
+        request=REQUEST,
+        attempt=1,
+        grant=REF,
+        code="frames_missing",
+        frames=[1],
+        credit=BIG,
+        round=1,
     )
     out = pack(sender, sender.on_refused(refused, 0.1))
     assert [f.index for f in frames(out)] == [1]
@@ -159,6 +165,69 @@ def test_refused_frames_are_sent_again_and_committed_again():
     (done,) = sender.on_committed(answer, 0.5)
     assert done.resent == 1
     assert done.bytes_sent == message.bytes
+
+
+def test_a_refusal_said_again_asks_for_nothing():
+    sender, _ = committed_sender()
+    refused = Refused(
+        request=REQUEST,
+        attempt=1,
+        grant=REF,
+        code="frames_missing",
+        frames=[1],
+        credit=BIG,
+        round=1,
+    )
+    pack(sender, sender.on_refused(refused, 0.1))
+    assert sender.on_refused(refused, 0.2) == []
+
+
+def test_repeated_frames_keep_to_the_credit():
+    sender, message = committed_sender()
+    refused = Refused(
+        request=REQUEST, attempt=1, grant=REF, code="frames_missing", frames=[0, 1], round=1
+    )
+    first = message.bytes // message.frames
+    sender._of(REF).credit = message.bytes
+    out = pack(sender, sender.on_refused(refused, 0.1))
+    assert not frames(out)
+    out = pack(sender, sender.on_credit(Credit(grant=REF, credit=message.bytes + 2 * first), 0.2))
+    assert len(frames(out)) == 2
+
+
+def test_a_lost_credit_is_asked_for_by_repeating_the_reserve():
+    sender = started(credit=LAYOUT.block_bytes, frame_bytes=LAYOUT.block_bytes)
+    pack(sender, sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0))
+    (again,) = sender.tick(0.3)
+    assert isinstance(again.message, Reserve)
+    grant = Grant(request=REQUEST, attempt=1, grant=REF, cached_tokens=0, credit=BIG)
+    assert len(frames(pack(sender, sender.on_grant(grant, 0.4)))) == 5
+    assert sender.tick(9.0) == []
+
+
+def test_a_peer_without_credit_is_waited_for_as_long_as_it_answers():
+    sender = started(credit=LAYOUT.block_bytes, frame_bytes=LAYOUT.block_bytes)
+    pack(sender, sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0))
+    grant = Grant(request=REQUEST, attempt=1, grant=REF, cached_tokens=0, credit=LAYOUT.block_bytes)
+    for second in range(1, 20):
+        assert isinstance(sender.tick(second)[0], Send)
+        assert sender.on_grant(grant, second + 0.1) == []
+    assert [isinstance(o, Failed) for o in sender.tick(30.0)] == [False, True]
+
+
+def test_time_spent_computing_is_no_silence():
+    sender = started(credit=0, frame_bytes=LAYOUT.block_bytes)
+    sender.ready(KEY, layer_end=2, token_end=10, last=True, now=100.0)
+    assert sender.tick(100.1) == []
+
+
+def test_a_replaced_grant_fails_the_handoff():
+    sender = started()
+    other = GrantRef(REF.incarnation, REF.slot, REF.generation + 1)
+    grant = Grant(request=REQUEST, attempt=1, grant=other, cached_tokens=0, credit=BIG)
+    outputs = sender.on_grant(grant, 0.1)
+    assert isinstance(outputs[-1], Failed)
+    assert isinstance(outputs[0].message, Release)
 
 
 def test_final_refusal_fails_the_handoff():
@@ -211,7 +280,7 @@ def test_dead_peer_fails_its_handoffs_only():
 def test_a_transfer_without_credit_is_given_up():
     sender = started(credit=0)
     sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0)
-    assert sender.tick(1.0) == []
+    assert isinstance(sender.tick(1.0)[0], Send)
     assert any(isinstance(o, Failed) for o in sender.tick(10.0))
 
 
