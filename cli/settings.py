@@ -35,7 +35,7 @@ HELP = {
     "backend": "kernels: auto, cpu (C) or numpy",
     "grace": "seconds running requests may take to finish after an interrupt",
     "stats_interval": "seconds between lines of figures (0: none)",
-    "log_level": "least severe log lines shown: debug, info, warning or error",
+    "log_level": "least severe log lines shown: info, warning or error",
     "run_dir": "parent of the private folder of sockets (empty: the system's temporary folder)",
 }
 """One line for each field of :class:`ServeSettings`, shown by ``baton serve --help``."""
