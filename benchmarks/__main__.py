@@ -1,0 +1,56 @@
+"""All measurements, one after the other: ``python -m baton.benchmarks [NAME ...]``.
+
+Each runs in a process of its own and prints its figures beside its peers and limits. With
+``--peer-python PATH`` (a Python that has torch and transformers; by default the environment
+``make test-oracle`` makes, when it is there) the engine is measured beside transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+ORDER = ("codec", "kernels", "engine", "handoff", "loop", "router", "cluster")
+ORACLE_PYTHON = Path(".venv-oracle/bin/python")
+
+
+def processor() -> str:
+    """Model name and number of usable cores."""
+    name = platform.processor() or "unknown processor"
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        name = names[0].partition(":")[2].strip() if names else name
+    return f"{name}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}"
+
+
+def main() -> int:
+    """Run the measurements asked for; the exit code says whether all of them ran."""
+    parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ORDER)}")
+    parser.add_argument("--peer-python", help="a Python with torch and transformers")
+    options = parser.parse_args()
+    unknown = [name for name in options.names if name not in ORDER]
+    if unknown:
+        parser.error(f"unknown measurement {unknown[0]!r}; known: {', '.join(ORDER)}")
+    peer = options.peer_python or (str(ORACLE_PYTHON) if ORACLE_PYTHON.exists() else "")
+    print(f"{processor()}; Python {platform.python_version()}", flush=True)
+    failed = []
+    for name in options.names or ORDER:
+        print(f"\n== {name}", flush=True)
+        command = [sys.executable, "-m", f"baton.benchmarks.{name}"]
+        if name == "engine" and peer:
+            command += ["--peer-python", peer]
+        if subprocess.run(command, check=False).returncode:
+            failed.append(name)
+    if failed:
+        print(f"\nfailed: {', '.join(failed)}", flush=True)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
