@@ -64,6 +64,7 @@ from ..runtime.actions import (
     RouterUp,
     Tick,
     ToRouter,
+    blocks_freed,
 )
 from ..runtime.membership import EngineState, Membership
 from .events import Action, Event, FrameStored, FromPeer, PeerGone, RunStep, StepDone, ToPeer
@@ -131,6 +132,7 @@ class DecodeCore:
         self._step_running = False
         self._tombstone_s = 600.0
         self._drained_said = False
+        self._freed_later: list[Key] = []  # aborted, but part of the running step
 
     # ------------------------------------------------------------------ entry
 
@@ -177,12 +179,18 @@ class DecodeCore:
 
     def _abort(self, router: str, message: Abort, now: float) -> list[Action]:
         request, attempt = message.request, message.attempt
-        for key in [k for k in self._live if k[0] == request and k[1] <= attempt]:
-            self._stop(self._live[key])
+        stopped = [v for k, v in self._live.items() if k[0] == request and k[1] <= attempt]
+        for live in stopped:
+            self._stop(live)
         outputs = self.receiver.abort(request, attempt, now, self._tombstone_s)
         self._member.forget(request, attempt)
+        note: list[Action] = []
+        if any(self._scheduler.is_inflight(live.sequence.request) for live in stopped):
+            self._freed_later.append((request, attempt))
+        else:
+            note.append(blocks_freed(request, attempt, now))
         answer = ToRouter(router, Aborted(request=request, attempt=attempt))
-        return [*self._received(outputs, now), answer, *self._maybe_drained()]
+        return [*self._received(outputs, now), answer, *note, *self._maybe_drained()]
 
     def _adopt(self, router: str, request: bytes, position: int) -> list[Action]:
         """Say all tokens from ``position`` on again; they go to this router from now on."""
@@ -367,7 +375,9 @@ class DecodeCore:
         self._step_running = False
         self._progress += 1
         self._step_s = event.result.seconds
-        return self._engine_events(self._scheduler.apply(event.result, now), now)
+        actions = self._engine_events(self._scheduler.apply(event.result, now), now)
+        freed, self._freed_later = self._freed_later, []
+        return [*actions, *(blocks_freed(*key, now) for key in freed)]
 
     def _engine_events(self, events: list[EngineEvent], now: float) -> list[Action]:
         """One Tokens message per router, then the terminals."""

@@ -63,6 +63,7 @@ from ..runtime.actions import (
     RouterUp,
     Tick,
     ToRouter,
+    blocks_freed,
 )
 from ..runtime.membership import EngineState, Membership
 from .events import (
@@ -119,6 +120,7 @@ class PrefillCore:
         self._step_s = 0.0
         self._step_running = False
         self._drained_said = False
+        self._freed_later: list[Key] = []  # aborted, but part of the running step
 
     # ------------------------------------------------------------------ entry
 
@@ -216,12 +218,18 @@ class PrefillCore:
         return actions
 
     def _abort(self, router: str, message: Abort, now: float) -> list[Action]:
+        request, attempt = message.request, message.attempt
         actions: list[Action] = []
-        for key in [k for k in self._jobs if k[0] == message.request and k[1] <= message.attempt]:
-            actions += self._stop(self._jobs[key], now)
-        self._member.forget(message.request, message.attempt)
-        self._aborted[message.request] = (message.attempt, now + 600.0)
-        answer = Aborted(request=message.request, attempt=message.attempt)
+        stopped = [j for k, j in self._jobs.items() if k[0] == request and k[1] <= attempt]
+        for job in stopped:
+            actions += self._stop(job, now)
+        self._member.forget(request, attempt)
+        self._aborted[request] = (attempt, now + 600.0)
+        if any(self._scheduler.is_inflight(job.sequence.request) for job in stopped):
+            self._freed_later.append((request, attempt))
+        else:
+            actions.append(blocks_freed(request, attempt, now))
+        answer = Aborted(request=request, attempt=attempt)
         return [*actions, ToRouter(router, answer), *self._maybe_drained()]
 
     def _stop(self, job: Job, now: float) -> list[Action]:
@@ -499,7 +507,8 @@ class PrefillCore:
         self._step_s = event.result.seconds
         actions: list[Action] = []
         self._engine_events(self._scheduler.apply(event.result, now), actions, now)
-        return actions
+        freed, self._freed_later = self._freed_later, []
+        return [*actions, *(blocks_freed(*key, now) for key in freed)]
 
     def _engine_events(self, events: list[EngineEvent], actions: list[Action], now: float) -> None:
         for event in events:

@@ -58,6 +58,15 @@ class Note:
     fields: dict[str, object]
 
 
+def blocks_freed(request: bytes, attempt: int, now: float) -> Note:
+    """An aborted attempt holds no KV blocks here any more.
+
+    ``at``: monotonic seconds, one clock for all processes of a host, so the line tells how
+    long the abort took from the router's ``request.cancelled`` on.
+    """
+    return Note("request.freed", {"request": request.hex(), "attempt": attempt, "at": now})
+
+
 @dataclass(slots=True, frozen=True)
 class Exit:
     """The incarnation is over: end the process; a supervisor may start a new one.
