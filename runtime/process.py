@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -42,7 +43,8 @@ def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -
     options = parser.parse_args()
     configure(role)
     if options.parent:
-        lifecycle.die_with_parent(options.parent)
+        # Nothing supervises us then: going on, even to drain, would leave an orphan.
+        lifecycle.die_with_parent(options.parent, signal.SIGKILL)
     try:
         config = load(options.config, kind)
         process = str(getattr(config, "worker_id", getattr(config, "name", "")))
