@@ -105,8 +105,13 @@ class RouterChannel(Channel):
                 head = self._socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return None
+            fd = _descriptor(head)
+            if fd is None:
+                self._read_frames()
+                self.stats.malformed += 1
+                continue
             identity = head.bytes
-            self._heard(identity, int(head.get(zmq.SRCFD)))
+            self._heard(identity, fd)
             frames = self._read_frames()
             if frames is not None:
                 return identity, frames
@@ -305,6 +310,17 @@ class DealerChannel(Channel):
             self.stats.refused += 1
             _log.warning("socket.handshake_failed", endpoint=self.endpoint, reason=value)
         return True
+
+
+def _descriptor(head: zmq.Frame) -> int | None:
+    """The connection a message came by; None for one of ZMTP 1 or 2, which names none.
+
+    ZMTP 1 has no greeting, so almost any bytes of a stranger are messages of it.
+    """
+    try:
+        return int(head.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return None
 
 
 # ---------------------------------------------------------------------------------- binding

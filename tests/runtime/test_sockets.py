@@ -257,6 +257,22 @@ def test_noise_on_the_port_leaves_the_socket_working(loop, drive, context):
         drive.until(lambda: peer.heard)
 
 
+@pytest.mark.parametrize("count", [1, 3, 400])
+def test_strangers_that_pass_for_old_zeromq_are_dropped(loop, drive, context, tmp_path, count):
+    """Short frames of ZMTP 1: their messages come without the connection they came by."""
+    server = Server(loop, context, f"ipc://{tmp_path}/s")
+    peer = Peer(loop, context, server.channel.endpoint)
+    with posix.socket(posix.AF_UNIX) as stranger:
+        stranger.connect(str(tmp_path / "s"))
+        stranger.sendall(b"\x01\x00" + b"\x03\x01ab\x03\x00cd" * count)
+        drive.until(lambda: server.channel.stats.malformed == count)
+    drive.until(lambda: peer.channel.connected)
+    peer.channel.send([b"hi", b"there"])
+    drive.until(lambda: peer.heard)
+    assert server.heard == [(b"peer", [b"hi", b"there"])]
+    assert loop.callback_errors == 0
+
+
 def test_ipc_path_is_private_and_removed(context, tmp_path):
     path = tmp_path / "s"
     channel = RouterChannel(context, f"ipc://{path}")
