@@ -202,11 +202,11 @@ def fixed(rng: random.Random) -> Turn:
 
 
 TASKS: tuple[tuple[float, Callable[[random.Random], Turn]], ...] = (
-    (0.20, story),
-    (0.16, addition),
-    (0.09, counting),
+    (0.24, story),
+    (0.12, addition),
+    (0.10, counting),
     (0.16, repeat),
-    (0.19, lookup),
+    (0.18, lookup),
     (0.07, greeting),
     (0.06, knowledge),
     (0.07, fixed),

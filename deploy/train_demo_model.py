@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody uses
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from .demo_corpus import MicroWorld, documentation
@@ -218,35 +218,57 @@ def learning_rate_factor(step: int, progress: float) -> float:
     return min(1.0, (step + 1) / 30, max(0.01, (1.0 - progress) / 0.45))
 
 
-def train(out: Path, minutes: float, tokens: int, seed: int) -> None:
-    """Train for ``minutes`` of CPU time, ``tokens`` per step."""
-    torch.manual_seed(seed)
-    docs = documentation()
+def starting_point(
+    out: Path, seed: int, docs: list[str], resume: bool
+) -> tuple[Tokenizer, Parameters]:
+    """A fresh tokenizer and random weights, or those of an earlier run in ``out``."""
+    if resume:
+        tensors = load_file(str(out / "model.safetensors"))
+        params = {name: v.float().requires_grad_() for name, v in tensors.items()}
+        return Tokenizer.from_file(str(out / "tokenizer.json")), params
     tokenizer = train_tokenizer(MicroWorld(seed, docs), docs)
     save_tokenizer(out, tokenizer)
-    params = initial_parameters()
+    return tokenizer, initial_parameters()
+
+
+def take_step(
+    params: Parameters,
+    opts: list[torch.optim.Optimizer],
+    batch: tuple[torch.Tensor, torch.Tensor],
+    factor: float,
+) -> float:
+    """One update with the learning rates times ``factor``; returns the loss before it."""
+    for opt in opts:
+        for group in opt.param_groups:
+            group["lr"] = group.setdefault("base_lr", group["lr"]) * factor
+    loss = answer_loss(params, *batch)
+    loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+    for opt in opts:
+        opt.step()
+        opt.zero_grad(set_to_none=True)
+    return float(loss.item())
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train for ``args.minutes`` of CPU time, ``args.tokens`` per step."""
+    torch.manual_seed(args.seed)
+    docs = documentation()
+    tokenizer, params = starting_point(args.out, args.seed, docs, args.resume)
     opts = optimizers(params)
-    base = [group["lr"] for opt in opts for group in opt.param_groups]
-    source = batches(MicroWorld(seed + 1, docs), tokenizer, tokens)
+    source = batches(MicroWorld(args.seed + 1, docs), tokenizer, args.tokens)
     began, saved, mean, step, progress = time.process_time(), 0.0, 0.0, 0, 0.0
     while progress < 1.0:
-        factor = learning_rate_factor(step, progress)
-        for group, lr in zip((g for o in opts for g in o.param_groups), base, strict=True):
-            group["lr"] = lr * factor
-        loss = answer_loss(params, *next(source))
-        loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
-        for opt in opts:
-            opt.step()
-            opt.zero_grad(set_to_none=True)
-        mean = loss.item() if step == 0 else 0.98 * mean + 0.02 * loss.item()
+        factor = args.peak * learning_rate_factor(step, progress)
+        loss = take_step(params, opts, next(source), factor)
+        mean = loss if step == 0 else 0.98 * mean + 0.02 * loss
         step += 1
         spent = (time.process_time() - began) / 60
-        progress = spent / minutes
+        progress = spent / args.minutes
         if step % 50 == 0:
             print(f"{spent:6.2f} min  step {step}  loss {mean:.4f}", flush=True)  # noqa: T201
         if spent - saved > 2 or progress >= 1.0:
             saved = spent
-            save_weights(out, params)
+            save_weights(args.out, params)
     print(f"{sum(v.numel() for v in params.values()):,} parameters, loss {mean:.4f}")  # noqa: T201
 
 
@@ -304,9 +326,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="tokens per step")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--peak", type=float, default=1.0, help="factor of the learning rates")
+    parser.add_argument("--resume", action="store_true", help="go on from the weights in --out")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    train(args.out, args.minutes, args.tokens, args.seed)
+    train(args)
 
 
 if __name__ == "__main__":
