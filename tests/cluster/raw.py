@@ -1,0 +1,96 @@
+"""Peers that speak to a process's sockets by hand, well or badly."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import msgspec
+import zmq
+
+from baton.proto.codec import EnvelopeEncoder
+
+PREFIX = b"BT\x01"
+
+
+def envelope(*messages: Any) -> bytes:
+    """First frame of an envelope, also of messages that no struct would allow."""
+    return PREFIX + msgspec.msgpack.encode(messages)
+
+
+class RawPeer:
+    """A DEALER; answers come back as plain maps."""
+
+    def __init__(self, address: str, timeout: float = 10.0) -> None:
+        self._context: zmq.Context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))
+        self._socket.connect(address)
+        self._pending: list[dict] = []
+        self._asked = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.destroy(linger=0)
+
+    def send(self, *frames: Any) -> None:
+        self._socket.send_multipart(frames)
+
+    def say(self, *messages: Any) -> None:
+        """Send structs as a well-behaved peer does."""
+        self.send(*EnvelopeEncoder().encode(messages))
+
+    def hear(self) -> dict:
+        """The next message; zmq.Again when none comes. Any peer may be asked whether it lives."""
+        while not self._pending:
+            messages = msgspec.msgpack.decode(self._socket.recv_multipart()[0][3:])
+            self._pending += [m for m in messages if m["type"] != "Ping"]
+        return self._pending.pop(0)
+
+    def hear_until(self, wanted: Callable[[dict], bool]) -> list[dict]:
+        """Messages up to the first that is ``wanted``, which is the last."""
+        heard = [self.hear()]
+        while not wanted(heard[-1]):
+            heard.append(self.hear())
+        return heard
+
+    def answers(self) -> list[dict]:
+        """What was answered to all that was sent before."""
+        self._asked += 1
+        pong = {"type": "Pong", "nonce": self._asked}
+        self.send(envelope({"type": "Ping", "nonce": self._asked}))
+        return self.hear_until(lambda message: message == pong)[:-1]
+
+
+class RawWorker(RawPeer):
+    """A peer of a router's worker socket, which hears only those who said Hello."""
+
+    def __init__(self, address: str, hello: dict) -> None:
+        super().__init__(address)
+        self._hello = hello
+
+    def answers(self) -> list[dict]:
+        self._asked += 1
+        name = f"asked-{self._asked}-"
+        self.send(envelope({**self._hello, "version": 99, "worker": name}))
+        return self.hear_until(lambda message: name in message.get("message", ""))[:-1]
+
+
+def send_bytes(address: str, chunks: Sequence[bytes]) -> None:
+    """Connect without ZeroMQ, write, and hang up."""
+    if address.startswith("ipc://"):
+        raw = socket.socket(socket.AF_UNIX)
+        raw.connect(address.removeprefix("ipc://"))
+    else:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        raw = socket.create_connection((host, int(port)))
+    with raw:
+        for chunk in chunks:
+            try:
+                raw.sendall(chunk)
+            except OSError:  # refused half-way: also well
+                return
