@@ -21,7 +21,7 @@ QUESTIONS = (
     "What is Baton?",
     "What is the KV cache?",
     "Tell me a story about a fox.",
-    "Anna has a blue cup. Bruno has a red lamp. Who has the lamp?",
+    "What is 7 plus 8?",
 )
 
 REPORT_TIMEOUT = 5.0
