@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 import zmq
 
 from baton.proto.codec import EnvelopeEncoder
+from baton.proto.limits import PROTOCOL_VERSION
 
 PREFIX = b"BT\x01"
+GOLDEN = Path(__file__).resolve().parents[1] / "proto" / "golden" / "envelopes.json"
 
 
 def envelope(*messages: Any) -> bytes:
@@ -94,3 +98,20 @@ def send_bytes(address: str, chunks: Sequence[bytes]) -> None:
                 raw.sendall(chunk)
             except OSError:  # refused half-way: also well
                 return
+
+
+def golden(*without: str) -> dict[str, list[list[bytes]]]:
+    """Envelopes of every kind of message by its name."""
+    samples = json.loads(GOLDEN.read_text())
+    return {
+        kind: [[bytes.fromhex(frame) for frame in entry[form]] for form in ("full", "least")]
+        for kind, entry in samples.items()
+        if kind not in ("KVFrame", *without)
+    }
+
+
+def hello_map() -> dict:
+    """A worker's first message, as a map."""
+    frame = golden()["Hello"][0][0]
+    right = {"version": PROTOCOL_VERSION, "endpoint": "ipc:///nowhere/worker"}
+    return msgspec.msgpack.decode(frame[3:])[0] | right
