@@ -13,7 +13,7 @@ import zmq
 from ..proto.codec import EnvelopeDecoder
 from ..proto.errors import BatonError, ConnectionLost, ProtocolError
 from ..proto.messages import Message, RouterToClient
-from ..runtime.channel import Buffers, Frames, SendResult
+from ..runtime.channel import Buffers, ChannelOptions, Frames, SendResult
 from ..runtime.loop import Loop
 from ..runtime.outbox import Outbox
 from ..runtime.security import CurveKeys
@@ -40,6 +40,8 @@ from .events import (
 from .model import new_identity
 
 TICK_S = 0.05
+# While the user's event loop is busy for long, nobody reads and heartbeats go unheard.
+_PATIENT = ChannelOptions(heartbeat_s=1.0, heartbeat_timeout_s=5.0)
 
 Sink = Callable[[NewTokens | Ended], object]
 AnswerSink = Callable[[Message | BatonError], object]
@@ -130,7 +132,9 @@ class Connection:
 
     def _connect(self) -> DealerChannel:
         identity = new_identity()
-        channel = DealerChannel(self._context, self._address, identity, keys=self._keys)
+        channel = DealerChannel(
+            self._context, self._address, identity, keys=self._keys, options=_PATIENT
+        )
         channel.attach(
             self._loop,
             self._hear,

@@ -45,6 +45,9 @@ from .registry import WorkerState
 from .request import Request, State
 from .status import Reporter
 
+ENDED_ABSENT_S = 30.0
+"""How long the end of a request waits for a client that is gone, as native clients try."""
+
 
 class ClientSide:
     """Handles every message of ClientToRouter.
@@ -72,9 +75,10 @@ class ClientSide:
         life = self._life
         window = life.config.resume_window_s
         for request in life.clients.gone(identity):
-            if request.state is State.ENDED:
-                continue  # the terminal is kept for a client that comes back
-            if window <= 0:
+            if request.state is State.ENDED:  # its terminal is kept for a client that comes back
+                request.limit = min(request.limit, now + ENDED_ABSENT_S)
+                life.wake(request, request.retry_at, now)
+            elif window <= 0:
                 life.cancel(request, now, "client gone")
                 life.forget(request)
             else:

@@ -2,7 +2,7 @@
 
 Knows no request: it decodes envelopes, lets the core decide, and sends each peer one
 envelope per turn. Invariant: what is unsent for one client stays under a cap; a client that
-reads too slowly is reported as full, and one over the cap is cut off.
+reads too slowly is reported as full, and what goes over the cap is dropped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from .events import (
 CLIENT_QUEUE = 64
 """Envelopes ZeroMQ may hold for one client; they are of a turn each, and their bytes count."""
 HELD_MESSAGES = 1024
-"""Messages kept for a client whose queue is full; one that needs more is cut off."""
+"""Messages kept for a client whose queue is full; what is more will be said or asked again."""
+CLIENT_SILENCE_S = 5.0
+"""How long a client may not answer ZeroMQ's heartbeats; one that reads nothing does not."""
 RETRY_S = 0.02
 """How often a full client is tried again."""
 LINGER_S = 1.0
@@ -55,7 +57,9 @@ class RouterShell:
     ) -> None:
         self.core = RouterCore(config, incarnation=incarnation, files=files, now=loop.now())
         self._loop = loop
-        options = ChannelOptions(send_hwm=CLIENT_QUEUE)
+        options = ChannelOptions(
+            send_hwm=CLIENT_QUEUE, heartbeat_s=1.0, heartbeat_timeout_s=CLIENT_SILENCE_S
+        )
         self.clients = RouterChannel(context, config.client_address, options=options)
         try:
             self.workers = RouterChannel(context, config.worker_address)
@@ -172,12 +176,12 @@ class RouterShell:
         self._loop.call_later(RETRY_S, lambda: self._retry(identity))
 
     def _hold(self, identity: bytes, messages: list[Message]) -> None:
-        """Keep messages for a full client behind those already kept."""
+        """Keep messages for a full client behind those already kept, as many as fit."""
         held = self._held[identity]
-        held += messages
-        if len(held) > HELD_MESSAGES:
-            _log.warning("client.cut_off", unsent=len(held))
-            self._client_gone(identity)
+        room = HELD_MESSAGES - len(held)
+        if 0 < room < len(messages):
+            _log.warning("client.does_not_read", held=HELD_MESSAGES)
+        held += messages[: max(0, room)]
 
     def _retry(self, identity: bytes) -> None:
         """Hand a full client what is held for it, in order, before anything newer."""

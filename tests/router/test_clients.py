@@ -352,6 +352,23 @@ def test_a_terminal_nobody_acknowledges_is_dropped_at_the_deadline(bench):
     bench.assert_nothing_kept()
 
 
+def test_an_end_waits_for_a_client_that_is_gone_but_not_until_the_deadline(bench):
+    _, decode = bench.pair()
+    key, _ = bench.run("r", deadline=600.0)
+    decode.tokens(key, 10, 5)
+    decode.end(key, 11)
+    submitted = bench.one(b"client", Submitted)
+    bench.client_gone()
+    bench.advance(20.0)
+    bench.client(bench.resume_message(submitted, []), b"back")
+    assert bench.streamed(key, b"back") == [(10, 5)]
+    bench.advance(60.0)
+    assert bench.core.kept == 1  # it is there, so it may acknowledge as late as it likes
+    bench.client_gone(b"back")
+    bench.advance(31.0)
+    bench.assert_nothing_kept()
+
+
 def test_an_acknowledgement_of_a_running_or_foreign_request_changes_nothing(bench):
     bench.pair()
     key, _ = bench.run()

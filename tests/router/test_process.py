@@ -307,6 +307,24 @@ def test_a_client_that_does_not_read_is_held_back_and_gets_everything_later(star
         client.say(FinalAck(requests=[key]))
 
 
+def test_a_client_that_pauses_keeps_its_connection(start_router, card):
+    """A full queue keeps it from answering ZeroMQ's heartbeats, too."""
+    router = start_router()
+    prefill, decode, _ = serve(router, card)
+    slow = router.client("slow", hwm=1)
+    slow.say(submit("r"))
+    key = slow.wait(Submitted).request
+    prefill.say(Accepted(request=key, attempt=1))
+    for step in range(20):
+        decode.say(Tokens(runs=[TokenRun(key, 1, 10 + step, [step])]))
+        time.sleep(0.01)  # so every step leaves in an envelope of its own
+    time.sleep(1.5)
+    decode.say(Terminal(request=key, attempt=1, position=30, status="maximum_length"))
+    assert slow.wait(Terminal).status == "maximum_length"
+    runs = [run for m in slow.heard if isinstance(m, Tokens) for run in m.runs]
+    assert [token for run in runs for token in run.tokens] == list(range(20))
+
+
 def test_describe_reads_the_model_folder(start_router, card, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
