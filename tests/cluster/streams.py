@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 
 from baton.client import AsyncClient
@@ -61,7 +61,7 @@ class Stream:
         return max((b - a for a, b in pairs), default=0.0)
 
 
-Disturbance = Callable[[list[Stream]], Awaitable[object]]
+Disturbance = Callable[[list[Stream]], Coroutine[object, object, None]]
 
 
 async def follow(client: AsyncClient, job: Job, stream: Stream, salt: str) -> None:
@@ -89,19 +89,18 @@ def run(address: str, work: Sequence[Job], disturb: Disturbance | None = None) -
     async def body() -> list[Stream]:
         streams = [Stream() for _ in work]
         salt = new_salt()
-        async with asyncio.timeout(STREAMS_TIMEOUT), AsyncClient(address) as client:
-            async with asyncio.TaskGroup() as group:
-                for job, stream in zip(work, streams, strict=True):
-                    group.create_task(follow(client, job, stream, salt))
-                if disturb is not None:
-                    group.create_task(_coroutine(disturb(streams)))
+        async with (
+            asyncio.timeout(STREAMS_TIMEOUT),
+            AsyncClient(address) as client,
+            asyncio.TaskGroup() as group,
+        ):
+            for job, stream in zip(work, streams, strict=True):
+                group.create_task(follow(client, job, stream, salt))
+            if disturb is not None:
+                group.create_task(disturb(streams))
         return streams
 
     return asyncio.run(body())
-
-
-async def _coroutine(awaitable: Awaitable[object]) -> None:
-    await awaitable
 
 
 async def begun(streams: list[Stream], count: int, tokens: int = 1) -> None:

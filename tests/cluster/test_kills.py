@@ -14,10 +14,10 @@ WORK = jobs(16, prompt=700, new=500)
 
 
 @pytest.fixture(scope="module")
-def pools(start_cluster):
+def pools(shared_cluster):
     """Two prefill and two decode workers; small chunks, so that prefill takes its time."""
     settings = {"kv_memory": "64MiB", "chunk_budget": 64}
-    return start_cluster(prefill=2, decode=2, **settings).wait_ready()
+    return shared_cluster(prefill=2, decode=2, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,11 @@ def no_blocks_used(cluster) -> bool:
 def lost_requests(cluster) -> int:
     with cluster.client() as client:
         return client.status()["router"]["requests"]["replayed"]
+
+
+def report(what: str, streams: list[Stream]) -> None:
+    """Shown with ``pytest -s``."""
+    print(f"{what}: no stream waited longer than {max(s.longest_gap for s in streams):.2f} s")
 
 
 def strike(cluster, sig: int, *names: str, after: int):
@@ -68,6 +73,7 @@ def strike(cluster, sig: int, *names: str, after: int):
 def test_streams_survive_the_loss_of_a_worker(whole, undisturbed, name, sig, after):
     before, pid = lost_requests(whole), whole.pids()[name]
     streams = run(whole.address, WORK, strike(whole, sig, name, after=after))
+    report(f"{name} {sig.name}", streams)
     assert tokens(streams) == undisturbed
     assert lost_requests(whole) > before, "nothing ran on the lost worker"
     whole.wait_replaced(name, pid)
@@ -78,6 +84,7 @@ def test_streams_wait_for_the_only_prefill_workers_to_come_back(whole, undisturb
     names = ("prefill-0", "prefill-1")
     pids = [whole.pids()[name] for name in names]
     streams = run(whole.address, WORK, strike(whole, signal.SIGKILL, *names, after=1))
+    report("both prefill workers killed", streams)
     assert tokens(streams) == undisturbed
     for name, pid in zip(names, pids, strict=True):
         whole.wait_replaced(name, pid)
@@ -86,6 +93,7 @@ def test_streams_wait_for_the_only_prefill_workers_to_come_back(whole, undisturb
 def test_streams_survive_the_death_of_the_router(whole, undisturbed):
     pid = whole.pids()["router"]
     streams = run(whole.address, WORK, strike(whole, signal.SIGKILL, "router", after=8))
+    report("router killed", streams)
     assert tokens(streams) == undisturbed
     assert whole.pids()["router"] != pid
     assert set(whole.workers()) == {"prefill-0", "prefill-1", "decode-0", "decode-1"}

@@ -1,0 +1,71 @@
+"""Ends in good order: of a worker by draining it, of everything by Ctrl-C."""
+
+import asyncio
+
+import pytest
+
+from baton.client import AsyncClient
+from baton.proto.errors import CapacityError
+
+from .conftest import alive, wait_until
+from .streams import Stream, begun, follow, jobs, new_salt, run, tokens
+
+pytestmark = pytest.mark.cluster
+
+WORK = jobs(8, prompt=100, new=900, seed=6)
+SHORT = jobs(4, prompt=100, new=8, seed=7)
+
+
+async def short_streams(cluster) -> list[Stream]:
+    streams = [Stream() for _ in SHORT]
+    async with AsyncClient(cluster.address) as client:
+        pairs = zip(SHORT, streams, strict=True)
+        await asyncio.gather(*(follow(client, job, s, new_salt()) for job, s in pairs))
+    return streams
+
+
+def test_drained_workers_finish_what_they_have_and_leave(cluster):
+    running = cluster(prefill=2, decode=2)
+    undisturbed = tokens(run(running.address, WORK))
+    later: list[Stream] = []
+
+    async def drain_two(streams: list[Stream]) -> None:
+        await begun(streams, len(WORK))
+        async with AsyncClient(running.address) as client:
+            for name in ("decode-0", "prefill-0"):
+                assert await client.drain(name) == "draining"
+        later.extend(await short_streams(running))
+
+    streams = run(running.address, WORK, drain_two)
+    assert tokens(streams) == undisturbed
+    tokens(later)
+    last = max(stream.ended for stream in streams if stream.decode == "decode-0")
+    assert last > later[0].started, "nothing ran on the drained worker any more"
+    assert {(stream.prefill, stream.decode) for stream in later} == {("prefill-1", "decode-1")}
+    wait_until(lambda: set(running.pids()) == {"router", "prefill-1", "decode-1"}, what="the end")
+    with running.client() as client:
+        assert client.status()["router"]["requests"]["replayed"] == 0
+    assert "decode-0 finished its work and was not started again" in running.text()
+
+
+def test_an_interrupt_lets_streams_finish_and_refuses_new_ones(cluster):
+    running = cluster(prefill=1, decode=2)
+    undisturbed = tokens(run(running.address, WORK))
+    pids = running.pids()
+
+    async def interrupt(streams: list[Stream]) -> None:
+        async with AsyncClient(running.address) as late:
+            await late.describe()
+            await begun(streams, len(WORK))
+            running.interrupt()
+            while "draining" not in running.text():
+                await asyncio.sleep(0.01)
+            refused = Stream()
+            await follow(late, SHORT[0], refused, new_salt())
+        assert isinstance(refused.error, CapacityError)
+        assert refused.error.retry_after
+
+    assert tokens(run(running.address, WORK, interrupt)) == undisturbed
+    assert running.process.wait(10) == 0
+    assert [name for name, pid in pids.items() if alive(pid)] == []
+    assert running.leftovers() == []
