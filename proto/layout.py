@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
+
+from .limits import MAX_COUNT, MAX_SIZE
+
+Size = Annotated[int, Meta(ge=1, le=MAX_SIZE)]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -19,10 +25,10 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     block. ``dtype``: element type on the wire and in the pool.
     """
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
+    num_layers: Size
+    num_kv_heads: Size
+    head_dim: Size
+    block_size: Size
     dtype: str = "float32"
 
     @property
@@ -56,11 +62,11 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     fingerprint: str
     numerics: str
-    vocab_size: int
-    max_length: int
+    vocab_size: Size
+    max_length: Size
     eos_token_ids: list[int]
     layout: KVLayout
-    weights_bytes: int = 0
+    weights_bytes: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
 
     def mismatch(self, other: ModelCard) -> tuple[str, str, str] | None:
         """First field that forbids a handoff: ``(field, mine, theirs)``, or None."""

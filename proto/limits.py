@@ -35,3 +35,17 @@ MAX_ENDPOINT_BYTES = 512
 DEFAULT_DEADLINE_S = 600.0
 MAX_DEADLINE_S = 86_400.0
 MAX_CACHE_SALT_CHARS = 256
+
+# What numbers and texts of a message may be; far above what is ever right, so that what a user
+# can ask wrongly still gets an answer that says so.
+MAX_ATTEMPT = 1 << 31
+MAX_COUNT = 1 << 53
+"""Largest number of tokens, blocks, frames or bytes."""
+MAX_SIZE = 1 << 24
+"""Largest dimension of a model."""
+MAX_DURATION_S = 1e9
+MAX_NAME_CHARS = 4096
+MAX_TEXT_CHARS = 1 << 20
+MAX_KEY_BYTES = 64
+MAX_LIST_ITEMS = 1 << 20
+MAX_POOL_CHARS = 256

@@ -23,16 +23,42 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from .layout import ModelCard
+from .limits import (
+    MAX_ATTEMPT,
+    MAX_CONTEXT_TOKENS,
+    MAX_COUNT,
+    MAX_DURATION_S,
+    MAX_KEY_BYTES,
+    MAX_LIST_ITEMS,
+    MAX_NAME_CHARS,
+    MAX_TEXT_CHARS,
+)
 from .outputs import TokenLogProbs
-from .wire import WireContext
+from .wire import TokenId, WireContext
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
-"""A number that cannot be negative; a decoder refuses others."""
-
-Binary = bytes
-"""For structs with a field named ``bytes``, which would hide the type."""
+# A decoder refuses a message with a value outside these, so no arithmetic behind it overflows.
+Word = Annotated[int, Meta(ge=0)]
+"""Unsigned 64 bit: identities and checksums."""
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+"""How many of something there are, or where one is: tokens, blocks, frames, bytes."""
+Attempt = Annotated[int, Meta(ge=0, le=MAX_ATTEMPT)]
+Seconds = Annotated[float, Meta(ge=0.0, le=MAX_DURATION_S)]
+"""A duration; never NaN."""
+Remaining = Annotated[float, Meta(ge=-MAX_DURATION_S, le=MAX_DURATION_S)]
+"""Seconds until a deadline, negative behind it; never NaN."""
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+"""An id, an endpoint, a pool, a code."""
+Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+"""What people read."""
+Binary = Annotated[bytes, Meta(max_length=MAX_KEY_BYTES)]
+"""A key, a secret or a hash."""
+Binaries = Annotated[list[Binary], Meta(max_length=MAX_LIST_ITEMS)]
+Names = Annotated[list[Name], Meta(max_length=MAX_LIST_ITEMS)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_CONTEXT_TOKENS)]
+LogProbs = Annotated[list[TokenLogProbs], Meta(max_length=MAX_CONTEXT_TOKENS)]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True, gc=False):
@@ -42,9 +68,9 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
 class GrantRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Names one grant of one decode worker's life; a stale one never matches again."""
 
-    incarnation: int
-    slot: int
-    generation: int
+    incarnation: Word
+    slot: Word
+    generation: Word
 
 
 # --------------------------------------------------------------------------- tokens, both ways
@@ -53,17 +79,17 @@ class GrantRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class TokenRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Consecutive tokens of one request; forwarded by the router as it came."""
 
-    request: bytes
-    attempt: int
-    position: int  # of tokens[0]; router and client pass only position == next
-    tokens: list[int]
-    logprobs: list[TokenLogProbs] | None = None
+    request: Binary
+    attempt: Attempt
+    position: Count  # of tokens[0]; router and client pass only position == next
+    tokens: TokenIds
+    logprobs: LogProbs | None = None
 
 
 class Tokens(Message, frozen=True, kw_only=True):
     """Worker to router and router to client: the tokens of one step, all requests of the peer."""
 
-    runs: list[TokenRun]
+    runs: Annotated[list[TokenRun], Meta(max_length=MAX_LIST_ITEMS)]
 
 
 class Terminal(Message, frozen=True, kw_only=True):
@@ -73,17 +99,17 @@ class Terminal(Message, frozen=True, kw_only=True):
     or refused one, which has ``code`` and ``message`` instead.
     """
 
-    request: bytes
-    attempt: int = 0
-    position: int = 0  # the context's length at its end: tokens below it must have arrived
-    status: str | None = None
-    code: str | None = None
-    message: str = ""
-    retry_after: float | None = None
-    request_id: str = ""  # client: finds a refused request whose key it never learned
-    cached_tokens: int = 0
-    prefill: str = ""  # client: which workers served it
-    decode: str = ""
+    request: Binary
+    attempt: Attempt = 0
+    position: Count = 0  # the context's length at its end: tokens below it must have arrived
+    status: Name | None = None
+    code: Name | None = None
+    message: Text = ""
+    retry_after: Seconds | None = None
+    request_id: Name = ""  # client: finds a refused request whose key it never learned
+    cached_tokens: Count = 0
+    prefill: Name = ""  # client: which workers served it
+    decode: Name = ""
 
 
 # --------------------------------------------------------------------------- client -> router
@@ -92,71 +118,71 @@ class Terminal(Message, frozen=True, kw_only=True):
 class Submit(Message, frozen=True, kw_only=True):
     """Start a request; sent again with the same content it re-attaches."""
 
-    request_id: str
+    request_id: Name
     context: WireContext
-    deadline: float | None = None
-    pool: str | None = None
-    pin: str = "prefer"  # "strict": a replay may not move the request off target_endpoint
+    deadline: float | None = None  # the client's word: the router answers what is wrong with it
+    pool: Name | None = None
+    pin: Name = "prefer"  # "strict": a replay may not move the request off target_endpoint
     fallback: bool = False  # choose another worker when target_endpoint cannot take it
 
 
 class Resume(Message, frozen=True, kw_only=True):
     """Continue a stream after the connection or the router was lost."""
 
-    request_id: str
-    request: bytes
-    secret: bytes
-    position: int  # next token position the client waits for
-    attempt: int  # highest attempt the client saw
+    request_id: Name
+    request: Binary
+    secret: Binary
+    position: Count  # next token position the client waits for
+    attempt: Attempt  # highest attempt the client saw
     context: WireContext  # a router that lost its memory starts again from this ...
-    emitted: list[int] = []  # ... and these tokens, already with the client
+    emitted: TokenIds = []  # ... and these tokens, already with the client
     deadline: float | None = None
-    pool: str | None = None
-    pin: str = "prefer"
+    pool: Name | None = None
+    pin: Name = "prefer"
     fallback: bool = False
 
 
 class Cancel(Message, frozen=True, kw_only=True):
     """End a request; answered by its Terminal."""
 
-    request_id: str = ""
-    request: bytes = b""
+    request_id: Name = ""
+    request: Binary = b""
 
 
 class FinalAck(Message, frozen=True, kw_only=True):
     """The client has these terminals; the router may forget them."""
 
-    requests: list[bytes]
+    requests: Binaries
 
 
 class Describe(Message, frozen=True, kw_only=True):
     """Ask for the model's card and, by name, its text files."""
 
-    files: list[str] = []
+    files: Names = []
 
 
 class Status(Message, frozen=True, kw_only=True):
     """Ask for the cluster's state."""
 
-    handoffs: int = 16  # how many recent handoffs to list
+    handoffs: Count = 16  # how many recent handoffs to list
 
 
 class Drain(Message, frozen=True, kw_only=True):
     """Client (operator) to router, router to worker: take no new work, finish what runs."""
 
-    worker: str = ""  # worker id; for the router's own use empty
+    worker: Name = ""  # worker id; for the router's own use empty
 
 
 class Ping(Message, frozen=True, kw_only=True):
     """Any direction: are you there; carries nothing."""
 
-    nonce: int = 0
+    nonce: Word = 0
 
 
 class Pong(Message, frozen=True, kw_only=True):
     """Answer to Ping."""
 
-    nonce: int = 0
+    nonce: Word = 0
 
 
 ClientToRouter = Submit | Resume | Cancel | FinalAck | Describe | Status | Drain | Ping | Pong
@@ -168,19 +194,19 @@ ClientToRouter = Submit | Resume | Cancel | FinalAck | Describe | Status | Drain
 class Submitted(Message, frozen=True, kw_only=True):
     """The request was admitted; ``secret`` opens a later Resume."""
 
-    request_id: str
-    request: bytes
-    secret: bytes
-    attempt: int = 1
+    request_id: Name
+    request: Binary
+    secret: Binary
+    attempt: Attempt = 1
 
 
 class Described(Message, frozen=True, kw_only=True):
     """The model's card, generation defaults and the text files asked for."""
 
     model: ModelCard | None = None
-    folder: str = ""
+    folder: Text = ""
     files: dict[str, bytes] = {}
-    available: list[str] = []
+    available: Names = []
 
 
 class StatusReport(Message, frozen=True, kw_only=True):
@@ -192,24 +218,24 @@ class StatusReport(Message, frozen=True, kw_only=True):
 class Moved(Message, frozen=True, kw_only=True):
     """Another router serves the request now: worker to the old router, which tells its client."""
 
-    request: bytes
-    router: str = ""
+    request: Binary
+    router: Name = ""
 
 
 class Drained(Message, frozen=True, kw_only=True):
     """Worker to router: nothing left in flight. Router to client: the drain was started or done."""
 
-    worker: str
-    code: str | None = None
-    message: str = ""
+    worker: Name
+    code: Name | None = None
+    message: Text = ""
 
 
 class Rejected(Message, frozen=True, kw_only=True):
     """A message could not be understood or is not allowed; the connection stays usable."""
 
-    code: str
-    message: str
-    request_id: str = ""
+    code: Name
+    message: Text
+    request_id: Name = ""
 
 
 RouterToClient = (
@@ -232,53 +258,53 @@ RouterToClient = (
 class RequestState(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request a worker still holds, as listed in Hello."""
 
-    request: bytes
-    attempt: int
-    position: int  # next token position the worker will produce
-    prompt_length: int
+    request: Binary
+    attempt: Attempt
+    position: Count  # next token position the worker will produce
+    prompt_length: Count
     done: bool = False
-    router: str = ""  # the router it belongs to; others leave it alone
+    router: Name = ""  # the router it belongs to; others leave it alone
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What policies and ``baton status`` need to know of a worker."""
 
-    kv_blocks_total: int = 0
-    kv_blocks_used: int = 0  # owned by requests; prefix cache not counted
-    kv_blocks_cached: int = 0
-    requests_running: int = 0
-    requests_waiting: int = 0
-    tokens_waiting: int = 0  # prompt tokens not yet computed
-    prefix_hit_tokens: int = 0
-    prompt_tokens: int = 0  # computed since start
-    generated_tokens: int = 0
-    preemptions: int = 0
+    kv_blocks_total: Count = 0
+    kv_blocks_used: Count = 0  # owned by requests; prefix cache not counted
+    kv_blocks_cached: Count = 0
+    requests_running: Count = 0
+    requests_waiting: Count = 0
+    tokens_waiting: Count = 0  # prompt tokens not yet computed
+    prefix_hit_tokens: Count = 0
+    prompt_tokens: Count = 0  # computed since start
+    generated_tokens: Count = 0
+    preemptions: Count = 0
 
 
 class Hello(Message, frozen=True, kw_only=True):
     """First message of a worker on every (re)connection."""
 
-    version: int
-    worker: str
-    role: str  # "prefill" | "decode"
-    incarnation: int
-    pid: int
-    endpoint: str  # the control endpoint: what target_endpoint names
-    pool: str = "default"
+    version: Count
+    worker: Name
+    role: Name  # "prefill" | "decode"
+    incarnation: Word
+    pid: Count
+    endpoint: Name  # the control endpoint: what target_endpoint names
+    pool: Name = "default"
     model: ModelCard
-    max_batch: int = 0
+    max_batch: Count = 0
     load: WorkerLoad = WorkerLoad()
-    requests: list[RequestState] = []
+    requests: Annotated[list[RequestState], Meta(max_length=MAX_LIST_ITEMS)] = []
     draining: bool = False
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
     """Every 200 ms: alive, and whether the engine makes progress."""
 
-    incarnation: int
-    progress: int  # engine steps done; a busy engine must raise it
+    incarnation: Word
+    progress: Word  # engine steps done; a busy engine must raise it
     busy: bool = False
-    step_s: float = 0.0  # predicted duration of the step that runs now
+    step_s: Seconds = 0.0  # predicted duration of the step that runs now
     draining: bool = False
     load: WorkerLoad = WorkerLoad()
 
@@ -286,51 +312,51 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 class Accepted(Message, frozen=True, kw_only=True):
     """The worker has the request (also the answer to a repeated Assign)."""
 
-    request: bytes
-    attempt: int
+    request: Binary
+    attempt: Attempt
 
 
 class Busy(Message, frozen=True, kw_only=True):
     """No room now. Prefill to router for an Assign; decode to prefill for a Reserve."""
 
-    request: bytes
-    attempt: int
-    reason: str = ""
-    retry_after: float = 0.05
+    request: Binary
+    attempt: Attempt
+    reason: Name = ""
+    retry_after: Seconds = 0.05
     decode_full: bool = False  # prefill to router: the decode side refused, choose another
 
 
 class Aborted(Message, frozen=True, kw_only=True):
     """The worker holds nothing of this attempt or of lower ones any more."""
 
-    request: bytes
-    attempt: int
+    request: Binary
+    attempt: Attempt
 
 
 class HandoffReport(Message, frozen=True, kw_only=True):
     """Prefill to router after Committed; kept by the router, so it survives the worker."""
 
-    request: bytes
-    attempt: int
-    prefill: str
-    decode: str
-    transport: str
-    bytes_sent: int
-    bytes_received: int
-    blocks: int
-    cached_tokens: int
-    frames: int = 0
-    resent_frames: int = 0
-    seconds: float = 0.0
+    request: Binary
+    attempt: Attempt
+    prefill: Name
+    decode: Name
+    transport: Name
+    bytes_sent: Count
+    bytes_received: Count
+    blocks: Count
+    cached_tokens: Count
+    frames: Count = 0
+    resent_frames: Count = 0
+    seconds: Seconds = 0.0
 
 
 class PeerLost(Message, frozen=True, kw_only=True):
     """Worker to router: a handoff partner does not answer."""
 
-    endpoint: str
-    request: bytes
-    attempt: int
-    reason: str = ""
+    endpoint: Name
+    request: Binary
+    attempt: Attempt
+    reason: Name = ""
 
 
 WorkerToRouter = (
@@ -356,49 +382,49 @@ WorkerToRouter = (
 class Welcome(Message, frozen=True, kw_only=True):
     """The router knows the worker now."""
 
-    router: str  # stable name; Assign and Commit refer to it
-    incarnation: int
+    router: Name  # stable name; Assign and Commit refer to it
+    incarnation: Word
 
 
 class Assign(Message, frozen=True, kw_only=True):
     """Prefill this; the handoff goes to ``decode``. Repeated until Accepted or Busy."""
 
-    request: bytes
-    attempt: int
-    request_id: str = ""
+    request: Binary
+    attempt: Attempt
+    request_id: Name = ""
     context: WireContext
-    emitted: list[int] = []  # replay: tokens already streamed; generation goes on behind them
-    decode: str  # control endpoint of the decode worker
-    decode_incarnation: int = 0
-    deadline: float  # remaining seconds
+    emitted: TokenIds = []  # replay: tokens already streamed; generation goes on behind them
+    decode: Name  # control endpoint of the decode worker
+    decode_incarnation: Word = 0
+    deadline: Remaining
 
 
 class Abort(Message, frozen=True, kw_only=True):
     """Free everything of this attempt and of lower ones; repeated until Aborted."""
 
-    request: bytes
-    attempt: int
-    reason: str = ""
+    request: Binary
+    attempt: Attempt
+    reason: Name = ""
 
 
 class Adopt(Message, frozen=True, kw_only=True):
     """Send the tokens from ``position`` on again, to this router from now on."""
 
-    request: bytes
-    position: int
+    request: Binary
+    position: Count
 
 
 class TerminalAck(Message, frozen=True, kw_only=True):
     """The router has these terminals; the worker may forget them."""
 
-    requests: list[tuple[bytes, int]]
+    requests: Annotated[list[tuple[Binary, Attempt]], Meta(max_length=MAX_LIST_ITEMS)]
 
 
 class PeerDead(Message, frozen=True, kw_only=True):
     """A worker's incarnation is finally dead: free what waits for it."""
 
-    incarnation: int
-    endpoint: str = ""
+    incarnation: Word
+    endpoint: Name = ""
 
 
 RouterToWorker = (
@@ -412,51 +438,51 @@ RouterToWorker = (
 class Open(Message, frozen=True, kw_only=True):
     """First message on a link: who I am and what my blocks look like."""
 
-    version: int
-    worker: str
-    incarnation: int
+    version: Count
+    worker: Name
+    incarnation: Word
     model: ModelCard
-    transports: list[str]
+    transports: Names
 
 
 class Reserve(Message, frozen=True, kw_only=True):
     """Ask for blocks. Repeated with the same key it repeats the same answer."""
 
-    request: bytes
-    attempt: int
-    incarnation: int  # of the prefill worker
-    hashes: list[bytes]  # chained hashes of the full blocks of the tokens
-    num_tokens: int  # tokens whose KV will arrive
-    growth: int  # further tokens to have room for
-    serial: int = 0  # per handoff started: a new one asks for a fresh grant
-    layout_id: int = 0
-    deadline: float
+    request: Binary
+    attempt: Attempt
+    incarnation: Word  # of the prefill worker
+    hashes: Binaries  # chained hashes of the full blocks of the tokens
+    num_tokens: Count  # tokens whose KV will arrive
+    growth: Count  # further tokens to have room for
+    serial: Word = 0  # per handoff started: a new one asks for a fresh grant
+    layout_id: Word = 0
+    deadline: Remaining
 
 
 class Commit(Message, frozen=True, kw_only=True):
     """Everything was sent: manifest and the whole context with its first token."""
 
     request: Binary
-    attempt: int
+    attempt: Attempt
     grant: GrantRef
-    frames: int
-    bytes: int
-    digest: int  # xor of all frames' checksums
+    frames: Count
+    bytes: Count
+    digest: Word  # xor of all frames' checksums
     context: WireContext
-    emitted: list[int]  # all generated tokens so far; the last one's KV is not computed yet
-    logprobs: list[TokenLogProbs] | None = None  # of the last token
-    router: str  # name of the router that streams to the client
-    request_id: str = ""
-    prefill: str = ""
-    cached_tokens: int = 0
-    deadline: float
+    emitted: TokenIds  # all generated tokens so far; the last one's KV is not computed yet
+    logprobs: LogProbs | None = None  # of the last token
+    router: Name  # name of the router that streams to the client
+    request_id: Name = ""
+    prefill: Name = ""
+    cached_tokens: Count = 0
+    deadline: Remaining
 
 
 class Release(Message, frozen=True, kw_only=True):
     """Give a grant back, or a Reserve that was not answered; repeated until Released."""
 
-    request: bytes
-    attempt: int
+    request: Binary
+    attempt: Attempt
     grant: GrantRef | None = None
 
 
@@ -469,7 +495,7 @@ class Fence(Message, frozen=True, kw_only=True):
 class Probe(Message, frozen=True, kw_only=True):
     """Anyone may ask an endpoint who it is."""
 
-    nonce: int = 0
+    nonce: Word = 0
 
 
 PrefillToDecode = Open | Reserve | Commit | Release | Fence | Probe | Ping | Pong
@@ -481,48 +507,48 @@ PrefillToDecode = Open | Reserve | Commit | Release | Fence | Probe | Ping | Pon
 class Opened(Message, frozen=True, kw_only=True):
     """The link stands; KV frames go to ``data_endpoint``."""
 
-    worker: str
-    incarnation: int
-    transport: str
-    data_endpoint: str
-    layout_id: int = 0
-    max_frame_bytes: int = 1 << 20
+    worker: Name
+    incarnation: Word
+    transport: Name
+    data_endpoint: Name
+    layout_id: Word = 0
+    max_frame_bytes: Count = 1 << 20
 
 
 class OpenRefused(Message, frozen=True, kw_only=True):
     """The two workers cannot exchange blocks; ``field`` is the first that differs."""
 
-    field: str
-    ours: str
-    theirs: str
-    code: str = "model_mismatch"
+    field: Name
+    ours: Text
+    theirs: Text
+    code: Name = "model_mismatch"
 
 
 class Grant(Message, frozen=True, kw_only=True):
     """Blocks are reserved and pinned; push up to ``credit`` bytes, then wait for Credit."""
 
-    request: bytes
-    attempt: int
+    request: Binary
+    attempt: Attempt
     grant: GrantRef
-    cached_tokens: int  # whole blocks the decode worker already has; not to be sent
-    credit: int  # cumulative bytes of this grant the sender may have sent
+    cached_tokens: Count  # whole blocks the decode worker already has; not to be sent
+    credit: Count  # cumulative bytes of this grant the sender may have sent
 
 
 class Credit(Message, frozen=True, kw_only=True):
     """Raised cumulative credit of a grant."""
 
     grant: GrantRef
-    credit: int
+    credit: Count
 
 
 class Committed(Message, frozen=True, kw_only=True):
     """The decode worker owns the request now; the sender may let go."""
 
     request: Binary
-    attempt: int
+    attempt: Attempt
     grant: GrantRef
-    bytes: int
-    frames: int
+    bytes: Count
+    frames: Count
 
 
 class Refused(Message, frozen=True, kw_only=True):
@@ -532,29 +558,29 @@ class Refused(Message, frozen=True, kw_only=True):
     without, the handoff has failed for good with ``code``.
     """
 
-    request: bytes
-    attempt: int
+    request: Binary
+    attempt: Attempt
     grant: GrantRef
-    code: str
-    message: str = ""
-    frames: list[int] = []
-    credit: int = 0  # cumulative credit, raised for the repeated frames
-    round: int = 0  # counts these refusals of a grant: one said again asks for nothing new
+    code: Name
+    message: Text = ""
+    frames: Annotated[list[Count], Meta(max_length=MAX_LIST_ITEMS)] = []
+    credit: Count = 0  # cumulative credit, raised for the repeated frames
+    round: Count = 0  # counts these refusals of a grant: one said again asks for nothing new
 
 
 class Stale(Message, frozen=True, kw_only=True):
     """The grant does not exist any more; nothing was done."""
 
     grant: GrantRef | None = None
-    request: bytes = b""
-    attempt: int = 0
+    request: Binary = b""
+    attempt: Attempt = 0
 
 
 class Released(Message, frozen=True, kw_only=True):
     """Nothing of this attempt is held for the sender."""
 
-    request: bytes
-    attempt: int
+    request: Binary
+    attempt: Attempt
 
 
 class Revoke(Message, frozen=True, kw_only=True):
@@ -566,11 +592,11 @@ class Revoke(Message, frozen=True, kw_only=True):
 class ProbeReply(Message, frozen=True, kw_only=True):
     """Who listens at this endpoint."""
 
-    nonce: int
-    version: int
-    worker: str
-    role: str
-    incarnation: int
+    nonce: Word
+    version: Count
+    worker: Name
+    role: Name
+    incarnation: Word
 
 
 DecodeToPrefill = (
@@ -609,4 +635,4 @@ class KVFrame(msgspec.Struct, frozen=True, array_like=True, tag="KV", gc=False):
     block_start: Count  # logical block index in the request, not a pool address
     block_count: Count
     nbytes: Count
-    checksum: int  # XXH3-64 of the payload
+    checksum: Word  # XXH3-64 of the payload

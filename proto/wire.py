@@ -13,9 +13,11 @@ import numpy as np
 from msgspec import Meta
 
 from .limits import (
+    MAX_COUNT,
     MAX_EOS_SEQUENCE_TOKENS,
     MAX_EOS_SEQUENCES,
     MAX_EOS_TOKEN_IDS,
+    MAX_NAME_CHARS,
     MAX_STOP_SEQUENCES,
     MAX_STOP_TOKEN_IDS,
 )
@@ -30,11 +32,16 @@ else:
     TokenArray = msgspec.msgpack.Ext
 
 # Lengths that a decoder refuses before it builds anything; see limits.py.
-StopStrings = Annotated[list[str], Meta(max_length=MAX_STOP_SEQUENCES)]
-StopTokenIds = Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)]
-EosTokenIds = Annotated[list[int], Meta(max_length=MAX_EOS_TOKEN_IDS)]
+INT32 = 1 << 31
+TokenId = Annotated[int, Meta(ge=-INT32, lt=INT32)]
+Number = Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
+"""What a user may ask wrongly, so that a check can say what is wrong with it."""
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+StopStrings = Annotated[list[Name], Meta(max_length=MAX_STOP_SEQUENCES)]
+StopTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)]
+EosTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_EOS_TOKEN_IDS)]
 EosSequences = Annotated[
-    list[Annotated[list[int], Meta(max_length=MAX_EOS_SEQUENCE_TOKENS)]],
+    list[Annotated[list[TokenId], Meta(max_length=MAX_EOS_SEQUENCE_TOKENS)]],
     Meta(max_length=MAX_EOS_SEQUENCES),
 ]
 
@@ -42,15 +49,15 @@ EosSequences = Annotated[
 class WireSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """SamplingParams without callables; fields and defaults as documented there."""
 
-    top_k: int = -1
+    top_k: Number = -1
     top_p: float = 1.0
     min_p: float = 0.0
     temperature: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    max_new_tokens: int | None = None
-    min_new_tokens: int = 0
+    max_new_tokens: Number | None = None
+    min_new_tokens: Number = 0
     ignore_eos: bool = False
     stop: StopStrings | None = None
     stop_token_ids: StopTokenIds | None = None
@@ -74,18 +81,18 @@ class WireContext(
     """
 
     tokens: TokenArray
-    max_length: int
+    max_length: Number
     sampling: WireSampling = WireSampling()
-    model_name: str = ""
+    model_name: Name = ""
     eos_token_ids: EosTokenIds = []
     eos_sequences: EosSequences = []
-    log_probabilities: int = 0
+    log_probabilities: Number = 0
     log_probabilities_echo: bool = False
     ignore_eos: bool = False
     json_schema: str | None = None
-    target_endpoint: str | None = None
-    cache_salt: str = ""
-    lora_name: str | None = None
+    target_endpoint: Name | None = None
+    cache_salt: Name = ""
+    lora_name: Name | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, WireContext):

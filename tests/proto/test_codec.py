@@ -67,8 +67,10 @@ def values(info):
     if isinstance(info, inspect.DictType):
         return st.dictionaries(values(info.key_type), values(info.value_type), max_size=3)
     return {
-        inspect.IntType: st.integers(info.ge or 0 if hasattr(info, "ge") else 0, (1 << 64) - 1),
-        inspect.FloatType: st.floats(allow_nan=False),
+        inspect.IntType: st.integers(getattr(info, "ge", None) or 0, _largest(info)),
+        inspect.FloatType: st.floats(
+            getattr(info, "ge", None), getattr(info, "le", None), allow_nan=False
+        ),
         inspect.BoolType: st.booleans(),
         inspect.StrType: st.text(max_size=5),
         inspect.BytesType: st.binary(max_size=20),
@@ -82,6 +84,12 @@ def values(info):
 def struct_values(cls):
     info = inspect.type_info(cls)
     return st.builds(cls, **{field.name: values(field.type) for field in info.fields})
+
+
+def _largest(info):
+    if getattr(info, "lt", None) is not None:
+        return info.lt - 1
+    return (1 << 64) - 1 if getattr(info, "le", None) is None else info.le
 
 
 @pytest.mark.parametrize("union", UNIONS, ids=range(len(UNIONS)))
@@ -303,3 +311,39 @@ KV = KVFrame(
 def test_damaged_kv_headers(frame, error):
     with pytest.raises(error):
         decode_kv_header(frame)
+
+
+KEY = b"k" * 16
+OUT_OF_BOUNDS = {
+    "attempt": (RouterToWorker, {"type": "Abort", "request": KEY, "attempt": 1 << 32}),
+    "negative attempt": (RouterToWorker, {"type": "Abort", "request": KEY, "attempt": -1}),
+    "long key": (RouterToWorker, {"type": "Abort", "request": KEY * 5, "attempt": 1}),
+    "negative position": (RouterToWorker, {"type": "Adopt", "request": KEY, "position": -1}),
+    "negative identity": (RouterToWorker, {"type": "PeerDead", "incarnation": -1}),
+    "token": (WorkerToRouter, {"type": "Tokens", "runs": [[KEY, 1, 4, [1 << 31]]]}),
+    "key in a list": (ClientToRouter, {"type": "FinalAck", "requests": [KEY * 5]}),
+    "worker": (ClientToRouter, {"type": "Drain", "worker": "w" * 5000}),
+    "nan": (
+        WorkerToRouter,
+        {"type": "Busy", "request": KEY, "attempt": 1, "retry_after": float("nan")},
+    ),
+    "endless": (
+        WorkerToRouter,
+        {"type": "Busy", "request": KEY, "attempt": 1, "retry_after": float("inf")},
+    ),
+    "negative tokens": (
+        PrefillToDecode,
+        {
+            "type": "Reserve", "request": KEY, "attempt": 1, "incarnation": 3, "hashes": [],
+            "num_tokens": -17, "growth": 0, "deadline": 1.0,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OUT_OF_BOUNDS)
+def test_numbers_and_lengths_out_of_bounds_are_refused(name):
+    union, message = OUT_OF_BOUNDS[name]
+    frame = b"BT\x01" + msgspec.msgpack.encode([message])
+    with pytest.raises(DecodeFailed, match="Expected"):
+        EnvelopeDecoder(union).decode([frame])
