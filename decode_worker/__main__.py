@@ -57,6 +57,7 @@ def serve(config: DecodeWorkerConfig) -> int:
     _log.info(
         "worker.ready", endpoint=control.endpoint, data_endpoint=data.endpoint,
         kv_blocks=runner.num_blocks, numerics=runner.card.numerics,
+        max_length=runner.card.max_length,
     )  # fmt: skip
     loop.run()
     shell.close()

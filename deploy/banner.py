@@ -43,11 +43,17 @@ class BannerFacts(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     transport: str
     security: str
+    context: int = 0
+    """Longest context wanted of the workers in tokens; 0 if unknown."""
+    block_size: int = 0
     hint: str = ""
 
 
-def facts(plan: ClusterPlan, *, hint: bool) -> BannerFacts:
-    """The banner's facts of a plan; ``hint``: show a command to try."""
+def facts(plan: ClusterPlan, *, hint: bool, context: int = 0) -> BannerFacts:
+    """The banner's facts of a plan.
+
+    ``hint``: show a command to try. ``context``: tokens of the model's whole context.
+    """
     local = "this user only (ipc socket files, mode 0600)"
     if plan.address.startswith("tcp://") or plan.settings.transport == "tcp":
         local = "this machine only (loopback, no keys)"
@@ -57,6 +63,8 @@ def facts(plan: ClusterPlan, *, hint: bool) -> BannerFacts:
         address=plan.address,
         transport=f"zmq over {plan.settings.transport}",
         security=local,
+        context=context,
+        block_size=plan.settings.block_size,
         hint=f"baton generate --address {plan.address} --chat 'Who are you?'" if hint else "",
     )
 
@@ -72,7 +80,18 @@ def startup(facts: BannerFacts, report: ClusterReport) -> list[str]:
     ]
     for role in ("prefill", "decode"):
         lines += [_pool_line(role, worker) for worker in report.of_role(role)]
+    lines += _short_memory(facts, report)
     return [*lines, f"  try        {facts.hint}"] if facts.hint else lines
+
+
+def _short_memory(facts: BannerFacts, report: ClusterReport) -> list[str]:
+    """A warning when a worker's KV memory holds less than one whole context."""
+    blocks = min((worker.kv_blocks_total for worker in report.workers), default=0)
+    tokens = blocks * facts.block_size
+    if not 0 < tokens < facts.context:
+        return []
+    limit = f"contexts are limited to {tokens} tokens, the KV memory of one worker"
+    return [f"  warning    {limit}; for all {facts.context} give more --kv-memory"]
 
 
 def _pool_line(role: str, worker: WorkerReport) -> str:

@@ -19,6 +19,7 @@ import msgspec
 import zmq
 
 from ..engine.checkpoint import load_checkpoint
+from ..proto.errors import BatonError
 from ..runtime.lifecycle import on_stop_signal
 from ..runtime.loop import Loop
 from . import banner
@@ -72,6 +73,15 @@ def check_model(settings: ServeSettings) -> None:
     load_checkpoint(model_folder(settings))
 
 
+def served_context(settings: ServeSettings) -> int:
+    """Tokens of a whole context, by the settings or the model; 0 if its folder is wrong."""
+    try:
+        rope = load_checkpoint(model_folder(settings)).config.rope
+    except BatonError:
+        return 0  # the workers say what is wrong
+    return settings.max_length or rope.default_length()
+
+
 def make_plan(settings: ServeSettings, folder: RunFolder | None) -> ClusterPlan:
     """Choose addresses and resolve the plan; without a folder (``--dry-run``) a placeholder."""
     client = client_address(settings.address)
@@ -105,7 +115,8 @@ class LocalCluster:
         except BaseException:
             self._folder.close()
             raise
-        self._facts = banner.facts(self.plan, hint=not private)
+        context = served_context(self.plan.settings)
+        self._facts = banner.facts(self.plan, hint=not private, context=context)
         self._specs = {spec.name: spec for spec in self.plan.processes}
         self._children: dict[str, Child] = {}
         self._last_error: dict[str, str] = {}

@@ -29,10 +29,10 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     ``model``: folder. ``backend``: "auto", "cpu" or "numpy". ``block_size``: tokens per KV
     block. ``num_blocks`` or ``kv_bytes``: size of the pool (``num_blocks`` wins).
-    ``max_length``: longest context served, 0 for the model's own limit. ``name``: what
-    clients call the model, by default the folder's name. ``layer_group``: layers between
-    two reports of a streaming chunk, 0 for a quarter of the model. ``full_digest``:
-    fingerprint all weight bytes instead of samples.
+    ``max_length``: longest context served, 0 for the model's own limit; a pool that holds
+    fewer tokens lowers it. ``name``: what clients call the model, by default the folder's
+    name. ``layer_group``: layers between two reports of a streaming chunk, 0 for a quarter
+    of the model. ``full_digest``: fingerprint all weight bytes instead of samples.
     """
 
     model: str
@@ -76,7 +76,9 @@ def load_runner(config: RunnerConfig, on_progress: Progress | None = None) -> Ru
     model = build_model(checkpoint, backend, length, on_progress)
     # Zeros cost nothing until touched, and a block sent before it is full leaks no old memory.
     pool = np.zeros((layout.num_layers, blocks, *layout.block_shape), np.float32)
-    card = _card(config, checkpoint, backend, layout, length, model.weights_bytes)
+    numerics = _numerics(checkpoint, backend, length)
+    served = _fit_pool(length, blocks, layout)
+    card = _card(config, checkpoint, numerics, layout, served, model.weights_bytes)
     executor = Executor(model, pool, config.layer_group)
     return Runner(card, pool, executor, backend, checkpoint.generation.defaults)
 
@@ -112,10 +114,18 @@ def _num_blocks(config: RunnerConfig, layout: KVLayout) -> int:
     return blocks
 
 
+def _fit_pool(length: int, blocks: int, layout: KVLayout) -> int:
+    """The longest context served: a longer one than the pool holds could never run.
+
+    The model itself keeps ``length``, which may have chosen its rope frequencies.
+    """
+    return min(length, blocks * layout.block_size)
+
+
 def _card(
     config: RunnerConfig,
     checkpoint: Checkpoint,
-    backend: Backend,
+    numerics: str,
     layout: KVLayout,
     length: int,
     weights_bytes: int,
@@ -127,7 +137,7 @@ def _card(
         name=name,
         architecture=checkpoint.config.architecture,
         fingerprint=checkpoint.fingerprint(full=config.full_digest),
-        numerics=_numerics(checkpoint, backend, length),
+        numerics=numerics,
         vocab_size=checkpoint.config.vocab_size,
         max_length=length,
         eos_token_ids=sorted(checkpoint.generation.eos_token_ids),

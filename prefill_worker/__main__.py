@@ -44,6 +44,7 @@ def serve(config: PrefillWorkerConfig) -> int:
     _log.info(
         "worker.ready", endpoint=control.endpoint, kv_blocks=runner.num_blocks,
         numerics=runner.card.numerics,
+        max_length=runner.card.max_length,
     )  # fmt: skip
     loop.run()
     shell.close()

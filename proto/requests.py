@@ -118,8 +118,8 @@ def _check_tokens(tokens: Int32, card: ModelCard) -> None:
         raise InputError("the prompt is empty")
     if count > card.max_length - 1:
         raise InputError(
-            f"the prompt has {count} tokens, but the model takes at most {card.max_length - 1} "
-            f"(its context of {card.max_length} less one new token)"
+            f"the prompt has {count} tokens, but at most {card.max_length - 1} are served "
+            f"(a context of {card.max_length}, by the model and the KV memory, less one new token)"
         )
     # Read as unsigned, negative ids are the largest: one pass finds both.
     if int(np.maximum.reduce(tokens.view(np.uint32))) >= card.vocab_size:
@@ -132,7 +132,7 @@ def _check_tokens(tokens: Int32, card: ModelCard) -> None:
 def _check_lengths(wire: WireContext, card: ModelCard) -> None:
     count = len(wire.tokens)
     if wire.max_length > min(card.max_length, MAX_CONTEXT_TOKENS):
-        raise InputError(f"max_length {wire.max_length} is more than the model's {card.max_length}")
+        raise InputError(f"max_length {wire.max_length} is more than the served {card.max_length}")
     if wire.max_length <= count:
         raise InputError(
             f"max_length {wire.max_length} leaves no room behind the prompt of {count} tokens"

@@ -81,7 +81,7 @@ class Lifecycle:
         try:
             pair = self.placement.choose(request)
             if pair is not None and request.unchecked:
-                check_wire_context(request.context, pair[0].card)
+                check_wire_context(request.context, self.registry.card or pair[0].card)
                 request.unchecked = False
         except BatonError as error:
             self.fail(request, error, now)

@@ -10,6 +10,7 @@ lifecycle's business.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -126,6 +127,7 @@ class Registry:
         self._dead_incarnations: OrderedDict[int, None] = OrderedDict()
         self._ready: dict[tuple[str, str | None], list[Worker]] = {}
         self.card: ModelCard | None = None
+        """The model served, with the shortest context of all live workers."""
         self.ever_ready = False
         self.slots = 0
         """Batch slots of all ready decode workers."""
@@ -194,7 +196,6 @@ class Registry:
             self._list_gone(worker)
             raise ModelMismatch(reason)
         worker.enter(WorkerState.DRAINING if hello.draining else WorkerState.READY)
-        self.card = self.card or hello.model
         self._by_identity[identity] = worker
         self._live[worker.endpoint] = worker
         self._gone.pop(worker.id, None)
@@ -312,6 +313,12 @@ class Registry:
 
     def _changed(self) -> None:
         self._ready.clear()
+        self.card = shortest((worker.card for worker in self._live.values()), self.card)
         self.slots = sum(worker.max_batch for worker in self.ready("decode"))
         if not self.ever_ready:
             self.ever_ready = bool(self.ready("prefill")) and bool(self.ready("decode"))
+
+
+def shortest(cards: Iterable[ModelCard], default: ModelCard | None = None) -> ModelCard | None:
+    """Of cards of one model the one with the shortest context, which fits every worker."""
+    return min(cards, key=lambda card: card.max_length, default=default)

@@ -45,7 +45,7 @@ BAD_CONTEXTS = {
     "too long": (wire([5] * CONTEXT, max_length=CONTEXT), "prompt has 2048 tokens"),
     "much too long": (wire([5] * 100_000, max_length=CONTEXT), "prompt has 100000 tokens"),
     "no room": (wire(max_length=3), "leaves no room"),
-    "longer than the model": (wire(max_length=CONTEXT + 1), "more than the model's"),
+    "longer than the model": (wire(max_length=CONTEXT + 1), "more than the served"),
     "wrong dtype": (wire([5.0], dtype=np.float32), "one-dimensional int32"),
     "wrong shape": (wire([[5, 6]]), "one-dimensional int32"),
     "other model": (wire(model_name="another"), "is not served here"),

@@ -49,6 +49,19 @@ def test_banner_names_pools_blocks_address_and_security():
         assert part in text
 
 
+def test_banner_warns_when_no_whole_context_fits_a_worker():
+    def lines(context):
+        facts = banner.BannerFacts(
+            version="0", model="m", address="ipc://a", transport="zmq", security="local",
+            context=context, block_size=16,
+        )  # fmt: skip
+        report = ClusterReport(workers=[worker(kv_blocks_total=64), worker(kv_blocks_total=32)])
+        return "\n".join(banner.startup(facts, report))
+
+    assert "limited to 512 tokens" in lines(513)
+    assert "warning" not in lines(512)
+
+
 @pytest.mark.parametrize("what", list(banner._SENTENCES))
 def test_every_sentence_formats(what):
     assert "{" not in banner.sentence(Say(what, "decode-0", "because", 1.25))

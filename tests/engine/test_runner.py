@@ -12,7 +12,7 @@ DATA = Path(__file__).resolve().parents[1] / "data" / "checkpoints"
 
 
 def load(model="llama", on_progress=None, **settings):
-    settings = {"backend": "numpy", "num_blocks": 8, **settings}
+    settings = {"backend": "numpy", "num_blocks": 256, **settings}
     return load_runner(RunnerConfig(model=str(DATA / model), **settings), on_progress)
 
 
@@ -31,7 +31,7 @@ def test_card_describes_the_model():
     card = runner.card
     assert (card.name, card.architecture) == ("tiny", "LlamaForCausalLM")
     assert (card.vocab_size, card.max_length, card.eos_token_ids) == (256, 2048, [2, 3])
-    assert runner.pool.shape == (3, 8, 2, 2, 32, 8)
+    assert runner.pool.shape == (3, 256, 2, 2, 32, 8)
     assert runner.pool.shape[2:] == card.layout.block_shape
     assert runner.pool.dtype == np.float32
     assert card.weights_bytes > 100_000
@@ -82,6 +82,12 @@ def test_served_length():
     assert load(max_length=100).card.max_length == 100
     with pytest.raises(ConfigError, match="max_length 4096"):
         load(max_length=4096)
+
+
+def test_a_pool_smaller_than_the_context_lowers_the_served_length():
+    assert load(num_blocks=8).card.max_length == 128
+    assert load(num_blocks=8, max_length=100).card.max_length == 100
+    assert load(num_blocks=8).card.mismatch(load().card) is None
 
 
 def test_length_that_changes_the_frequencies_changes_the_numerics(folder):

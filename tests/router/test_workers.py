@@ -69,6 +69,20 @@ def test_another_model_is_refused_with_the_field_and_listed(bench, card, change,
     assert states(bench)["decode-0"] == "ready"
 
 
+def test_the_smallest_worker_decides_the_longest_context(bench, card, context):
+    def sized(length):
+        return msgspec.structs.replace(card, max_length=length)
+
+    bench.join("prefill", model=sized(512))
+    small = bench.join("decode", model=sized(128))
+    bench.join("decode", 1, model=sized(256))
+    key = bench.submit("r", context=context(prompt=128, max_length=200))
+    assert "has 128 tokens, but at most 127 are served" in bench.terminals(key)[0].message
+    bench.core.life.registry.bury(bench.core.life.registry.find(small.id), "test")
+    bench.submit("s", context=context(prompt=128, max_length=200))
+    assert bench.find(Assign)[1].request_id == "s"
+
+
 def test_the_model_may_change_once_nobody_serves_the_old_one(bench, card):
     prefill, decode = bench.pair()
     prefill.gone()
