@@ -21,7 +21,8 @@ from ..engine.events import Event as EngineEvent
 from ..engine.events import Failed, Finished, TokenEvent
 from ..engine.scheduler import Scheduler
 from ..engine.sequence import Sequence
-from ..kv_transfer.receiver import Evict, Handover, Receiver, Reply
+from ..engine.step_time import StepTime
+from ..kv_transfer.receiver import Evict, Handover, Receiver, Reply, check_receiver
 from ..kv_transfer.receiver import Output as Received
 from ..proto.contexts import TextContext
 from ..proto.errors import BatonError
@@ -66,7 +67,7 @@ from ..runtime.actions import (
     ToRouter,
     blocks_freed,
 )
-from ..runtime.membership import EngineState, Membership
+from ..runtime.membership import EngineState, Membership, moved_to
 from .events import Action, Event, FrameStored, FromPeer, PeerGone, RunStep, StepDone, ToPeer
 
 Key = tuple[bytes, int]
@@ -118,6 +119,7 @@ class DecodeCore:
         receiver: Receiver[Allocation],
         data_endpoint: str,
         max_frame_bytes: int,
+        times: StepTime | None = None,
     ) -> None:
         self.receiver = receiver
         self._member = member
@@ -128,7 +130,8 @@ class DecodeCore:
         self._live: dict[Key, _Live] = {}
         self._by_sequence: dict[bytes, _Live] = {}
         self._progress = 0
-        self._step_s = 0.0
+        self._step_s = 0.0  # predicted, of the step that runs
+        self._times = times or StepTime()
         self._step_running = False
         self._tombstone_s = 600.0
         self._drained_said = False
@@ -201,14 +204,16 @@ class DecodeCore:
         )
         if live is None:
             return list(self._member.adopt(router, request, position))
+        moved = moved_to(router, live.router, request)
         live.router = router
         position = max(position, live.prompt_length)
         tokens = live.context.tokens.all[position:].tolist()  # an empty run says: it is here
-        return [ToRouter(router, Tokens(runs=[TokenRun(request, live.key[1], position, tokens)]))]
+        run = TokenRun(request, live.key[1], position, tokens)
+        return [*moved, ToRouter(router, Tokens(runs=[run]))]
 
     def _held(self) -> list[RequestState]:
         return [
-            RequestState(k[0], k[1], len(v.context.tokens), v.prompt_length)
+            RequestState(*k, len(v.context.tokens), v.prompt_length, router=v.router)
             for k, v in self._live.items()
         ]
 
@@ -216,6 +221,7 @@ class DecodeCore:
 
     def _on_peer(self, event: FromPeer, now: float) -> list[Action]:
         peer, receiver = event.peer, self.receiver
+        receiver.peer_heard(peer)
         match event.message:
             case Reserve() as message:
                 if self._member.draining:
@@ -369,12 +375,13 @@ class DecodeCore:
             actions += self._engine_events(self._scheduler.take_events(), now)
             return
         self._step_running = True
+        self._step_s = self._times.predict(plan.num_tokens)
         actions.append(RunStep(plan))
 
     def _on_step(self, event: StepDone, now: float) -> list[Action]:
         self._step_running = False
         self._progress += 1
-        self._step_s = event.result.seconds
+        self._times.learn(event.result.num_tokens, event.result.seconds)
         actions = self._engine_events(self._scheduler.apply(event.result, now), now)
         freed, self._freed_later = self._freed_later, []
         return [*actions, *(blocks_freed(*key, now) for key in freed)]
@@ -431,7 +438,7 @@ class DecodeCore:
     # ------------------------------------------------------------------ time and drain
 
     def _on_tick(self, event: Tick, now: float) -> list[Action]:
-        engine = EngineState(self._progress, self._step_running, self._step_s)
+        engine = EngineState(self._progress + event.layers, self._step_running, self._step_s)
         actions: list[Action] = list(self._member.tick(now, engine, self.load))
         actions += self._received(self.receiver.tick(now), now)
         for live in [v for v in self._live.values() if now >= v.deadline]:
@@ -467,9 +474,15 @@ class DecodeCore:
         """Figures for heartbeats."""
         return self._scheduler.load()
 
+    @property
+    def remembered(self) -> int:
+        """Entries kept about requests that are over; each ends at its time."""
+        return self.receiver.remembered + self._member.unacknowledged
+
     def check_integrity(self) -> None:
-        """Raise InternalError unless every block has exactly one place."""
+        """Raise InternalError unless every block and byte of credit has exactly one place."""
         self._scheduler.check_integrity(self.receiver.held())
+        check_receiver(self.receiver, {request for request, _ in self._live})
 
     _handlers: ClassVar[dict[type, Callable[..., list[Action]]]] = {
         FromRouter: _on_router,

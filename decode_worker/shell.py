@@ -13,6 +13,8 @@ from ..engine.cache import PagedCache
 from ..engine.plan import StepPlan, StepResult, failed_step
 from ..engine.runner import Runner
 from ..engine.scheduler import Scheduler, SchedulerConfig
+from ..engine.step_time import StepTime
+from ..engine.warm_up import warm_up
 from ..kv_transfer.frames import Bytes, FrameWriter
 from ..kv_transfer.receiver import Receiver, ReceiverConfig
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder, decode_kv_header
@@ -54,6 +56,7 @@ class DecodeShell:
         context: Context,
     ) -> None:
         self._loop = loop
+        self._executor = runner.executor
         self._control = control
         self._data = data
         self._encoder = EnvelopeEncoder()
@@ -80,7 +83,10 @@ class DecodeShell:
             GrantStore(cache, scheduler),
             ReceiverConfig(window=config.window, budget=config.credit_budget),
         )
-        return DecodeCore(member, scheduler, receiver, self._data.endpoint, MAX_KV_FRAME_BYTES)
+        times = StepTime()
+        warm_up(runner.executor, times)
+        address = self._data.endpoint
+        return DecodeCore(member, scheduler, receiver, address, MAX_KV_FRAME_BYTES, times)
 
     def start(self) -> None:
         """Listen and begin to tick."""
@@ -150,7 +156,7 @@ class DecodeShell:
         self.feed(events.StepDone(result))
 
     def _tick(self) -> None:
-        self.feed(Tick())
+        self.feed(Tick(self._executor.layers_done))
         if self.core.is_drained:
             self._exit("drained", restart=False, code=0)
         else:

@@ -32,6 +32,7 @@ class Executor:
     def __init__(self, model: Decoder, pool: F32, layer_group: int = 0) -> None:
         self.model = model
         self.pool = pool
+        self.layers_done = 0  # since start; another thread may read it
         self.layer_group = layer_group or max(1, -(-len(pool) // 4))
         self._blocks, self._block_size = pool.shape[1], pool.shape[4]
 
@@ -96,15 +97,14 @@ class Executor:
             and blocks.max() < self._blocks
         )
 
-    def _reporter(self, chunks: Sequence[Chunk], on_layers: OnLayers | None) -> LayerDone | None:
-        """What the model calls after each layer, or None when nobody listens."""
-        streaming = [c.request for c in chunks if c.stream_layers]
-        if on_layers is None or not streaming:
-            return None
+    def _reporter(self, chunks: Sequence[Chunk], on_layers: OnLayers | None) -> LayerDone:
+        """What the model calls after each layer."""
+        streaming = [c.request for c in chunks if c.stream_layers] if on_layers else []
         layers = len(self.pool)
 
         def layer_done(layer_end: int) -> None:
-            if layer_end % self.layer_group == 0 or layer_end == layers:
+            self.layers_done += 1
+            if on_layers and (layer_end % self.layer_group == 0 or layer_end == layers):
                 for request in streaming:
                     on_layers(request, layer_end)
 

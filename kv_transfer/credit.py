@@ -47,7 +47,7 @@ class CreditPool:
 
     def open(self, key: int, expected: int) -> int:
         """Start an account for ``expected`` bytes; returns its first credit (may be 0)."""
-        account = self._accounts[key] = _Account(expected)
+        self._accounts[key] = _Account(expected)
         self._waiting[key] = None
         self._serve()
         return self._news.pop(key, 0)

@@ -37,6 +37,7 @@ from ..proto.messages import (
     GrantRef,
     KVFrame,
     Message,
+    Ping,
     Refused,
     Release,
     Released,
@@ -44,9 +45,12 @@ from ..proto.messages import (
     Revoke,
     Stale,
 )
+from ..runtime.expiry import Expiring
 from .credit import CreditPool
 from .store import A, BlockStore
 
+PING_S = 0.5
+"""How often a prefill worker that seems to be disconnected is called."""
 REMEMBER_DEAD = 1024
 """Incarnations of dead senders remembered, so that a zombie's Reserve takes no blocks."""
 Peer = bytes
@@ -144,10 +148,11 @@ class _Slot(Generic[A]):
 class ReceiverConfig:
     """Limits of the receiving side.
 
-    ``patience``: seconds a committed manifest may stay incomplete before frames are asked
-    for again; ``max_refusals``: how often; ``absence``: seconds a sender may be disconnected
-    before its grants are freed; ``window`` and ``budget``: see CreditPool, bytes.
-    ``device``: blocks are written by the sender (CUDA IPC), so freeing needs a fence.
+    ``patience``: seconds without a frame after which frames under way count as lost;
+    ``max_refusals``: how often a manifest may be incomplete; ``absence``: seconds a sender may
+    be disconnected before its grants are freed; ``window`` and ``budget``: see CreditPool,
+    bytes; ``tombstone``: seconds a released attempt is refused. ``device``: blocks are written
+    by the sender (CUDA IPC), so freeing needs a fence.
     """
 
     window: int = 32 << 20
@@ -156,6 +161,7 @@ class ReceiverConfig:
     patience: float = 0.5
     max_refusals: int = 8
     retry_after: float = 0.02
+    tombstone: float = 600.0
     device: bool = False
 
 
@@ -172,12 +178,13 @@ class Receiver(Generic[A]):
         self._slots: list[_Slot[A]] = []
         self._free: list[int] = []
         self._live: dict[bytes, _Slot[A]] = {}  # one grant per request: the highest attempt's
-        self._highest: dict[bytes, tuple[int, float]] = {}  # attempt, forget at
-        self._tombs: dict[tuple[bytes, int], float] = {}
-        self._committed: dict[tuple[bytes, int], tuple[Committed, float]] = {}
+        self._highest: Expiring[bytes, int] = Expiring()  # attempt; lower ones are past
+        self._tombs: Expiring[bytes, int] = Expiring()  # attempts up to this one are aborted
+        self._committed: Expiring[tuple[bytes, int], Committed] = Expiring()
         self._credits = CreditPool(config.budget, config.window)
         self._dead: OrderedDict[int, None] = OrderedDict()  # incarnations that are no more
-        self._gone: dict[Peer, float] = {}  # disconnected since
+        self._gone: dict[Peer, float] = {}  # disconnected: its grants end then
+        self._ping_at = 0.0
         self.stale = 0
         self.damaged = 0
 
@@ -186,16 +193,16 @@ class Receiver(Generic[A]):
     def on_reserve(self, peer: Peer, message: Reserve, now: float) -> list[Output[A]]:
         """Grant blocks, or say Busy; a repeated Reserve repeats its answer."""
         key = (message.request, message.attempt)
-        self._gone.pop(peer, None)
         past = self._is_past(message.request, message.attempt, now)
         if past or message.incarnation in self._dead:
             return [Reply(peer, Aborted(request=message.request, attempt=message.attempt))]
-        done = self._committed.get(key)
-        if done:
-            return [Reply(peer, done[0])]
+        if self._committed.get(key, now):
+            # Nobody reserves what is committed, unless a router reused the attempt's number.
+            return [Reply(peer, Aborted(request=message.request, attempt=message.attempt))]
         slot = self._live.get(message.request)
         if slot and slot.reserve and _same_reserve(slot.reserve, message):
             slot.peer = peer
+            self._unblock(slot, now)
             return [Reply(peer, self._grant_message(slot))]
         outputs = self._drop(slot) if slot else []
         return [*outputs, Reply(peer, self._reserve(peer, message, now))]
@@ -210,7 +217,7 @@ class Receiver(Generic[A]):
                 retry_after=self._config.retry_after,
             )
         expires = now + message.deadline
-        self._highest[message.request] = (message.attempt, expires)
+        self._highest.put(message.request, message.attempt, expires)
         slot = self._take_slot()
         slot.step("reserve")
         slot.reserve, slot.peer, slot.allocation = message, peer, allocation
@@ -223,12 +230,22 @@ class Receiver(Generic[A]):
         self._live[message.request] = slot
         return self._grant_message(slot)
 
+    def _unblock(self, slot: _Slot[A], now: float) -> None:
+        """A sender that has to ask and sends nothing waits for credit that lost frames hold."""
+        stuck = now >= slot.progress_at + self._config.patience
+        if stuck and slot.commit is None and slot.state is not GrantState.OWNED:
+            slot.progress_at = now
+            slot.credit = self._credits.expect_again(slot.index, self._absent_bytes(slot))
+
+    def _absent_bytes(self, slot: _Slot[A]) -> int:
+        absent = 0 if slot.arrived is None else int(np.count_nonzero(~slot.arrived))
+        return absent * self._layout.block_bytes
+
     def on_commit(self, peer: Peer, message: Commit, now: float) -> list[Output[A]]:
         """Take ownership once all is there; never silent (a pending manifest is answered later)."""
-        self._gone.pop(peer, None)
-        done = self._committed.get((message.request, message.attempt))
+        done = self._committed.get((message.request, message.attempt), now)
         if done:
-            return [Reply(peer, done[0])]
+            return [Reply(peer, done)]
         slot = self._find(message.grant)
         if slot is None or slot.reserve is None or slot.reserve.attempt != message.attempt:
             return [Reply(peer, self._stale(message.grant, message.request, message.attempt))]
@@ -240,6 +257,8 @@ class Receiver(Generic[A]):
 
     def on_release(self, peer: Peer, message: Release, now: float) -> list[Output[A]]:
         """The sender gives up this attempt; an owned request is not the sender's any more."""
+        # A Reserve that comes late would hold blocks for nobody.
+        self._bury(message.request, message.attempt, now, self._config.tombstone)
         answer = Reply(peer, Released(request=message.request, attempt=message.attempt))
         slot = self._live.get(message.request)
         held = slot and slot.reserve and slot.reserve.attempt == message.attempt
@@ -335,7 +354,7 @@ class Receiver(Generic[A]):
             bytes=slot.sizes,
             frames=len(slot.frames),
         )
-        self._committed[(commit.request, commit.attempt)] = (answer, slot.expires)
+        self._committed.put((commit.request, commit.attempt), answer, slot.expires)
         allocation = slot.allocation
         slot.allocation = None
         cached = allocation.cached_blocks * self._layout.block_size
@@ -361,9 +380,8 @@ class Receiver(Generic[A]):
         slot.refusals += 1
         if slot.refusals > self._config.max_refusals:
             return self._fail(slot, "handoff_failed", f"frames {missing[:8]} never arrived intact")
-        absent = 0 if slot.arrived is None else int(np.count_nonzero(~slot.arrived))
         slot.damaged.clear()
-        slot.credit = self._credits.expect_again(slot.index, absent * self._layout.block_bytes)
+        slot.credit = self._credits.expect_again(slot.index, self._absent_bytes(slot))
         message = Refused(
             request=commit.request,
             attempt=commit.attempt,
@@ -398,14 +416,15 @@ class Receiver(Generic[A]):
 
         An owned request is left to its owner, who calls :meth:`close`.
         """
-        self._tombs[(request, attempt)] = now + keep
-        known = self._highest.get(request)
-        if known is None or known[0] <= attempt:
-            self._highest[request] = (attempt, now + keep)
+        self._bury(request, attempt, now, keep)
         slot = self._live.get(request)
         if slot and slot.reserve and slot.reserve.attempt <= attempt:
             return [*self._drop(slot), *self._credit_outputs()]
         return []
+
+    def _bury(self, request: bytes, attempt: int, now: float, keep: float) -> None:
+        if attempt >= (self._tombs.get(request, now) or 0):
+            self._tombs.put(request, attempt, now + keep)
 
     def close(self, request: bytes, attempt: int) -> None:
         """The owner is done with an owned request (its blocks are freed by the owner)."""
@@ -429,6 +448,11 @@ class Receiver(Generic[A]):
         """A prefill worker's connection was lost; it may come back for a while."""
         self._gone[peer] = now + self._config.absence
 
+    def peer_heard(self, peer: Peer) -> None:
+        """A prefill worker speaks, so it is there."""
+        if self._gone:
+            self._gone.pop(peer, None)
+
     def tick(self, now: float) -> list[Output[A]]:
         """Evaluate deadlines and the patience with incomplete manifests."""
         outputs: list[Output[A]] = []
@@ -441,8 +465,16 @@ class Receiver(Generic[A]):
                 slot.progress_at = now
                 missing = [i for i in range(slot.commit.frames) if i not in slot.frames]
                 outputs += self._refuse_frames(slot, missing)
+        outputs += self._call_absent(now)
         self._forget(now)
         return outputs + self._credit_outputs()
+
+    def _call_absent(self, now: float) -> list[Output[A]]:
+        """The news that a connection broke may come after the new one's first words."""
+        if not self._gone or now < self._ping_at:
+            return []
+        self._ping_at = now + PING_S
+        return [Reply(peer, Ping()) for peer in self._gone]
 
     @property
     def granted(self) -> int:
@@ -517,20 +549,23 @@ class Receiver(Generic[A]):
         self._free.append(index)
 
     def _is_past(self, request: bytes, attempt: int, now: float) -> bool:
-        if self._tombs.get((request, attempt), -1.0) > now:
-            return True
-        known = self._highest.get(request)
-        return known is not None and known[0] > attempt
+        aborted = self._tombs.get(request, now) or 0
+        return attempt <= aborted or attempt < (self._highest.get(request, now) or 0)
 
     def _stale(self, grant: GrantRef, request: bytes, attempt: int) -> Stale:
         self.stale += 1
         return Stale(grant=grant, request=request, attempt=attempt)
 
     def _forget(self, now: float) -> None:
-        self._tombs = {k: t for k, t in self._tombs.items() if t > now}
-        self._gone = {peer: t for peer, t in self._gone.items() if t > now}
-        self._committed = {k: v for k, v in self._committed.items() if v[1] > now}
-        self._highest = {k: v for k, v in self._highest.items() if v[1] > now}
+        for table in (self._tombs, self._committed, self._highest):
+            table.expire(now)
+        if self._gone:
+            self._gone = {peer: t for peer, t in self._gone.items() if t > now}
+
+    @property
+    def remembered(self) -> int:
+        """Entries kept to answer what comes late; each ends at its time."""
+        return len(self._tombs) + len(self._committed) + len(self._highest) + len(self._gone)
 
 
 def _same_reserve(held: Reserve, asked: Reserve) -> bool:

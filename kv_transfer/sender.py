@@ -19,6 +19,7 @@ from typing import Protocol
 
 import msgspec
 
+from ..proto.errors import InternalError
 from ..proto.layout import KVLayout
 from ..proto.messages import (
     Busy,
@@ -464,6 +465,13 @@ class Sender:
         """When :meth:`tick` should run."""
         due = min((self._due(h) for h in self._live.values()), default=math.inf)
         return None if due == math.inf else due
+
+    def check_integrity(self) -> None:
+        """Raise InternalError unless every handoff keeps to its credit."""
+        for handoff in self._live.values():
+            if handoff.sent_bytes > handoff.credit:
+                text = f"{handoff.sent_bytes} bytes sent, credit is {handoff.credit}"
+                raise InternalError(f"handoff {handoff.key}: {text}")
 
     # ------------------------------------------------------------------ inside
 

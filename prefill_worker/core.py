@@ -10,7 +10,7 @@ parts of it; the shell runs steps, packs frames and moves messages.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,9 +20,10 @@ import msgspec
 from ..engine.events import ChunkDone, Failed, Finished, Prefilled, TokenEvent
 from ..engine.events import Event as EngineEvent
 from ..engine.scheduler import Scheduler
+from ..engine.step_time import StepTime
 from ..kv_transfer import sender as handoff
 from ..kv_transfer.sender import Key, Sender
-from ..proto.errors import BatonError
+from ..proto.errors import BatonError, InternalError
 from ..proto.limits import PROTOCOL_VERSION
 from ..proto.messages import (
     Abort,
@@ -36,6 +37,7 @@ from ..proto.messages import (
     Drain,
     Drained,
     Grant,
+    Message,
     Open,
     Opened,
     OpenRefused,
@@ -65,7 +67,8 @@ from ..runtime.actions import (
     ToRouter,
     blocks_freed,
 )
-from ..runtime.membership import EngineState, Membership
+from ..runtime.expiry import Expiring
+from ..runtime.membership import EngineState, Membership, moved_to
 from .events import (
     Action,
     Connect,
@@ -85,6 +88,9 @@ from .events import (
 from .job import Job, JobState, make_job, report
 from .link import OPEN_REPEAT_S, Link, LinkState
 
+TOMBSTONE_S = 600.0
+"""How long an Abort holds against an Assign that comes late."""
+
 
 @dataclass(slots=True, frozen=True)
 class PrefillLimits:
@@ -101,7 +107,12 @@ class PrefillCore:
     """State machine of one prefill worker."""
 
     def __init__(
-        self, member: Membership, scheduler: Scheduler, sender: Sender, limits: PrefillLimits
+        self,
+        member: Membership,
+        scheduler: Scheduler,
+        sender: Sender,
+        limits: PrefillLimits,
+        times: StepTime | None = None,
     ) -> None:
         self._member = member
         self._scheduler = scheduler
@@ -113,11 +124,12 @@ class PrefillCore:
         self._queue: deque[Key] = deque()
         self._active = 0
         self._links: dict[str, Link] = {}
-        self._answered: OrderedDict[Key, float] = OrderedDict()  # ended: repeat the answer
-        self._aborted: dict[bytes, tuple[int, float]] = {}
+        self._answered: Expiring[Key, bool] = Expiring()  # ended: repeat the answer
+        self._aborted: Expiring[bytes, int] = Expiring()  # attempts up to this one are over
         self._serial = 0
         self._progress = 0
-        self._step_s = 0.0
+        self._step_s = 0.0  # predicted, of the step that runs
+        self._times = times or StepTime()
         self._step_running = False
         self._drained_said = False
         self._freed_later: list[Key] = []  # aborted, but part of the running step
@@ -177,9 +189,12 @@ class PrefillCore:
         if job:
             job.router = router
             return [accepted]
-        if key in self._answered:
+        if self._member.has_ended(*key):
             return [accepted]
-        if self._aborted.get(key[0], (0, 0.0))[0] >= key[1]:
+        if self._answered.get(key, now):
+            # Handed over or ended. A router that lost its memory would wait for it for ever.
+            return [ToRouter(router, Aborted(request=key[0], attempt=key[1]))]
+        if key[1] <= (self._aborted.get(key[0], now) or 0):
             return [ToRouter(router, Aborted(request=key[0], attempt=key[1]))]
         actions = self._drop_lower(key, now)
         if self._member.draining or len(self._queue) >= self._limits.max_queue:
@@ -224,7 +239,8 @@ class PrefillCore:
         for job in stopped:
             actions += self._stop(job, now)
         self._member.forget(request, attempt)
-        self._aborted[request] = (attempt, now + 600.0)
+        if attempt >= (self._aborted.get(request, now) or 0):
+            self._aborted.put(request, attempt, now + TOMBSTONE_S)
         if any(self._scheduler.is_inflight(job.sequence.request) for job in stopped):
             self._freed_later.append((request, attempt))
         else:
@@ -246,11 +262,12 @@ class PrefillCore:
         if not held:
             return list(self._member.adopt(router, request, position))
         job = max(held, key=lambda one: one.key[1])
+        moved = moved_to(router, job.router, request)
         job.router = router
         position = max(position, len(job.assign.context.tokens))
         tokens = job.context.tokens.all[position:].tolist()
         run = TokenRun(request, job.key[1], position, tokens)
-        return [ToRouter(router, Tokens(runs=[run]))]
+        return [*moved, ToRouter(router, Tokens(runs=[run]))]
 
     def _held(self) -> list[RequestState]:
         return [job.held() for job in self._jobs.values()]
@@ -444,14 +461,14 @@ class PrefillCore:
         self._remove(job)
         self._free(job)
         request, attempt = job.key
-        busy = Busy(request=request, attempt=attempt, reason=reason, decode_full=True)
-        actions: list[Action] = [ToRouter(job.router, busy)]
+        messages: list[Message] = []
         if lost:
-            message = PeerLost(
-                endpoint=job.assign.decode, request=request, attempt=attempt, reason=reason
+            endpoint = job.assign.decode
+            messages.append(
+                PeerLost(endpoint=endpoint, request=request, attempt=attempt, reason=reason)
             )
-            actions.insert(0, ToRouter(job.router, message))
-        return actions
+        messages.append(Busy(request=request, attempt=attempt, reason=reason, decode_full=True))
+        return list(self._member.give_back(job.router, job.key, messages, now, job.deadline))
 
     def _done(self, output: handoff.Done, now: float) -> list[Action]:
         job = self._jobs.get(output.key)
@@ -486,6 +503,7 @@ class PrefillCore:
                 job.token_end = chunk.start + len(chunk.tokens)
                 job.last_chunk = chunk.sample is not None
         self._step_running = True
+        self._step_s = self._times.predict(plan.num_tokens)
         actions.append(RunStep(plan))
 
     def _on_layers(self, event: LayersDone, now: float) -> list[Action]:
@@ -504,7 +522,7 @@ class PrefillCore:
     def _on_step(self, event: StepDone, now: float) -> list[Action]:
         self._step_running = False
         self._progress += 1
-        self._step_s = event.result.seconds
+        self._times.learn(event.result.num_tokens, event.result.seconds)
         actions: list[Action] = []
         self._engine_events(self._scheduler.apply(event.result, now), actions, now)
         freed, self._freed_later = self._freed_later, []
@@ -579,7 +597,7 @@ class PrefillCore:
             self._scheduler.release(job.sequence)
 
     def _remember(self, job: Job) -> None:
-        self._answered[job.key] = job.deadline
+        self._answered.put(job.key, True, job.deadline)  # noqa: FBT003
 
     # ------------------------------------------------------------------ time and drain
 
@@ -588,7 +606,7 @@ class PrefillCore:
         return self._sender_actions(outputs, now)
 
     def _on_tick(self, event: Tick, now: float) -> list[Action]:
-        engine = EngineState(self._progress, self._step_running, self._step_s)
+        engine = EngineState(self._progress + event.layers, self._step_running, self._step_s)
         actions: list[Action] = list(self._member.tick(now, engine, self.load))
         actions += self._sender_actions(self._sender.tick(now), now)
         for link in self._links.values():
@@ -597,15 +615,18 @@ class PrefillCore:
         for job in [j for j in self._jobs.values() if now >= j.deadline]:
             actions += self._end(job, now, "deadline_exceeded", "the deadline passed")
         self._forget(now)
-        return actions + self._maybe_drained()
+        return [*actions, *self._drop_lost_links(now), *self._maybe_drained()]
 
     def _forget(self, now: float) -> None:
-        while self._answered and next(iter(self._answered.values())) < now:
-            self._answered.popitem(last=False)
-        for request in [r for r, (_, until) in self._aborted.items() if until < now]:
-            del self._aborted[request]
-        for link in [k for k in self._links.values() if k.is_lost(now) and not self._wanted(k)]:
+        self._answered.expire(now)
+        self._aborted.expire(now)
+
+    def _drop_lost_links(self, now: float) -> list[Action]:
+        """Close the sockets of workers nobody waits for and that do not answer."""
+        lost = [k for k in self._links.values() if k.is_lost(now) and not self._wanted(k)]
+        for link in lost:
             del self._links[link.endpoint]
+        return [Disconnect(link.endpoint) for link in lost]
 
     def _wanted(self, link: Link) -> bool:
         return any(job.assign.decode == link.endpoint for job in self._jobs.values())
@@ -634,6 +655,21 @@ class PrefillCore:
     def idle(self) -> bool:
         """No request is here and no step runs: integrity can be checked."""
         return not self._jobs and not len(self._sender) and not self._step_running
+
+    @property
+    def remembered(self) -> int:
+        """Entries kept about requests that are over; each ends at its time."""
+        return len(self._answered) + len(self._aborted) + self._member.unacknowledged
+
+    def check_integrity(self) -> None:
+        """Raise InternalError unless blocks, slots and handoffs fit the jobs."""
+        self._scheduler.check_integrity()
+        self._sender.check_integrity()
+        active = sum(job.state is not JobState.QUEUED for job in self._jobs.values())
+        if active != self._active:
+            raise InternalError(f"{self._active} slots are taken, {active} jobs hold one")
+        if {job.sequence.request for job in self._jobs.values()} != set(self._by_sequence):
+            raise InternalError("a sequence has no job or a job no sequence")
 
     def load(self) -> WorkerLoad:
         """Figures for heartbeats."""

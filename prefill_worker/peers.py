@@ -130,7 +130,10 @@ class PeerLinks:
 
     def connect(self, endpoint: str) -> None:
         """Open the control connection; a bad address stays unanswered and is reported so."""
-        if endpoint in self._links:
+        link = self._links.get(endpoint)
+        if link is not None:
+            if link.control.connected:  # nothing will announce it again
+                self.on_up(endpoint)
             return
         try:
             self._links[endpoint] = PeerLink(self, endpoint)

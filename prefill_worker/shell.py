@@ -12,6 +12,8 @@ from ..engine.cache import PagedCache
 from ..engine.plan import StepPlan, StepResult, failed_step
 from ..engine.runner import Runner
 from ..engine.scheduler import Scheduler, SchedulerConfig
+from ..engine.step_time import StepTime
+from ..engine.warm_up import warm_up
 from ..kv_transfer.frames import Bytes, FramePacker
 from ..kv_transfer.sender import Sender, SenderConfig
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
@@ -92,7 +94,9 @@ class PrefillShell:
             max_reserve_tries=config.max_reserve_tries,
             stream_tokens=config.stream_tokens,
         )
-        return PrefillCore(member, scheduler, sender, limits)
+        times = StepTime()
+        warm_up(runner.executor, times)
+        return PrefillCore(member, scheduler, sender, limits, times)
 
     def start(self) -> None:
         """Listen and begin to tick."""
@@ -189,7 +193,7 @@ class PrefillShell:
                 self._control.send(peer, self._encoder.encode([Pong(nonce=message.nonce)]))
 
     def _tick(self) -> None:
-        self.feed(Tick())
+        self.feed(Tick(self._executor.layers_done))
         if self.core.is_drained:
             self._exit("drained", 0)
         else:

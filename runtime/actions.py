@@ -42,7 +42,12 @@ class RouterDown:
 
 @dataclass(slots=True, frozen=True)
 class Tick:
-    """Time passed; the core evaluates its timers."""
+    """Time passed; the core evaluates its timers.
+
+    ``layers``: layers the engine has computed since its start, the finest progress there is.
+    """
+
+    layers: int = 0
 
 
 @dataclass(slots=True, frozen=True)

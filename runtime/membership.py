@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ..proto.layout import ModelCard
 from ..proto.limits import PROTOCOL_VERSION
@@ -18,6 +19,7 @@ from ..proto.messages import (
     Aborted,
     Heartbeat,
     Hello,
+    Message,
     Moved,
     Rejected,
     RequestState,
@@ -60,6 +62,16 @@ class EngineState:
 
 
 @dataclass(slots=True)
+class _Notice:
+    """Words a router has to act upon, said until it does."""
+
+    router: str
+    messages: list[Message]
+    expires: float
+    repeat_at: float
+
+
+@dataclass(slots=True)
 class _Pending:
     """A terminal a router has not acknowledged, with the tokens it may ask for again."""
 
@@ -85,6 +97,7 @@ class Membership:
         self.routers = routers
         self._up: set[str] = set()
         self._pending: dict[tuple[bytes, int], _Pending] = {}
+        self._notices: dict[tuple[bytes, int], _Notice] = {}
         self._beat_at = 0.0
         self.draining = False
 
@@ -152,15 +165,28 @@ class Membership:
         )
         return [ToRouter(router, terminal)]
 
+    def give_back(
+        self, router: str, key: tuple[bytes, int], messages: list[Message], now: float, until: float
+    ) -> list[ToRouter]:
+        """Hand an attempt back: say why until the router aborts it, at most ``until``."""
+        self._notices[key] = _Notice(router, messages, until, now + TERMINAL_REPEAT_S)
+        return [ToRouter(router, message) for message in messages]
+
     def acknowledged(self, ended: list[tuple[bytes, int]]) -> None:
         """A router has these terminals."""
         for request, attempt in ended:
             self._pending.pop((request, attempt), None)
 
     def forget(self, request: bytes, attempt: int) -> None:
-        """An abort makes terminals up to ``attempt`` meaningless."""
-        for key in [k for k in self._pending if k[0] == request and k[1] <= attempt]:
-            del self._pending[key]
+        """An abort makes all that was to be said of attempts up to ``attempt`` meaningless."""
+        tables: tuple[dict[tuple[bytes, int], Any], ...] = (self._pending, self._notices)
+        for table in tables:
+            for key in [k for k in table if k[0] == request and k[1] <= attempt]:
+                del table[key]
+
+    def has_ended(self, request: bytes, attempt: int) -> bool:
+        """Whether this attempt's end is being said."""
+        return (request, attempt) in self._pending
 
     def adopt(self, router: str, request: bytes, position: int) -> list[ToRouter]:
         """Repeat an ended request's tokens from ``position`` and its terminal.
@@ -180,8 +206,8 @@ class Membership:
 
     @property
     def unacknowledged(self) -> int:
-        """Terminals still kept."""
-        return len(self._pending)
+        """Terminals and attempts given back that no router has acted upon."""
+        return len(self._pending) + len(self._notices)
 
     # ------------------------------------------------------------------ time
 
@@ -203,12 +229,23 @@ class Membership:
             actions += [ToRouter(router, beat) for router in self._up]
         for key in [k for k, p in self._pending.items() if now >= p.expires]:
             del self._pending[key]
+        for key in [k for k, n in self._notices.items() if now >= n.expires]:
+            del self._notices[key]
         actions += self._repeat(now, lambda p: now >= p.repeat_at)
+        actions += self._repeat_notices(now)
         return actions
 
     def next_timer(self) -> float:
         """When :meth:`tick` should run."""
         return self._beat_at
+
+    def _repeat_notices(self, now: float) -> list[ToRouter]:
+        actions = []
+        for notice in self._notices.values():
+            if notice.router in self._up and now >= notice.repeat_at:
+                notice.repeat_at = now + TERMINAL_REPEAT_S
+                actions += [ToRouter(notice.router, message) for message in notice.messages]
+        return actions
 
     def _repeat(self, now: float, due: Callable[[_Pending], bool]) -> list[ToRouter]:
         actions = []

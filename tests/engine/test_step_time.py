@@ -1,0 +1,35 @@
+from baton.engine.step_time import UNKNOWN_S, StepTime
+
+
+def test_nothing_measured_means_patience():
+    assert StepTime().predict(100) == UNKNOWN_S
+
+
+def test_larger_steps_are_predicted_in_proportion():
+    times = StepTime()
+    times.learn(1, 0.004)
+    assert times.predict(1) == 0.004
+    assert times.predict(512) == 512 * 0.004
+
+
+def test_smaller_steps_never_get_less_than_a_measured_larger_one():
+    times = StepTime()
+    times.learn(512, 2.0)
+    assert times.predict(8) == 2.0
+
+
+def test_a_slow_step_counts_at_once_and_a_quick_one_slowly():
+    times = StepTime()
+    times.learn(16, 0.1)
+    times.learn(17, 1.0)
+    assert times.predict(16) == 1.0
+    times.learn(16, 0.1)
+    assert 0.9 < times.predict(16) < 1.0
+
+
+def test_a_closer_measurement_replaces_the_proportion():
+    times = StepTime()
+    times.learn(1, 0.01)
+    times.learn(300, 0.2)
+    assert times.predict(300) == 0.2
+    assert times.predict(600) == 0.4
