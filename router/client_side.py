@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import ClassVar
 
@@ -111,7 +111,8 @@ class ClientSide:
             self._check_id(request_id)
             if self.closing:
                 raise CapacityError("the router is shutting down", retry_after=1.0)
-            request = self._checked(key, message, life.last_attempt(key) + 1, now)
+            attempt = max(life.last_attempt(key), self._recovery.orphans.highest(key)) + 1
+            request = self._checked(key, message, attempt, now)
             target = message.context.target_endpoint
             if target is not None:
                 life.placement.pin(request, target, fallback=message.fallback)
@@ -351,3 +352,21 @@ def _check_shape(context: WireContext) -> None:
         raise InputError("the prompt is empty")
     if len(tokens) >= context.max_length:
         raise InputError(f"{len(tokens)} prompt tokens leave no room in {context.max_length}")
+
+
+def fold_questions(messages: Sequence[Message]) -> Sequence[Message]:
+    """Messages of one envelope with at most one question of a kind; one answer serves all.
+
+    A question takes a few bytes and its answer megabytes.
+    """
+    describes = [message for message in messages if type(message) is Describe]
+    statuses = [message for message in messages if type(message) is Status]
+    if len(describes) + len(statuses) < 2:
+        return messages
+    rest = [message for message in messages if type(message) not in (Describe, Status)]
+    if describes:
+        names = dict.fromkeys(name for message in describes for name in message.files)
+        rest.append(Describe(files=list(names)))
+    if statuses:
+        rest.append(Status(handoffs=max(message.handoffs for message in statuses)))
+    return rest

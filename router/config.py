@@ -8,7 +8,12 @@ import msgspec
 
 from ..proto.endpoints import check_endpoint
 from ..proto.errors import ConfigError, InputError
-from ..proto.limits import DEFAULT_DEADLINE_S, MAX_DEADLINE_S
+from ..proto.limits import (
+    DEFAULT_DEADLINE_S,
+    DESCRIBED_MARGIN,
+    MAX_DEADLINE_S,
+    MAX_DESCRIBED_BYTES,
+)
 
 POLICIES = ("round_robin", "least_loaded", "prefix_aware")
 
@@ -94,7 +99,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     decode_tries: int = 3
     max_attempts: int = 8
     poison_deaths: int = 2
-    max_described_bytes: int = 32 << 20
+    max_described_bytes: int = MAX_DESCRIBED_BYTES - DESCRIBED_MARGIN
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, with the field's name."""
@@ -110,6 +115,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             bytes.fromhex(self.cluster_key)
         except ValueError as error:
             raise ConfigError("cluster_key must be hexadecimal text") from error
+        if self.max_described_bytes > MAX_DESCRIBED_BYTES - DESCRIBED_MARGIN:
+            most = MAX_DESCRIBED_BYTES - DESCRIBED_MARGIN
+            raise ConfigError(f"max_described_bytes is {self.max_described_bytes}, at most {most}")
         for part in (self, self.policy, self.admission):
             _check_numbers(part)
 

@@ -71,7 +71,7 @@ class RouterCore:
 
     def from_client(self, identity: bytes, messages: Sequence[Message], now: float) -> list[Action]:
         """Take all messages of one envelope from a client."""
-        for message in messages:
+        for message in messages if len(messages) == 1 else fold_questions(messages):
             self._clients.handle(identity, message, now)
         return self._take()
 

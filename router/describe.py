@@ -34,6 +34,8 @@ def read_text_files(folder: str, max_bytes: int) -> dict[str, bytes]:
             continue
         left -= path.stat().st_size
         if left < 0:
-            raise ConfigError(f"the text files of {folder} are larger than {max_bytes} bytes")
+            raise ConfigError(
+                f"the text files of {folder} are larger than {max_bytes} bytes with {name}"
+            )
         files[name] = path.read_bytes()
     return files

@@ -73,6 +73,7 @@ class Lifecycle:
         """Place an admitted request, or keep it until there are workers."""
         self.requests[request.key] = request
         self.queued[request.key] = request
+        request.own = request.attempt
         self.counters.submitted += 1
         self.place(request, now)
 
@@ -130,6 +131,7 @@ class Lifecycle:
         self.release(request)
         request.prefill = request.decode = None
         request.attempt += 1
+        request.own = min(request.own, request.attempt)
         request.pending = None
         request.step(Step.REQUEUE)
         self.queued[request.key] = request
@@ -153,7 +155,7 @@ class Lifecycle:
 
     def _wait(self, request: Request, now: float) -> None:
         """No pair now: wait, but not for ever when there are no workers at all."""
-        if request.avoid:  # all were asked in this round
+        if request.avoid or self.placement.kept_apart(request):  # all asked in this round
             request.avoid = None
             delay = self.back_off(request, self.config.busy_backoff_s, now)
             self.wake(request, now + delay, now)

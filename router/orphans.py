@@ -46,6 +46,11 @@ class Orphans:
             if held is not None and self._is_ours(held):
                 self._drop(worker, held)
 
+    def highest(self, key: bytes) -> int:
+        """Highest attempt any worker reports of an unknown request, 0 for none."""
+        reports = (worker.reported.get(key) for worker in self._life.registry.live())
+        return max((held.attempt for held in reports if held is not None), default=0)
+
     def tick(self, now: float) -> None:
         """End the time of grace, once."""
         if not self._swept and now >= self._until:

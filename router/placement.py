@@ -88,10 +88,17 @@ class Placement:
             if pinned is not None:
                 return pinned
         workers = self._registry.ready(role, request.pool)
+        if request.suspect:
+            workers = [worker for worker in workers if not _has_suspect(worker, request)]
         avoid = request.avoid
         if avoid:
             workers = [worker for worker in workers if worker.incarnation not in avoid]
         return workers
+
+    def kept_apart(self, request: Request) -> bool:
+        """Whether it waits only because other suspects run on the workers."""
+        roles = ("prefill", "decode")
+        return request.suspect and all(self._registry.ready(r, request.pool) for r in roles)
 
     def _pinned(self, request: Request, endpoint: str) -> list[Worker] | None:
         """The pinned worker, none while it is only busy, or None when the pin is void."""
@@ -113,3 +120,7 @@ class Placement:
             salt = request.context.cache_salt.encode()
             request.hashes = block_hashes(tokens, size, salt) if len(tokens) >= size else []
         return request.hashes
+
+
+def _has_suspect(worker: Worker, but: Request) -> bool:
+    return any(request.suspect for request in worker.requests.values() if request is not but)

@@ -48,14 +48,19 @@ class Recovery:
         else:
             life.requeue(request, now)
 
-    def introduced(self, worker: Worker, now: float) -> None:
-        """A worker said Hello: use what it holds of the requests known here."""
+    def introduced(self, worker: Worker, now: float, *, joined: bool) -> None:
+        """A worker said Hello: use what it holds of the requests known here.
+
+        ``joined``: it is new to this router, so nothing it holds was assigned in this life.
+        """
         self.orphans.reported(worker, now)
         for held in list(worker.reported.values()):
             request = self._life.requests.get(held.request)
             if request is None or held.attempt < request.attempt:
                 continue
-            if request.state is State.RECOVERING:
+            if joined and held.attempt >= request.own:
+                self._collide(request, worker, held, now)
+            elif request.state is State.RECOVERING:
                 self._adopt(request, worker, held, now)
             elif request.state is State.RUNNING and not request.handed:
                 request.attempt = held.attempt
@@ -71,7 +76,18 @@ class Recovery:
             missing = held is None or held.attempt < request.attempt
             if missing and request.server is worker:
                 self.lost(request, f"worker {worker.id} does not have it any more", now)
-        self.introduced(worker, now)
+        self.introduced(worker, now, joined=False)
+
+    def _collide(self, request: Request, worker: Worker, held: RequestState, now: float) -> None:
+        """An earlier life used this attempt's number, perhaps for another content: rise above."""
+        self._life.abort_on(worker, request.key, held.attempt, request.deadline, "superseded")
+        if request.done:
+            return
+        request.attempt = held.attempt
+        if request.state is State.QUEUED:
+            request.attempt += 1
+        else:
+            self.lost(request, "its attempt has the number of an earlier one", now)
 
     def _adopt(self, request: Request, worker: Worker, held: RequestState, now: float) -> None:
         request.attempt = held.attempt
@@ -97,6 +113,11 @@ class Recovery:
         """``worker`` turned out to have the current attempt."""
         worker.requests[request.key] = request
         if worker.role == "prefill":
+            before = request.prefill
+            if before is not None and before is not worker:
+                before.requests.pop(request.key, None)
+                before.outstanding -= request.prefill_cost
+                request.prefill_cost = 0
             request.prefill = request.server = worker
             return
         other = request.decode
@@ -142,22 +163,38 @@ class Recovery:
         for other in life.registry.live():
             life.out.append(ToWorker(other.identity, dead))
         affected = list(worker.requests.values())
-        there = sum(request.server is worker for request in affected)
+        self._blame([request for request in affected if request.server is worker])
         for request in affected:
-            if request.server is worker:
-                request.deaths += 1
-                request.blame += 1 / there
             self.lost(request, f"worker {worker.id} died: {reason}", now)
         worker.requests.clear()
         worker.aborts.clear()
+
+    def _blame(self, there: list[Request]) -> None:
+        """Share a death among the requests on the worker that saw most deaths before."""
+        for request in there:
+            self._start_over(request)
+        most = max((request.deaths for request in there), default=0)
+        likely = [request for request in there if request.deaths == most]
+        for request in likely:
+            request.blame += 1 / len(likely)
+        for request in there:
+            request.deaths += 1
+
+    @staticmethod
+    def _start_over(request: Request) -> None:
+        """What was passed unharmed since the last loss speaks for the request."""
+        if request.progressed:
+            request.losses = request.deaths = 0
+            request.blame = 0.0
+        request.lost_at = request.next
 
     def lost(self, request: Request, reason: str, now: float) -> None:
         """The current attempt cannot be finished: run it again, unless that has no point."""
         if request.state is not State.ASSIGNED and request.state is not State.RUNNING:
             return
         life, config = self._life, self._life.config
+        self._start_over(request)
         request.losses += 1
-        # Company at a death is no guilt: each request on the worker bears its share only.
         if request.deaths >= config.poison_deaths and request.blame > POISON_BLAME:
             text = f"{request.deaths} workers died with this request; it is not tried again"
             life.fail(request, RequestPoisoned(text), now)

@@ -76,6 +76,9 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
 RECORD_BYTES = 2048
 """Memory of a record without its arrays, rounded up."""
 NEVER = float("inf")
+SUSPECT_DEATHS = 2
+HARMLESS_TOKENS = 8
+"""More tokens than are on their way from a worker when it dies."""
 
 
 class Request:
@@ -90,9 +93,9 @@ class Request:
         "attempt", "avoid", "backoff", "base", "blame", "bytes", "client", "context",
         "deadline", "deaths", "decode", "decode_cost", "decode_tries", "due_at", "emitted",
         "grace_until", "handed", "hashes", "heard", "key", "limit", "logprobs", "losses",
-        "max_new", "next", "patience", "pending", "pin", "pool", "prefill", "prefill_cost",
-        "queued_tokens", "request_id", "retry_at", "sent", "server", "slot", "started", "state",
-        "strict", "terminal", "unchecked", "unheard",
+        "lost_at", "max_new", "next", "own", "patience", "pending", "pin", "pool", "prefill",
+        "prefill_cost", "queued_tokens", "request_id", "retry_at", "sent", "server", "slot",
+        "started", "state", "strict", "terminal", "unchecked", "unheard",
     )  # fmt: skip
 
     def __init__(
@@ -104,6 +107,7 @@ class Request:
         self.deadline = deadline
         self.limit = deadline  # earlier while its client is away
         self.attempt = attempt
+        self.own = NEVER  # first attempt of this router's life; others are an earlier life's
         self.state = State.QUEUED
         self.client: Client | None = None
         self.base = self.next = len(context.tokens)
@@ -130,8 +134,9 @@ class Request:
         self.pending: Terminal | None = None  # waits for tokens that are missing
 
         self.deaths = 0  # workers that died with it
-        self.blame = 0.0  # each death shared among all requests on that worker
+        self.blame = 0.0  # each death shared among the most suspicious requests there
         self.losses = 0
+        self.lost_at = 0  # what was next when it was lost the last time
         self.decode_tries = 0
         self.avoid: set[int] | None = None  # incarnations not to ask again in this round
         self.hashes: list[bytes] | None = None
@@ -161,6 +166,16 @@ class Request:
     def remaining(self) -> int:
         """Most tokens it may still generate."""
         return max(0, self.max_new - len(self.emitted))
+
+    @property
+    def progressed(self) -> bool:
+        """Whether it got well beyond where it was lost, so that place is harmless."""
+        return self.next > self.lost_at + HARMLESS_TOKENS
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it may be what killed its workers: it runs apart from others like it."""
+        return self.deaths >= SUSPECT_DEATHS and not self.progressed
 
     def keep(self, run: TokenRun) -> None:
         """Remember a run that starts at ``next``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ..proto.codec import EnvelopeDecoder
 from ..proto.errors import ProtocolError
+from ..proto.limits import MAX_DESCRIBED_BYTES
 from ..proto.messages import ClientToRouter, Message, WorkerToRouter
 from ..runtime.channel import ChannelOptions, Frames, SendResult
 from ..runtime.log import get_logger
@@ -68,7 +69,9 @@ class RouterShell:
             raise
         self._from_clients = EnvelopeDecoder[Message](ClientToRouter)
         self._from_workers = EnvelopeDecoder[Message](WorkerToRouter)
-        self._to_clients: Outbox[bytes] = Outbox(self.clients.send, self._client_unsent)
+        self._to_clients: Outbox[bytes] = Outbox(
+            self.clients.send, self._client_unsent, MAX_DESCRIBED_BYTES
+        )
         self._to_workers: Outbox[bytes] = Outbox(self.workers.send, self._worker_unsent)
         self._held: dict[bytes, list[Message]] = {}  # of full clients, oldest first
         self._leave_at = float("inf")

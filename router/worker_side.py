@@ -101,7 +101,7 @@ class WorkerSide:
             return
         self._life.log("worker.joined", worker=worker.id, role=worker.role, pid=worker.pid)
         self._welcome(identity)
-        self._recovery.introduced(worker, now)
+        self._recovery.introduced(worker, now, joined=True)
         self._life.retry_waiting(now)
 
     def _hello(self, worker: Worker, hello: Hello, now: float) -> None:
@@ -231,6 +231,9 @@ class WorkerSide:
             if not self._may_be_wanted(worker, request, key, attempt, now):
                 self._acknowledge(worker, message)
             return
+        if request.handed and worker.role == "prefill":
+            self._acknowledge(worker, message)  # the decode worker's word counts
+            return
         request.attempt = attempt
         self._life.accepted(request)
         if request.server is not worker:
@@ -274,10 +277,8 @@ class WorkerSide:
 
     def _busy(self, worker: Worker, message: Busy, now: float) -> None:
         """No room there: choose again, and after a few tries leave the cluster some time."""
-        request = self._life.requests.get(message.request)
-        if request is None or message.attempt != request.attempt or request.handed:
-            return
-        if request.state is not _ASSIGNED and request.state is not _RUNNING:
+        request = self._given_back(worker, message.request, message.attempt, now)
+        if request is None:
             return
         full = request.decode if message.decode_full else worker
         avoid = request.avoid = request.avoid or set()
@@ -290,6 +291,16 @@ class WorkerSide:
             request.avoid = None
             delay = self._life.back_off(request, message.retry_after, now)
         self._life.requeue(request, now, delay)
+
+    def _given_back(self, worker: Worker, key: bytes, attempt: int, now: float) -> Request | None:
+        """The request a prefill worker cannot go on with; else an Abort lets it rest."""
+        request = self._life.requests.get(key)
+        if not self._current(worker, request, key, attempt, now) or request is None:
+            return None
+        if request.handed:
+            self._life.abort_on(worker, key, attempt, request.deadline, "handed over")
+            return None
+        return request
 
     def _aborted(self, worker: Worker, message: Aborted, now: float) -> None:
         """It holds nothing of this attempt; if the attempt should run there, run it again."""
@@ -310,8 +321,8 @@ class WorkerSide:
             self._recovery.lost(request, f"worker {worker.id} does not have it", now)
 
     def _peer_lost(self, worker: Worker, message: PeerLost, now: float) -> None:
-        request = self._life.requests.get(message.request)
-        if request is None or message.attempt != request.attempt or request.handed:
+        request = self._given_back(worker, message.request, message.attempt, now)
+        if request is None:
             return
         avoid = request.avoid = request.avoid or set()
         if request.decode is not None:

@@ -1,7 +1,6 @@
-"""Clients of a simulated cluster: they submit, count tokens, cancel, die and resume.
+"""Clients of a simulated cluster: the real client core, and a user who keeps a history.
 
-Every request's history is kept for :mod:`.invariants`: tokens by position as they came, and
-every terminal.
+Every request's history is kept for :mod:`.invariants`: its tokens as they came and its end.
 """
 
 from __future__ import annotations
@@ -11,177 +10,213 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..client import events as client
+from ..client.core import ClientCore
 from ..proto.ids import request_key
-from ..proto.messages import (
-    Cancel,
-    ClientToRouter,
-    FinalAck,
-    Message,
-    Resume,
-    Submit,
-    Submitted,
-    Terminal,
-    Tokens,
-)
+from ..proto.messages import Drain, Message, Submit
 from ..proto.wire import WireContext, WireSampling
 from ..router import events as routing
-from .nodes import Node
+from .nodes import DETECT_S, Node
 from .toy_model import EOS, MAX_LENGTH
 
 if TYPE_CHECKING:
     from .cluster import Cluster
+    from .nodes import RouterNode
 
-REPEAT_S = 0.4
+SOCKET_MESSAGES = 6
+"""What the buffers between the router and a client that reads nothing can take."""
 
 
 @dataclass(slots=True)
 class Record:
-    """One request as its client saw it."""
+    """One request as its user saw it; ``deadline`` in seconds from its start."""
 
     request_id: str
     prompt: list[int]
     max_new_tokens: int
-    deadline: float  # absolute
+    deadline: float | None = None
     endpoint: str | None = None
-    key: bytes = b""
-    secret: bytes = b""
-    attempt: int = 1
+    pin: str = "prefer"
+    fallback: bool = False
+    poison: bool = False
+    started: float = 0.0
     tokens: list[int] = field(default_factory=list)
-    repeats: int = 0
-    terminals: list[Terminal] = field(default_factory=list)
-    cancelled: bool = False
+    ends: list[client.Ended] = field(default_factory=list)
+    ended_at: float = 0.0
+    stopped: bool = False  # by the user
     orphaned: bool = False  # its client died: nobody waits for it
-    heard_at: float = 0.0
 
     @property
     def done(self) -> bool:
-        """Whether its end is known here."""
-        return bool(self.terminals) or self.orphaned
+        """Whether nobody waits for it any more."""
+        return bool(self.ends) or self.orphaned
 
-    def context(self) -> WireContext:
-        """The request on the wire."""
-        return WireContext(
+    def spec(self) -> client.RequestSpec:
+        """The request as the user asks for it."""
+        context = WireContext(
             tokens=np.array(self.prompt, np.int32),
             max_length=MAX_LENGTH,
             sampling=WireSampling(temperature=0.0, max_new_tokens=self.max_new_tokens),
             eos_token_ids=[EOS],
             target_endpoint=self.endpoint,
         )
+        return client.RequestSpec(
+            request_id=self.request_id,
+            context=context,
+            deadline=self.deadline,
+            pin=self.pin,
+            fallback=self.fallback,
+        )
 
 
 class ClientNode(Node):
-    """A client process with any number of requests."""
+    """A client process with any number of requests at one router."""
 
-    def __init__(self, cluster: Cluster, name: str) -> None:
+    core: ClientCore
+
+    def __init__(self, cluster: Cluster, name: str, router: RouterNode) -> None:
         super().__init__(cluster, name)
+        self.router = router
         self.live: dict[str, Record] = {}
-        self.by_key: dict[bytes, Record] = {}
         self.history: list[Record] = []
+        self._connection = 0
+        self._unread: list[Message] = []
+        self._reading = True
+        self._tickets = 0
+
+    @property
+    def identity(self) -> bytes:
+        """Routing identity of the present connection."""
+        return f"{self.name}:{self.incarnation:x}:{self._connection}".encode()
 
     def boot(self) -> None:
         """A new life knows nothing of the old one's requests."""
         for record in self.live.values():
             record.orphaned = True
         self.live.clear()
-        self.by_key.clear()
+        self._unread.clear()
+        self._reading = True
+        self.core = ClientCore(self.router.name)
+        self._connect()
+
+    # ------------------------------------------------------------------ the user
 
     def submit(self, record: Record) -> None:
-        """Begin a request."""
-        record.key = request_key(self.identity, record.request_id)
-        record.heard_at = self.cluster.network.now
+        """Begin a request, unless its name is in use."""
+        if record.request_id in self.live:
+            return
+        record.started = self.now
         self.live[record.request_id] = record
-        self.by_key[record.key] = record
         self.history.append(record)
-        self._say_submit(record)
+        self.feed(client.Start(record.spec()))
 
-    def cancel(self, record: Record) -> None:
-        """End a request early."""
-        if not record.done:
-            record.cancelled = True
-            self._say(Cancel(request_id=record.request_id, request=record.key))
+    def cancel(self, record: Record, *, report: bool) -> None:
+        """End a request early; without ``report`` nobody wants to hear of its end."""
+        if self.live.get(record.request_id) is not record:
+            return
+        record.stopped = True
+        if not report:
+            del self.live[record.request_id]
+            record.orphaned = True
+        self.feed(client.Stop(record.request_id, report))
 
-    def router_up(self) -> None:
-        """The router is back: resume everything."""
-        for record in self.live.values():
-            self._again(record)
+    def drain(self, worker: str) -> None:
+        """As an operator."""
+        self._tickets += 1
+        self.feed(client.Ask(self._tickets, Drain(worker=worker), 2.0))
+
+    # ------------------------------------------------------------------ the connection
+
+    def _connect(self) -> None:
+        identity = self.identity
+
+        def connected() -> None:
+            if identity != self.identity:
+                return
+            if self.router.alive:
+                self.feed(client.Connected(identity))
+            else:
+                self.cluster.network.after(0.05, self.when_up(connected))
+
+        self.cluster.network.after(DETECT_S, self.when_up(connected))
+
+    def router_down(self) -> None:
+        """The connection broke; the socket goes on trying."""
+        self._unread.clear()
+        self.feed(client.Disconnected())
+        self._connect()
+
+    def _renew(self) -> None:
+        """The core wants another connection."""
+        self._unread.clear()
+        old = self.identity
+        self._connection += 1
+        router = self.router
+        self.cluster.network.after(DETECT_S, router.when_up(lambda: router.client_gone(old)))
+        self._connect()
+
+    def take(self, message: Message) -> bool:
+        """Bytes for this client; false when it has read nothing for a while."""
+        if not self._reading and len(self._unread) >= SOCKET_MESSAGES:
+            return False
+        identity = self.identity
+
+        def arrive() -> None:
+            if identity != self.identity:
+                return
+            if self._reading:
+                self.feed(client.Received(message))
+            else:
+                self._unread.append(message)
+
+        self.router.transmit(self, arrive)
+        return True
+
+    def read(self, *, reading: bool) -> None:
+        """Stop reading, or read what has piled up and go on."""
+        self._reading = reading
+        if reading:
+            unread, self._unread = self._unread, []
+            for message in unread:
+                self.feed(client.Received(message))
+
+    # ------------------------------------------------------------------ events
 
     def tick(self) -> None:
-        """Repeat what was not answered for a while."""
-        now = self.cluster.network.now
-        for record in list(self.live.values()):
-            if now - record.heard_at > REPEAT_S:
-                record.heard_at = now
-                self._again(record)
+        """Let the core evaluate its timers."""
+        if self._reading:
+            self.feed(client.Tick())
 
-    def hear(self, message: Message) -> None:
-        """The router said something."""
-        match message:
-            case Submitted(request=key, secret=secret):
-                record = self.by_key.get(key)
-                if record:
-                    record.secret = secret
-                    record.heard_at = self.cluster.network.now
-            case Tokens(runs=runs):
-                for run in runs:
-                    self._tokens(run.request, run.attempt, run.position, run.tokens)
-            case Terminal():
-                self._terminal(message)
-            case _:
-                pass
+    def feed(self, event: client.Event) -> None:
+        """Let the core decide and perform what it wants."""
+        for action in self.core.handle(event, self.now):
+            match action:
+                case client.Send(message=message):
+                    self._send(message)
+                case client.NewTokens():
+                    self._tokens(action)
+                case client.Ended():
+                    self._ended(action)
+                case client.Reconnect():
+                    self._renew()
+                case _:
+                    pass
 
-    def _tokens(self, key: bytes, attempt: int, position: int, tokens: list[int]) -> None:
-        record = self.by_key.get(key)
-        if record is None or record.terminals:
-            return
-        record.heard_at = self.cluster.network.now
-        record.attempt = max(record.attempt, attempt)
-        expected = len(record.prompt) + len(record.tokens)
-        skip = expected - position
-        if skip < 0:
-            self._again(record)
-            return
-        record.repeats += min(skip, len(tokens))
-        record.tokens += tokens[skip:]
+    def _send(self, message: Message) -> None:
+        router, identity = self.router, self.identity
+        if isinstance(message, Submit) and message.request_id in self.live:
+            key = request_key(identity, message.request_id)
+            self.cluster.watcher.named(key, self.live[message.request_id])
+        event = routing.FromClient(identity, message)  # type: ignore[arg-type]
+        self.transmit(router, lambda: router.feed(event))
 
-    def _terminal(self, message: Terminal) -> None:
-        record = self.by_key.get(message.request)
-        if record is None:
-            self._say(FinalAck(requests=[message.request]))
-            return
-        missing = message.position > len(record.prompt) + len(record.tokens)
-        if missing and message.code is None and not record.cancelled:
-            self._again(record)
-            return
-        record.terminals.append(message)
-        self.live.pop(record.request_id, None)
-        self._say(FinalAck(requests=[message.request]))
+    def _tokens(self, action: client.NewTokens) -> None:
+        record = self.live.get(action.request_id)
+        if record is not None:
+            self.cluster.watcher.streamed(record, action)
 
-    def _again(self, record: Record) -> None:
-        if record.done:
-            return
-        if record.cancelled:
-            self._say(Cancel(request_id=record.request_id, request=record.key))
-        if not record.secret:
-            self._say_submit(record)
-            return
-        self._say(
-            Resume(
-                request_id=record.request_id,
-                request=record.key,
-                secret=record.secret,
-                position=len(record.prompt) + len(record.tokens),
-                attempt=record.attempt,
-                context=record.context(),
-                emitted=list(record.tokens),
-                deadline=record.deadline - self.cluster.network.now,
-            )
-        )
-
-    def _say_submit(self, record: Record) -> None:
-        left = record.deadline - self.cluster.network.now
-        message = Submit(request_id=record.request_id, context=record.context(), deadline=left)
-        self._say(message)
-
-    def _say(self, message: ClientToRouter) -> None:
-        router, identity = self.cluster.router, self.identity
-        self.transmit(router, lambda: router.feed(routing.FromClient(identity, message)))
+    def _ended(self, action: client.Ended) -> None:
+        record = self.live.pop(action.request_id, None)
+        if record is not None:
+            record.ends.append(action)
+            record.ended_at = self.now

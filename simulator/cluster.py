@@ -1,72 +1,69 @@
-"""A whole cluster in one process: real cores, seeded network, faults, and a watcher.
+"""A whole cluster in one process: real cores, seeded network, and what a host does for them.
 
-The supervisor's part (restart what died, after a pause) is played here too.
+The supervisor's part (restart what ended, after a pause) is played here too.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
-import numpy as np
-import xxhash
-
-from ..decode_worker import events as decode
 from ..proto.messages import Message
-from ..router import events as routing
+from ..router.config import PolicyConfig, RouterConfig
 from ..router.core import RouterCore
 from .clients import ClientNode
-from .network import Faults, Network
-from .nodes import DETECT_S, DecodeNode, Node, PrefillNode, RouterNode, WorkerNode
-from .routers import make_router_core
+from .invariants import Watcher
+from .network import Aim, Faults, Network
+from .nodes import DETECT_S, Node, RouterNode
+from .workers import DecodeNode, PrefillNode, Sizes, WorkerNode
+
+CLUSTER_KEY = "00" * 16
+FLAP_S = 0.02
+"""How long a broken connection takes to stand again."""
 
 
 @dataclass(slots=True, frozen=True)
 class Shape:
-    """Size of a simulated cluster; few blocks make preemption and Busy happen."""
+    """How many processes of each kind, and their sizes."""
 
     prefill: int = 2
     decode: int = 2
     clients: int = 2
-    block_size: int = 4
-    prefill_blocks: int = 96
-    decode_blocks: int = 64
+    routers: int = 1
     restart_s: float = 0.3
+    sizes: Sizes = field(default_factory=Sizes)
+    policy: str = "least_loaded"
 
 
-@dataclass(slots=True)
 class Cluster:
     """All nodes of one simulation."""
 
-    seed: int
-    shape: Shape = field(default_factory=Shape)
-    faults: Faults = field(default_factory=Faults)
-    stats: Counter[str] = field(default_factory=Counter)
-    network: Network = field(init=False)
-    router: RouterNode = field(init=False)
-    prefills: list[PrefillNode] = field(init=False)
-    decodes: list[DecodeNode] = field(init=False)
-    clients: list[ClientNode] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Create and start all nodes."""
-        shape = self.shape
-        self.network = Network(Random(self.seed), self.faults)
-        self.router = RouterNode(self, "router")
+    def __init__(
+        self,
+        seed: int,
+        shape: Shape | None = None,
+        faults: Faults | None = None,
+        aim: Aim | None = None,
+    ) -> None:
+        self.shape = shape = shape or Shape()
+        self.stats: Counter[str] = Counter()
+        self.watcher = Watcher(self)
+        self.network = Network(
+            Random(seed),  # noqa: S311
+            faults or Faults(),
+            aim or Aim(),
+        )
+        self.routers = [RouterNode(self, f"router-{i}") for i in range(shape.routers)]
         self.prefills = [
-            PrefillNode(
-                self, f"prefill-{i}", num_blocks=shape.prefill_blocks, block_size=shape.block_size
-            )
-            for i in range(shape.prefill)
+            PrefillNode(self, f"prefill-{i}", shape.sizes) for i in range(shape.prefill)
         ]
-        self.decodes = [
-            DecodeNode(
-                self, f"decode-{i}", num_blocks=shape.decode_blocks, block_size=shape.block_size
-            )
-            for i in range(shape.decode)
+        self.decodes = [DecodeNode(self, f"decode-{i}", shape.sizes) for i in range(shape.decode)]
+        self.clients = [
+            ClientNode(self, f"client-{i}", self.routers[i % shape.routers])
+            for i in range(shape.clients)
         ]
-        self.clients = [ClientNode(self, f"client-{i}") for i in range(shape.clients)]
         for node in self.nodes:
             node.start()
 
@@ -78,13 +75,24 @@ class Cluster:
     @property
     def nodes(self) -> list[Node]:
         """Everything that can die."""
-        return [self.router, *self.prefills, *self.decodes, *self.clients]
+        return [*self.routers, *self.prefills, *self.decodes, *self.clients]
 
     def make_router(self, node: RouterNode) -> RouterCore:
-        """A router core for one life of the router node."""
-        return make_router_core(node.incarnation, self.network.now)
+        """A router core for one life of a router node, as its process would make it."""
+        config = RouterConfig(
+            client_address=f"ipc:///simulated/{node.name}",
+            worker_address=f"ipc:///simulated/{node.name}-workers",
+            name=node.name,
+            cluster_key=CLUSTER_KEY,
+            policy=PolicyConfig(name=self.shape.policy, block_tokens=8),
+        )
+        return RouterCore(config, incarnation=node.incarnation, now=node.now)
 
     # ------------------------------------------------------------------ connections
+
+    def router_named(self, name: str) -> RouterNode:
+        """The router of this name."""
+        return next(router for router in self.routers if router.name == name)
 
     def decode_at(self, endpoint: str) -> DecodeNode | None:
         """Decode worker that listens at ``endpoint``."""
@@ -94,13 +102,16 @@ class Cluster:
         """Deliver to the life of a worker that has this identity; others are unreachable."""
         for node in self.workers:
             if node.alive and node.identity == identity:
-                router.transmit(node, lambda node=node: node.hear_router(message))  # type: ignore[misc]
+                router.transmit(node, partial(node.hear_router, router.name, message))
 
-    def to_client(self, router: RouterNode, identity: bytes, message: Message) -> None:
-        """Deliver to a client's connection."""
+    def to_client(self, router: RouterNode, identity: bytes, message: Message) -> bool:
+        """Deliver to a client's connection; false when the client does not read."""
         for node in self.clients:
-            if node.alive and node.identity == identity:
-                router.transmit(node, lambda node=node: node.hear(message))  # type: ignore[misc]
+            if node.alive and node.identity == identity and node.router is router:
+                return node.take(message)
+        return True
+
+    # ------------------------------------------------------------------ broken connections
 
     def broken(self, node: Node) -> None:
         """A node died: its peers notice, and it is started again after a while."""
@@ -110,33 +121,68 @@ class Cluster:
 
     def _notice(self, node: Node, identity: bytes) -> None:
         if isinstance(node, RouterNode):
-            for worker in self.workers:
-                if worker.alive:
-                    worker.when_up(worker.router_down)()
-            return
-        if isinstance(node, DecodeNode):
-            for prefill in self.prefills:
-                if prefill.alive:
-                    prefill.when_up(lambda p=prefill: p.peer_down(node.endpoint))()
-        if isinstance(node, PrefillNode):
-            for decoder in self.decodes:
-                if decoder.alive:
-                    decoder.when_up(lambda d=decoder: d.feed(decode.PeerGone(identity)))()  # type: ignore[misc]
-        router = self.router
-        if router.alive:
-            gone = routing.ClientGone if isinstance(node, ClientNode) else routing.WorkerGone
-            router.when_up(lambda: router.feed(gone(identity)))()
+            self._router_gone(node)
+        elif isinstance(node, ClientNode):
+            router = node.router
+            router.when_up(lambda: router.client_gone(identity))()
+        elif isinstance(node, WorkerNode):
+            for router in self.routers:
+                self._worker_gone(router, identity)
+            self._peers_notice(node, identity)
 
-    def reconnect(self) -> None:
-        """The router is back: workers and clients connect again."""
+    def _router_gone(self, node: RouterNode) -> None:
         for worker in self.workers:
-            if worker.alive:
-                worker.when_up(worker.router_up)()
+            worker.when_up(partial(worker.router_down, node))()
         for client in self.clients:
-            if client.alive:
-                client.when_up(client.router_up)()
+            if client.router is node:
+                client.when_up(client.router_down)()
 
     @staticmethod
-    def checksum(payload: np.ndarray) -> int:  # type: ignore[type-arg]
-        """XXH3-64, as in the shell."""
-        return xxhash.xxh3_64_intdigest(payload)
+    def _worker_gone(router: RouterNode, identity: bytes) -> None:
+        router.when_up(lambda: router.worker_gone(identity))()
+
+    def _peers_notice(self, node: WorkerNode, identity: bytes) -> None:
+        if isinstance(node, DecodeNode):
+            for prefill in self.prefills:
+                prefill.when_up(partial(prefill.peer_down, node.endpoint))()
+        else:
+            for decode in self.decodes:
+                decode.when_up(partial(decode.peer_gone, identity))()
+
+    def peer_gone(self, decode: DecodeNode, prefill: PrefillNode) -> None:
+        """A prefill worker closed its connection to a decode worker."""
+        identity = prefill.identity
+        self.network.after(DETECT_S, decode.when_up(lambda: decode.peer_gone(identity)))
+
+    def reconnect(self, router: RouterNode) -> None:
+        """A router is there: workers connect; clients try by themselves."""
+        for worker in self.workers:
+            if worker.alive and router.alive:
+                worker.when_up(partial(worker.router_up, router))()
+
+    def flap(self, one: Node, other: Node) -> None:
+        """A connection breaks and stands again a moment later; what was under way is lost."""
+        self.network.cut(one.name, other.name)
+        pair = {type(one): one, type(other): other}
+        router, client = pair.get(RouterNode), pair.get(ClientNode)
+        prefill, decode = pair.get(PrefillNode), pair.get(DecodeNode)
+        if isinstance(prefill, PrefillNode) and isinstance(decode, DecodeNode):
+            identity, endpoint = prefill.identity, decode.endpoint
+            decode.when_up(lambda: decode.peer_gone(identity))()
+            prefill.when_up(lambda: prefill.peer_down(endpoint))()
+        elif isinstance(router, RouterNode) and isinstance(client, ClientNode):
+            if client.router is router:
+                gone = client.identity
+                router.when_up(lambda: router.client_gone(gone))()
+                client.when_up(client.router_down)()
+        elif isinstance(router, RouterNode):
+            self._flap_worker(router, next(n for n in (one, other) if n is not router))
+
+    def _flap_worker(self, router: RouterNode, node: Node) -> None:
+        if not isinstance(node, WorkerNode):
+            return
+        worker, identity = node, node.identity
+        router.when_up(lambda: router.worker_gone(identity))()
+        worker.when_up(lambda: worker.router_down(router))()
+        up = worker.when_up(lambda: worker.router_up(router) if router.alive else None)
+        self.network.after(FLAP_S, up)

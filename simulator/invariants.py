@@ -1,37 +1,167 @@
-"""What must hold in every simulated run; a violation names the seed's story.
+"""What must hold in every simulated run; a violation tells the seed's story.
 
-During the run (checked by the nodes after every event): the books of every decode worker
-balance. At the end: every request has exactly one terminal, its tokens are what the toy model
-answers, in order and once; when faults have stopped, nothing is held anywhere.
+After every event: the books of the node that handled it balance. On every wire: a token is
+the one the model answers with at its position. At every user: tokens come once and in order,
+and one true end. When the faults have stopped: everything ends in time and nothing is held.
 """
 
 from __future__ import annotations
 
-from .clients import Record
-from .cluster import Cluster
+from typing import TYPE_CHECKING
+
+from ..client import events as client
+from ..proto.messages import Message, TokenRun, Tokens
+from ..router.request import Request, State
 from .toy_model import expected_tokens
+
+if TYPE_CHECKING:
+    from .clients import Record
+    from .cluster import Cluster
+    from .nodes import RouterNode
+    from .workers import WorkerNode
+
+FINISHED = ("end_of_sequence", "maximum_length")
+LATE_S = 1.0
+"""A request ends at most so long after its deadline."""
+CLIENT_LATE_S = 2.2
+"""The same, when its router could not say so."""
 
 
 class Violation(Exception):
     """An invariant does not hold."""
 
 
-def check_request(record: Record) -> None:
-    """One request's history, seen from its client."""
+class Watcher:
+    """Looks on while a cluster runs."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._truth: dict[int, list[int]] = {}
+        self._named: dict[bytes, list[Record]] = {}
+
+    # ------------------------------------------------------------------ books
+
+    def router(self, node: RouterNode) -> None:
+        """A router has handled an event."""
+        check_router(node)
+
+    def worker(self, node: WorkerNode) -> None:
+        """A worker has handled an event."""
+        node.core.check_integrity()
+
+    # ------------------------------------------------------------------ tokens
+
+    def named(self, key: bytes, record: Record) -> None:
+        """A client says a request by this key."""
+        records = self._named.setdefault(key, [])
+        if record not in records:
+            records.append(record)
+
+    def expected(self, record: Record) -> list[int]:
+        """What the model answers to a request."""
+        known = self._truth.get(id(record))
+        if known is None:
+            known = expected_tokens(record.prompt, record.max_new_tokens)
+            self._truth[id(record)] = known
+        return known
+
+    def to_router(self, node: WorkerNode, message: Message) -> None:
+        """A worker speaks."""
+        if isinstance(message, Tokens):
+            for run in message.runs:
+                self._check_run(node.name, run)
+
+    def to_client(self, node: RouterNode, identity: bytes, message: Message) -> None:
+        """A router speaks to a client."""
+        if isinstance(message, Tokens):
+            for run in message.runs:
+                self._check_run(node.name, run)
+
+    def _check_run(self, speaker: str, run: TokenRun) -> None:
+        for record in self._named.get(run.request, ()):
+            start = run.position - len(record.prompt)
+            if start >= 0 and self.expected(record)[start : start + len(run.tokens)] == run.tokens:
+                return
+        raise Violation(f"{speaker} says wrong tokens {run}")
+
+    def streamed(self, record: Record, new: client.NewTokens) -> None:
+        """A user gets tokens."""
+        if new.position != len(record.prompt) + len(record.tokens):
+            raise Violation(f"{record.request_id}: token {new.position} is not the next")
+        record.tokens += new.tokens
+        if record.tokens != self.expected(record)[: len(record.tokens)]:
+            raise Violation(f"{record.request_id}: wrong tokens {record.tokens}")
+
+
+def check_router(node: RouterNode) -> None:
+    """Admission's sums, the queue and the workers' shares fit the records."""
+    life = node.core.life
+    requests = life.requests.values()
+    unfinished = [request for request in requests if not request.done]
+    admission = life.admission
+    sums = (
+        len(unfinished),
+        sum(r.bytes for r in requests),
+        sum(r.queued_tokens for r in unfinished),
+    )
+    if sums != (admission.requests, admission.context_bytes, admission.queued_tokens):
+        raise Violation(f"{node.name}: admission counts wrong, {sums}")
+    for request in requests:
+        _check_record(node, request)
+    for worker in life.registry.live():
+        owed = sum(r.prefill_cost for r in requests if r.prefill is worker)
+        owed += sum(r.decode_cost for r in requests if r.decode is worker)
+        if worker.outstanding != owed:
+            raise Violation(f"{node.name}: {worker.id} is owed {owed}, not {worker.outstanding}")
+        if any(life.requests.get(key) is not one for key, one in worker.requests.items()):
+            raise Violation(f"{node.name}: {worker.id} keeps a forgotten request")
+
+
+def _check_record(node: RouterNode, request: Request) -> None:
+    queued = request.key in node.core.life.queued
+    if request.slot < 0:
+        raise Violation(f"{node.name}: nobody will look at {request.request_id} again")
+    if request.next != request.base + len(request.emitted):
+        raise Violation(f"{node.name}: {request.request_id} has lost count of its tokens")
+    if queued != (request.state is State.QUEUED):
+        raise Violation(f"{node.name}: {request.request_id} is queued and {request.state}")
+
+
+def check_request(cluster: Cluster, record: Record, allowed: frozenset[str], calm: float) -> None:
+    """One request's history, seen from its user."""
+    name, want = record.request_id, cluster.watcher.expected(record)
     if record.orphaned:
         return
-    if not record.terminals:
-        raise Violation(f"{record.request_id}: no terminal, {len(record.tokens)} tokens")
-    want = expected_tokens(record.prompt, record.max_new_tokens)
-    if record.tokens != want[: len(record.tokens)]:
-        raise Violation(f"{record.request_id}: wrong tokens {record.tokens} for {want}")
-    first = record.terminals[0]
-    if any(other.code != first.code or other.status != first.status for other in record.terminals):
-        raise Violation(f"{record.request_id}: two ends {record.terminals}")
-    if first.status in ("end_of_sequence", "maximum_length") and record.tokens != want:
-        raise Violation(f"{record.request_id}: ended {first.status} after {len(record.tokens)}")
-    if first.status == "cancelled" and not record.cancelled:
-        raise Violation(f"{record.request_id}: cancelled by nobody")
+    if len(record.ends) != 1:
+        raise Violation(f"{name}: {len(record.ends)} ends, {len(record.tokens)} tokens")
+    end = record.ends[0]
+    if end.status in FINISHED:
+        complete = record.tokens == want and (end.status == FINISHED[0]) == (want[-1] == 0)
+        if not complete and not record.stopped:
+            raise Violation(f"{name}: {end.status} after {len(record.tokens)} of {len(want)}")
+    elif end.status is not None:
+        if end.status != "cancelled" or not record.stopped:
+            raise Violation(f"{name}: ended {end.status}")
+    elif end.error is not None and not _is_allowed(record, end.error.code, allowed):
+        raise Violation(f"{name}: {end.error.code}: {end.error}")
+    _check_time(record, calm)
+
+
+def _is_allowed(record: Record, code: str, allowed: frozenset[str]) -> bool:
+    if code == "deadline_exceeded" and code not in allowed:
+        due = record.deadline is not None and record.started + record.deadline
+        return bool(due) and record.ended_at >= due - 1e-6
+    return code in allowed or (code == "poisoned" and record.poison)
+
+
+def _check_time(record: Record, calm: float) -> None:
+    if record.deadline is None:
+        return
+    due = record.started + record.deadline
+    latest = due + LATE_S if due > calm else max(due, calm) + CLIENT_LATE_S
+    if record.ended_at > latest:
+        text = f"ended {record.ended_at - due:.2f} s after its deadline"
+        raise Violation(f"{record.request_id}: {text}, {record.ends}")
 
 
 def check_quiet(cluster: Cluster) -> None:
@@ -43,13 +173,22 @@ def check_quiet(cluster: Cluster) -> None:
             raise Violation(f"{node.name} leaks {node.cache.pool.used} blocks")
         if not node.core.idle:
             raise Violation(f"{node.name} is not idle")
-    if cluster.router.core.unfinished:
-        raise Violation(f"the router keeps {cluster.router.core.unfinished} unfinished requests")
+        if node.member.unacknowledged:
+            raise Violation(f"{node.name} keeps {node.member.unacknowledged} terminals")
+    for router in cluster.routers:
+        if router.core.unfinished:
+            raise Violation(f"{router.name} keeps {router.core.unfinished} unfinished requests")
 
 
-def check_all(cluster: Cluster) -> None:
-    """Everything, at the end of a run."""
-    for client in cluster.clients:
-        for record in client.history:
-            check_request(record)
-    check_quiet(cluster)
+def check_forgotten(cluster: Cluster) -> None:
+    """Long after the last request: no table remembers anything of it."""
+    for node in cluster.workers:
+        if node.core.remembered:
+            raise Violation(f"{node.name} remembers {node.core.remembered} entries for ever")
+    for router in cluster.routers:
+        life = router.core.life
+        if life.requests or len(life.clients) or len(life.wheel):
+            raise Violation(f"{router.name} remembers ended requests")
+        for worker in life.registry.live():
+            if worker.requests or worker.aborts or worker.outstanding:
+                raise Violation(f"{router.name} still counts on {worker.id}")

@@ -1,8 +1,8 @@
 """A network and a clock that obey a seed.
 
 Messages between two nodes travel over named connections; a connection delivers in order
-unless reordering strikes, and loses what is under way when an end dies. Faults are drawn
-from the seed, so a run is repeated exactly by its seed.
+unless reordering strikes, and loses what is under way when it breaks. Faults are drawn from
+the seed, or aimed at exact messages by number, so a run is repeated exactly.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
+
+Link = tuple[str, str]
+"""Source and target of one direction of a connection."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -25,21 +28,35 @@ class Faults:
     max_delay: float = 0.002
 
 
+@dataclass(slots=True, frozen=True)
+class Aim:
+    """Faults at single messages, counted from 1 in the order they are sent."""
+
+    drop: int = 0
+    duplicate: int = 0
+    delay: int = 0
+    delay_s: float = 0.3
+
+
 @dataclass(slots=True)
 class Network:
     """Event heap and message delivery."""
 
     random: Random
     faults: Faults = field(default_factory=Faults)
+    aim: Aim = field(default_factory=Aim)
     now: float = 0.0
     sent: int = 0
     lost: int = 0
     duplicated: int = 0
     reordered: int = 0
     events: int = 0
+    blocked: set[Link] = field(default_factory=set)
+    """Directions in which nothing passes."""
     _heap: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _order: int = 0
-    _last: dict[tuple[str, str], float] = field(default_factory=dict)
+    _last: dict[Link, float] = field(default_factory=dict)
+    _lives: dict[Link, int] = field(default_factory=dict)
 
     def at(self, when: float, call: Callable[[], None]) -> None:
         """Call at simulated time ``when``."""
@@ -53,23 +70,41 @@ class Network:
     def send(self, source: str, target: str, deliver: Callable[[], None]) -> None:
         """Deliver over the connection from ``source`` to ``target``, if the faults allow."""
         self.sent += 1
-        faults, random = self.faults, self.random
-        if random.random() < faults.loss:
+        faults, random, link = self.faults, self.random, (source, target)
+        dropped = self.sent == self.aim.drop or link in self.blocked
+        if random.random() < faults.loss or dropped:
             self.lost += 1
             return
-        copies = 1
-        if random.random() < faults.duplication:
-            self.duplicated += 1
-            copies = 2
-        for _ in range(copies):
+        twice = random.random() < faults.duplication or self.sent == self.aim.duplicate
+        self.duplicated += twice
+        for _ in range(1 + twice):
             when = self.now + random.uniform(faults.min_delay, faults.max_delay)
-            if random.random() < faults.reordering:
+            if self.sent == self.aim.delay:
+                self.reordered += 1
+                when += self.aim.delay_s
+            elif random.random() < faults.reordering:
                 self.reordered += 1
                 when += faults.max_delay * 5
             else:
-                when = max(when, self._last.get((source, target), 0.0))
-                self._last[(source, target)] = when
-            self.at(when, deliver)
+                when = max(when, self._last.get(link, 0.0))
+                self._last[link] = when
+            self._deliver(link, when, deliver)
+
+    def _deliver(self, link: Link, when: float, deliver: Callable[[], None]) -> None:
+        life = self._lives.get(link, 0)
+
+        def arrive() -> None:
+            if self._lives.get(link, 0) == life:
+                deliver()
+            else:
+                self.lost += 1
+
+        self.at(when, arrive)
+
+    def cut(self, one: str, other: str) -> None:
+        """Lose what is under way between two nodes, in both directions."""
+        for link in ((one, other), (other, one), (one + "/data", other), (other + "/data", one)):
+            self._lives[link] = self._lives.get(link, 0) + 1
 
     def step(self) -> bool:
         """Run the next event; False when nothing is left."""

@@ -3,68 +3,127 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from random import Random
 
 from .clients import ClientNode, Record
-from .cluster import Cluster, Shape
-from .invariants import Violation, check_all
-from .network import Faults
+from .cluster import Cluster
+from .faults import BLOCK_S, STOP_S, Storm
+from .invariants import Violation, check_forgotten, check_quiet, check_request
+from .network import Aim, Faults
+from .scenarios import Scenario
+from .toy_model import KILLS_DECODE, KILLS_PREFILL
+
+IDLE_S = 700.0
+"""Longer than any table remembers."""
 
 
-@dataclass(slots=True, frozen=True)
-class Scenario:
-    """What happens in a run.
+@dataclass(slots=True)
+class Run:
+    """A scenario played with one seed.
 
-    ``crashes`` and ``stops``: how many; drawn over all nodes named by ``victims``
-    (``prefill``, ``decode``, ``router``, ``client``). ``load_s``: how long requests come and
-    faults strike; ``patience_s``: simulated time by which everything must have ended.
+    ``aim``: further faults at single messages. ``at_event``: calls made after so many events.
     """
 
-    requests: int = 30
-    load_s: float = 1.0
-    faults: Faults = field(default_factory=Faults)
-    crashes: int = 0
-    stops: int = 0
-    cancels: float = 0.0
-    pins: float = 0.0
-    victims: tuple[str, ...] = ("prefill", "decode")
-    shape: Shape = field(default_factory=Shape)
-    patience_s: float = 60.0
+    seed: int
+    scenario: Scenario
+    aim: Aim = field(default_factory=Aim)
+    at_event: dict[int, Callable[[Cluster], None]] = field(default_factory=dict)
+    cluster: Cluster = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Set up the cluster."""
+        scenario = self.scenario
+        self.cluster = Cluster(self.seed, scenario.shape, scenario.faults, self.aim)
+
+    def play(self) -> Counter[str]:
+        """Everything to the end; returns figures, raises Violation with the seed."""
+        cluster, scenario, random = self.cluster, self.scenario, Random(self.seed)  # noqa: S311
+        _plan_load(cluster, scenario, random)
+        Storm(cluster, scenario, random).plan()
+        cluster.network.at(scenario.load_s, lambda: calm(cluster))
+        try:
+            self._settle(scenario.load_s + scenario.settle_s)
+            self._check()
+            self._idle()  # whatever waited for a time of grace ends now
+            self._idle()  # and is forgotten now
+            check_forgotten(cluster)
+        except Exception as error:
+            text = f"seed {self.seed}: {type(error).__name__}: {error}"
+            raise Violation(text) from error
+        return figures(cluster)
+
+    def _settle(self, limit: float) -> None:
+        network = self.cluster.network
+        while network.now < limit and not _settled(self.cluster, self.scenario):
+            network.step()
+            strike = self.at_event.get(network.events)
+            if strike is not None:
+                strike(self.cluster)
+
+    def _check(self) -> None:
+        cluster, scenario = self.cluster, self.scenario
+        for client in cluster.clients:
+            for record in client.history:
+                check_request(cluster, record, scenario.allowed, self._calm_at())
+        check_quiet(cluster)
+
+    def _calm_at(self) -> float:
+        """When the last fault's effect ends."""
+        scenario = self.scenario
+        blocked = BLOCK_S if scenario.partitions else 0.0
+        restart = scenario.shape.restart_s
+        return scenario.load_s + max(STOP_S if scenario.stops else blocked, restart)
+
+    def _idle(self) -> None:
+        """Much later: all clocks have gone on, and all timers had their turn."""
+        network = self.cluster.network
+        for node in self.cluster.nodes:
+            node.skew += IDLE_S
+        until = network.now + 2.0
+        while network.now < until:
+            network.step()
 
 
 def run(seed: int, scenario: Scenario) -> Counter[str]:
     """Play a scenario; returns its figures, raises Violation with the seed."""
-    cluster = Cluster(seed, scenario.shape, scenario.faults)
-    network = cluster.network
-    _plan_load(cluster, scenario)
-    _plan_faults(cluster, scenario)
-    network.at(scenario.load_s, lambda: _calm(cluster))
-    try:
-        while network.now < scenario.patience_s and not _settled(cluster, scenario):
-            network.step()
-        check_all(cluster)
-    except Exception as error:
-        raise Violation(f"seed {seed}: {type(error).__name__}: {error}") from error
-    return _figures(cluster)
+    return Run(seed, scenario).play()
 
 
-def _plan_load(cluster: Cluster, scenario: Scenario) -> None:
-    random = cluster.network.random
+def _plan_load(cluster: Cluster, scenario: Scenario, random: Random) -> None:
     shared = [random.randrange(1, 250) for _ in range(40)]
     for number in range(scenario.requests):
         client = random.choice(cluster.clients)
-        length = random.randint(1, 60)
-        prompt = [random.randrange(1, 250) for _ in range(length)]
-        if random.random() < 0.4:
-            prompt = shared[: random.randint(4, 40)] + prompt[:6]
-        record = Record(f"{number}", prompt, random.randint(1, 24), scenario.patience_s * 2)
-        if random.random() < scenario.pins:
-            record.endpoint = random.choice(cluster.workers).endpoint
+        record = _request(cluster, scenario, random, number, shared)
+        if number < scenario.poison:
+            record.prompt[-1] = KILLS_DECODE if number % 2 else KILLS_PREFILL
+            record.poison = True
         when = random.uniform(0.05, scenario.load_s)
-        cluster.network.at(when, lambda c=client, r=record: _submit(cluster, c, r))  # type: ignore[misc]
+        cluster.network.at(when, partial(_submit, cluster, client, record))
         if random.random() < scenario.cancels:
-            later = when + random.uniform(0.0, 0.1)
-            cluster.network.at(later, lambda c=client, r=record: _cancel(c, r))  # type: ignore[misc]
+            later, report = when + random.uniform(0.0, 0.2), random.random() < 0.7
+            call = partial(_cancel, client, record, report=report)
+            cluster.network.at(later, call)
+
+
+def _request(
+    cluster: Cluster, scenario: Scenario, random: Random, number: int, shared: list[int]
+) -> Record:
+    prompt = [random.randrange(1, 250) for _ in range(random.randint(1, scenario.prompt))]
+    if random.random() < 0.4:
+        prompt = shared[: random.randint(4, 40)] + prompt[:6]
+    record = Record(f"{number}", prompt, random.randint(1, scenario.answer))
+    if random.random() < scenario.names:
+        record.request_id = f"name-{number % 3}"
+    if random.random() < scenario.deadlines:
+        record.deadline = random.uniform(0.005, 1.5)
+    if random.random() < scenario.pins:
+        record.endpoint = random.choice(cluster.workers).endpoint
+        record.pin = random.choice(("prefer", "strict"))
+        record.fallback = random.random() < 0.5
+    return record
 
 
 def _submit(cluster: Cluster, client: ClientNode, record: Record) -> None:
@@ -74,27 +133,18 @@ def _submit(cluster: Cluster, client: ClientNode, record: Record) -> None:
         cluster.network.after(0.1, lambda: _submit(cluster, client, record))
 
 
-def _cancel(client: ClientNode, record: Record) -> None:
-    if client.alive and record in client.live.values():
-        client.cancel(record)
+def _cancel(client: ClientNode, record: Record, *, report: bool) -> None:
+    if client.alive:
+        client.when_up(lambda: client.cancel(record, report=report))()
 
 
-def _plan_faults(cluster: Cluster, scenario: Scenario) -> None:
-    random, network = cluster.network.random, cluster.network
-    nodes = [n for n in cluster.nodes if n.name.split("-")[0] in scenario.victims]
-    for _ in range(scenario.crashes if nodes else 0):
-        network.at(random.uniform(0.0, scenario.load_s), random.choice(nodes).crash)
-    for _ in range(scenario.stops if nodes else 0):
-        node = random.choice(nodes)
-        start = random.uniform(0.0, scenario.load_s)
-        pause = random.uniform(0.05, 3.0)
-        network.at(start, node.stop)
-        network.at(start + pause, node.resume)
-
-
-def _calm(cluster: Cluster) -> None:
+def calm(cluster: Cluster) -> None:
     """The faults stop."""
     cluster.network.faults = Faults()
+    cluster.network.blocked.clear()
+    for client in cluster.clients:
+        if client.alive:
+            client.read(reading=True)
 
 
 def _settled(cluster: Cluster, scenario: Scenario) -> bool:
@@ -102,32 +152,35 @@ def _settled(cluster: Cluster, scenario: Scenario) -> bool:
         return False
     if any(not node.alive or node.stopped for node in cluster.nodes):
         return False
-    open_requests = any(client.live for client in cluster.clients)
-    idle = all(node.core.idle and not node.cache.pool.used for node in cluster.workers)
-    return not open_requests and idle and not cluster.router.core.unfinished
+    if any(client.live for client in cluster.clients):
+        return False
+    if any(router.core.unfinished for router in cluster.routers):
+        return False
+    return all(
+        node.core.idle and not node.cache.pool.used and not node.member.unacknowledged
+        for node in cluster.workers
+    )
 
 
-def _figures(cluster: Cluster) -> Counter[str]:
-    figures = Counter(cluster.stats)
+def figures(cluster: Cluster) -> Counter[str]:
+    """Sums of what happened."""
+    sums = Counter(cluster.stats)
     network = cluster.network
-    figures.update(
+    sums.update(
         events=network.events,
         messages=network.sent,
         lost=network.lost,
         duplicated=network.duplicated,
         reordered=network.reordered,
         milliseconds=int(network.now * 1000),
-        preemptions=sum(n.scheduler.load().preemptions for n in cluster.decodes),
+        preemptions=sum(n.preemptions + n.scheduler.load().preemptions for n in cluster.workers),
+        replays=sum(router.core.life.counters.replayed for router in cluster.routers),
     )
     for client in cluster.clients:
         for record in client.history:
-            figures["requests"] += 1
-            figures["tokens"] += len(record.tokens)
-            figures["repeated_tokens"] += record.repeats
-            end = (
-                "orphaned"
-                if record.orphaned
-                else (record.terminals[0].status or record.terminals[0].code or "")
-            )
-            figures[f"ended {end}"] += 1
-    return figures
+            sums["requests"] += 1
+            sums["tokens"] += len(record.tokens)
+            end = record.ends[0] if record.ends else None
+            code = end.error.code if end is not None and end.error is not None else ""
+            sums[f"ended {(end.status or code) if end is not None else 'orphaned'}"] += 1
+    return sums

@@ -3,7 +3,7 @@
 Every token writes one number per layer into its KV slot, keys and values alike; the next
 token is a digest of *all* KV cells before it, read back through the block table. A block
 lost, swapped, shared, stale or shifted therefore changes the answer, as does a token at a
-wrong position.
+wrong position. A poison token, found among the cells, kills the worker that reads it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,16 @@ from ..engine.plan import Chunk, Sampled, StepPlan, StepResult
 from ..proto.layout import KVLayout, ModelCard
 
 LAYERS = 2
-VOCAB = 251
+ANSWERS = 251
+"""Tokens the model may answer with."""
+KILLS_PREFILL = 251
+KILLS_DECODE = 252
+VOCAB = 253
 EOS = 0
 MAX_LENGTH = 4096
+_PRIME = 65_521
+_TOKEN, _POSITION = 7919, 104_729
+_INVERSE = pow(_TOKEN, -1, _PRIME)
 
 
 def toy_card(block_size: int = 4) -> ModelCard:
@@ -41,14 +48,22 @@ def toy_card(block_size: int = 4) -> ModelCard:
 def _cells(tokens: npt.NDArray[np.int32], start: int) -> npt.NDArray[np.float32]:
     """KV numbers ``[LAYERS, 2, n]`` of tokens at positions ``start ..``; exact in float32."""
     positions = np.arange(start, start + len(tokens), dtype=np.int64)
-    base = tokens.astype(np.int64) * 7919 + positions * 104_729
+    base = tokens.astype(np.int64) * _TOKEN + positions * _POSITION
     kinds = np.arange(LAYERS * 2, dtype=np.int64).reshape(LAYERS, 2, 1) * 15_485_863
-    return ((base + kinds) % 65_521).astype(np.float32)
+    return ((base + kinds) % _PRIME).astype(np.float32)
+
+
+def _tokens(cells: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+    """The tokens behind ``cells`` that start at position 0."""
+    keys = cells[0, 0].astype(np.int64)
+    positions = np.arange(len(keys), dtype=np.int64)
+    tokens: npt.NDArray[np.int64] = (keys - positions * _POSITION) * _INVERSE % _PRIME
+    return tokens
 
 
 def _next_token(cells: npt.NDArray[np.float32]) -> int:
     digest = zlib.crc32(np.ascontiguousarray(cells).tobytes())
-    return digest % VOCAB
+    return digest % ANSWERS
 
 
 def expected_tokens(prompt: Sequence[int], max_new_tokens: int) -> list[int]:
@@ -62,11 +77,19 @@ def expected_tokens(prompt: Sequence[int], max_new_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-class ToyExecutor:
-    """Runs plans on a real paged pool; the pool starts poisoned."""
+class Poisoned(Exception):
+    """The engine met a token it cannot survive."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+
+class ToyExecutor:
+    """Runs plans on a real paged pool; its cells start with what no token writes.
+
+    ``kills``: the token that ends the process.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: int, kills: int) -> None:
         self.layout = layout
+        self._kills = kills
         self.pool = np.full((layout.num_layers, num_blocks, *layout.block_shape), -1.0, np.float32)
 
     def execute(self, plan: StepPlan, seconds: float) -> StepResult:
@@ -76,6 +99,8 @@ class ToyExecutor:
             self._write(chunk)
             if chunk.sample is not None:
                 cells = self._read(chunk.block_table, chunk.start + len(chunk.tokens))
+                if self._kills in _tokens(cells):
+                    raise Poisoned
                 sampled.append(Sampled(chunk.request, _next_token(cells)))
         return StepResult(plan.step, tuple(sampled), seconds, plan.num_tokens)
 

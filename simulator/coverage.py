@@ -1,0 +1,111 @@
+"""Which steps of the declared transition tables a simulation takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+from ..kv_transfer import receiver, sender
+from ..router import registry, request
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class _Noting(dict[K, V], Generic[K, V]):
+    """A table that notes which of its entries are used."""
+
+    def __init__(self, table: dict[K, V]) -> None:
+        super().__init__(table)
+        self.used: set[K] = set()
+
+    def __getitem__(self, key: K) -> V:
+        value = super().__getitem__(key)
+        self.used.add(key)
+        return value
+
+    def get(self, key: K, default: V | None = None) -> V | None:  # type: ignore[override]
+        """As ``dict.get``."""
+        value = super().get(key, default)
+        if value is not None:
+            self.used.add(key)
+        return value
+
+    def report(self, name: str) -> tuple[set[str], set[str]]:
+        """Names of the steps taken and of all steps."""
+        return {_label(name, key) for key in self.used}, {_label(name, key) for key in self}
+
+
+class _NotingSet(frozenset[registry.WorkerState]):
+    """A set that notes which of its members are asked for."""
+
+    used: set[registry.WorkerState]
+
+    def __contains__(self, member: object) -> bool:
+        found = super().__contains__(member)
+        if found and isinstance(member, registry.WorkerState):
+            self.used.add(member)
+        return found
+
+
+class Coverage:
+    """Steps taken since :func:`observed` began."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, _Noting[Any, Any]] = {
+            "receiver": _Noting(receiver.TRANSITIONS),
+            "sender": _Noting(sender.TRANSITIONS),
+            "request": _Noting(request.TRANSITIONS),
+        }
+        self._workers: dict[registry.WorkerState, _NotingSet] = {}
+        for state, targets in registry.WORKER_TRANSITIONS.items():
+            self._workers[state] = _NotingSet(targets)
+            self._workers[state].used = set()
+
+    def install(self) -> None:
+        """Put the noting tables where the machines look."""
+        receiver.TRANSITIONS = self._tables["receiver"]
+        sender.TRANSITIONS = self._tables["sender"]
+        request.TRANSITIONS = self._tables["request"]
+        registry.WORKER_TRANSITIONS = dict(self._workers)
+
+    def report(self) -> tuple[set[str], set[str]]:
+        """Names of the steps taken and of those not taken."""
+        taken: set[str] = set()
+        declared: set[str] = set()
+        for name, table in self._tables.items():
+            used, known = table.report(name)
+            taken |= used
+            declared |= known
+        for state, targets in self._workers.items():
+            taken |= {f"worker: {state.value} to {target.value}" for target in targets.used}
+            declared |= {f"worker: {state.value} to {target.value}" for target in targets}
+        return taken, declared - taken
+
+
+@contextmanager
+def observed() -> Iterator[Coverage]:
+    """Note the steps of every machine made meanwhile."""
+    before = (
+        receiver.TRANSITIONS,
+        sender.TRANSITIONS,
+        request.TRANSITIONS,
+        registry.WORKER_TRANSITIONS,
+    )
+    coverage = Coverage()
+    coverage.install()
+    try:
+        yield coverage
+    finally:
+        receiver.TRANSITIONS, sender.TRANSITIONS = before[0], before[1]
+        request.TRANSITIONS, registry.WORKER_TRANSITIONS = before[2], before[3]
+
+
+def _label(name: str, key: object) -> str:
+    state, step = key if isinstance(key, tuple) else (key, "")
+    return f"{name}: {_text(state)} {_text(step)}".rstrip()
+
+
+def _text(part: object) -> str:
+    return str(getattr(part, "value", part))

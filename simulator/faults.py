@@ -1,0 +1,115 @@
+"""When which fault strikes whom in a run; drawn from its seed."""
+
+from __future__ import annotations
+
+from random import Random
+
+from .cluster import Cluster
+from .nodes import Node
+from .scenarios import Scenario
+
+STOP_S = 3.0
+"""Longest time a process is stopped."""
+BLOCK_S = 2.0
+"""Longest time a direction is blocked."""
+
+
+class Storm:
+    """Draws faults and puts them into a cluster's future."""
+
+    def __init__(self, cluster: Cluster, scenario: Scenario, random: Random) -> None:
+        self._cluster = cluster
+        self._scenario = scenario
+        self._random = random
+        self._victims = [n for n in cluster.nodes if n.name.split("-")[0] in scenario.victims]
+
+    def plan(self) -> None:
+        """Draw all faults of a run."""
+        scenario, random = self._scenario, self._random
+        kinds = {
+            self._crash: scenario.crashes,
+            self._stop: scenario.stops,
+            self._hang: scenario.hangs,
+            self._flap: scenario.flaps,
+            self._partition: scenario.partitions,
+            self._drain: scenario.drains,
+            self._jump: scenario.jumps,
+            self._slow: scenario.slow,
+        }
+        for strike, count in kinds.items():
+            for _ in range(count):
+                when = random.uniform(0.0, scenario.load_s)
+                strike(random.choice(self._victims), when)
+
+    def _crash(self, node: Node, when: float) -> None:
+        self._cluster.network.at(when, node.crash)
+
+    def _stop(self, node: Node, when: float) -> None:
+        pause = self._random.uniform(0.05, STOP_S)
+        self._cluster.network.at(when, node.stop)
+        self._cluster.network.at(when + pause, node.resume)
+
+    def _hang(self, node: Node, when: float) -> None:
+        worker = self._random.choice(self._cluster.workers)
+
+        def hang() -> None:
+            worker.hangs = True
+
+        self._cluster.network.at(when, hang)
+
+    def _flap(self, node: Node, when: float) -> None:
+        one, other = self._pair()
+
+        def flap() -> None:
+            if one.alive and other.alive:
+                self._cluster.flap(one, other)
+
+        self._cluster.network.at(when, flap)
+
+    def _partition(self, node: Node, when: float) -> None:
+        """One direction of a connection passes nothing for a while; nobody is told."""
+        one, other = self._random.sample(self._pair(), 2)
+        links = {(one.name, other.name), (one.name + "/data", other.name)}
+        network = self._cluster.network
+        until = when + self._random.uniform(0.05, BLOCK_S)
+        network.at(when, lambda: network.blocked.update(links))
+        network.at(until, lambda: network.blocked.difference_update(links))
+
+    def _drain(self, node: Node, when: float) -> None:
+        """By SIGTERM, or by an operator's wish at the router."""
+        cluster, asked = self._cluster, self._random.random() < 0.5
+        worker = self._random.choice(cluster.workers)
+        operator = self._random.choice(cluster.clients)
+
+        def drain() -> None:
+            if asked and operator.alive:
+                operator.when_up(lambda: operator.drain(worker.name))()
+            elif worker.alive:
+                worker.when_up(worker.drain)()
+
+        cluster.network.at(when, drain)
+
+    def _jump(self, node: Node, when: float) -> None:
+        """A suspended host, or a clock put right: all the node's timers are due at once."""
+        seconds = self._random.choice((0.3, 1.5, 4.0))
+
+        def jump() -> None:
+            node.skew += seconds
+
+        self._cluster.network.at(when, jump)
+
+    def _slow(self, node: Node, when: float) -> None:
+        client = self._random.choice(self._cluster.clients)
+        until = when + self._random.uniform(0.05, 1.0)
+        self._cluster.network.at(when, lambda: client.read(reading=False))
+        self._cluster.network.at(until, lambda: client.read(reading=True))
+
+    def _pair(self) -> tuple[Node, Node]:
+        """Two nodes with a connection."""
+        cluster, random = self._cluster, self._random
+        router, kind = random.choice(cluster.routers), random.randrange(3)
+        if kind == 0:
+            return router, random.choice(cluster.workers)
+        if kind == 1:
+            return router, random.choice([c for c in cluster.clients if c.router is router])
+        return random.choice(cluster.prefills), random.choice(cluster.decodes)

@@ -1,0 +1,123 @@
+"""Named scenarios: how much load, on which cluster, and what goes wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .cluster import Shape
+from .network import Faults
+from .workers import Sizes
+
+WORKERS = ("prefill", "decode")
+EVERYONE = ("router", "prefill", "decode", "client")
+NOISE = Faults(loss=0.02, duplication=0.02, reordering=0.05, damage=0.03)
+SCARCE = Sizes(decode_blocks=26, prefill_blocks=48, growth=4)
+"""So few blocks that requests wait for them and are preempted."""
+NARROW = Sizes(frame_bytes=64, window=128, budget=320, stream_tokens=8, token_budget=8)
+"""Long prompts pass layer by layer through small windows."""
+
+
+@dataclass(slots=True, frozen=True)
+class Scenario:
+    """What happens in a run.
+
+    ``load_s``: how long requests come and faults strike, ``settle_s``: how long everything may
+    take to end afterwards. Counts of faults: ``crashes``, ``stops`` (SIGSTOP), ``hangs`` (the
+    engine never finishes a step), ``flaps`` (a connection breaks), ``partitions`` (one
+    direction passes nothing for a while), ``drains``, ``jumps`` (a clock goes forward),
+    ``slow`` (a client reads nothing for a while). ``victims``: kinds of nodes they strike.
+    Chances per request: ``cancels``, ``pins``, ``deadlines``, ``names`` (an id used before).
+    ``poison``: requests that kill what runs them. ``allowed``: error codes a user may see.
+    """
+
+    requests: int = 30
+    load_s: float = 1.0
+    settle_s: float = 40.0
+    shape: Shape = field(default_factory=Shape)
+    faults: Faults = field(default_factory=Faults)
+    victims: tuple[str, ...] = WORKERS
+    crashes: int = 0
+    stops: int = 0
+    hangs: int = 0
+    flaps: int = 0
+    partitions: int = 0
+    drains: int = 0
+    jumps: int = 0
+    slow: int = 0
+    poison: int = 0
+    cancels: float = 0.0
+    pins: float = 0.0
+    deadlines: float = 0.0
+    names: float = 0.0
+    prompt: int = 60
+    answer: int = 24
+    allowed: frozenset[str] = frozenset()
+
+
+UNLUCKY = frozenset({"poisoned", "worker_lost"})
+"""A request that was alone on several workers that died looks as if it had killed them."""
+_PINNED = UNLUCKY | frozenset({"endpoint_dead", "endpoint_unknown", "endpoint_draining"})
+
+SCENARIOS: dict[str, Scenario] = {
+    "plain": Scenario(),
+    "noise": Scenario(faults=NOISE, cancels=0.1),
+    "crash": Scenario(crashes=3, allowed=UNLUCKY),
+    "crash-noise": Scenario(crashes=3, faults=NOISE, cancels=0.1, allowed=UNLUCKY),
+    "router": Scenario(crashes=2, victims=("router",), cancels=0.1, deadlines=0.1),
+    "router-noise": Scenario(crashes=2, victims=("router",), cancels=0.2, faults=NOISE),
+    "stop": Scenario(stops=3, cancels=0.1, allowed=UNLUCKY),
+    "hang": Scenario(hangs=2, cancels=0.1, allowed=UNLUCKY),
+    "scarce": Scenario(shape=Shape(sizes=SCARCE), cancels=0.1, answer=40, requests=40, load_s=0.3),
+    "scarce-crash": Scenario(
+        shape=Shape(sizes=SCARCE),
+        cancels=0.1,
+        answer=40,
+        crashes=2,
+        faults=NOISE,
+        load_s=0.3,
+        allowed=UNLUCKY,
+    ),
+    "narrow": Scenario(shape=Shape(sizes=NARROW), prompt=150, cancels=0.1),
+    "narrow-noise": Scenario(
+        shape=Shape(sizes=NARROW), prompt=150, cancels=0.1, faults=NOISE, crashes=1
+    ),
+    "device": Scenario(
+        shape=Shape(sizes=Sizes(device=True)), cancels=0.4, crashes=2, allowed=UNLUCKY
+    ),
+    "deadline": Scenario(deadlines=0.8, stops=1, crashes=1, faults=NOISE, victims=EVERYONE),
+    "pins": Scenario(pins=0.7, crashes=2, drains=1, stops=1, allowed=_PINNED),
+    "drain": Scenario(drains=3, cancels=0.1),
+    "flaps": Scenario(flaps=6, victims=EVERYONE, cancels=0.1, allowed=UNLUCKY),
+    "partition": Scenario(partitions=3, cancels=0.1, deadlines=0.1, allowed=UNLUCKY),
+    "slow": Scenario(slow=3, crashes=1, cancels=0.1, answer=40),
+    "jumps": Scenario(
+        jumps=3,
+        victims=EVERYONE,
+        cancels=0.1,
+        deadlines=0.1,
+        allowed=frozenset({"deadline_exceeded"}),
+    ),
+    "poison": Scenario(poison=1, load_s=0.5),
+    "poisons": Scenario(poison=3, load_s=0.5, allowed=UNLUCKY),
+    "names": Scenario(names=0.7, crashes=1, cancels=0.1),
+    "clients": Scenario(crashes=3, victims=("client",), cancels=0.2),
+    "routers": Scenario(
+        shape=Shape(routers=2, clients=4), crashes=2, victims=EVERYONE, cancels=0.1
+    ),
+    "all": Scenario(
+        crashes=3,
+        stops=2,
+        hangs=1,
+        flaps=2,
+        partitions=1,
+        drains=1,
+        jumps=1,
+        slow=1,
+        cancels=0.2,
+        pins=0.1,
+        deadlines=0.2,
+        faults=NOISE,
+        victims=EVERYONE,
+        allowed=_PINNED | {"deadline_exceeded"},
+    ),
+}

@@ -1,0 +1,352 @@
+"""Prefill and decode workers of a simulated cluster: the real cores on the toy model.
+
+The shell's part is played as the real ones do it. A frame whose blocks lie side by side is
+read from the pool only when it arrives, as late as a transport without a copy could.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ..decode_worker import events as decode
+from ..decode_worker.core import DecodeCore, GrantStore
+from ..engine.cache import PagedCache
+from ..engine.kernels.reference import NumpyBackend
+from ..engine.plan import StepPlan
+from ..engine.scheduler import Scheduler, SchedulerConfig
+from ..kv_transfer.frames import FramePacker, FrameWriter
+from ..kv_transfer.receiver import Receiver, ReceiverConfig
+from ..kv_transfer.sender import Sender, SenderConfig
+from ..prefill_worker import events as prefill
+from ..prefill_worker.core import PrefillCore, PrefillLimits
+from ..proto.errors import ProtocolError
+from ..proto.messages import KVFrame, Message
+from ..router import events as routing
+from ..runtime.actions import DrainRequested, Exit, FromRouter, RouterDown, RouterUp, Tick, ToRouter
+from ..runtime.membership import Membership, WorkerIdentity
+from .nodes import DETECT_S, Node, RouterNode
+from .toy_model import KILLS_DECODE, KILLS_PREFILL, Poisoned, ToyExecutor, toy_card
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+Bytes = npt.NDArray[np.uint8]
+MAX_BATCH = 8
+HANG_S = 1e6
+
+
+@dataclass(slots=True, frozen=True)
+class Sizes:
+    """Sizes of a worker; few blocks and small windows make waiting and preemption happen.
+
+    ``window`` and ``budget`` are bytes of credit, ``device`` asks for the fenced hand-over.
+    """
+
+    block_size: int = 4
+    prefill_blocks: int = 96
+    decode_blocks: int = 64
+    token_budget: int = 16
+    growth: int = 8
+    frame_bytes: int = 256
+    window: int = 512
+    budget: int = 2048
+    stream_tokens: int = 24
+    device: bool = False
+
+
+def checksum(payload: Bytes) -> int:
+    """XXH3-64, as in the shells."""
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(payload).data)
+
+
+class WorkerNode(Node):
+    """What prefill and decode workers share in the simulation."""
+
+    role = ""
+    core: PrefillCore | DecodeCore
+    scheduler: Scheduler
+    cache: PagedCache
+    executor: ToyExecutor
+
+    def __init__(self, cluster: Cluster, name: str, sizes: Sizes) -> None:
+        super().__init__(cluster, name)
+        self.sizes = sizes
+        self.card = toy_card(sizes.block_size)
+        self.endpoint = f"ipc:///simulated/{name}"
+        self.hangs = False
+        self.preemptions = 0  # of earlier lives
+
+    def boot(self) -> None:
+        """A fresh pool and a fresh core; then the routers."""
+        self.hangs = False
+        self.member = self._membership()
+        self.make()
+        for router in self.cluster.routers:
+            if router.alive:
+                self.router_up(router)
+
+    @abstractmethod
+    def make(self) -> None:
+        """Create pool, cache, scheduler and core."""
+
+    def _membership(self) -> Membership:
+        me = WorkerIdentity(
+            worker=self.name,
+            role=self.role,
+            incarnation=self.incarnation,
+            pid=1,
+            endpoint=self.endpoint,
+            pool="default",
+            model=self.card,
+            max_batch=MAX_BATCH,
+        )
+        return Membership(me, tuple(router.name for router in self.cluster.routers))
+
+    def crash(self) -> None:
+        """Remember what the figures need."""
+        if self.alive:
+            self.preemptions += self.scheduler.load().preemptions
+        super().crash()
+
+    # ------------------------------------------------------------------ routers
+
+    def to_router(self, name: str, message: Message) -> None:
+        """Over this life's connection to a router."""
+        router, identity = self.cluster.router_named(name), self.identity
+        self.cluster.watcher.to_router(self, message)
+        event = routing.FromWorker(identity, message)  # type: ignore[arg-type]
+        self.transmit(router, lambda: router.feed(event))
+
+    def hear_router(self, name: str, message: Message) -> None:
+        """A router said something."""
+        self.feed(FromRouter(name, message))
+
+    def router_up(self, router: RouterNode) -> None:
+        """The connection to a router stands."""
+        self.feed(RouterUp(router.name))
+
+    def router_down(self, router: RouterNode) -> None:
+        """The connection to a router broke."""
+        self.feed(RouterDown(router.name))
+
+    def drain(self) -> None:
+        """SIGTERM."""
+        self.feed(DrainRequested())
+
+    # ------------------------------------------------------------------ events
+
+    def tick(self) -> None:
+        """Timers; a drained worker ends, as its shell would."""
+        self.feed(Tick())
+        if self.alive and self.core.is_drained:
+            self.cluster.stats["drained"] += 1
+            self.crash()
+
+    def feed(self, event: object) -> None:
+        """Let the core decide, perform what it wants, then check the books."""
+        for action in self.core.handle(event, self.now):  # type: ignore[arg-type]
+            self.perform(action)
+        self.cluster.watcher.worker(self)
+
+    def perform(self, action: object) -> None:
+        """What the shell would do, as far as both roles do it."""
+        if isinstance(action, ToRouter):
+            self.to_router(action.router, action.message)
+        elif isinstance(action, Exit) and self.alive:
+            self.cluster.stats["exits"] += 1
+            self.crash()
+
+    def run(self, plan: StepPlan, finish: Callable[[float], None]) -> None:
+        """Call ``finish(seconds)`` when the step is done, unless the engine hangs."""
+        random = self.cluster.network.random
+        seconds = random.uniform(0.001, 0.004) + 0.0001 * plan.num_tokens
+
+        def done() -> None:
+            try:
+                finish(seconds)
+            except Poisoned:
+                self.cluster.stats["poisoned"] += 1
+                self.crash()
+
+        self.cluster.network.after(HANG_S if self.hangs else seconds, self.when_up(done))
+
+
+class PrefillNode(WorkerNode):
+    """The real prefill core."""
+
+    role = "prefill"
+    core: PrefillCore
+
+    def make(self) -> None:
+        """Fresh pool, fresh core."""
+        sizes, layout = self.sizes, self.card.layout
+        self.executor = ToyExecutor(layout, sizes.prefill_blocks, KILLS_PREFILL)
+        self.cache = PagedCache(sizes.prefill_blocks, layout.block_size)
+        config = SchedulerConfig(
+            max_batch=MAX_BATCH, token_budget=sizes.token_budget, one_token=True
+        )
+        self.scheduler = Scheduler(config, self.cache)
+        self.sender = Sender(self.incarnation, layout, SenderConfig(frame_bytes=sizes.frame_bytes))
+        limits = PrefillLimits(max_active=6, stream_tokens=sizes.stream_tokens)
+        self.core = PrefillCore(self.member, self.scheduler, self.sender, limits)
+        self.packer = FramePacker(NumpyBackend(), self.executor.pool, checksum)
+        self.connected: set[str] = set()
+
+    def perform(self, action: object) -> None:
+        """What the shell would do."""
+        match action:
+            case prefill.ToPeer(endpoint=endpoint, message=message):
+                self._to_peer(endpoint, message)
+            case prefill.Connect(endpoint=endpoint):
+                self._connect(endpoint)
+            case prefill.Disconnect(endpoint=endpoint):
+                self._disconnect(endpoint)
+            case prefill.PackFrame():
+                self._pack(action)
+            case prefill.RunStep(plan=plan):
+                self._run_plan(plan)
+            case _:
+                super().perform(action)
+
+    # ------------------------------------------------------------------ decode workers
+
+    def _connect(self, endpoint: str) -> None:
+        self.connected.add(endpoint)
+        self.cluster.network.after(0.001, self.when_up(lambda: self.reach(endpoint)))
+
+    def _disconnect(self, endpoint: str) -> None:
+        self.connected.discard(endpoint)
+        node = self.cluster.decode_at(endpoint)
+        if node is not None:
+            self.cluster.peer_gone(node, self)
+
+    def peer_down(self, endpoint: str) -> None:
+        """A decode worker's connection broke; the socket goes on trying."""
+        if endpoint in self.connected:
+            self.feed(prefill.PeerDown(endpoint))
+            self.cluster.network.after(DETECT_S, self.when_up(lambda: self.reach(endpoint)))
+
+    def reach(self, endpoint: str) -> None:
+        """Connect as soon as the decode worker lives."""
+        if endpoint not in self.connected:
+            return
+        node = self.cluster.decode_at(endpoint)
+        if node is not None and node.alive:
+            self.feed(prefill.PeerUp(endpoint))
+        else:
+            self.cluster.network.after(0.05, self.when_up(lambda: self.reach(endpoint)))
+
+    def _to_peer(self, endpoint: str, message: Message) -> None:
+        node, identity = self.cluster.decode_at(endpoint), self.identity
+        if node is not None and endpoint in self.connected:
+            self.transmit(node, lambda: node.hear(self, identity, message))
+
+    def _pack(self, action: prefill.PackFrame) -> None:
+        send = action.send
+        ready = self.packer.view(send.frame, action.block_table)
+        if ready is not None:
+            frame, payload = ready
+        else:
+            payload = np.empty(send.frame.nbytes, np.uint8)
+            frame = self.packer.pack(send.frame, action.block_table, payload)
+        self._send_frame(send.endpoint, frame, payload)
+        self.feed(prefill.Packed(send.key, frame.index, frame.checksum))
+
+    def _send_frame(self, endpoint: str, frame: KVFrame, payload: Bytes) -> None:
+        network, node = self.cluster.network, self.cluster.decode_at(endpoint)
+        damaged = network.random.random() < network.faults.damage
+        at = network.random.randrange(frame.nbytes)
+
+        def arrive() -> None:
+            received = payload.copy()  # only now: the pool may have been written to since
+            if damaged:
+                received[at] ^= 0x5A
+                self.cluster.stats["damaged"] += 1
+            if node is not None:
+                node.data(frame, received)
+
+        if node is not None and node.alive:
+            network.send(self.name + "/data", node.name, node.when_up(arrive))
+
+    def _run_plan(self, plan: StepPlan) -> None:
+        def finish(seconds: float) -> None:
+            result = self.executor.execute(plan, seconds)
+            for chunk in plan.chunks:
+                if chunk.stream_layers:
+                    self.feed(prefill.LayersDone(chunk.request, 1))
+            self.feed(prefill.StepDone(result))
+
+        self.run(plan, finish)
+
+
+class DecodeNode(WorkerNode):
+    """The real decode core."""
+
+    role = "decode"
+    core: DecodeCore
+
+    def make(self) -> None:
+        """Fresh pool, fresh core."""
+        sizes, layout = self.sizes, self.card.layout
+        self.executor = ToyExecutor(layout, sizes.decode_blocks, KILLS_DECODE)
+        self.cache = PagedCache(sizes.decode_blocks, layout.block_size)
+        config = SchedulerConfig(
+            max_batch=MAX_BATCH, token_budget=sizes.token_budget, growth=sizes.growth
+        )
+        self.scheduler = Scheduler(config, self.cache)
+        store = GrantStore(self.cache, self.scheduler)
+        limits = ReceiverConfig(window=sizes.window, budget=sizes.budget, device=sizes.device)
+        self.receiver = Receiver(self.incarnation, layout, store, limits)
+        self.core = DecodeCore(
+            self.member, self.scheduler, self.receiver, "ipc:///simulated/data", 1 << 20
+        )
+        self.writer = FrameWriter(NumpyBackend(), self.executor.pool, checksum)
+        self.peers: dict[bytes, PrefillNode] = {}
+
+    def perform(self, action: object) -> None:
+        """What the shell would do."""
+        match action:
+            case decode.ToPeer(peer=peer, message=message):
+                self._to_peer(peer, message)
+            case decode.RunStep(plan=plan):
+                self.run(plan, lambda seconds: self._finish(plan, seconds))
+            case _:
+                super().perform(action)
+
+    def _finish(self, plan: StepPlan, seconds: float) -> None:
+        self.feed(decode.StepDone(self.executor.execute(plan, seconds)))
+
+    def hear(self, node: PrefillNode, identity: bytes, message: Message) -> None:
+        """Control message from a prefill worker."""
+        self.peers[identity] = node
+        self.feed(decode.FromPeer(identity, message))
+
+    def peer_gone(self, identity: bytes) -> None:
+        """A prefill worker's connection broke."""
+        self.peers.pop(identity, None)
+        self.feed(decode.PeerGone(identity))
+
+    def _to_peer(self, peer: bytes, message: Message) -> None:
+        """Answer over the connection the peer has, if it is still that life."""
+        node = self.peers.get(peer)
+        if node is not None and node.alive and node.identity == peer:
+            endpoint = self.endpoint
+            self.transmit(node, lambda: node.feed(prefill.FromPeer(endpoint, message)))
+
+    def data(self, frame: KVFrame, payload: Bytes) -> None:
+        """A KV frame arrived."""
+        try:
+            blocks = self.receiver.locate(frame)
+        except ProtocolError:
+            self.cluster.stats["bad_frames"] += 1
+            return
+        if blocks is not None:
+            intact = self.writer.write(frame, blocks, payload)
+            self.feed(decode.FrameStored(frame, intact))
