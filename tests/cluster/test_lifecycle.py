@@ -1,7 +1,6 @@
-"""Starting, losing and ending the processes of a real cluster."""
+"""Starting a real cluster, its verbs, and its end."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -11,7 +10,6 @@ import threading
 import pytest
 
 from baton.deploy.config import demo_model_folder
-from baton.proto.errors import CapacityError
 from baton.proto.sampling import SamplingParams
 
 from .conftest import alive, command_environment, wait_until
@@ -54,21 +52,6 @@ def test_an_interrupt_ends_everything_and_leaves_nothing(cluster):
     assert running.leftovers() == []
 
 
-def test_running_requests_finish_and_new_ones_are_refused(cluster):
-    running = cluster(max_length=2048)
-    with running.client() as client, running.client() as late:
-        late.describe()
-        generation = client.generate(PROMPT, params(600))
-        got = list(next(generation).tokens)
-        running.interrupt()
-        wait_until(lambda: "draining" in running.text(), what="the announcement")
-        with pytest.raises(CapacityError):
-            tokens_of(late, 1)
-        got += [t for output in generation for t in output.tokens]
-    assert len(got) == 600
-    assert running.end() == 0
-
-
 def test_a_second_interrupt_stops_at_once(cluster):
     running = cluster(max_length=2048)
     with running.client() as client, client.generate(PROMPT, params(LONG)) as generation:
@@ -80,62 +63,6 @@ def test_a_second_interrupt_stops_at_once(cluster):
         assert running.process.wait(5) == 0
     assert not any(alive(pid) for pid in pids.values())
     assert running.leftovers() == []
-
-
-@pytest.fixture(scope="module")
-def durable(start_cluster):
-    """One cluster for the tests after which it is whole again."""
-    return start_cluster(max_length=2048, log_level="info").wait_ready()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(durable):
-    with durable.client() as client:
-        return tokens_of(client, LONG)
-
-
-def pick(cluster, role: str) -> tuple[str, int]:
-    """Name and pid of the busy decode worker, or of the prefill worker."""
-
-    def found():
-        workers = [w for w in cluster.workers().values() if w["role"] == role]
-        return next((w for w in workers if role == "prefill" or w["requests_running"]), None)
-
-    worker = wait_until(found, timeout=1.0, what=f"a busy {role} worker")
-    return worker["id"], worker["pid"]
-
-
-@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_lost_worker_is_replaced_and_its_streams_go_on(durable, undisturbed, role, sig):
-    with durable.client() as client:
-        generation = client.generate(PROMPT, params(LONG))
-        got = list(next(generation).tokens)
-        name, pid = pick(durable, role)
-        os.kill(pid, sig)
-        got += [t for output in generation for t in output.tokens]
-    assert got == undisturbed
-    durable.wait_replaced(name, pid)
-    assert not alive(pid)
-
-
-def test_the_router_comes_back_and_streams_resume(durable, undisturbed):
-    with durable.client() as client:
-        generation = client.generate(PROMPT, params(LONG))
-        got = list(next(generation).tokens)
-        os.kill(durable.pids()["router"], signal.SIGKILL)
-        assert len(got) < LONG // 2
-        got += [t for output in generation for t in output.tokens]
-        assert got == undisturbed
-        assert tokens_of(client, LONG) == undisturbed
-
-
-def test_no_block_is_left_behind_after_all_that(durable, undisturbed):
-    durable.wait_ready()
-    wait_until(
-        lambda: all(w["kv_blocks_used"] == 0 for w in durable.workers().values()),
-        what="all blocks to be free",
-    )
 
 
 def test_a_killed_supervisor_takes_its_children_along_and_the_next_start_cleans_up(
