@@ -74,9 +74,14 @@ class Cluster:
 
     def wait_ready(self) -> "Cluster":
         """Wait for all workers."""
+        wait_until(
+            lambda: "ready: " in self.text() or self.process.poll() is not None,
+            READY_TIMEOUT,
+            "the banner",
+        )
+        assert self.process.poll() is None, self.text()[-2000:]
         with self.client() as client:
             wait_ready(client, *self.size, READY_TIMEOUT)
-        wait_until(lambda: "ready: " in self.text(), what="the banner")
         return self
 
     def workers(self) -> dict[str, dict]:
