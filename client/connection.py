@@ -12,6 +12,7 @@ import zmq
 
 from ..proto.codec import EnvelopeDecoder
 from ..proto.errors import BatonError, ConnectionLost, ProtocolError
+from ..proto.limits import MAX_DESCRIBED_BYTES
 from ..proto.messages import Message, RouterToClient
 from ..runtime.channel import Buffers, ChannelOptions, Frames, SendResult
 from ..runtime.loop import Loop
@@ -41,7 +42,9 @@ from .model import new_identity
 
 TICK_S = 0.05
 # While the user's event loop is busy for long, nobody reads and heartbeats go unheard.
-_PATIENT = ChannelOptions(heartbeat_s=1.0, heartbeat_timeout_s=5.0)
+_PATIENT = ChannelOptions(
+    max_frame_bytes=MAX_DESCRIBED_BYTES, heartbeat_s=1.0, heartbeat_timeout_s=5.0
+)
 
 Sink = Callable[[NewTokens | Ended], object]
 AnswerSink = Callable[[Message | BatonError], object]
@@ -66,7 +69,9 @@ class Connection:
             address, connect_timeout=connect_timeout, reconnect_timeout=reconnect_timeout
         )
         self._context: Context = zmq.Context()
-        self._decoder: EnvelopeDecoder[Message] = EnvelopeDecoder(RouterToClient)
+        self._decoder: EnvelopeDecoder[Message] = EnvelopeDecoder(
+            RouterToClient, max_bytes=MAX_DESCRIBED_BYTES
+        )
         self._outbox: Outbox[None] = Outbox(self._send)
         self._sinks: dict[str, Sink] = {}
         self._asked: dict[int, AnswerSink] = {}

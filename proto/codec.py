@@ -43,9 +43,13 @@ T = TypeVar("T")
 
 
 class EnvelopeEncoder:
-    """Encodes batches of messages; one instance per thread."""
+    """Encodes batches of messages; one instance per thread.
 
-    def __init__(self) -> None:
+    ``max_bytes``: limit of the first frame, as the receiver's.
+    """
+
+    def __init__(self, max_bytes: int = MAX_CONTROL_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_object)
         self._frames: list[Frame] = []
 
@@ -58,7 +62,7 @@ class EnvelopeEncoder:
         frames: list[Frame] = [b""]
         self._frames = frames
         body = self._encoder.encode(messages)
-        if len(body) + 3 > MAX_CONTROL_BYTES or len(messages) > MAX_MESSAGES_PER_FRAME:
+        if len(body) + 3 > self._max_bytes or len(messages) > MAX_MESSAGES_PER_FRAME:
             raise LimitExceeded(f"{len(messages)} messages of {len(body)} bytes in one envelope")
         frames[0] = _PREFIX + body
         self._frames = []  # keeps no array alive

@@ -6,6 +6,10 @@ PROTOCOL_VERSION = 1
 
 MAX_CONTROL_BYTES = 16 << 20
 """Largest first frame of a control message."""
+MAX_DESCRIBED_BYTES = 64 << 20
+"""Largest first frame from a router to a client, which may carry a model's text files."""
+DESCRIBED_MARGIN = 1 << 20
+"""What of that frame is left for everything but the files."""
 INLINE_ARRAY_BYTES = 4096
 """Arrays from this size on are frames of their own; below, a frame costs more than the copy."""
 MAX_ARRAY_FRAMES = 64

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import zmq
 
+from baton.client import Client
 from baton.proto.codec import EnvelopeDecoder, EnvelopeEncoder
 from baton.proto.messages import (
     Abort,
@@ -381,3 +382,19 @@ def test_a_killed_router_comes_back_and_the_stream_continues(start_router, card)
     assert decode.wait(Adopt).position == 12
     decode.say(Tokens(runs=[TokenRun(submitted.request, 1, 12, [8])]))
     assert again.wait(Tokens).runs == [TokenRun(submitted.request, 1, 12, [8])]
+
+
+def test_a_client_gets_a_tokenizer_larger_than_any_other_message(start_router, card, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(text := os.urandom(20 << 20))
+    router = start_router(model_folder=str(tmp_path))
+    serve(router, card)
+    with Client(router.config.client_address) as client:
+        assert client.describe().files["tokenizer.json"] == text
+
+
+def test_text_files_that_no_message_can_carry_are_refused_at_start(start_router, tmp_path):
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(64 << 20)
+    router = start_router(model_folder=str(tmp_path))
+    assert router.process.wait(10) == 1
+    assert "larger than 66060288 bytes with tokenizer.json" in (tmp_path / "router.log").read_text()
