@@ -331,7 +331,7 @@ class DecodeCore:
         if not commit.emitted:
             raise ValueError("a commit without a generated token has nothing to continue")
         sequence = Sequence(
-            key[0] + key[1].to_bytes(4, "little"),
+            key[0] + key[1].to_bytes(8, "little"),
             context,
             block_size=self._card.layout.block_size,
             salt=cache_salt(self._card.fingerprint, commit.context.cache_salt),

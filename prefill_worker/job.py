@@ -160,4 +160,4 @@ def report(done: handoff.Done, prefill: str, decode: str, transport: str) -> Han
 
 def sequence_key(key: Key) -> bytes:
     """Engine's name for one attempt; two attempts of a request never share blocks to write."""
-    return key[0] + key[1].to_bytes(4, "little")
+    return key[0] + key[1].to_bytes(8, "little")

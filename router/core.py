@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from ..proto.errors import BatonError
 from ..proto.messages import Message, Rejected
-from .client_side import ClientSide
+from .client_side import ClientSide, fold_questions
 from .config import RouterConfig
 from .events import (
     Action,

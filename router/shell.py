@@ -7,10 +7,12 @@ reads too slowly is reported as full, and what goes over the cap is dropped.
 
 from __future__ import annotations
 
+import msgspec
+
 from ..proto.codec import EnvelopeDecoder
 from ..proto.errors import ProtocolError
 from ..proto.limits import MAX_DESCRIBED_BYTES
-from ..proto.messages import ClientToRouter, Message, WorkerToRouter
+from ..proto.messages import ClientToRouter, Described, Message, StatusReport, WorkerToRouter
 from ..runtime.channel import ChannelOptions, Frames, SendResult
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
@@ -148,6 +150,10 @@ class RouterShell:
                 if self._held and action.identity in self._held:  # type: ignore[union-attr]
                     self._hold(action.identity, [action.message])  # type: ignore[union-attr]
                     continue
+                message = action.message  # type: ignore[union-attr]
+                if isinstance(message, (Described, StatusReport)):
+                    self._to_clients.put_latest(action.identity, message, _merged)  # type: ignore[union-attr]
+                    continue
                 self._to_clients.put(action.identity, action.message)  # type: ignore[union-attr]
             elif kind is ToWorker:
                 self._to_workers.put(action.identity, action.message)  # type: ignore[union-attr]
@@ -207,3 +213,10 @@ class RouterShell:
         self._leave_at = min(self._leave_at, now + LINGER_S)
         if not self.core.kept or now >= self._leave_at:
             self._loop.stop()
+
+
+def _merged(earlier: Message, later: Message) -> Message:
+    """One answer to two questions of a turn: what both asked for, as of the later one."""
+    if isinstance(earlier, Described) and isinstance(later, Described):
+        return msgspec.structs.replace(later, files={**earlier.files, **later.files})
+    return later

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from ..proto.codec import EnvelopeEncoder
-from ..proto.errors import ProtocolError
-from ..proto.limits import MAX_CONTROL_BYTES
 from ..proto.messages import Message
 from .channel import Buffers, SendResult
 from .log import get_logger
@@ -29,25 +27,40 @@ class Outbox(Generic[Peer]):
     """Messages by peer until :meth:`flush`, which belongs at the end of a loop's turn.
 
     ``send(peer, frames)`` is a channel's send; ``on_unsent(peer, messages, result)`` hears
-    of what ZeroMQ did not take. ``max_bytes``: largest first frame the peers accept.
+    of what ZeroMQ did not take.
     """
 
     def __init__(
         self,
         send: Callable[[Peer, Buffers], SendResult],
         on_unsent: Callable[[Peer, list[Message], SendResult], object] | None = None,
-        max_bytes: int = MAX_CONTROL_BYTES,
     ) -> None:
         self._send = send
         self._on_unsent = on_unsent
-        self._encoder = EnvelopeEncoder(max_bytes)
+        self._encoder = EnvelopeEncoder()
         self._waiting: dict[Peer, list[Message]] = {}
+        self._latest: dict[tuple[Peer, type], int] = {}  # where in what waits
         self.envelopes = 0
         self.unsent = 0
 
     def put(self, peer: Peer, message: Message) -> None:
         """Queue ``message`` behind what is queued for ``peer``."""
         self._waiting.setdefault(peer, []).append(message)
+
+    def put_latest(
+        self, peer: Peer, message: Message, merge: Callable[[Message, Message], Message]
+    ) -> None:
+        """Queue an answer that makes an earlier one of its type, still queued here, needless.
+
+        ``merge(earlier, later)`` says what takes the earlier one's place.
+        """
+        queued = self._waiting.setdefault(peer, [])
+        at = self._latest.get((peer, type(message)))
+        if at is not None and at < len(queued) and type(queued[at]) is type(message):
+            queued[at] = merge(queued[at], message)
+            return
+        self._latest[peer, type(message)] = len(queued)
+        queued.append(message)
 
     def drop(self, peer: Peer) -> None:
         """Forget what is queued for a peer that is gone."""
@@ -56,6 +69,7 @@ class Outbox(Generic[Peer]):
     def flush(self) -> None:
         """Encode and send everything queued."""
         while self._waiting:
+            self._latest.clear()
             waiting, self._waiting = self._waiting, {}
             for peer, messages in waiting.items():
                 for batch in _batches(messages):
@@ -64,7 +78,7 @@ class Outbox(Generic[Peer]):
     def _send_batch(self, peer: Peer, batch: list[Message]) -> None:
         try:
             frames = self._encoder.encode(batch)
-        except ProtocolError as error:
+        except Exception as error:  # whatever one message holds, the others must go
             self._encode_failed(peer, batch, error)
             return
         result = self._send(peer, frames)
@@ -74,8 +88,8 @@ class Outbox(Generic[Peer]):
             if self._on_unsent is not None:
                 self._on_unsent(peer, batch, result)
 
-    def _encode_failed(self, peer: Peer, batch: list[Message], error: ProtocolError) -> None:
-        """One message over a limit must not take its neighbours with it."""
+    def _encode_failed(self, peer: Peer, batch: list[Message], error: Exception) -> None:
+        """One message that cannot be encoded must not take its neighbours with it."""
         if len(batch) > 1:
             for message in batch:
                 self._send_batch(peer, [message])
@@ -91,9 +105,10 @@ def _batches(messages: list[Message]) -> list[list[Message]]:
     batches: list[list[Message]] = [[]]
     contexts = 0
     for message in messages:
-        contexts += hasattr(message, "context")
+        large = hasattr(message, "context") or hasattr(message, "files")
+        contexts += large
         if contexts > CONTEXTS_PER_ENVELOPE or len(batches[-1]) >= MESSAGES_PER_ENVELOPE:
             batches.append([])
-            contexts = int(hasattr(message, "context"))
+            contexts = int(large)
         batches[-1].append(message)
     return batches

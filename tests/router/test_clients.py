@@ -524,3 +524,13 @@ def test_a_closing_router_refuses_new_requests_and_finishes_the_others(bench):
     bench.client(FinalAck(requests=[key]))
     assert bench.core.kept == 0
     assert not bench.take(decode, Adopt)
+
+
+def test_questions_of_one_envelope_are_answered_once(make_bench):
+    bench = make_bench(files={"tokenizer.json": b"t" * 1000, "generation_config.json": b"g"})
+    questions = [Describe(files=["tokenizer.json"]), Describe(), Status(handoffs=3)] * 500
+    questions.insert(7, Describe(files=["generation_config.json"]))
+    actions = bench.core.from_client(b"client", questions, bench.now)
+    described, report = [action.message for action in actions]
+    assert set(described.files) == {"tokenizer.json", "generation_config.json"}
+    assert isinstance(report, StatusReport)

@@ -6,7 +6,7 @@ import numpy as np
 
 from baton.proto.codec import EnvelopeDecoder
 from baton.proto.errors import LimitExceeded
-from baton.proto.messages import ClientToRouter, Ping, Submit
+from baton.proto.messages import Cancel, ClientToRouter, Ping, Submit
 from baton.proto.wire import WireContext
 from baton.runtime.channel import SendResult
 from baton.runtime.outbox import CONTEXTS_PER_ENVELOPE, Outbox
@@ -93,3 +93,42 @@ def test_a_message_over_a_limit_spares_its_neighbours(monkeypatch, capsys):
     assert [m.nonce for _, ms in wire.sent for m in ms] == [0, 1, 3]
     assert outbox.unsent == 1
     assert "not_encodable" in capsys.readouterr().err
+
+
+def test_a_number_that_cannot_be_encoded_spares_other_messages_and_peers(capsys):
+    wire = Wire()
+    outbox = Outbox(wire.send)
+    for peer in (b"a", b"b"):
+        for nonce in (1, 1 << 64, 2):
+            outbox.put(peer, Ping(nonce=nonce))
+    outbox.flush()
+    assert [(p, m.nonce) for p, ms in wire.sent for m in ms] == [
+        (b"a", 1), (b"a", 2), (b"b", 1), (b"b", 2),
+    ]  # fmt: skip
+    assert outbox.unsent == 2
+    assert "not_encodable" in capsys.readouterr().err
+
+
+def test_the_latest_of_a_kind_takes_the_place_of_what_still_waits():
+    wire = Wire()
+    outbox = Outbox(wire.send)
+    for turn in range(2):
+        for nonce in range(3):
+            outbox.put(b"a", Cancel(request_id=str(nonce)))
+            outbox.put_latest(b"a", Ping(nonce=nonce), lambda old, new: Ping(nonce=old.nonce + 10))
+        outbox.put_latest(b"b", Ping(nonce=7), lambda old, new: new)
+        outbox.flush()
+        sent = dict(wire.sent[2 * turn :])
+        assert [m.nonce for m in sent[b"a"] if isinstance(m, Ping)] == [20]
+        assert sent[b"b"] == [Ping(nonce=7)]
+
+
+def test_what_waited_for_a_dropped_peer_is_no_place_for_the_latest():
+    wire = Wire()
+    outbox = Outbox(wire.send)
+    outbox.put_latest(b"a", Ping(nonce=1), lambda old, new: new)
+    outbox.drop(b"a")
+    outbox.put(b"a", Cancel())
+    outbox.put_latest(b"a", Ping(nonce=2), lambda old, new: old)
+    outbox.flush()
+    assert wire.sent == [(b"a", [Cancel(), Ping(nonce=2)])]
