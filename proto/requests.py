@@ -66,6 +66,29 @@ def build_wire_context(
     return wire
 
 
+def check_wire_shape(wire: WireContext) -> None:
+    """What can be said of a request before any worker told the model; raises InputError."""
+    _check_array(wire.tokens)
+    if not 0 < len(wire.tokens) < wire.max_length <= MAX_CONTEXT_TOKENS:
+        raise InputError(
+            f"{len(wire.tokens)} prompt tokens do not fit a max_length of {wire.max_length}"
+        )
+    _check_numbers(wire)
+    _check_sampling(wire.sampling)
+
+
+def check_emitted(wire: WireContext, emitted: Sequence[int], card: ModelCard | None) -> None:
+    """Raise InputError unless ``emitted`` can be what was generated behind the prompt."""
+    room = wire.max_length - len(wire.tokens)
+    asked = wire.sampling.max_new_tokens
+    room = room if asked is None else min(room, asked)
+    if len(emitted) > room:
+        raise InputError(f"{len(emitted)} emitted tokens are more than the {room} asked for")
+    limit = MAX_TOKEN_ID if card is None else card.vocab_size - 1
+    if len(emitted) and not 0 <= min(emitted) <= max(emitted) <= limit:
+        raise InputError(f"an emitted token id is outside 0 to {limit}")
+
+
 def check_wire_context(wire: WireContext, card: ModelCard) -> None:
     """Raise one InputError that says what is wrong with a request, or return."""
     _check_tokens(wire.tokens, card)
@@ -79,6 +102,7 @@ def check_wire_context(wire: WireContext, card: ModelCard) -> None:
 
 _good_samplings: dict[tuple[object, ...], None] = {}
 _GOOD_SAMPLINGS = 1024
+MAX_TOKEN_ID = (1 << 31) - 1
 
 
 def _check_sampling(sampling: WireSampling) -> None:
@@ -108,11 +132,15 @@ def _int32_tokens(tokens: npt.ArrayLike) -> Int32:
     return result
 
 
-def _check_tokens(tokens: Int32, card: ModelCard) -> None:
+def _check_array(tokens: Int32) -> None:
     if tokens.dtype != np.int32 or tokens.ndim != 1:
         raise InputError(
             f"tokens must be one-dimensional int32, not {tokens.dtype} of shape {tokens.shape}"
         )
+
+
+def _check_tokens(tokens: Int32, card: ModelCard) -> None:
+    _check_array(tokens)
     count = len(tokens)
     if count == 0:
         raise InputError("the prompt is empty")
@@ -151,19 +179,29 @@ def _check_features(wire: WireContext, card: ModelCard) -> None:
         raise InputError("log_probabilities_echo is not supported yet")
     if wire.lora_name is not None:
         raise InputError("lora_name is not supported yet")
+    _check_numbers(wire)
+    if wire.model_name and wire.model_name != card.name:
+        raise InputError(f"model {wire.model_name[:80]!r} is not served here, {card.name!r} is")
+
+
+def _check_numbers(wire: WireContext) -> None:
     if not 0 <= wire.log_probabilities <= MAX_LOG_PROBABILITIES:
         raise InputError(
             f"log_probabilities must be 0 to {MAX_LOG_PROBABILITIES}, not {wire.log_probabilities}"
         )
     if len(wire.cache_salt) > MAX_CACHE_SALT_CHARS:
         raise InputError(f"cache_salt is longer than {MAX_CACHE_SALT_CHARS} characters")
-    if wire.model_name and wire.model_name != card.name:
-        raise InputError(f"model {wire.model_name[:80]!r} is not served here, {card.name!r} is")
 
 
 def _check_ends(wire: WireContext, card: ModelCard) -> None:
     if len(wire.eos_token_ids) > MAX_EOS_TOKEN_IDS:
         raise InputError(f"more than {MAX_EOS_TOKEN_IDS} end-of-sequence ids")
+    for token in wire.eos_token_ids:
+        # A model may have an id of its own that it can never generate.
+        if not 0 <= token < card.vocab_size and token not in card.eos_token_ids:
+            raise InputError(
+                f"end-of-sequence id {token} is outside the vocabulary of {card.vocab_size}"
+            )
     if not wire.eos_sequences:
         return
     if len(wire.eos_sequences) > MAX_EOS_SEQUENCES:

@@ -16,7 +16,7 @@ import msgspec
 
 from ..proto.errors import BatonError, CapacityError, DuplicateRequest, EndpointUnknown, InputError
 from ..proto.ids import context_digest, request_key, resume_secret
-from ..proto.limits import INLINE_ARRAY_BYTES, MAX_REQUEST_ID_CHARS
+from ..proto.limits import INLINE_ARRAY_BYTES, MAX_POOL_CHARS, MAX_REQUEST_ID_CHARS
 from ..proto.messages import (
     Cancel,
     Describe,
@@ -35,7 +35,7 @@ from ..proto.messages import (
     Submitted,
     Terminal,
 )
-from ..proto.requests import check_wire_context
+from ..proto.requests import check_emitted, check_wire_context, check_wire_shape
 from ..proto.wire import WireContext
 from .admission import check_deadline
 from .events import ToClient, ToWorker
@@ -113,6 +113,7 @@ class ClientSide:
                 raise CapacityError("the router is shutting down", retry_after=1.0)
             attempt = max(life.last_attempt(key), self._recovery.orphans.highest(key)) + 1
             request = self._checked(key, message, attempt, now)
+            life.registry.check_pool(message.pool)
             target = message.context.target_endpoint
             if target is not None:
                 life.placement.pin(request, target, fallback=message.fallback)
@@ -125,9 +126,7 @@ class ClientSide:
 
     def _submit_again(self, identity: bytes, known: Request, message: Submit) -> None:
         """The same id once more: the same content re-attaches, another is refused."""
-        first = context_digest(known.context, known.pool, known.strict)
-        again = context_digest(message.context, message.pool, message.pin == "strict")
-        if first != again:
+        if _content(known) != _content(message):
             text = f"request id {message.request_id!r} is in use with another content"
             # Without the key, which names the request that is running.
             self._refuse(identity, b"", message.request_id, DuplicateRequest(text))
@@ -165,14 +164,29 @@ class ClientSide:
     def _resume_known(self, identity: bytes, request: Request, message: Resume) -> None:
         """Go on from the client's position; it may be ahead of a router that was restarted."""
         ahead = message.position - request.next
-        if ahead > 0 and not request.done and message.position == _end(message):
-            missing = message.emitted[-ahead:]
-            request.emitted.extend(missing)
+        if ahead > 0 and not request.done:
+            try:
+                self._check_ahead(request, message)
+            except InputError as error:
+                # Without the key, which names the request that is running.
+                self._refuse(identity, b"", message.request_id, error)
+                return
+            request.emitted.extend(message.emitted[-ahead:])
             request.next += ahead
             if request.logprobs is not None:
                 request.logprobs.extend([None] * ahead)
         self._attach(identity, request)
         self._life.resend(request, message.position)
+
+    def _check_ahead(self, request: Request, message: Resume) -> None:
+        """Raise unless the client's tokens are this request's and go on from those here."""
+        if message.position != _end(message):
+            raise InputError(f"position {message.position} is not where the emitted tokens end")
+        check_emitted(message.context, message.emitted, self._life.registry.card)
+        if _content(request) != _content(message):
+            raise DuplicateRequest(f"{message.request_id!r} is resumed with another content")
+        if array("i", message.emitted[: len(request.emitted)]) != request.emitted:
+            raise InputError("the emitted tokens are not those of this request")
 
     def _attach(self, identity: bytes, request: Request) -> None:
         """Serve the request to this connection and give it the secret to come back with."""
@@ -196,7 +210,9 @@ class ClientSide:
         if card is not None:
             check_wire_context(message.context, card)
         else:
-            _check_shape(message.context)
+            check_wire_shape(message.context)
+        if message.pool is not None and len(message.pool) > MAX_POOL_CHARS:
+            raise InputError(f"pool is longer than {MAX_POOL_CHARS} characters")
         seconds = check_deadline(message.deadline, config.default_deadline_s, config.max_deadline_s)
         _own_tokens(message.context)
         request = Request(key, message.request_id, message.context, now + seconds, attempt)
@@ -205,18 +221,15 @@ class ClientSide:
         request.unchecked = card is None
         return request
 
-    @staticmethod
-    def _take_emitted(request: Request, message: Resume) -> None:
+    def _take_emitted(self, request: Request, message: Resume) -> None:
         """Start from the tokens the client has."""
         if message.position != _end(message):
             raise InputError(
                 f"position {message.position} does not follow a prompt of {request.base}"
                 f" and {len(message.emitted)} tokens"
             )
-        try:
-            request.emitted = array("i", message.emitted)
-        except OverflowError as error:
-            raise InputError("an emitted token id does not fit 32 bits") from error
+        check_emitted(message.context, message.emitted, self._life.registry.card)
+        request.emitted = array("i", message.emitted)
         request.next = message.position
         if request.logprobs is not None:
             request.logprobs = list(repeat(None, len(message.emitted)))
@@ -333,6 +346,12 @@ class ClientSide:
         self._answer(identity, Rejected(code=error.code, message=str(error)))
 
 
+def _content(asked: Request | Submit | Resume) -> bytes:
+    """Digest of all that decides what a request is."""
+    strict = asked.strict if isinstance(asked, Request) else asked.pin == "strict"
+    return context_digest(asked.context, asked.pool, strict)
+
+
 def _end(message: Resume) -> int:
     return len(message.context.tokens) + len(message.emitted)
 
@@ -341,17 +360,6 @@ def _own_tokens(context: WireContext) -> None:
     """Let a short prompt not keep the whole envelope alive that it came in."""
     if context.tokens.nbytes < INLINE_ARRAY_BYTES:
         msgspec.structs.force_setattr(context, "tokens", context.tokens.copy())
-
-
-def _check_shape(context: WireContext) -> None:
-    """What can be said of a context before any worker told the model."""
-    tokens = context.tokens
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise InputError("tokens must be one row of integers")
-    if not len(tokens):
-        raise InputError("the prompt is empty")
-    if len(tokens) >= context.max_length:
-        raise InputError(f"{len(tokens)} prompt tokens leave no room in {context.max_length}")
 
 
 def fold_questions(messages: Sequence[Message]) -> Sequence[Message]:

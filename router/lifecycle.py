@@ -13,7 +13,7 @@ import msgspec
 
 from ..proto.errors import BatonError, CapacityError
 from ..proto.messages import Abort, Assign, Terminal, Tokens
-from ..proto.requests import check_wire_context
+from ..proto.requests import check_emitted, check_wire_context
 from .admission import Admission
 from .clients import Clients
 from .config import RouterConfig
@@ -82,7 +82,9 @@ class Lifecycle:
         try:
             pair = self.placement.choose(request)
             if pair is not None and request.unchecked:
-                check_wire_context(request.context, self.registry.card or pair[0].card)
+                card = self.registry.card or pair[0].card
+                check_wire_context(request.context, card)
+                check_emitted(request.context, request.emitted, card)
                 request.unchecked = False
         except BatonError as error:
             self.fail(request, error, now)

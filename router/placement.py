@@ -77,6 +77,7 @@ class Placement:
         decode.outstanding += request.decode_cost
         self._policy.placed(prefill, hashes, tokens)
         self._policy.placed(decode, hashes, tokens)
+        request.hashes = None  # kilobytes, and cheap to make again
 
     def forget(self, worker: Worker) -> None:
         """The worker is gone."""

@@ -20,6 +20,7 @@ from ..proto.errors import (
     EndpointDead,
     EndpointDraining,
     EndpointUnknown,
+    InputError,
     InternalError,
     ModelMismatch,
     ProtocolError,
@@ -164,8 +165,18 @@ class Registry:
                 and worker.role == role
                 and pool in (None, worker.pool)
             ]
-            self._ready[role, pool] = found
+            if found or pool is None:  # clients invent names of pools
+                self._ready[role, pool] = found
         return found
+
+    def check_pool(self, pool: str | None) -> None:
+        """Raise InputError for a pool no worker is or was in, when there are others to ask."""
+        if pool is None or not self.ready("prefill") or not self.ready("decode"):
+            return
+        pools = {worker.pool for worker in self.listed()}
+        if pool not in pools:
+            known = ", ".join(sorted(pools)[:8])
+            raise InputError(f"no worker is in pool {pool!r}; known are {known}")
 
     def resolve(self, endpoint: str) -> Worker:
         """The worker a target_endpoint names, if it takes new work.

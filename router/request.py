@@ -212,7 +212,8 @@ def new_tokens(context: WireContext) -> int:
 
 def context_bytes(context: WireContext) -> int:
     """Upper bound of the memory a request may take until its end, in bytes."""
-    per_token = 4 + (160 + 100 * context.log_probabilities if context.log_probabilities else 0)
+    likely = max(0, context.log_probabilities)
+    per_token = 4 + (160 + 100 * likely if likely else 0)
     total = RECORD_BYTES + context.tokens.nbytes + per_token * new_tokens(context)
     total += 40 * len(context.eos_token_ids)
     for sequence in context.eos_sequences:

@@ -98,6 +98,8 @@ class TestCheck:
             ({"cache_salt": "x" * 257}, "cache_salt"),
             ({"model_name": "other"}, "'other' .* 'demo'"),
             ({"eos_token_ids": [1] * 65}, "64"),
+            ({"eos_token_ids": [1, 1 << 30]}, "vocabulary"),
+            ({"eos_token_ids": [-1]}, "vocabulary"),
             ({"eos_sequences": [[1]] * 81}, "81 stop sequences"),
             ({"eos_sequences": [[]]}, "1 to 128"),
             ({"eos_sequences": [[1] * 129]}, "1 to 128"),

@@ -26,6 +26,7 @@ from baton.proto.messages import (
     Tokens,
 )
 from baton.proto.outputs import TokenLogProbs
+from baton.proto.wire import WireSampling
 from baton.router.events import ClientFull, ClientWritable
 
 
@@ -534,3 +535,86 @@ def test_questions_of_one_envelope_are_answered_once(make_bench):
     described, report = [action.message for action in actions]
     assert set(described.files) == {"tokenizer.json", "generation_config.json"}
     assert isinstance(report, StatusReport)
+
+
+def resumable(bench):
+    """A running request and what its client was told."""
+    bench.pair()
+    key, _ = bench.run("r")
+    return key, bench.one(b"client", Submitted)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"emitted": [1, 2, 1 << 30]},
+        {"emitted": [1, -2, 3]},
+        {"emitted": [1] * 21},
+        {"emitted": [1, 2, 3], "position": 12},
+        {"emitted": [1, 2, 3], "pool": "x"},
+        {"emitted": [1, 2, 3], "pin": "strict"},
+    ],
+    ids=str,
+)
+def test_a_resume_that_is_wrong_extends_nothing(bench, change):
+    key, submitted = resumable(bench)
+    request = bench.core.life.requests[key]
+    bench.client(bench.resume_message(submitted, **change))
+    assert bench.one(b"client", Terminal).code in ("input", "duplicate_request")
+    assert (request.next, len(request.emitted)) == (10, 0)
+
+
+def test_a_resume_of_other_tokens_extends_nothing(bench):
+    key, submitted = resumable(bench)
+    decode = bench.core.life.requests[key].decode
+    bench.core.from_worker(decode.identity, [Tokens(runs=[TokenRun(key, 1, 10, [5])])], bench.now)
+    bench.client(bench.resume_message(submitted, [6, 7]))
+    assert bench.one(b"client", Terminal).code == "input"
+    assert list(bench.core.life.requests[key].emitted) == [5]
+    bench.client(bench.resume_message(submitted, [5, 7]))
+    assert list(bench.core.life.requests[key].emitted) == [5, 7]
+
+
+@pytest.mark.parametrize("emitted", [[1] * 21, [1 << 30], [-1]], ids=["many", "large", "negative"])
+def test_an_unknown_request_resumed_with_impossible_tokens_is_refused(bench, emitted):
+    key, submitted = resumable(bench)
+    bench.client(Cancel(request=key))
+    bench.ack(key)
+    bench.take(b"client", Terminal)
+    bench.client(bench.resume_message(submitted, emitted))
+    assert bench.one(b"client", Terminal).code == "input"
+    assert key not in bench.core.life.requests
+
+
+def test_before_any_worker_a_context_is_checked_too(bench, context):
+    wrong = [
+        {"log_probabilities": -5000},
+        {"log_probabilities": 21},
+        {"cache_salt": "s" * 300},
+        {"max_length": 1 << 50},
+        {"sampling": WireSampling(temperature=float("nan"))},
+    ]
+    for number, fields in enumerate(wrong):
+        bench.submit(f"r{number}", context=msgspec.structs.replace(context(), **fields))
+        assert bench.one(b"client", Terminal).code == "input", fields
+    assert bench.core.life.admission.context_bytes == 0
+
+
+def test_names_of_pools_that_clients_invent_are_not_kept(bench):
+    bench.submit("early", pool="nobody")
+    bench.take(b"client", Submitted)
+    bench.pair()
+    kept = len(bench.core.life.registry._ready)
+    for number in range(100):
+        bench.submit(f"r{number}", pool=f"pool-{number}")
+        assert bench.one(b"client", Terminal).code == "input"
+    bench.submit("long", pool="p" * 300)
+    assert bench.one(b"client", Terminal).code == "input"
+    assert len(bench.core.life.registry._ready) <= kept + 2
+
+
+def test_a_placed_request_keeps_no_hashes(make_bench):
+    bench = make_bench()
+    bench.pair()
+    key, _ = bench.run("r", prompt=64)
+    assert bench.core.life.requests[key].hashes is None
