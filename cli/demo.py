@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from ..client import Client
 from ..deploy.banner import mebibytes
 from ..deploy.config import ServeSettings
-from ..deploy.local import LocalCluster, check_model, terminal
+from ..deploy.local import LocalCluster, check_model
 from ..deploy.report import HandoffRecord
+from ..deploy.terminal import terminal
 from ..proto.errors import BatonError, InternalError
 from ..proto.sampling import SamplingParamsInput
 from .cluster import parsed

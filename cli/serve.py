@@ -9,8 +9,9 @@ import typing
 import msgspec
 
 from ..deploy.config import ServeSettings
-from ..deploy.local import LocalCluster, check_model, make_plan, terminal
+from ..deploy.local import LocalCluster, check_model, make_plan
 from ..deploy.plan import describe_plan
+from ..deploy.terminal import terminal
 from ..proto.errors import RequestFailed
 from .settings import ENV_PREFIX, HELP, resolve
 
@@ -67,7 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def run_cluster(cluster: LocalCluster) -> int:
     """Run it to its end; a failure becomes the error the command ends with."""
-    code = cluster.run()
+    try:
+        code = cluster.run()
+    finally:
+        terminal.flush()
     if cluster.failure:
         raise RequestFailed(cluster.failure)
     return code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ..engine.runner import RunnerConfig
+from ..runtime.log import Level
 
 
 class DecodeWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,3 +31,4 @@ class DecodeWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     credit_budget: int = 256 << 20
     drain_grace_s: float = 30.0
     log_format: str = "json"
+    log_level: Level = "info"

@@ -8,7 +8,6 @@ children and the next start sweeps the files.
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import signal
 from collections.abc import Callable
@@ -271,9 +270,3 @@ class LocalCluster:
         if seconds >= interval:
             self._out(banner.throughput(before, self._report, seconds))
             self._stats = (self._loop.now(), self._report)
-
-
-def terminal(line: str) -> None:
-    """Print a line at once; a closed terminal must not end the cluster."""
-    with contextlib.suppress(OSError, ValueError):
-        print(line, flush=True)  # noqa: T201 -- this is the operator's terminal

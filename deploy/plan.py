@@ -8,7 +8,7 @@ comes back is found where its predecessor was.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -18,6 +18,9 @@ from ..prefill_worker.config import PrefillWorkerConfig
 from ..router.config import PolicyConfig, RouterConfig
 from .config import ServeSettings, demo_model_folder, parse_size
 from .processes import ProcessSpec
+
+if TYPE_CHECKING:
+    from ..runtime.log import Level
 
 ROUTER = "router"
 
@@ -108,6 +111,7 @@ def _router(settings: ServeSettings, addresses: Addresses, cluster_key: str) -> 
         cluster_key=cluster_key,
         model_folder=model_folder(settings),
         policy=PolicyConfig(name=settings.policy),
+        log_level=cast("Level", settings.log_level),
     )
     return ProcessSpec(name=ROUTER, role=ROUTER, module="baton.router", config=config)
 
@@ -120,6 +124,7 @@ def _prefill(settings: ServeSettings, addresses: Addresses, name: str) -> Proces
         runner=_runner(settings),
         token_budget=settings.chunk_budget,
         drain_grace_s=settings.grace,
+        log_level=cast("Level", settings.log_level),
     )
     return ProcessSpec(name=name, role="prefill", module="baton.prefill_worker", config=config)
 
@@ -133,6 +138,7 @@ def _decode(settings: ServeSettings, addresses: Addresses, name: str) -> Process
         runner=_runner(settings),
         max_batch=settings.max_batch,
         drain_grace_s=settings.grace,
+        log_level=cast("Level", settings.log_level),
     )
     return ProcessSpec(name=name, role="decode", module="baton.decode_worker", config=config)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ..engine.runner import RunnerConfig
+from ..runtime.log import Level
 
 
 class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,3 +31,4 @@ class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     frame_bytes: int = 2 << 20
     drain_grace_s: float = 30.0
     log_format: str = "json"
+    log_level: Level = "info"

@@ -14,6 +14,7 @@ from ..proto.limits import (
     MAX_DEADLINE_S,
     MAX_DESCRIBED_BYTES,
 )
+from ..runtime.log import Level
 
 POLICIES = ("round_robin", "least_loaded", "prefix_aware")
 
@@ -99,6 +100,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     decode_tries: int = 3
     max_attempts: int = 8
     poison_deaths: int = 2
+    log_level: Level = "info"
     max_described_bytes: int = MAX_DESCRIBED_BYTES - DESCRIBED_MARGIN
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ import msgspec
 from ..proto.errors import BatonError
 from . import lifecycle
 from .config import load
-from .log import configure, get_logger
+from .log import configure, get_logger, never_block
 
 EXIT_RESTART = 4
 TICK_S = 0.05
@@ -45,10 +45,12 @@ def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -
     if options.parent:
         # Nothing supervises us then: going on, even to drain, would leave an orphan.
         lifecycle.die_with_parent(options.parent, signal.SIGKILL)
+        never_block()
     try:
         config = load(options.config, kind)
         process = str(getattr(config, "worker_id", getattr(config, "name", "")))
-        configure(role, process, human=getattr(config, "log_format", "json") == "text")
+        human = getattr(config, "log_format", "json") == "text"
+        configure(role, process, level=getattr(config, "log_level", "info"), human=human)
         code = serve(config)
     except BatonError as error:
         _log.error("process.failed", code=error.code, error=str(error))
@@ -59,7 +61,7 @@ def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -
 
 
 class LoadProgress:
-    """Logs how far a checkpoint is loaded, a few times a second."""
+    """Reports how far a checkpoint is loaded, a few times a second."""
 
     def __init__(self, interval: float = 0.2) -> None:
         self._interval = interval
@@ -70,7 +72,7 @@ class LoadProgress:
         now = time.monotonic()
         if now >= self._next or done == total:
             self._next = now + self._interval
-            _log.info("load.progress", bytes_done=done, bytes_total=total)
+            _log.report("load.progress", bytes_done=done, bytes_total=total)
 
 
 def settle() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import subprocess
+import sys
 
 import pytest
 
@@ -47,3 +51,39 @@ def test_a_closed_stderr_is_survived(monkeypatch):
     log.configure("router", "r0")
     monkeypatch.setattr("sys.stderr", None)
     log.get_logger().error("nobody hears")
+
+
+LOG_A_LOT = """
+import sys
+from baton.runtime import log
+log.configure("decode", "d0")
+log.never_block()
+for number in range(20_000):
+    log.get_logger().info("step", number=number, text="x" * (9000 if number % 7 == 0 else 10))
+print("still running", flush=True)
+sys.stdin.readline()
+log.get_logger().info("last")
+"""
+
+
+def test_a_process_whose_log_nobody_reads_goes_on_and_says_later_what_was_lost():
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-P", "-c", LOG_A_LOT], **pipes) as child:
+        assert child.stdout.readline() == b"still running\n"
+        written = os.read(child.stderr.fileno(), 1 << 20)
+        while select.select([child.stderr], [], [], 0.05)[0]:
+            written += os.read(child.stderr.fileno(), 1 << 20)
+        _, rest = child.communicate(b"\n", timeout=20)
+        assert child.returncode == 0
+    events = [json.loads(line) for line in (written + rest).splitlines()]
+    assert events[-1]["event"] == "last"
+    kept = sum(event["event"] == "step" for event in events)
+    assert 0 < kept < 10_000
+    assert kept + sum(e["lines"] for e in events if e["event"] == "log.dropped") == 20_000
+
+
+def test_reports_come_whatever_the_level(capsys):
+    log.configure("decode", "d0", level="error")
+    log.get_logger().info("quiet")
+    log.get_logger().report("load.progress", bytes_done=1)
+    assert json.loads(capsys.readouterr().err)["event"] == "load.progress"
