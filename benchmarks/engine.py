@@ -94,7 +94,7 @@ class Transformers:
         script = Path(__file__).with_name("engine_peer.py")
         numbers = [str(n) for n in (PROMPT, CONTEXT, steps)]
         self._process = subprocess.Popen(
-            [python, str(script), str(folder), dtype, *numbers],
+            [python, "-P", str(script), str(folder), dtype, *numbers],
             env={**os.environ, **ONE_THREAD},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
