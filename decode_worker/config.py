@@ -16,7 +16,8 @@ class DecodeWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     free port of the same host (``tcp``). ``routers``: router name to worker-side address.
     ``max_batch``: requests decoded in one step. ``token_budget``: tokens per step for
     requests that are recomputed after a preemption. ``window`` and ``credit_budget``: bytes a
-    single handoff and all handoffs may have in flight.
+    single handoff and all handoffs may have in flight. ``drain_grace_s``: how long requests
+    may run on after SIGTERM; others then take them over.
     """
 
     worker_id: str

@@ -67,6 +67,7 @@ class DecodeShell:
         self._writer = FrameWriter(runner.backend, runner.pool, _checksum)
         identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
         self._links = RouterLinks(loop, context, config.routers, identity, self.feed)
+        self._drain_grace_s = config.drain_grace_s
         self.exit_code = 0
 
     def _make_core(
@@ -120,8 +121,11 @@ class DecodeShell:
                     self._exit(reason, restart=restart)
 
     def drain(self) -> None:
-        """Take no new work; the process ends when the last request has left."""
+        """Take no new work; end when the last request has left, or the grace period is over."""
         self.feed(DrainRequested())
+        self._loop.call_later(
+            self._drain_grace_s, lambda: self._exit("grace_over", restart=False, code=0)
+        )
 
     def _hear(self, peer: bytes, frames: Frames) -> None:
         try:

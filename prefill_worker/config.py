@@ -16,6 +16,7 @@ class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     step (0: a whole prompt). ``max_active``: requests that hold blocks on the decode side at
     a time. ``max_queue``: requests beyond which an Assign is answered Busy.
     ``stream_tokens``: prompts with at least this many uncached tokens are sent layer by layer.
+    ``drain_grace_s``: how long requests may run on after SIGTERM; others then take them over.
     """
 
     worker_id: str

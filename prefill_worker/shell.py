@@ -73,6 +73,7 @@ class PrefillShell:
             lambda endpoint: self.feed(events.PeerUp(endpoint)),
             lambda endpoint: self.feed(events.PeerDown(endpoint)),
         )
+        self._drain_grace_s = config.drain_grace_s
         self.exit_code = 0
 
     @staticmethod
@@ -140,8 +141,9 @@ class PrefillShell:
                 self._exit(reason, EXIT_RESTART if restart else 1)
 
     def drain(self) -> None:
-        """Take no new work; the process ends when the last request has left."""
+        """Take no new work; end when the last request has left, or the grace period is over."""
         self.feed(DrainRequested())
+        self._loop.call_later(self._drain_grace_s, lambda: self._exit("grace_over", 0))
 
     def _pack(self, action: events.PackFrame) -> None:
         send = action.send

@@ -1,6 +1,8 @@
 """Ends in good order: of a worker by draining it, of everything by Ctrl-C."""
 
 import asyncio
+import os
+import signal
 
 import pytest
 
@@ -69,3 +71,17 @@ def test_an_interrupt_lets_streams_finish_and_refuses_new_ones(cluster):
     assert running.process.wait(10) == 0
     assert [name for name, pid in pids.items() if alive(pid)] == []
     assert running.leftovers() == []
+
+
+def test_a_terminated_worker_leaves_after_its_grace_and_others_take_over(cluster):
+    running = cluster(prefill=1, decode=2, grace=0.05, log_level="info")
+    undisturbed = tokens(run(running.address, WORK))
+
+    async def terminate(streams: list[Stream]) -> None:
+        await begun(streams, len(WORK))
+        os.kill(running.pids()["decode-0"], signal.SIGTERM)
+
+    assert tokens(run(running.address, WORK, terminate)) == undisturbed
+    wait_until(lambda: "decode-0" not in running.pids(), what="the end")
+    assert "decode-0: info: worker.exit reason=grace_over" in running.text()
+    assert "decode-0 finished its work and was not started again" in running.text()
