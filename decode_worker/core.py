@@ -25,7 +25,6 @@ from ..engine.step_time import StepTime
 from ..kv_transfer.receiver import Evict, Handover, Receiver, Reply, check_receiver
 from ..kv_transfer.receiver import Output as Received
 from ..proto.contexts import TextContext
-from ..proto.errors import BatonError
 from ..proto.hashing import cache_salt
 from ..proto.ids import RequestID
 from ..proto.limits import PROTOCOL_VERSION
@@ -57,6 +56,7 @@ from ..proto.messages import (
     Tokens,
     WorkerLoad,
 )
+from ..proto.requests import check_emitted
 from ..runtime.actions import (
     DrainRequested,
     FromRouter,
@@ -154,6 +154,12 @@ class DecodeCore:
     def _on_router_up(self, event: RouterUp, now: float) -> list[Action]:
         return list(self._member.up(event.router, self.load(), self._held(), now))
 
+    def _unknown_there(self, router: str, now: float) -> list[Action]:
+        """A router has no memory of us; many words of ours may have met it."""
+        if not self._member.may_introduce(now):
+            return []
+        return self._on_router_up(RouterUp(router), now)
+
     def _on_router_down(self, event: RouterDown, now: float) -> list[Action]:
         self._member.down(event.router)
         return []
@@ -174,7 +180,7 @@ class DecodeCore:
             case Ping(nonce=nonce):
                 return [ToRouter(event.router, Pong(nonce=nonce))]
             case Rejected(code="endpoint_unknown"):
-                return self._on_router_up(RouterUp(event.router), now)
+                return self._unknown_there(event.router, now)
             case Rejected() as message:
                 return [self._member.rejected(event.router, message)]
             case _:
@@ -304,8 +310,10 @@ class DecodeCore:
             context = TextContext.from_wire(
                 commit.context, RequestID(commit.request_id), commit.emitted
             )
+            check_emitted(commit.context, commit.emitted, self._card)
             sequence = self._sequence(key, context, commit, handover, now)
-        except (BatonError, ValueError) as error:
+            self._scheduler.adopt(sequence)
+        except Exception as error:  # whatever is wrong with it, its blocks must not stay
             self._scheduler.cache.free(handover.allocation)
             self.receiver.close(*key)
             return self._failed_takeover(commit, deadline, str(error), now)
@@ -314,7 +322,6 @@ class DecodeCore:
         )
         self._live[key] = live
         self._by_sequence[sequence.request] = live
-        self._scheduler.adopt(sequence)
         run = TokenRun(
             key[0], key[1], len(context.tokens) - 1, commit.emitted[-1:], commit.logprobs
         )

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from ..proto.errors import ProtocolError
 from ..proto.layout import KVLayout
+from ..proto.limits import MAX_CONTEXT_TOKENS
 from ..proto.messages import (
     Aborted,
     Busy,
@@ -135,6 +136,7 @@ class _Slot(Generic[A]):
     refusals: int = 0
     expires: float = 0.0
     progress_at: float = 0.0
+    asked_at: float = 0.0
     credit: int = 0
 
     def step(self, event: str) -> None:
@@ -151,7 +153,8 @@ class ReceiverConfig:
     ``patience``: seconds without a frame after which frames under way count as lost;
     ``max_refusals``: how often a manifest may be incomplete; ``absence``: seconds a sender may
     be disconnected before its grants are freed; ``window`` and ``budget``: see CreditPool,
-    bytes; ``tombstone``: seconds a released attempt is refused. ``device``: blocks are written
+    bytes; ``lease``: seconds after which a sender is asked whether it still wants its grant;
+    ``tombstone``: seconds a released attempt is refused. ``device``: blocks are written
     by the sender (CUDA IPC), so freeing needs a fence.
     """
 
@@ -162,6 +165,7 @@ class ReceiverConfig:
     max_refusals: int = 8
     retry_after: float = 0.02
     tombstone: float = 600.0
+    lease: float = 2.0
     device: bool = False
 
 
@@ -194,7 +198,7 @@ class Receiver(Generic[A]):
         """Grant blocks, or say Busy; a repeated Reserve repeats its answer."""
         key = (message.request, message.attempt)
         past = self._is_past(message.request, message.attempt, now)
-        if past or message.incarnation in self._dead:
+        if past or message.incarnation in self._dead or not self._plausible(message):
             return [Reply(peer, Aborted(request=message.request, attempt=message.attempt))]
         if self._committed.get(key, now):
             # Nobody reserves what is committed, unless a router reused the attempt's number.
@@ -206,6 +210,13 @@ class Receiver(Generic[A]):
             return [Reply(peer, self._grant_message(slot))]
         outputs = self._drop(slot) if slot else []
         return [*outputs, Reply(peer, self._reserve(peer, message, now))]
+
+    def _plausible(self, message: Reserve) -> bool:
+        """Whether a worker of this model can mean it; nothing is allocated for others."""
+        tokens, growth = message.num_tokens, message.growth
+        if tokens < 1 or growth < 0 or tokens + growth > MAX_CONTEXT_TOKENS:
+            return False
+        return len(message.hashes) <= tokens // self._layout.block_size
 
     def _reserve(self, peer: Peer, message: Reserve, now: float) -> Message:
         allocation = self._store.reserve(message.hashes, message.num_tokens, message.growth)
@@ -221,7 +232,7 @@ class Receiver(Generic[A]):
         slot = self._take_slot()
         slot.step("reserve")
         slot.reserve, slot.peer, slot.allocation = message, peer, allocation
-        slot.expires, slot.progress_at = expires, now
+        slot.expires, slot.progress_at, slot.asked_at = expires, now, now
         blocks = self._layout.blocks_for(message.num_tokens)
         slot.arrived = np.zeros((self._layout.num_layers, blocks), np.bool_)
         slot.arrived[:, : allocation.cached_blocks] = True
@@ -247,13 +258,32 @@ class Receiver(Generic[A]):
         if done:
             return [Reply(peer, done)]
         slot = self._find(message.grant)
-        if slot is None or slot.reserve is None or slot.reserve.attempt != message.attempt:
+        foreign = slot is None or slot.reserve is None or slot.reserve.attempt != message.attempt
+        if slot is None or foreign or slot.state is GrantState.REVOKING:
             return [Reply(peer, self._stale(message.grant, message.request, message.attempt))]
         slot.peer = peer
         if slot.commit is None:
             slot.progress_at = now
         slot.commit = message
+        fault = self._fault(slot, message)
+        if fault:
+            return self._fail(slot, "handoff_failed", fault)
         return self._try_own(slot, now)
+
+    @staticmethod
+    def _fault(slot: _Slot[A], commit: Commit) -> str:
+        """Why a manifest can never be right for its grant; empty when it can."""
+        reserve, cells = slot.reserve, slot.arrived
+        if slot.state not in (GrantState.GRANTED, GrantState.FILLING):
+            return ""
+        if reserve is None or cells is None:
+            return ""
+        if commit.frames > cells.size:
+            return f"{commit.frames} frames are more than the {cells.size} cells of the grant"
+        computed = len(commit.context.tokens) + len(commit.emitted) - 1
+        if not commit.emitted or computed != reserve.num_tokens:
+            return f"a context of {computed + 1} tokens for a grant of {reserve.num_tokens}"
+        return ""
 
     def on_release(self, peer: Peer, message: Release, now: float) -> list[Output[A]]:
         """The sender gives up this attempt; an owned request is not the sender's any more."""
@@ -465,9 +495,18 @@ class Receiver(Generic[A]):
                 slot.progress_at = now
                 missing = [i for i in range(slot.commit.frames) if i not in slot.frames]
                 outputs += self._refuse_frames(slot, missing)
+            elif now >= slot.asked_at + self._config.lease:
+                slot.asked_at = now
+                outputs.append(self._ask(slot))
         outputs += self._call_absent(now)
         self._forget(now)
         return outputs + self._credit_outputs()
+
+    def _ask(self, slot: _Slot[A]) -> Reply:
+        """Is this grant still wanted? Its sender may have given it up unheard."""
+        if slot.state is GrantState.REVOKING:
+            return self._revoke(slot)
+        return Reply(slot.peer, self._grant_message(slot))
 
     def _call_absent(self, now: float) -> list[Output[A]]:
         """The news that a connection broke may come after the new one's first words."""
@@ -531,11 +570,14 @@ class Receiver(Generic[A]):
             return [evicted]
         if self._config.device and slot.state is not GrantState.REVOKING:
             slot.step("revoke")
-            grant = GrantRef(self._incarnation, slot.index, slot.generation)
-            return [Reply(slot.peer, Revoke(grant=grant))]
+            return [self._revoke(slot)]
         if slot.state is not GrantState.REVOKING:
             self._free_slot(slot)
         return []
+
+    def _revoke(self, slot: _Slot[A]) -> Reply:
+        grant = GrantRef(self._incarnation, slot.index, slot.generation)
+        return Reply(slot.peer, Revoke(grant=grant))
 
     def _free_slot(self, slot: _Slot[A]) -> None:
         slot.step("free")

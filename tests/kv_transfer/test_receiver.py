@@ -58,7 +58,7 @@ def frames_for(grant: Grant, tokens: int = 10) -> list[KVFrame]:
     """Frames a real sender cuts for this grant."""
     sender = make_sender()
     sender.start("ipc://d", 0, reserve(tokens), 0.0)
-    sender.on_grant(msgspec.structs.replace(grant, credit=1 << 30), 0.0)
+    sender.on_grant("ipc://d", msgspec.structs.replace(grant, credit=1 << 30), 0.0)
     outputs = sender.ready((REQUEST, 1), layer_end=2, token_end=tokens, last=True, now=0.0)
     frames = [o.frame for o in outputs if isinstance(o, SendFrame)]
     return [msgspec.structs.replace(f, checksum=1000 + f.index) for f in frames]
@@ -364,3 +364,36 @@ def test_every_transition_of_the_table_is_legal_and_others_raise():
             else:
                 with pytest.raises(IllegalTransition):
                     slot.step(event)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_tokens": -17, "growth": 600},
+        {"num_tokens": 0},
+        {"growth": -1},
+        {"num_tokens": 1 << 50},
+        {"growth": 1 << 50},
+        {"hashes": [b"h" * 16] * 3},
+    ],
+    ids=str,
+)
+def test_an_implausible_reserve_takes_nothing(change):
+    receiver, store = make_receiver()
+    message = msgspec.structs.replace(reserve(), **change)
+    (reply,) = receiver.on_reserve(PEER, message, 0.0)
+    assert isinstance(reply.message, Aborted)
+    assert store.used == receiver.granted == 0
+
+
+@pytest.mark.parametrize(
+    "change", [{"frames": 1 << 40}, {"frames": 7}, {"emitted": []}, {"emitted": [3, 4]}], ids=str
+)
+def test_a_commit_that_cannot_fit_its_grant_fails_and_frees(change):
+    receiver, store = make_receiver()
+    grant = grant_of(receiver)
+    message = msgspec.structs.replace(commit(grant.grant, 1, 64, 0), **change)
+    (reply,) = receiver.on_commit(PEER, message, 1.0)
+    assert isinstance(reply.message, Refused)
+    assert (reply.message.code, reply.message.frames) == ("handoff_failed", [])
+    assert store.used == receiver.granted == 0

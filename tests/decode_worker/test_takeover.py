@@ -1,0 +1,116 @@
+"""Taking a request over from a prefill worker, when something about it is wrong."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from baton.decode_worker.core import DecodeCore, GrantStore
+from baton.decode_worker.events import FromPeer, RunStep, ToPeer
+from baton.engine.cache import PagedCache
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.kv_transfer.receiver import Receiver, ReceiverConfig
+from baton.proto.layout import KVLayout, ModelCard
+from baton.proto.messages import Commit, Committed, Grant, KVFrame, Reserve, Terminal, Tokens
+from baton.proto.wire import WireContext, WireSampling
+from baton.runtime.actions import RouterUp, ToRouter
+from baton.runtime.membership import Membership, WorkerIdentity
+
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=4)
+CARD = ModelCard(
+    name="m",
+    architecture="a",
+    fingerprint="f",
+    numerics="n",
+    vocab_size=100,
+    max_length=64,
+    eos_token_ids=[2],
+    layout=LAYOUT,
+)
+REQUEST, PEER = b"r" * 16, b"prefill"
+
+
+class Decode:
+    """A decode core and what it said."""
+
+    def __init__(self) -> None:
+        me = WorkerIdentity(
+            worker="d", role="decode", incarnation=7, pid=1, endpoint="ipc:///d", pool="default",
+            model=CARD, max_batch=4,
+        )  # fmt: skip
+        self.cache = PagedCache(16, 4)
+        self.scheduler = Scheduler(SchedulerConfig(), self.cache)
+        store = GrantStore(self.cache, self.scheduler)
+        self.receiver = Receiver(7, LAYOUT, store, ReceiverConfig())
+        member = Membership(me, ("router",))
+        self.core = DecodeCore(member, self.scheduler, self.receiver, "ipc:///data", 1 << 20)
+        self.core.handle(RouterUp("router"), 0.0)
+
+    def hand_over(self, **change: object) -> list[object]:
+        """A handoff of ten tokens up to its Commit, which is ``change``\\ d; messages said."""
+        reserve = Reserve(
+            request=REQUEST, attempt=1, incarnation=5, hashes=[], num_tokens=10, growth=4,
+            deadline=60.0,
+        )  # fmt: skip
+        (action,) = self.core.handle(FromPeer(PEER, reserve), 0.0)
+        assert isinstance(action, ToPeer) and isinstance(action.message, Grant)
+        grant = action.message.grant
+        size = 3 * LAYOUT.block_bytes
+        frame = KVFrame(grant, 0, 0, 1, 0, 3, size, 99)
+        assert self.receiver.locate(frame) is not None
+        self.receiver.on_frame(frame, intact=True, now=0.0)
+        context = WireContext(
+            tokens=np.arange(10, dtype=np.int32), max_length=40,
+            sampling=WireSampling(max_new_tokens=8),
+        )  # fmt: skip
+        commit = Commit(
+            request=REQUEST, attempt=1, grant=grant, frames=1, bytes=size, digest=99,
+            context=context, emitted=[3], router="router", deadline=60.0,
+        )  # fmt: skip
+        self.actions = self.core.handle(
+            FromPeer(PEER, msgspec.structs.replace(commit, **change)), 1.0
+        )
+        return [a.message for a in self.actions if isinstance(a, ToPeer | ToRouter)]
+
+
+def test_a_request_taken_over_runs():
+    decode = Decode()
+    committed, tokens = decode.hand_over()
+    assert isinstance(committed, Committed) and isinstance(tokens, Tokens)
+    assert any(isinstance(action, RunStep) for action in decode.actions)
+
+
+def context(**fields):
+    return WireContext(tokens=np.arange(10, dtype=np.int32), **{"max_length": 40, **fields})
+
+
+WRONG = {
+    "emitted id": {"emitted": [1 << 20]},
+    "sampling": {"context": context(sampling=WireSampling(temperature=-1.0))},
+    "no room": {"context": context(max_length=10)},
+    "salt": {"context": context(cache_salt=b"\xff")},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_run_ends_at_once_and_leaves_nothing(name):
+    decode = Decode()
+    terminal = next(m for m in decode.hand_over(**WRONG[name]) if isinstance(m, Terminal))
+    assert (terminal.code, terminal.request) == ("handoff_failed", REQUEST)
+    assert decode.cache.pool.used == 0
+    assert decode.core.idle
+    decode.core.check_integrity()
+
+
+def test_an_unforeseen_fault_ends_the_request_as_well(monkeypatch):
+    decode = Decode()
+
+    def broken(_sequence):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(decode.scheduler, "adopt", broken)
+    terminal = next(m for m in decode.hand_over() if isinstance(m, Terminal))
+    assert terminal.code == "handoff_failed" and "broken" in terminal.message
+    assert decode.cache.pool.used == 0
+    decode.core.check_integrity()
