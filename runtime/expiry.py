@@ -1,7 +1,7 @@
 """A bounded table whose entries end at their time; constant cost per entry, whatever its size.
 
 Invariant: an entry is found until its time and not after it; at most ``capacity`` are kept,
-and the one put longest ago goes first.
+and the one put longest ago goes first; memory is a small multiple of what is kept.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import heapq
 import math
 from typing import Generic, TypeVar
 
+SLACK = 64
+"""Keys filed in vain that do not matter."""
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -22,6 +24,7 @@ class Expiring(Generic[K, V]):
         self._entries: dict[K, tuple[V, float]] = {}
         self._seconds: dict[int, list[K]] = {}  # keys to look at once this second has come
         self._order: list[int] = []
+        self._filed = 0  # keys in all seconds; some are gone, or there more than once
 
     def put(self, key: K, value: V, until: float) -> None:
         """Keep ``value`` under ``key``; replaces an earlier one."""
@@ -30,6 +33,8 @@ class Expiring(Generic[K, V]):
         self._file(key, until)
         if len(self._entries) > self._capacity:
             del self._entries[next(iter(self._entries))]
+        if self._filed > 2 * len(self._entries) + SLACK:
+            self._refile()
 
     def get(self, key: K, now: float) -> V | None:
         """The value, or None when there is none any more."""
@@ -39,7 +44,9 @@ class Expiring(Generic[K, V]):
     def expire(self, now: float) -> None:
         """Drop what has ended."""
         while self._order and self._order[0] <= now:
-            for key in self._seconds.pop(heapq.heappop(self._order)):
+            keys = self._seconds.pop(heapq.heappop(self._order))
+            self._filed -= len(keys)
+            for key in keys:
                 entry = self._entries.get(key)
                 if entry is None:
                     continue
@@ -55,6 +62,15 @@ class Expiring(Generic[K, V]):
             keys = self._seconds[second] = []
             heapq.heappush(self._order, second)
         keys.append(key)
+        self._filed += 1
+
+    def _refile(self) -> None:
+        """Forget where replaced and evicted entries were; as rare as it is long."""
+        self._seconds.clear()
+        self._order.clear()
+        self._filed = 0
+        for key, (_, until) in self._entries.items():
+            self._file(key, until)
 
     def __len__(self) -> int:
         return len(self._entries)

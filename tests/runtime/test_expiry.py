@@ -52,3 +52,17 @@ def test_it_equals_a_plain_dictionary_under_random_use():
         if random.random() < 0.2:
             table.expire(now)
             assert len(table) <= sum(until > now - 1 for _, until in plain.values())
+
+
+def test_what_was_replaced_or_evicted_takes_no_memory():
+    table: Expiring[int, int] = Expiring(capacity=100)
+    for step in range(20_000):
+        table.put(step % 7, step, 1000.0 + step)
+    for step in range(20_000):
+        table.put(step, step, 50_000.0 + step % 1000)
+        if step % 500 == 0:
+            filed = sum(map(len, table._seconds.values()))
+            assert filed == table._filed <= 2 * len(table) + 64
+    assert len(table) == 100 and table.get(19_999, 0.0) == 19_999
+    table.expire(60_000.0)
+    assert len(table) == 0 and not table._seconds and table._filed == 0
