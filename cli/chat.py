@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 
 from ..client import Client
+from ..proto.errors import BatonError
 from ..proto.sampling import SamplingParamsInput
 from .cluster import add_address, connect
 from .sampling import add_sampling, sampling_of
@@ -24,21 +25,33 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """One answer per line until the end of the input."""
+    """One answer per line until the end of the input.
+
+    A line that cannot be answered is reported and forgotten; a script learns of it by the
+    exit code 1.
+    """
     interactive = sys.stdin.isatty()
     if interactive:
         print(HELP)
     first = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages = list(first)
+    params = sampling_of(arguments)
+    failures = 0
     with connect(arguments) as client:
         for line in read_lines(prompt="you> " if interactive else ""):
             if line == "/reset":
                 messages = list(first)
                 continue
             messages.append({"role": "user", "content": line})
-            reply = answer(client, messages, sampling_of(arguments))
+            try:
+                reply = answer(client, messages, params)
+            except BatonError as problem:
+                print(f"baton: {problem}", file=sys.stderr, flush=True)
+                messages.pop()
+                failures += 1
+                continue
             messages.append({"role": "assistant", "content": reply})
-    return 0
+    return 1 if failures and not interactive else 0
 
 
 def read_lines(prompt: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ import os
 import msgspec
 
 from ..client import Client
-from ..deploy.addresses import default_address
+from ..deploy.addresses import trusted_default_address
 from ..deploy.report import ClusterReport
 from ..proto.endpoints import check_endpoint
 from ..proto.errors import ConfigError, InputError
@@ -36,7 +36,7 @@ def add_address(parser: argparse.ArgumentParser, timeout: float = TIMEOUT) -> No
 def address_of(arguments: argparse.Namespace) -> str:
     """The checked address."""
     given: str | None = arguments.address
-    address = given or os.environ.get(ADDRESS_VARIABLE) or default_address()
+    address = given or os.environ.get(ADDRESS_VARIABLE) or trusted_default_address()
     try:
         return check_endpoint(address)
     except InputError as problem:

@@ -114,8 +114,11 @@ def show(client: Client, question: str) -> None:
         print(output.text or "", end="", flush=True)
     if output is None:
         raise InternalError("an answer without an end")
-    handoff = wait_handoff(client, handoffs)
-    print(f"\n  [{describe(output.prefill, output.decode, handoff)}]\n  [{timing.line()}]")
+    if timing.tokens > 1:
+        said = describe(output.prefill, output.decode, wait_handoff(client, handoffs))
+    else:  # nothing was left to hand over
+        said = f"{output.prefill} read the prompt and ended the answer"
+    print(f"\n  [{said}]\n  [{timing.line()}]")
 
 
 def wait_handoff(client: Client, before: int) -> HandoffRecord:

@@ -36,13 +36,14 @@ def ipc_path(address: str) -> Path | None:
     return Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
 
 
-def client_address(wanted: str) -> str:
+def client_address(wanted: str, *, claim: bool = True) -> str:
     """The address to serve at: ``wanted`` or the default; a port of 0 becomes a free one.
 
     ConfigError when it is malformed, in use, reachable by strangers or its folder is missing.
+    Without ``claim`` nothing is made, and it may be in use: nobody is going to listen there.
     """
     address = wanted or default_address()
-    if not wanted:
+    if not wanted and claim:
         _make_private_folder()
     if address.startswith("tcp://") and address.rpartition(":")[2] in ("0", "*"):
         address = f"{address.rpartition(':')[0]}:{free_ports(1)[0]}"
@@ -53,19 +54,35 @@ def client_address(wanted: str) -> str:
     if address.startswith("inproc://"):
         raise ConfigError("address must start with ipc:// or tcp://")
     check_bind(address, None)
-    _check_free(address)
+    if claim:
+        _check_free(address)
     return address
 
 
 def _make_private_folder() -> None:
     """The default's folder: ours alone, or not used."""
-    folder = _private_folder()
-    if not default_address().startswith(f"ipc://{folder}"):
-        return
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = Path(default_address().removeprefix("ipc://")).parent
+    if folder == _private_folder():
+        folder.mkdir(mode=0o700, exist_ok=True)
+    check_folder(folder)
+
+
+def trusted_default_address() -> str:
+    """:func:`default_address` for a client; ConfigError when a stranger could listen there."""
+    address = default_address()
+    folder = Path(address.removeprefix("ipc://")).parent
+    if folder.exists():  # else nobody listens, which connecting says best
+        check_folder(folder)
+    return address
+
+
+def check_folder(folder: Path) -> None:
+    """ConfigError unless only this user can put sockets into ``folder``."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise ConfigError(f"{folder} belongs to somebody else; give --address")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(f"others may write to {folder}; make it mode 0700 or give --address")
 
 
 def _check_free(address: str) -> None:

@@ -83,7 +83,7 @@ def served_context(settings: ServeSettings) -> int:
 
 def make_plan(settings: ServeSettings, folder: RunFolder | None) -> ClusterPlan:
     """Choose addresses and resolve the plan; without a folder (``--dry-run``) a placeholder."""
-    client = client_address(settings.address)
+    client = client_address(settings.address, claim=folder is not None)
     if settings.transport == "tcp":
         addresses = tcp_addresses(settings, client, free_ports(ports_needed(settings)))
     else:

@@ -1,4 +1,5 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -88,6 +89,17 @@ def test_dry_run_prints_the_plan_and_starts_nothing(address, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_default_folder_that_others_may_write_to_is_not_trusted(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("BATON_ADDRESS", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert main(["status", "--timeout", "0.1"]) == 1
+    assert "baton serve" in capsys.readouterr().err
+    tmp_path.chmod(0o770)
+    for verb in (["status"], ["serve"]):
+        assert main(verb) == 2
+        assert f"others may write to {tmp_path}" in capsys.readouterr().err
+
+
 def test_dry_run_with_tcp_gives_every_socket_its_own_port(address, capsys):
     main(["serve", "--dry-run", "--transport", "tcp", "--address", "tcp://127.0.0.1:0"])
     plan = json.loads(capsys.readouterr().out)
@@ -146,3 +158,17 @@ def test_demo_timing_counts_from_the_start():
     timing.count(1, 1.25)
     timing.count(4, 1.5)
     assert timing.line() == "TTFT 250.0 ms, 5 tokens, 10 tokens/s over 0.50 s"
+
+
+def test_demo_waits_for_no_handoff_of_an_answer_of_one_token(capsys):
+    class OneToken:
+        """A cluster whose answer ends with its first token."""
+
+        def status(self, handoffs):
+            return {"handoffs": {"count": 0}}
+
+        def chat(self, messages, params):
+            return [SimpleNamespace(tokens=[2], text="", prefill="prefill-0", decode="")]
+
+    demo.show(OneToken(), "Hush?")
+    assert "[prefill-0 read the prompt and ended the answer]" in capsys.readouterr().out

@@ -172,6 +172,12 @@ def test_the_verbs_find_a_cluster_by_the_users_default_address(start_cluster, tm
         talk = baton(folder, "chat", "--temperature=0", text="Who are you?\n\nThank you!\n/quit\n")
         assert talk.stdout.splitlines()[0].startswith("I am the demo model of Baton")
         assert len(talk.stdout.splitlines()) == 2
+        lines = f"Who are you?\n{'too long ' * 3000}\nThank you!\n"
+        talk = baton(folder, "chat", "--temperature=0", text=lines)
+        assert (talk.returncode, len(talk.stdout.splitlines())) == (1, 2)
+        assert talk.stderr.startswith("baton: the prompt has")
+        dry = baton(folder, "serve", "--dry-run")
+        assert dry.returncode == 0, dry.stderr
         assert "decode-0" in baton(folder, "status").stdout
         drained = baton(folder, "drain", "decode-0")
         assert (drained.returncode, drained.stdout) == (0, "decode-0: draining\n")
