@@ -43,6 +43,8 @@ MAX_CACHE_SALT_CHARS = 256
 # What numbers and texts of a message may be; far above what is ever right, so that what a user
 # can ask wrongly still gets an answer that says so.
 MAX_ATTEMPT = 1 << 31
+MAX_RESUMED_ATTEMPT = 1 << 30
+"""What a client may claim to have seen; leaves room for the attempts that follow."""
 MAX_COUNT = 1 << 53
 """Largest number of tokens, blocks, frames or bytes."""
 MAX_SIZE = 1 << 24

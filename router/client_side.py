@@ -16,7 +16,12 @@ import msgspec
 
 from ..proto.errors import BatonError, CapacityError, DuplicateRequest, EndpointUnknown, InputError
 from ..proto.ids import context_digest, request_key, resume_secret
-from ..proto.limits import INLINE_ARRAY_BYTES, MAX_POOL_CHARS, MAX_REQUEST_ID_CHARS
+from ..proto.limits import (
+    INLINE_ARRAY_BYTES,
+    MAX_POOL_CHARS,
+    MAX_REQUEST_ID_CHARS,
+    MAX_RESUMED_ATTEMPT,
+)
 from ..proto.messages import (
     Cancel,
     Describe,
@@ -150,6 +155,8 @@ class ClientSide:
             return
         try:
             self._check_id(message.request_id)
+            if message.attempt > MAX_RESUMED_ATTEMPT:
+                raise InputError(f"attempt {message.attempt} cannot have been seen")
             attempt = max(message.attempt, life.last_attempt(key))
             request = self._checked(key, message, attempt, now)
             self._take_emitted(request, message)

@@ -577,11 +577,20 @@ def test_a_resume_of_other_tokens_extends_nothing(bench):
 
 @pytest.mark.parametrize("emitted", [[1] * 21, [1 << 30], [-1]], ids=["many", "large", "negative"])
 def test_an_unknown_request_resumed_with_impossible_tokens_is_refused(bench, emitted):
+    refused_resume(bench, emitted)
+
+
+def test_an_attempt_that_leaves_no_room_for_others_is_refused(bench):
+    refused_resume(bench, [5], attempt=1 << 31)
+
+
+def refused_resume(bench, emitted, **fields):
+    """Resume a request that was forgotten; nothing is kept."""
     key, submitted = resumable(bench)
     bench.client(Cancel(request=key))
     bench.ack(key)
     bench.take(b"client", Terminal)
-    bench.client(bench.resume_message(submitted, emitted))
+    bench.client(bench.resume_message(submitted, emitted, **fields))
     assert bench.one(b"client", Terminal).code == "input"
     assert key not in bench.core.life.requests
 
