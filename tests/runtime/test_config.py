@@ -31,7 +31,7 @@ def test_json_and_toml_read_alike(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"name": "x", "nmae": 1}', "unknown key 'nmae'.*known: name, inner, ratio"),
+        ('{"name": "x", "label": 1}', "unknown key 'label'.*known: name, inner, ratio"),
         ('{"name": "x", "inner": {"deep": 1}}', "unknown key 'inner.deep'"),
         ('{"name": 3}', r"Expected `str`.*\$.name"),
         ("{}", "missing required field `name`"),
