@@ -166,7 +166,7 @@ def test_suspects_run_one_by_one_so_only_the_guilty_one_is_given_up(bench):
     assert {t.code for t in bench.terminals(keys["c"])} == {"poisoned"}
     assert deaths <= 4
     assert alone
-    assert not [t for name in "abd" for t in bench.terminals(keys[name])]
+    assert not [t for name in ("a", "b", "d") for t in bench.terminals(keys[name])]
 
 
 def test_tokens_made_since_the_last_death_clear_a_request(served):
