@@ -56,6 +56,14 @@ def test_settings_reach_every_process():
     assert (prefill.runner.kv_bytes, prefill.runner.block_size) == (1 << 20, 8)
 
 
+def test_every_process_logs_at_the_wanted_level_and_drains_as_long_as_wanted():
+    router, prefill, decode = (
+        spec.config for spec in plan_for(log_level="error", grace=7.0).processes
+    )
+    assert {router.log_level, prefill.log_level, decode.log_level} == {"error"}
+    assert prefill.drain_grace_s == decode.drain_grace_s == 7.0
+
+
 def test_config_files_are_read_back_equal():
     for spec in plan_for().processes:
         assert msgspec.json.decode(spec.config_json(), type=type(spec.config)) == spec.config
