@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from ..proto.codec import EnvelopeEncoder
+from ..proto.limits import MAX_CONTROL_BYTES
 from ..proto.messages import Message
 from .channel import Buffers, SendResult
 from .log import get_logger
@@ -27,17 +28,18 @@ class Outbox(Generic[Peer]):
     """Messages by peer until :meth:`flush`, which belongs at the end of a loop's turn.
 
     ``send(peer, frames)`` is a channel's send; ``on_unsent(peer, messages, result)`` hears
-    of what ZeroMQ did not take.
+    of what ZeroMQ did not take. ``max_bytes``: largest first frame the peers accept.
     """
 
     def __init__(
         self,
         send: Callable[[Peer, Buffers], SendResult],
         on_unsent: Callable[[Peer, list[Message], SendResult], object] | None = None,
+        max_bytes: int = MAX_CONTROL_BYTES,
     ) -> None:
         self._send = send
         self._on_unsent = on_unsent
-        self._encoder = EnvelopeEncoder()
+        self._encoder = EnvelopeEncoder(max_bytes)
         self._waiting: dict[Peer, list[Message]] = {}
         self._latest: dict[tuple[Peer, type], int] = {}  # where in what waits
         self.envelopes = 0
