@@ -39,7 +39,8 @@ from .security import CurveKeys, apply_client_keys, apply_server_keys, check_add
 VERIFY_DELAYS = (0.0, 0.002, 0.010, 0.050)
 """Seconds after a closed connection at which the peer is tried: a send in the first
 milliseconds after a death can still be accepted."""
-RECONNECT_MS = (50, 2000)
+RECONNECT_MS = (50, 400)
+"""First and longest pause between two tries; the longest is what a restarted router waits for."""
 _CONNECT_TIMEOUT_MS = 2000
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -185,7 +186,7 @@ class RouterChannel(Channel):
 
 
 class DealerChannel(Channel):
-    """A connection to one listening peer; reconnects by itself, 50 ms doubling to 2 s.
+    """A connection to one listening peer; reconnects by itself, 50 ms doubling to 0.4 s.
 
     Nothing is queued while there is no connection, so a peer never hears what was meant for
     an earlier connection. ``identity`` must be new for every process start.
