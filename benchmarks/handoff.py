@@ -167,7 +167,7 @@ class Prefill:
                     return time.perf_counter() - start
             for message in self.decoder.decode(self.control.recv_multipart()):
                 if isinstance(message, Grant):
-                    todo.extend(sender.on_grant(message, 0.0))
+                    todo.extend(sender.on_grant("d", message, 0.0))
                     layers = LAYOUT.num_layers
                     todo.extend(
                         sender.ready(key, layer_end=layers, token_end=tokens, last=True, now=0.0)

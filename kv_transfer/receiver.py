@@ -489,9 +489,11 @@ class Receiver(Generic[A]):
         for slot in list(self._live.values()):
             if slot.state is GrantState.OWNED:
                 continue
-            if now >= slot.expires or now >= self._gone.get(slot.peer, math.inf):
+            ends = min(slot.expires, self._gone.get(slot.peer, math.inf))
+            revoked = slot.state is GrantState.REVOKING
+            if now >= ends and not revoked:
                 outputs += self._drop(slot)
-            elif slot.commit and now >= slot.progress_at + self._config.patience:
+            elif not revoked and slot.commit and now >= slot.progress_at + self._config.patience:
                 slot.progress_at = now
                 missing = [i for i in range(slot.commit.frames) if i not in slot.frames]
                 outputs += self._refuse_frames(slot, missing)

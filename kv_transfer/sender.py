@@ -288,12 +288,15 @@ class Sender:
 
     # ------------------------------------------------------------------ what the peer says
 
-    def on_grant(self, message: Grant, now: float) -> list[Output]:
-        """Blocks are promised."""
+    def on_grant(self, endpoint: str, message: Grant, now: float) -> list[Output]:
+        """Blocks are promised; those nobody waits for are given back at once."""
         key = (message.request, message.attempt)
         handoff = self._live.get(key)
-        if handoff is None or handoff.state not in (HandoffState.RESERVING, HandoffState.SENDING):
-            self.stale += handoff is None
+        if handoff is None or handoff.endpoint != endpoint:
+            self.stale += 1
+            release = Release(request=key[0], attempt=key[1], grant=message.grant)
+            return [Send(endpoint, release)]
+        if handoff.state not in (HandoffState.RESERVING, HandoffState.SENDING):
             return []
         if handoff.state is HandoffState.SENDING:
             return self._granted_again(handoff, message, now)
@@ -401,12 +404,12 @@ class Sender:
             return [Gone(handoff.key)]
         return self._fail(handoff, "handoff_failed", "aborted by the decode worker")
 
-    def on_revoke(self, message: Revoke) -> list[Output]:
-        """Device path: stop writing, then fence."""
+    def on_revoke(self, endpoint: str, message: Revoke) -> list[Output]:
+        """Device path: stop writing, then fence; into an unknown grant nothing is written."""
         handoff = self._of(message.grant)
+        outputs: list[Output] = [Send(endpoint, Fence(grant=message.grant))]
         if handoff is None:
-            return []
-        outputs: list[Output] = [Send(handoff.endpoint, Fence(grant=message.grant))]
+            return outputs
         return outputs + self._fail(handoff, "handoff_failed", "the grant was revoked")
 
     def peer_lost(self, endpoint: str, reason: str, incarnation: int = 0) -> list[Output]:

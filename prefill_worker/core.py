@@ -154,6 +154,12 @@ class PrefillCore:
     def _on_router_up(self, event: RouterUp, now: float) -> list[Action]:
         return list(self._member.up(event.router, self.load(), self._held(), now))
 
+    def _unknown_there(self, router: str, now: float) -> list[Action]:
+        """A router has no memory of us; many words of ours may have met it."""
+        if not self._member.may_introduce(now):
+            return []
+        return self._on_router_up(RouterUp(router), now)
+
     def _on_router_down(self, event: RouterDown, now: float) -> list[Action]:
         self._member.down(event.router)
         return []
@@ -176,7 +182,7 @@ class PrefillCore:
             case Ping(nonce=nonce):
                 return [ToRouter(event.router, Pong(nonce=nonce))]
             case Rejected(code="endpoint_unknown"):
-                return self._on_router_up(RouterUp(event.router), now)
+                return self._unknown_there(event.router, now)
             case Rejected() as message:
                 return [self._member.rejected(event.router, message)]
             case _:
@@ -348,7 +354,7 @@ class PrefillCore:
         sender = self._sender
         match event.message:
             case Grant() as message:
-                outputs = sender.on_grant(message, now)
+                outputs = sender.on_grant(event.endpoint, message, now)
             case Busy() as message:
                 outputs = sender.on_busy(message)
             case Credit() as message:
@@ -362,7 +368,7 @@ class PrefillCore:
             case Released() | Aborted() as message:
                 outputs = sender.on_gone(message.request, message.attempt)
             case Revoke() as message:
-                outputs = sender.on_revoke(message)
+                outputs = sender.on_revoke(event.endpoint, message)
             case Opened() as message:
                 return self._opened(event.endpoint, message, now)
             case OpenRefused() as message:

@@ -7,6 +7,8 @@ tokens again under a higher attempt. A request that keeps killing workers is giv
 
 from __future__ import annotations
 
+from collections import deque
+
 from ..proto.errors import RequestPoisoned, WorkerLost
 from ..proto.messages import Adopt, PeerDead, RequestState
 from .events import ToWorker
@@ -21,6 +23,10 @@ means alone at two deaths, or nearly so; the last one running at an operator's k
 MAX_UNHEARD = 6
 """Adopts without an answer after which a decode worker does not have the request."""
 
+OBITUARIES = 3
+OBITUARY_S = 1.0
+"""How often a death is said again, and after which pauses."""
+
 Holder = tuple[Worker, RequestState]
 
 
@@ -31,6 +37,7 @@ class Recovery:
         self._life = life
         self._until = now + life.config.recovery_s
         self.orphans = Orphans(life, now)
+        self._obituaries: deque[tuple[PeerDead, float, int]] = deque()  # say again when
 
     # ------------------------------------------------------------------ this router was away
 
@@ -162,12 +169,23 @@ class Recovery:
         dead = PeerDead(incarnation=worker.incarnation, endpoint=worker.endpoint)
         for other in life.registry.live():
             life.out.append(ToWorker(other.identity, dead))
+        self._obituaries.append((dead, now + OBITUARY_S, 1))
         affected = list(worker.requests.values())
         self._blame([request for request in affected if request.server is worker])
         for request in affected:
             self.lost(request, f"worker {worker.id} died: {reason}", now)
         worker.requests.clear()
         worker.aborts.clear()
+
+    def tick(self, now: float) -> None:
+        """Say some deaths again: a decode worker that missed one would keep blocks for it."""
+        self.orphans.tick(now)
+        while self._obituaries and self._obituaries[0][1] <= now:
+            dead, _, said = self._obituaries.popleft()
+            for other in self._life.registry.live():
+                self._life.out.append(ToWorker(other.identity, dead))
+            if said < OBITUARIES:
+                self._obituaries.append((dead, now + OBITUARY_S, said + 1))
 
     def _blame(self, there: list[Request]) -> None:
         """Share a death among the requests on the worker that saw most deaths before."""

@@ -54,12 +54,10 @@ class WorkerState(Enum):
 
 
 WORKER_TRANSITIONS: dict[WorkerState, frozenset[WorkerState]] = {
-    WorkerState.JOINING: frozenset(
-        {WorkerState.READY, WorkerState.DRAINING, WorkerState.REFUSED, WorkerState.DEAD}
-    ),
+    WorkerState.JOINING: frozenset({WorkerState.READY, WorkerState.DRAINING, WorkerState.REFUSED}),
     WorkerState.READY: frozenset({WorkerState.DRAINING, WorkerState.DEAD}),
     WorkerState.DRAINING: frozenset({WorkerState.DEAD}),
-    WorkerState.REFUSED: frozenset({WorkerState.DEAD}),
+    WorkerState.REFUSED: frozenset(),
     WorkerState.DEAD: frozenset(),
 }
 

@@ -41,7 +41,7 @@ class Timers:
             self._request(request, now)
         if now >= self._workers_next:
             self._workers(now)
-            self._recovery.orphans.tick(now)
+            self._recovery.tick(now)
         if now >= self._rates_next:
             self._rates_next = now + 1.0
             self._life.admission.roll(now)

@@ -36,6 +36,7 @@ FINAL = HOPELESS | {"endpoint_dead"}
 """Rejections after which this incarnation can never serve."""
 HEARTBEAT_S = 0.2
 TERMINAL_REPEAT_S = 0.5
+HELLO_PAUSE_S = 0.1
 
 
 @dataclass(slots=True, frozen=True)
@@ -99,6 +100,7 @@ class Membership:
         self._pending: dict[tuple[bytes, int], _Pending] = {}
         self._notices: dict[tuple[bytes, int], _Notice] = {}
         self._beat_at = 0.0
+        self._introduced_at = float("-inf")
         self.draining = False
 
     # ------------------------------------------------------------------ links
@@ -128,6 +130,13 @@ class Membership:
             draining=self.draining,
         )
         return [ToRouter(router, hello), *self._repeat(now, lambda p: p.router == router)]
+
+    def may_introduce(self, now: float) -> bool:
+        """Whether a Hello asked for by a router is due, and not already under way."""
+        if now < self._introduced_at + HELLO_PAUSE_S:
+            return False
+        self._introduced_at = now
+        return True
 
     def down(self, router: str) -> None:
         """A router is gone; what it owns goes on until its deadline."""

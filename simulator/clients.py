@@ -105,7 +105,7 @@ class ClientNode(Node):
         """Begin a request, unless its name is in use."""
         if record.request_id in self.live:
             return
-        record.started = self.now
+        record.started = self.cluster.network.now
         self.live[record.request_id] = record
         self.history.append(record)
         self.feed(client.Start(record.spec()))
@@ -219,4 +219,4 @@ class ClientNode(Node):
         record = self.live.pop(action.request_id, None)
         if record is not None:
             record.ends.append(action)
-            record.ended_at = self.now
+            record.ended_at = self.cluster.network.now

@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from typing import Any
 
 from ..proto.messages import Message
 from ..router.config import PolicyConfig, RouterConfig
@@ -68,7 +69,7 @@ class Cluster:
             node.start()
 
     @property
-    def workers(self) -> list[WorkerNode]:
+    def workers(self) -> list[WorkerNode[Any]]:
         """Prefill and decode workers."""
         return [*self.prefills, *self.decodes]
 
@@ -141,7 +142,7 @@ class Cluster:
     def _worker_gone(router: RouterNode, identity: bytes) -> None:
         router.when_up(lambda: router.worker_gone(identity))()
 
-    def _peers_notice(self, node: WorkerNode, identity: bytes) -> None:
+    def _peers_notice(self, node: WorkerNode[Any], identity: bytes) -> None:
         if isinstance(node, DecodeNode):
             for prefill in self.prefills:
                 prefill.when_up(partial(prefill.peer_down, node.endpoint))()

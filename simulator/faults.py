@@ -35,6 +35,7 @@ class Storm:
             self._drain: scenario.drains,
             self._jump: scenario.jumps,
             self._slow: scenario.slow,
+            self._misfit: scenario.misfits,
         }
         for strike, count in kinds.items():
             for _ in range(count):
@@ -103,6 +104,16 @@ class Storm:
         until = when + self._random.uniform(0.05, 1.0)
         self._cluster.network.at(when, lambda: client.read(reading=False))
         self._cluster.network.at(until, lambda: client.read(reading=True))
+
+    def _misfit(self, node: Node, when: float) -> None:
+        """A worker is started with another model, once."""
+        worker = self._random.choice(self._cluster.workers)
+
+        def replace() -> None:
+            worker.misfit = True
+            worker.crash()
+
+        self._cluster.network.at(when, replace)
 
     def _pair(self) -> tuple[Node, Node]:
         """Two nodes with a connection."""

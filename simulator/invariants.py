@@ -7,7 +7,7 @@ and one true end. When the faults have stopped: everything ends in time and noth
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..client import events as client
 from ..proto.messages import Message, TokenRun, Tokens
@@ -45,7 +45,7 @@ class Watcher:
         """A router has handled an event."""
         check_router(node)
 
-    def worker(self, node: WorkerNode) -> None:
+    def worker(self, node: WorkerNode[Any]) -> None:
         """A worker has handled an event."""
         node.core.check_integrity()
 
@@ -65,7 +65,7 @@ class Watcher:
             self._truth[id(record)] = known
         return known
 
-    def to_router(self, node: WorkerNode, message: Message) -> None:
+    def to_router(self, node: WorkerNode[Any], message: Message) -> None:
         """A worker speaks."""
         if isinstance(message, Tokens):
             for run in message.runs:

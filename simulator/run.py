@@ -46,6 +46,8 @@ class Run:
         cluster.network.at(scenario.load_s, lambda: calm(cluster))
         try:
             self._settle(scenario.load_s + scenario.settle_s)
+            cluster.stats["messages_settled"] = cluster.network.sent
+            cluster.stats["events_settled"] = cluster.network.events
             self._check()
             self._idle()  # whatever waited for a time of grace ends now
             self._idle()  # and is forgotten now

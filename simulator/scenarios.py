@@ -25,7 +25,8 @@ class Scenario:
     take to end afterwards. Counts of faults: ``crashes``, ``stops`` (SIGSTOP), ``hangs`` (the
     engine never finishes a step), ``flaps`` (a connection breaks), ``partitions`` (one
     direction passes nothing for a while), ``drains``, ``jumps`` (a clock goes forward),
-    ``slow`` (a client reads nothing for a while). ``victims``: kinds of nodes they strike.
+    ``slow`` (a client reads nothing for a while), ``misfits`` (a worker comes with another
+    model). ``victims``: kinds of nodes they strike.
     Chances per request: ``cancels``, ``pins``, ``deadlines``, ``names`` (an id used before).
     ``poison``: requests that kill what runs them. ``allowed``: error codes a user may see.
     """
@@ -44,6 +45,7 @@ class Scenario:
     drains: int = 0
     jumps: int = 0
     slow: int = 0
+    misfits: int = 0
     poison: int = 0
     cancels: float = 0.0
     pins: float = 0.0
@@ -87,6 +89,7 @@ SCENARIOS: dict[str, Scenario] = {
     "deadline": Scenario(deadlines=0.8, stops=1, crashes=1, faults=NOISE, victims=EVERYONE),
     "pins": Scenario(pins=0.7, crashes=2, drains=1, stops=1, allowed=_PINNED),
     "drain": Scenario(drains=3, cancels=0.1),
+    "misfit": Scenario(misfits=2, cancels=0.1),
     "flaps": Scenario(flaps=6, victims=EVERYONE, cancels=0.1, allowed=UNLUCKY),
     "partition": Scenario(partitions=3, cancels=0.1, deadlines=0.1, allowed=UNLUCKY),
     "slow": Scenario(slow=3, crashes=1, cancels=0.1, answer=40),

@@ -9,8 +9,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -21,6 +22,7 @@ from ..engine.cache import PagedCache
 from ..engine.kernels.reference import NumpyBackend
 from ..engine.plan import StepPlan
 from ..engine.scheduler import Scheduler, SchedulerConfig
+from ..engine.step_time import StepTime
 from ..kv_transfer.frames import FramePacker, FrameWriter
 from ..kv_transfer.receiver import Receiver, ReceiverConfig
 from ..kv_transfer.sender import Sender, SenderConfig
@@ -66,11 +68,21 @@ def checksum(payload: Bytes) -> int:
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(payload).data)
 
 
-class WorkerNode(Node):
+def warm_times() -> StepTime:
+    """What a worker learns about its steps before it serves."""
+    times = StepTime()
+    times.learn(16, 0.005)
+    return times
+
+
+C = TypeVar("C", bound=PrefillCore | DecodeCore)
+
+
+class WorkerNode(Node, Generic[C]):
     """What prefill and decode workers share in the simulation."""
 
     role = ""
-    core: PrefillCore | DecodeCore
+    core: C
     scheduler: Scheduler
     cache: PagedCache
     executor: ToyExecutor
@@ -80,7 +92,7 @@ class WorkerNode(Node):
         self.sizes = sizes
         self.card = toy_card(sizes.block_size)
         self.endpoint = f"ipc:///simulated/{name}"
-        self.hangs = False
+        self.hangs = self.misfit = False
         self.preemptions = 0  # of earlier lives
 
     def boot(self) -> None:
@@ -97,6 +109,10 @@ class WorkerNode(Node):
         """Create pool, cache, scheduler and core."""
 
     def _membership(self) -> Membership:
+        card = self.card
+        if self.misfit:
+            card = msgspec.structs.replace(card, fingerprint="another")
+            self.misfit = False
         me = WorkerIdentity(
             worker=self.name,
             role=self.role,
@@ -104,7 +120,7 @@ class WorkerNode(Node):
             pid=1,
             endpoint=self.endpoint,
             pool="default",
-            model=self.card,
+            model=card,
             max_batch=MAX_BATCH,
         )
         return Membership(me, tuple(router.name for router in self.cluster.routers))
@@ -151,7 +167,7 @@ class WorkerNode(Node):
 
     def feed(self, event: object) -> None:
         """Let the core decide, perform what it wants, then check the books."""
-        for action in self.core.handle(event, self.now):  # type: ignore[arg-type]
+        for action in self.core.handle(cast(Any, event), self.now):
             self.perform(action)
         self.cluster.watcher.worker(self)
 
@@ -178,11 +194,10 @@ class WorkerNode(Node):
         self.cluster.network.after(HANG_S if self.hangs else seconds, self.when_up(done))
 
 
-class PrefillNode(WorkerNode):
+class PrefillNode(WorkerNode[PrefillCore]):
     """The real prefill core."""
 
     role = "prefill"
-    core: PrefillCore
 
     def make(self) -> None:
         """Fresh pool, fresh core."""
@@ -194,8 +209,8 @@ class PrefillNode(WorkerNode):
         )
         self.scheduler = Scheduler(config, self.cache)
         self.sender = Sender(self.incarnation, layout, SenderConfig(frame_bytes=sizes.frame_bytes))
-        limits = PrefillLimits(max_active=6, stream_tokens=sizes.stream_tokens)
-        self.core = PrefillCore(self.member, self.scheduler, self.sender, limits)
+        limits = PrefillLimits(max_active=6, stream_tokens=sizes.stream_tokens, growth=sizes.growth)
+        self.core = PrefillCore(self.member, self.scheduler, self.sender, limits, warm_times())
         self.packer = FramePacker(NumpyBackend(), self.executor.pool, checksum)
         self.connected: set[str] = set()
 
@@ -286,11 +301,10 @@ class PrefillNode(WorkerNode):
         self.run(plan, finish)
 
 
-class DecodeNode(WorkerNode):
+class DecodeNode(WorkerNode[DecodeCore]):
     """The real decode core."""
 
     role = "decode"
-    core: DecodeCore
 
     def make(self) -> None:
         """Fresh pool, fresh core."""
@@ -305,7 +319,12 @@ class DecodeNode(WorkerNode):
         limits = ReceiverConfig(window=sizes.window, budget=sizes.budget, device=sizes.device)
         self.receiver = Receiver(self.incarnation, layout, store, limits)
         self.core = DecodeCore(
-            self.member, self.scheduler, self.receiver, "ipc:///simulated/data", 1 << 20
+            self.member,
+            self.scheduler,
+            self.receiver,
+            "ipc:///simulated/data",
+            1 << 20,
+            warm_times(),
         )
         self.writer = FrameWriter(NumpyBackend(), self.executor.pool, checksum)
         self.peers: dict[bytes, PrefillNode] = {}

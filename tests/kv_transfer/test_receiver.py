@@ -28,6 +28,7 @@ from baton.proto.messages import (
     Grant,
     GrantRef,
     KVFrame,
+    Ping,
     Refused,
     Release,
     Released,
@@ -397,3 +398,110 @@ def test_a_commit_that_cannot_fit_its_grant_fails_and_frees(change):
     assert isinstance(reply.message, Refused)
     assert (reply.message.code, reply.message.frames) == ("handoff_failed", [])
     assert store.used == receiver.granted == 0
+
+
+# ------------------------------------------------------------------ nothing is held for nobody
+
+
+def test_a_reserve_behind_its_release_gets_nothing():
+    receiver, store = make_receiver()
+    message = reserve()
+    receiver.on_release(PEER, Release(request=REQUEST, attempt=1), 0.0)
+    (reply,) = receiver.on_reserve(PEER, message, 0.1)
+    assert isinstance(reply.message, Aborted)
+    assert store.used == 0
+    grant_of(receiver, reserve(attempt=2), 0.2)
+
+
+def test_a_reserve_of_a_committed_attempt_is_aborted():
+    """A router that lost its memory counts attempts from the start."""
+    receiver, store = make_receiver()
+    grant = grant_of(receiver)
+    frames = frames_for(grant)
+    deliver(receiver, frames)
+    _, handover = receiver.on_commit(PEER, manifest(grant, frames), 0.0)
+    store.free(handover.allocation)
+    receiver.close(REQUEST, 1)
+    (reply,) = receiver.on_reserve(PEER, reserve(serial=9), 1.0)
+    assert isinstance(reply.message, Aborted)
+    assert store.used == 0
+
+
+def test_a_quiet_grant_is_named_again_so_that_one_given_up_unheard_is_released():
+    receiver, store = make_receiver(lease=2.0)
+    grant = grant_of(receiver)
+    assert receiver.tick(1.9) == []
+    (reply,) = receiver.tick(2.0)
+    assert reply.message.grant == grant.grant
+    assert receiver.tick(2.1) == []
+    receiver.on_release(PEER, Release(request=REQUEST, attempt=1, grant=grant.grant), 2.2)
+    assert store.used == 0
+    assert receiver.tick(10.0) == []
+
+
+def test_a_peer_whose_connection_broke_is_called_and_keeps_its_grant_when_it_answers():
+    receiver, store = make_receiver(absence=5.0, lease=100.0)
+    grant_of(receiver)
+    receiver.peer_gone(PEER, 1.0)
+    assert [type(o.message) for o in receiver.tick(1.1)] == [Ping]
+    assert receiver.tick(1.2) == []
+    receiver.peer_heard(PEER)
+    receiver.tick(7.0)
+    assert store.used
+    receiver.peer_gone(PEER, 8.0)
+    receiver.tick(13.1)
+    assert store.used == 0
+
+
+def test_a_sender_that_asks_gets_new_credit_for_what_was_lost():
+    receiver, _ = make_receiver(patience=0.5, window=LAYOUT.block_bytes, budget=1 << 20)
+    message = reserve()
+    grant = grant_of(receiver, message)
+    assert grant.credit == LAYOUT.block_bytes
+    assert grant_of(receiver, message, 0.4).credit == LAYOUT.block_bytes
+    assert grant_of(receiver, message, 0.6).credit == 2 * LAYOUT.block_bytes
+
+
+def test_damaged_frames_are_asked_for_together():
+    receiver, _ = make_receiver()
+    grant = grant_of(receiver)
+    frames = frames_for(grant)
+    receiver.on_commit(PEER, manifest(grant, frames), 0.0)
+    deliver(receiver, frames[:1], intact=False)
+    outputs = deliver(receiver, frames[1:-1])
+    assert not [o for o in outputs if isinstance(o, Reply) and isinstance(o.message, Refused)]
+    (reply,) = deliver(receiver, frames[-1:], intact=False)
+    assert reply.message.frames == [frames[0].index, frames[-1].index]
+    assert reply.message.round == 1
+
+
+def test_a_revoked_grant_takes_no_commit_and_is_revoked_until_the_fence():
+    receiver, store = make_receiver(device=True, lease=2.0)
+    grant = grant_of(receiver)
+    frames = frames_for(grant)
+    deliver(receiver, frames)
+    (reply,) = receiver.abort(REQUEST, 1, 0.0, 60.0)
+    assert isinstance(reply.message, Revoke)
+    (reply,) = receiver.on_commit(PEER, manifest(grant, frames), 0.1)
+    assert isinstance(reply.message, Stale)
+    (reply,) = receiver.tick(2.0)
+    assert isinstance(reply.message, Revoke)
+    assert receiver.tick(100.0)
+    assert store.used  # never freed by a timeout
+    receiver.on_fence(Fence(grant=grant.grant))
+    assert store.used == 0
+
+
+def test_tables_forget():
+    receiver, store = make_receiver()
+    grant = grant_of(receiver)
+    frames = frames_for(grant)
+    deliver(receiver, frames)
+    _, handover = receiver.on_commit(PEER, manifest(grant, frames), 0.0)
+    store.free(handover.allocation)
+    receiver.close(REQUEST, 1)
+    receiver.abort(b"x" * 16, 1, 0.0, 60.0)
+    receiver.peer_gone(b"other", 0.0)
+    assert receiver.remembered
+    receiver.tick(1000.0)
+    assert receiver.remembered == 0

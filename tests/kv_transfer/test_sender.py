@@ -48,7 +48,7 @@ def started(credit: int = BIG, cached: int = 0, tokens: int = 10, frame_bytes: i
     (first,) = sender.start(ENDPOINT, 0, reserve(tokens), 0.0)
     assert isinstance(first.message, Reserve)
     grant = Grant(request=REQUEST, attempt=1, grant=REF, cached_tokens=cached, credit=credit)
-    assert sender.on_grant(grant, 0.0) == [Granted(KEY, cached)]
+    assert sender.on_grant(ENDPOINT, grant, 0.0) == [Granted(KEY, cached)]
     return sender
 
 
@@ -201,7 +201,7 @@ def test_a_lost_credit_is_asked_for_by_repeating_the_reserve():
     (again,) = sender.tick(0.3)
     assert isinstance(again.message, Reserve)
     grant = Grant(request=REQUEST, attempt=1, grant=REF, cached_tokens=0, credit=BIG)
-    assert len(frames(pack(sender, sender.on_grant(grant, 0.4)))) == 5
+    assert len(frames(pack(sender, sender.on_grant(ENDPOINT, grant, 0.4)))) == 5
     assert sender.tick(9.0) == []
 
 
@@ -211,7 +211,7 @@ def test_a_peer_without_credit_is_waited_for_as_long_as_it_answers():
     grant = Grant(request=REQUEST, attempt=1, grant=REF, cached_tokens=0, credit=LAYOUT.block_bytes)
     for second in range(1, 20):
         assert isinstance(sender.tick(second)[0], Send)
-        assert sender.on_grant(grant, second + 0.1) == []
+        assert sender.on_grant(ENDPOINT, grant, second + 0.1) == []
     assert [isinstance(o, Failed) for o in sender.tick(30.0)] == [False, True]
 
 
@@ -225,9 +225,26 @@ def test_a_replaced_grant_fails_the_handoff():
     sender = started()
     other = GrantRef(REF.incarnation, REF.slot, REF.generation + 1)
     grant = Grant(request=REQUEST, attempt=1, grant=other, cached_tokens=0, credit=BIG)
-    outputs = sender.on_grant(grant, 0.1)
+    outputs = sender.on_grant(ENDPOINT, grant, 0.1)
     assert isinstance(outputs[-1], Failed)
     assert isinstance(outputs[0].message, Release)
+
+
+def test_a_grant_nobody_waits_for_is_given_back():
+    sender = make_sender()
+    grant = Grant(request=REQUEST, attempt=1, grant=REF, cached_tokens=0, credit=BIG)
+    (send,) = sender.on_grant(ENDPOINT, grant, 0.0)
+    assert (send.endpoint, send.message.grant) == (ENDPOINT, REF)
+    assert isinstance(send.message, Release)
+    started = make_sender()
+    started.start(ENDPOINT, 0, reserve(), 0.0)
+    (send,) = started.on_grant("ipc://elsewhere", grant, 0.0)
+    assert send.endpoint == "ipc://elsewhere"
+
+
+def test_a_revoked_grant_nobody_knows_is_fenced():
+    (send,) = make_sender().on_revoke(ENDPOINT, Revoke(grant=REF))
+    assert send.message == Fence(grant=REF)
 
 
 def test_final_refusal_fails_the_handoff():
@@ -301,7 +318,7 @@ def test_an_unanswered_reserve_ends_with_its_deadline():
 
 def test_revoke_is_answered_by_a_fence():
     sender = started()
-    outputs = sender.on_revoke(Revoke(grant=REF))
+    outputs = sender.on_revoke(ENDPOINT, Revoke(grant=REF))
     assert isinstance(outputs[0].message, Fence)
     assert isinstance(outputs[-1], Failed)
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from baton.proto.ids import request_key
-from baton.proto.messages import Abort, Adopt, Assign, Busy, PeerLost, RequestState, TerminalAck
+from baton.proto.messages import (
+    Abort,
+    Adopt,
+    Assign,
+    Busy,
+    PeerDead,
+    PeerLost,
+    RequestState,
+    TerminalAck,
+)
 
 KEY = request_key(b"client", "r")
 
@@ -180,3 +189,13 @@ def test_tokens_made_since_the_last_death_clear_a_request(served):
         served.join("decode", 10 + number)
         place(served)
     assert not served.terminals(key)
+
+
+def test_a_death_is_said_again_a_few_times(served):
+    first = next(w for w in served.workers if w.hello.role == "prefill")
+    other = next(w for w in served.workers if w.hello.role == "decode")
+    first.gone()
+    served.advance(10.0)
+    dead = served.take(other, PeerDead)
+    assert {m.incarnation for m in dead} == {first.hello.incarnation}
+    assert 2 <= len(dead) <= 4
