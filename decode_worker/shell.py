@@ -167,8 +167,9 @@ class DecodeShell:
             self._loop.call_later(TICK_S, self._tick)
 
     def _exit(self, reason: str, *, restart: bool, code: int | None = None) -> None:
-        _log.info("worker.exit", reason=reason)
         self.exit_code = code if code is not None else (EXIT_RESTART if restart else 1)
+        say = _log.error if self.exit_code else _log.info
+        say("worker.exit", reason=reason)
         self._flush()
         self._loop.stop()
 

@@ -202,7 +202,8 @@ class PrefillShell:
             self._loop.call_later(TICK_S, self._tick)
 
     def _exit(self, reason: str, code: int) -> None:
-        _log.info("worker.exit", reason=reason)
+        say = _log.error if code else _log.info
+        say("worker.exit", reason=reason)
         self.exit_code = code
         self._flush()
         self._loop.stop()
