@@ -154,7 +154,7 @@ def test_a_burst_of_long_prompts_leaves_no_memory_behind(small, undisturbed):
     before = memory(small)
 
     async def attack(streams: list[Stream]) -> None:
-        await begun(streams, 1)
+        await begun(streams, len(streams))  # all are admitted
         await asyncio.to_thread(submit_all)
 
     def submit_all() -> None:
