@@ -144,9 +144,23 @@ class Connection:
             self._loop,
             self._hear,
             lambda: self._up(identity),
-            lambda: self._handle(Disconnected()),
+            self._down,
         )
         return channel
+
+    def _down(self) -> None:
+        """Come back under another identity.
+
+        A router that paused has not noticed yet that the old connection is gone, and would
+        never read a second one of the same name.
+        """
+        self._handle(Disconnected())
+        self._renew()
+
+    def _renew(self) -> None:
+        self._outbox.drop(None)
+        self._channel.close()
+        self._channel = self._connect()
 
     def _up(self, identity: bytes) -> None:
         self.connections += 1
@@ -192,9 +206,7 @@ class Connection:
             case Answered():
                 self._asked.pop(action.ticket)(action.answer)
             case Reconnect():
-                self._outbox.drop(None)
-                self._channel.close()
-                self._channel = self._connect()
+                self._renew()
 
 
 def _closed_end(request_id: str) -> Ended:

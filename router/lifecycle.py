@@ -55,7 +55,7 @@ class Lifecycle:
 
     def __init__(self, config: RouterConfig, now: float) -> None:
         self.config = config
-        self.registry = Registry(config)
+        self.registry = Registry(config, now)
         self.placement = Placement(self.registry, make_policy(config.policy), config.policy)
         self.admission = Admission(config.admission, now)
         self.clients = Clients()

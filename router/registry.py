@@ -37,8 +37,10 @@ if TYPE_CHECKING:
 KEEP_GONE = 64
 """Dead and refused workers still listed."""
 KEEP_DEAD_INCARNATIONS = 4096
-AFTER_STALL_S = 0.3
-"""Time for heartbeats to come in after this process did not run itself."""
+STALL_S = 0.25
+"""A longer gap between two looks was this process's own pause; peers gave it up meanwhile."""
+AFTER_STALL_S = 1.0
+"""Time for connections and heartbeats to come back after such a pause."""
 
 
 class WorkerState(Enum):
@@ -118,8 +120,10 @@ class Worker:
 class Registry:
     """All workers, live and lately dead."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, now: float) -> None:
         self._config = config
+        self._looked_at = now
+        self._excused_until = now
         self._by_identity: dict[bytes, Worker] = {}
         self._live: dict[str, Worker] = {}  # by endpoint
         self._gone: OrderedDict[str, Worker] = OrderedDict()  # dead or refused, by worker id
@@ -273,8 +277,19 @@ class Registry:
         if beat.draining:
             self.drain(worker)
 
-    def stalled(self, now: float) -> None:
-        """The router itself did not run for a while: give everyone a moment to be heard."""
+    def look(self, now: float) -> None:
+        """To be called many times a second: so this process notices its own pauses."""
+        if now - self._looked_at > STALL_S:
+            self._excuse(now)
+        self._looked_at = now
+
+    def excused(self, now: float) -> bool:
+        """Whether a connection may be lost because this process paused, not the worker."""
+        return now < self._excused_until or now - self._looked_at > STALL_S
+
+    def _excuse(self, now: float) -> None:
+        """Give everyone a moment to be heard."""
+        self._excused_until = now + AFTER_STALL_S
         config = self._config
         for worker in self._live.values():
             seen = now + AFTER_STALL_S - config.heartbeat_timeout_s

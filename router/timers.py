@@ -16,8 +16,6 @@ from .request import NEVER, Request, State
 
 WORKERS_EVERY_S = 0.05
 """How often workers are looked at."""
-STALL_S = 0.5
-"""A longer gap between two looks was this process's own pause."""
 
 
 class Timers:
@@ -26,7 +24,6 @@ class Timers:
     def __init__(self, life: Lifecycle, recovery: Recovery, now: float) -> None:
         self._life = life
         self._recovery = recovery
-        self._workers_at = now
         self._workers_next = now
         self._rates_next = now
 
@@ -85,9 +82,7 @@ class Timers:
 
     def _workers(self, now: float) -> None:
         registry = self._life.registry
-        if now - self._workers_at > STALL_S:
-            registry.stalled(now)
-        self._workers_at = now
+        registry.look(now)
         self._workers_next = now + WORKERS_EVERY_S
         for worker, reason in registry.failing(now):
             self._recovery.lose(worker, reason, now)

@@ -76,8 +76,9 @@ class WorkerSide:
 
     def gone(self, identity: bytes, now: float) -> None:
         """A worker's connection was lost."""
-        worker = self._life.registry.by_identity(identity)
-        if worker is not None:
+        registry = self._life.registry
+        worker = registry.by_identity(identity)
+        if worker is not None and not registry.excused(now):
             self._recovery.lose(worker, "the connection was lost", now)
             self._drained(worker.id)
 

@@ -24,7 +24,10 @@ LinkEvent = FromRouter | RouterUp | RouterDown
 
 
 class RouterLinks:
-    """One DealerChannel per router; ``deliver`` hears what happens on them."""
+    """One DealerChannel per router; ``deliver`` hears what happens on them.
+
+    ``identity`` must be new for every process start; each connection adds its number.
+    """
 
     def __init__(
         self,
@@ -40,19 +43,38 @@ class RouterLinks:
         self._decoder: EnvelopeDecoder[RouterToWorker] = EnvelopeDecoder(RouterToWorker)
         self._outgoing: dict[str, list[Message]] = {}
         self._channels: dict[str, DealerChannel] = {}
+        self._loop = loop
+        self._context = context
+        self._routers = routers
+        self._identity = identity
+        self._keys = keys
+        self._connections = 0
         self.malformed = 0
-        for name, address in routers.items():
-            channel = DealerChannel(context, address, identity, keys=keys)
-            self._channels[name] = channel
-            self._attach(loop, name, channel)
+        for name in routers:
+            self._connect(name)
 
-    def _attach(self, loop: Loop, name: str, channel: DealerChannel) -> None:
+    def _connect(self, name: str) -> None:
+        identity = b"%b/%d" % (self._identity, self._connections)
+        self._connections += 1
+        address = self._routers[name]
+        channel = DealerChannel(self._context, address, identity, keys=self._keys)
+        self._channels[name] = channel
         channel.attach(
-            loop,
+            self._loop,
             lambda frames: self._hear(name, frames),
             lambda: self._deliver(RouterUp(name)),
-            lambda: self._deliver(RouterDown(name)),
+            lambda: self._lost(name),
         )
+
+    def _lost(self, name: str) -> None:
+        """Come back under another identity.
+
+        A router that paused has not noticed yet that the old connection is gone, and would
+        never read a second one of the same name.
+        """
+        self._channels[name].close()
+        self._connect(name)
+        self._deliver(RouterDown(name))
 
     def _hear(self, name: str, frames: Frames) -> None:
         try:

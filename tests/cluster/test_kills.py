@@ -1,5 +1,6 @@
 """Processes that die or stop under 16 streams: every stream ends with its own tokens."""
 
+import asyncio
 import os
 import signal
 
@@ -98,3 +99,20 @@ def test_streams_survive_the_death_of_the_router(whole, undisturbed):
     assert whole.pids()["router"] != pid
     assert set(whole.workers()) == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
     assert tokens(run(whole.address, WORK[:2])) == undisturbed[:2]
+
+
+def test_a_pause_of_the_router_costs_no_more_than_itself(whole, undisturbed):
+    """All its peers give up their connections meanwhile, and come back."""
+    pids, before = whole.pids(), lost_requests(whole)
+
+    async def pause(streams: list[Stream]) -> None:
+        await begun(streams, 16)
+        os.kill(pids["router"], signal.SIGSTOP)
+        await asyncio.sleep(1.0)
+        os.kill(pids["router"], signal.SIGCONT)
+
+    streams = run(whole.address, WORK, pause)
+    report("router paused for 1 s", streams)
+    assert tokens(streams) == undisturbed
+    assert whole.pids() == pids
+    assert lost_requests(whole) == before

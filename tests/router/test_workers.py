@@ -20,7 +20,7 @@ from baton.proto.messages import (
     TerminalAck,
     Welcome,
 )
-from baton.router.events import Tick
+from baton.router.events import FromWorker, Tick
 
 
 def states(bench):
@@ -168,6 +168,30 @@ def test_a_pause_of_the_router_itself_kills_nobody(bench):
     bench.beat_all()
     bench.advance(2.0)
     assert set(states(bench).values()) == {"ready"}
+
+
+def test_connections_lost_in_a_pause_of_the_router_itself_are_no_deaths(bench):
+    prefill, decode = bench.pair()
+    key, assign = bench.run()
+    prefill.report(assign)
+    bench.now += 2.0  # as if stopped: the peers gave their connections up
+    prefill.gone()
+    decode.gone()
+    bench.feed(Tick())
+    assert states(bench) == {"prefill-0": "ready", "decode-0": "ready"}
+    held = [RequestState(key, 1, 12, 10)]
+    again = msgspec.structs.replace(decode.hello, requests=held)
+    bench.feed(FromWorker(b"another connection", again))
+    decode.identity = b"another connection"
+    assert bench.one(decode, Adopt).position == 10
+    decode.tokens(key, 10, 5, 6)
+    assert bench.streamed(key) == [(10, 5), (11, 6)]
+    bench.workers.remove(prefill)
+    bench.advance(1.2)
+    assert states(bench) == {"prefill-0": "dead", "decode-0": "ready"}
+    assert bench.core.life.counters.replayed == 0
+    decode.gone()  # and no pause now
+    assert states(bench) == {"prefill-0": "dead", "decode-0": "dead"}
 
 
 def test_a_request_that_kills_two_workers_alone_is_poison(served):
