@@ -54,15 +54,19 @@ class Stream:
         self.stop_until = 0.0
         self.retry_at = now
         self._backoff = FIRST_RETRY_S
+        self._asked = -1  # the position that was asked for last
 
     # ------------------------------------------------------------------ what arrives
 
     def take(self, run: TokenRun) -> NewTokens | None:
-        """The tokens of ``run`` that are new; None when there are none or some are missing."""
+        """The tokens of ``run`` that are new; None when there are none or some are missing.
+
+        The position alone decides: a router that lost its memory may count attempts anew.
+        """
         skip = self.next - run.position
-        if run.attempt < self.attempt or not 0 <= skip < len(run.tokens):
+        if not 0 <= skip < len(run.tokens):
             return None
-        self.attempt = run.attempt
+        self.attempt = max(self.attempt, run.attempt)
         tokens = run.tokens[skip:] if skip else run.tokens
         logprobs = run.logprobs[skip:] if run.logprobs is not None else None
         fresh = NewTokens(self.spec.request_id, self.next, tokens, logprobs)
@@ -72,12 +76,14 @@ class Stream:
 
     def misses(self, run: TokenRun) -> bool:
         """Whether ``run`` starts behind a gap."""
-        return run.attempt >= self.attempt and run.position > self.next
+        return run.position > self.next
 
     def opened(self, key: bytes, secret: bytes, attempt: int) -> None:
         """The router has it."""
         self.key, self.secret = key, secret
-        self.attempt = max(self.attempt, attempt)
+        # Said Submit again, a router that lost its memory counts attempts from the start.
+        pending = self.state is State.PENDING
+        self.attempt = attempt if pending else max(self.attempt, attempt)
         if self.state in (State.PENDING, State.RESUMING):
             self.state = State.OPEN
             self._backoff = FIRST_RETRY_S
@@ -104,12 +110,11 @@ class Stream:
 
     def resume(self, now: float) -> Message | None:
         """Ask for the stream from ``next`` on, unless that was asked lately."""
-        if self.state is State.STOPPING or (self.state is State.RESUMING and now < self.retry_at):
+        asked_lately = now < self.retry_at and self._asked == self.next
+        if self.state is State.STOPPING or asked_lately:
             return None
-        if self.secret:
-            self.state = State.RESUMING
-        elif now < self.retry_at:
-            return None
+        self._asked = self.next
+        self.state = State.RESUMING if self.secret else State.PENDING
         return self.repeat(now)
 
     def reconnected(self, now: float) -> Message | None:

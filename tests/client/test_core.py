@@ -188,14 +188,14 @@ def test_tokens_pass_once_and_in_order():
     assert not bench.actions
 
 
-def test_lower_attempts_are_dropped():
+def test_a_router_that_counts_attempts_anew_is_heard():
     bench = Bench()
     bench.open()
     bench.run(3, [1], attempt=2)
-    bench.run(4, [99], attempt=1)
-    assert not bench.actions
-    bench.run(4, [2], attempt=3)
+    bench.run(4, [2], attempt=1)
     assert bench.tokens == [2]
+    bench.run(4, [2], attempt=3)  # said again: the position decides
+    assert not bench.actions
 
 
 def test_a_gap_is_resumed_once():
