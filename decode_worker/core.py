@@ -25,6 +25,7 @@ from ..engine.step_time import StepTime
 from ..kv_transfer.receiver import Evict, Handover, Receiver, Reply, check_receiver
 from ..kv_transfer.receiver import Output as Received
 from ..proto.contexts import TextContext
+from ..proto.errors import InternalError
 from ..proto.hashing import cache_salt
 from ..proto.ids import RequestID
 from ..proto.limits import PROTOCOL_VERSION
@@ -490,6 +491,8 @@ class DecodeCore:
         """Raise InternalError unless every block and byte of credit has exactly one place."""
         self._scheduler.check_integrity(self.receiver.held())
         check_receiver(self.receiver, {request for request, _ in self._live})
+        if self._scheduler.requests != set(self._by_sequence):
+            raise InternalError("the engine runs for nobody, or not for somebody")
 
     _handlers: ClassVar[dict[type, Callable[..., list[Action]]]] = {
         FromRouter: _on_router,

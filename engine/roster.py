@@ -50,6 +50,11 @@ class Roster:
         """Sequence of ``request``, or None."""
         return self._by_request.get(request)
 
+    @property
+    def requests(self) -> frozenset[bytes]:
+        """All requests here."""
+        return frozenset(self._by_request)
+
     def holders(self) -> list[Sequence]:
         """Sequences that hold blocks."""
         return self.running + self.ready

@@ -124,6 +124,11 @@ class Scheduler:
         return frozenset(self._inflight)
 
     @property
+    def requests(self) -> frozenset[bytes]:
+        """Requests that wait or run."""
+        return self._roster.requests
+
+    @property
     def has_work(self) -> bool:
         """Whether any request waits or runs."""
         return len(self._roster) > 0

@@ -468,7 +468,7 @@ class Receiver(Generic[A]):
         self._dead[incarnation] = None
         while len(self._dead) > REMEMBER_DEAD:
             self._dead.popitem(last=False)
-        for slot in list(self._live.values()):
+        for slot in self._taken():
             theirs = slot.reserve is not None and slot.reserve.incarnation == incarnation
             if theirs and slot.state is not GrantState.OWNED:
                 self._free_slot(slot)
@@ -486,7 +486,7 @@ class Receiver(Generic[A]):
     def tick(self, now: float) -> list[Output[A]]:
         """Evaluate deadlines and the patience with incomplete manifests."""
         outputs: list[Output[A]] = []
-        for slot in list(self._live.values()):
+        for slot in self._taken():
             if slot.state is GrantState.OWNED:
                 continue
             ends = min(slot.expires, self._gone.get(slot.peer, math.inf))
@@ -520,13 +520,17 @@ class Receiver(Generic[A]):
     @property
     def granted(self) -> int:
         """Grants whose blocks wait for KV."""
-        return sum(s.state is not GrantState.OWNED for s in self._live.values())
+        return sum(slot.state is not GrantState.OWNED for slot in self._taken())
 
     def held(self) -> list[A]:
         """Allocations that belong to grants (for integrity checks)."""
-        return [s.allocation for s in self._live.values() if s.allocation is not None]
+        return [slot.allocation for slot in self._taken() if slot.allocation is not None]
 
     # ------------------------------------------------------------------ slots
+
+    def _taken(self) -> list[_Slot[A]]:
+        """All grants; of a request whose old one is being revoked there are two."""
+        return [slot for slot in self._slots if slot.state is not GrantState.FREE]
 
     def _take_slot(self) -> _Slot[A]:
         if not self._free:

@@ -676,6 +676,8 @@ class PrefillCore:
             raise InternalError(f"{self._active} slots are taken, {active} jobs hold one")
         if {job.sequence.request for job in self._jobs.values()} != set(self._by_sequence):
             raise InternalError("a sequence has no job or a job no sequence")
+        if not self._scheduler.requests <= set(self._by_sequence):
+            raise InternalError("the engine runs for nobody")
 
     def load(self) -> WorkerLoad:
         """Figures for heartbeats."""

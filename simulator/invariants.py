@@ -38,6 +38,7 @@ class Watcher:
         self._cluster = cluster
         self._truth: dict[int, list[int]] = {}
         self._named: dict[bytes, list[Record]] = {}
+        self._empty: set[int] = set()  # lives whose pool was empty when last looked at
 
     # ------------------------------------------------------------------ books
 
@@ -46,7 +47,13 @@ class Watcher:
         check_router(node)
 
     def worker(self, node: WorkerNode[Any]) -> None:
-        """A worker has handled an event."""
+        """A worker has handled an event; an empty pool is looked at once."""
+        if node.cache.pool.used:
+            self._empty.discard(node.incarnation)
+        elif node.incarnation in self._empty:
+            return
+        else:
+            self._empty.add(node.incarnation)
         node.core.check_integrity()
 
     # ------------------------------------------------------------------ tokens

@@ -144,6 +144,7 @@ class RouterNode(Node):
             self._held[identity].append(message)
         elif not self.cluster.to_client(self, identity, message):
             self._held[identity] = [message]
+            self.cluster.stats["full"] += 1
             self.feed(routing.ClientFull(identity))
 
     def _retry(self, identity: bytes) -> None:

@@ -18,6 +18,8 @@ from .toy_model import KILLS_DECODE, KILLS_PREFILL
 
 IDLE_S = 700.0
 """Longer than any table remembers."""
+IDLE_LOOK_S = 0.7
+"""Time for all timers to have their turn."""
 
 
 @dataclass(slots=True)
@@ -71,6 +73,9 @@ class Run:
             for record in client.history:
                 check_request(cluster, record, scenario.allowed, self._calm_at())
         check_quiet(cluster)
+        clean = not (scenario.faults.loss or scenario.faults.duplication)
+        if clean and cluster.stats["bad_frames"]:
+            raise Violation(f"{cluster.stats['bad_frames']} frames broke the rules of their grants")
 
     def _calm_at(self) -> float:
         """When the last fault's effect ends."""
@@ -84,7 +89,7 @@ class Run:
         network = self.cluster.network
         for node in self.cluster.nodes:
             node.skew += IDLE_S
-        until = network.now + 2.0
+        until = network.now + IDLE_LOOK_S
         while network.now < until:
             network.step()
 
@@ -105,7 +110,8 @@ def _plan_load(cluster: Cluster, scenario: Scenario, random: Random) -> None:
         when = random.uniform(0.05, scenario.load_s)
         cluster.network.at(when, partial(_submit, cluster, client, record))
         if random.random() < scenario.cancels:
-            later, report = when + random.uniform(0.0, 0.2), random.random() < 0.7
+            soon = random.choice((0.02, 0.2))
+            later, report = when + random.uniform(0.0, soon), random.random() < 0.7
             call = partial(_cancel, client, record, report=report)
             cluster.network.at(later, call)
 
@@ -116,6 +122,8 @@ def _request(
     prompt = [random.randrange(1, 250) for _ in range(random.randint(1, scenario.prompt))]
     if random.random() < 0.4:
         prompt = shared[: random.randint(4, 40)] + prompt[:6]
+    elif random.random() < 0.1:
+        prompt = shared[:16]  # whole blocks, so that a repetition finds all of it cached
     record = Record(f"{number}", prompt, random.randint(1, scenario.answer))
     if random.random() < scenario.names:
         record.request_id = f"name-{number % 3}"

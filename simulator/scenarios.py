@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .cluster import Shape
 from .network import Faults
@@ -13,8 +13,11 @@ EVERYONE = ("router", "prefill", "decode", "client")
 NOISE = Faults(loss=0.02, duplication=0.02, reordering=0.05, damage=0.03)
 SCARCE = Sizes(decode_blocks=26, prefill_blocks=48, growth=4)
 """So few blocks that requests wait for them and are preempted."""
-NARROW = Sizes(frame_bytes=64, window=128, budget=320, stream_tokens=8, token_budget=8)
+NARROW = Sizes(frame_bytes=64, window=128, budget=256, stream_tokens=8, token_budget=32)
 """Long prompts pass layer by layer through small windows."""
+
+
+DEVICE = replace(NARROW, device=True)
 
 
 @dataclass(slots=True, frozen=True)
@@ -79,17 +82,17 @@ SCENARIOS: dict[str, Scenario] = {
         load_s=0.3,
         allowed=UNLUCKY,
     ),
-    "narrow": Scenario(shape=Shape(sizes=NARROW), prompt=150, cancels=0.1),
+    "narrow": Scenario(shape=Shape(sizes=NARROW), prompt=150, cancels=0.1, load_s=0.2),
     "narrow-noise": Scenario(
-        shape=Shape(sizes=NARROW), prompt=150, cancels=0.1, faults=NOISE, crashes=1
+        shape=Shape(sizes=NARROW), prompt=150, cancels=0.1, faults=NOISE, crashes=1, load_s=0.3
     ),
     "device": Scenario(
-        shape=Shape(sizes=Sizes(device=True)), cancels=0.4, crashes=2, allowed=UNLUCKY
+        prompt=120, shape=Shape(sizes=DEVICE), cancels=0.7, crashes=2, allowed=UNLUCKY
     ),
     "deadline": Scenario(deadlines=0.8, stops=1, crashes=1, faults=NOISE, victims=EVERYONE),
     "pins": Scenario(pins=0.7, crashes=2, drains=1, stops=1, allowed=_PINNED),
-    "drain": Scenario(drains=3, cancels=0.1),
-    "misfit": Scenario(misfits=2, cancels=0.1),
+    "drain": Scenario(drains=4, crashes=1, victims=("router",), cancels=0.1, answer=60),
+    "misfit": Scenario(misfits=2, cancels=0.1, allowed=UNLUCKY),
     "flaps": Scenario(flaps=6, victims=EVERYONE, cancels=0.1, allowed=UNLUCKY),
     "partition": Scenario(partitions=3, cancels=0.1, deadlines=0.1, allowed=UNLUCKY),
     "slow": Scenario(slow=3, crashes=1, cancels=0.1, answer=40),

@@ -27,7 +27,7 @@ SMALL = Scenario(
     cancels=0.3,
     deadlines=0.2,
 )
-SEED = 96
+SEED = 123
 """Of the small run: it holds a cancel, a deadline, a shared prefix and a streamed prompt."""
 KINDS = ("drop", "duplicate", "delay")
 

@@ -29,7 +29,7 @@ from ..kv_transfer.sender import Sender, SenderConfig
 from ..prefill_worker import events as prefill
 from ..prefill_worker.core import PrefillCore, PrefillLimits
 from ..proto.errors import ProtocolError
-from ..proto.messages import KVFrame, Message
+from ..proto.messages import Credit, KVFrame, Message
 from ..router import events as routing
 from ..runtime.actions import DrainRequested, Exit, FromRouter, RouterDown, RouterUp, Tick, ToRouter
 from ..runtime.membership import Membership, WorkerIdentity
@@ -357,6 +357,7 @@ class DecodeNode(WorkerNode[DecodeCore]):
         node = self.peers.get(peer)
         if node is not None and node.alive and node.identity == peer:
             endpoint = self.endpoint
+            self.cluster.stats["credits"] += isinstance(message, Credit)
             self.transmit(node, lambda: node.feed(prefill.FromPeer(endpoint, message)))
 
     def data(self, frame: KVFrame, payload: Bytes) -> None:

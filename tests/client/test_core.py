@@ -559,3 +559,14 @@ def test_a_rejection_settles_the_oldest_question():
     (answered,) = bench.hear(Rejected(code="input", message="no"))
     assert isinstance(answered.answer, InputError)
     assert not bench.hear(Rejected(code="input", message="no"))
+
+
+def test_an_end_without_its_tokens_does_not_make_a_storm():
+    """However often the router says it, the same position is asked for once in a while."""
+    bench = Bench()
+    bench.open()
+    asked = []
+    for _ in range(50):
+        asked += messages(bench.finish(9), Resume)
+        bench.hear(Submitted(request_id="r", request=KEY, secret=SECRET))
+    assert [m.position for m in asked] == [3]

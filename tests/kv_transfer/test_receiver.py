@@ -505,3 +505,17 @@ def test_tables_forget():
     assert receiver.remembered
     receiver.tick(1000.0)
     assert receiver.remembered == 0
+
+
+def test_a_grant_that_is_revoked_for_a_higher_attempt_stays_in_the_books():
+    receiver, store = make_receiver(device=True, lease=2.0)
+    grant = grant_of(receiver)
+    before = store.used
+    revoke, reply = receiver.on_reserve(PEER, reserve(attempt=2), 0.0)
+    assert isinstance(revoke.message, Revoke)
+    assert len(receiver.held()) == 2
+    assert receiver.granted == 2
+    assert Revoke in {type(o.message) for o in receiver.tick(2.0)}
+    receiver.on_fence(Fence(grant=grant.grant))
+    assert store.used == before
+    assert reply.message.grant != grant.grant

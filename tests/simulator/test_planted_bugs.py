@@ -1,0 +1,248 @@
+"""The simulator finds bugs: each of these, planted, is seen within the stated number of seeds."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from baton.decode_worker.core import DecodeCore, GrantStore
+from baton.engine.scheduler import Scheduler
+from baton.kv_transfer.credit import CreditPool
+from baton.kv_transfer.frames import FrameWriter
+from baton.kv_transfer.receiver import Receiver
+from baton.kv_transfer.sender import Sender
+from baton.proto.messages import TokenRun, Tokens
+from baton.router.lifecycle import Lifecycle
+from baton.router.worker_side import WorkerSide
+from baton.runtime.membership import Membership
+from baton.simulator.cluster import Shape
+from baton.simulator.invariants import Violation
+from baton.simulator.network import Faults
+from baton.simulator.run import run
+from baton.simulator.scenarios import NARROW, SCENARIOS, Scenario
+
+
+def around(monkeypatch, owner, name, make):
+    """Replace ``owner.name`` by ``make(original)``."""
+    monkeypatch.setattr(owner, name, make(getattr(owner, name)))
+
+
+def generation_not_raised_and_digest_not_compared(monkeypatch):
+    monkeypatch.setattr(Receiver, "_manifest_agrees", lambda self, slot, commit: True)
+
+    def make(original):
+        def free(self, slot):
+            original(self, slot)
+            self._slots[slot.index].generation -= 1
+
+        return free
+
+    around(monkeypatch, Receiver, "_free_slot", make)
+
+
+def checksum_not_checked(monkeypatch):
+    def write(self, frame, blocks, payload):
+        self._kernels.scatter_blocks(
+            self._pool, frame.layer_start, frame.layer_count, blocks, payload
+        )
+        return True
+
+    monkeypatch.setattr(FrameWriter, "write", write)
+
+
+def credit_beyond_the_window(monkeypatch):
+    def give(self, key, account):
+        room = account.expected - account.credit
+        account.credit += room
+        self._outstanding += room
+        self._news[key] = account.credit
+
+    monkeypatch.setattr(CreditPool, "_raise", give)
+
+
+def credit_not_heeded(monkeypatch):
+    def make(original):
+        def push(self, handoff, now):
+            handoff.credit = 1 << 40
+            return original(self, handoff, now)
+
+        return push
+
+    around(monkeypatch, Sender, "_push", make)
+
+
+def position_off_by_one_after_adopt(monkeypatch):
+    def make(original):
+        def adopt(self, router, request, position):
+            actions = original(self, router, request, position)
+            for action in actions:
+                if isinstance(action.message, Tokens):
+                    runs = [
+                        TokenRun(r.request, r.attempt, r.position + 1, r.tokens)
+                        for r in action.message.runs
+                    ]
+                    msgspec.structs.force_setattr(action.message, "runs", runs)
+            return actions
+
+        return adopt
+
+    around(monkeypatch, DecodeCore, "_adopt", make)
+
+
+def commit_with_cells_missing(monkeypatch):
+    def make(original):
+        def own(self, slot, now):
+            if slot.commit is not None and slot.arrived is not None:
+                slot.arrived[:] = True
+                slot.damaged.clear()
+                digest = 0
+                for checksum in slot.frames.values():
+                    digest ^= checksum
+                slot.commit = msgspec.structs.replace(
+                    slot.commit, frames=len(slot.frames), bytes=slot.sizes, digest=digest
+                )
+            return original(self, slot, now)
+
+        return own
+
+    around(monkeypatch, Receiver, "_try_own", make)
+
+
+def abort_frees_twice(monkeypatch):
+    def make(original):
+        def drop(self, slot):
+            allocation = slot.allocation
+            outputs = original(self, slot)
+            if allocation is not None:
+                self._store.free(allocation)
+            return outputs
+
+        return drop
+
+    around(monkeypatch, Receiver, "_drop", make)
+
+
+def abort_frees_nothing(monkeypatch):
+    def stop(self, live):
+        del self._live[live.key]
+        self._by_sequence.pop(live.sequence.request, None)
+        self.receiver.close(*live.key)
+
+    monkeypatch.setattr(DecodeCore, "_stop", stop)
+
+
+def any_position_passes_the_router(monkeypatch):
+    def make(original):
+        def irregular(self, worker, request, run, now):
+            checked = original(self, worker, request, run, now)
+            if checked is None and request is not None and run.position > request.next:
+                return run
+            return checked
+
+        return irregular
+
+    around(monkeypatch, WorkerSide, "_irregular", make)
+
+
+def terminal_not_repeated(monkeypatch):
+    monkeypatch.setattr(Membership, "_repeat", lambda self, now, due: [])
+
+
+def what_is_given_back_is_said_once(monkeypatch):
+    monkeypatch.setattr(Membership, "_repeat_notices", lambda self, now: [])
+
+
+def duplicate_reserve_allocates_again(monkeypatch):
+    def make(original):
+        def reserve(self, peer, message, now):
+            self._live.pop(message.request, None)
+            return original(self, peer, message, now)
+
+        return reserve
+
+    around(monkeypatch, Receiver, "on_reserve", make)
+
+
+def prefix_published_before_it_arrived(monkeypatch):
+    def make(original):
+        def reserve(self, hashes, num_tokens, growth):
+            allocation = original(self, hashes, num_tokens, growth)
+            if allocation is not None:
+                self._cache.publish(allocation, hashes, num_tokens)
+            return allocation
+
+        return reserve
+
+    around(monkeypatch, GrantStore, "reserve", make)
+
+
+def blocks_sent_before_they_are_computed(monkeypatch):
+    def make(original):
+        def ready(self, key, *, layer_end, token_end, last, now):
+            return original(self, key, layer_end=layer_end, token_end=token_end, last=True, now=now)
+
+        return ready
+
+    around(monkeypatch, Sender, "ready", make)
+
+
+def preempted_blocks_still_count_as_computed(monkeypatch):
+    def make(original):
+        def preempt(self, sequence):
+            computed = sequence.num_computed_tokens
+            original(self, sequence)
+            sequence.num_computed_tokens = computed
+
+        return preempt
+
+    around(monkeypatch, Scheduler, "_preempt", make)
+
+
+def lost_assign_not_repeated(monkeypatch):
+    def make(original):
+        def assign(self, request, now):
+            original(self, request, now)
+            request.retry_at = float("inf")
+
+        return assign
+
+    around(monkeypatch, Lifecycle, "assign", make)
+
+
+LATE = Scenario(
+    shape=Shape(decode=1, sizes=NARROW),
+    prompt=150,
+    cancels=0.9,
+    faults=Faults(reordering=0.4, duplication=0.4, max_delay=0.004),
+)
+PLANTS = [
+    (generation_not_raised_and_digest_not_compared, LATE, 10),
+    (checksum_not_checked, "noise", 5),
+    (credit_beyond_the_window, "narrow", 5),
+    (credit_not_heeded, "narrow", 5),
+    (position_off_by_one_after_adopt, "noise", 5),
+    (commit_with_cells_missing, "noise", 5),
+    (abort_frees_twice, "narrow-noise", 10),
+    (abort_frees_nothing, "noise", 5),
+    (any_position_passes_the_router, "noise", 5),
+    (terminal_not_repeated, "noise", 5),
+    (what_is_given_back_is_said_once, "scarce-crash", 10),
+    (duplicate_reserve_allocates_again, "noise", 5),
+    (prefix_published_before_it_arrived, "plain", 20),
+    (blocks_sent_before_they_are_computed, "narrow", 5),
+    (preempted_blocks_still_count_as_computed, "scarce", 5),
+    (lost_assign_not_repeated, "noise", 5),
+]
+
+
+@pytest.mark.parametrize(
+    ("plant", "scenario", "seeds"), PLANTS, ids=[plant.__name__ for plant, _, _ in PLANTS]
+)
+def test_a_planted_bug_is_found(monkeypatch, plant, scenario, seeds):
+    plant(monkeypatch)
+    for seed in range(seeds):
+        try:
+            run(seed, SCENARIOS[scenario] if isinstance(scenario, str) else scenario)
+        except Violation:
+            return
+    pytest.fail(f"{plant.__name__} was not seen in {seeds} runs")
