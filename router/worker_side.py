@@ -213,8 +213,9 @@ class WorkerSide:
             self._recovery.orphans.unknown(worker, key, attempt, now)
             return False
         if request.state is not _RUNNING and request.state is not _ASSIGNED:
-            if request.done and attempt <= request.attempt:
-                life.abort_on(worker, key, attempt, request.deadline, "ended")
+            last = request.attempt if request.done else request.attempt - 1
+            if attempt <= last:
+                life.abort_on(worker, key, attempt, request.deadline, "over")
             return False
         if attempt < request.attempt:
             life.abort_on(worker, key, attempt, request.deadline, "superseded")

@@ -7,6 +7,7 @@ import pytest
 from baton.proto.ids import request_key
 from baton.proto.messages import (
     Abort,
+    Aborted,
     Adopt,
     Assign,
     Busy,
@@ -60,6 +61,18 @@ def test_what_is_given_back_too_late_is_answered_by_an_abort(bench, message):
     bench.take(prefill, Abort)
     more = {"endpoint": "ipc:///d"} if message is PeerLost else {}
     prefill.say(message(request=key, attempt=1, **more))
+    assert bench.one(prefill, Abort).attempt == 1
+
+
+def test_what_is_given_back_of_a_lower_attempt_is_let_go_while_the_request_waits(bench):
+    """A draining worker would wait for that, and the request for the worker's successor."""
+    prefill, decode = bench.pair()
+    key, _ = bench.run()
+    decode.gone()
+    bench.take(prefill, Abort)
+    prefill.say(Aborted(request=key, attempt=1))
+    assert bench.core.life.requests[key].state.value == "queued"
+    prefill.say(Busy(request=key, attempt=1, decode_full=True))
     assert bench.one(prefill, Abort).attempt == 1
 
 
