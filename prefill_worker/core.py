@@ -306,7 +306,8 @@ class PrefillCore:
             actions.append(Connect(endpoint))
             return False
         if link.state is LinkState.REFUSED:
-            actions += self._end(job, now, "model_mismatch", link.refusal)
+            # The router has workers of one model only: this one came without its knowledge.
+            actions += self._give_back(job, now, link.refusal, lost=True)
             return False
         if link.is_lost(now):
             actions += self._give_back(job, now, f"no answer from {endpoint}", lost=True)
@@ -327,8 +328,9 @@ class PrefillCore:
 
     def _on_peer_up(self, event: PeerUp, now: float) -> list[Action]:
         link = self._links.get(event.endpoint)
-        if link is None or link.state is LinkState.REFUSED:
+        if link is None:
             return []
+        # Also after a refusal: another process may listen there now.
         link.state, link.since = LinkState.OPENING, now
         return [self._open(link, now)]
 
@@ -346,7 +348,7 @@ class PrefillCore:
 
     def _on_peer_down(self, event: PeerDown, now: float) -> list[Action]:
         link = self._links.get(event.endpoint)
-        if link and link.state is not LinkState.REFUSED:
+        if link:
             link.state, link.since = LinkState.CONNECTING, now
         return []
 

@@ -1,0 +1,589 @@
+"""The decode worker's decisions, without sockets, threads or a model."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import pytest
+
+from baton.decode_worker.core import DecodeCore, GrantStore
+from baton.decode_worker.events import FrameStored, FromPeer, PeerGone, RunStep, StepDone, ToPeer
+from baton.engine.cache import PagedCache
+from baton.engine.plan import Sampled, StepPlan, StepResult
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.step_time import StepTime
+from baton.kv_transfer.receiver import Receiver, ReceiverConfig
+from baton.proto.hashing import block_hashes, cache_salt
+from baton.proto.layout import KVLayout, ModelCard
+from baton.proto.limits import PROTOCOL_VERSION
+from baton.proto.messages import (
+    Abort,
+    Aborted,
+    Adopt,
+    Busy,
+    Commit,
+    Committed,
+    Drained,
+    Grant,
+    Heartbeat,
+    Hello,
+    KVFrame,
+    Message,
+    Moved,
+    Open,
+    Opened,
+    OpenRefused,
+    PeerDead,
+    Ping,
+    Pong,
+    Probe,
+    ProbeReply,
+    Rejected,
+    Release,
+    Released,
+    Reserve,
+    Terminal,
+    TerminalAck,
+    Tokens,
+)
+from baton.proto.wire import WireContext, WireSampling
+from baton.runtime.actions import DrainRequested, Exit, FromRouter, RouterUp, Tick, ToRouter
+from baton.runtime.membership import Membership, WorkerIdentity
+
+M = TypeVar("M", bound=Message)
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_size=4)
+CARD = ModelCard(
+    name="toy",
+    architecture="Toy",
+    fingerprint="toy",
+    numerics="exact",
+    vocab_size=100,
+    max_length=200,
+    eos_token_ids=[0],
+    layout=LAYOUT,
+)
+KEY, OTHER = b"r" * 16, b"s" * 16
+ROUTER, PEER = "router", b"prefill-0:5"
+PROMPT = 10
+
+
+def make_context(prompt: int = PROMPT, new: int = 8) -> WireContext:
+    return WireContext(
+        tokens=np.arange(1, prompt + 1, dtype=np.int32),
+        max_length=200,
+        sampling=WireSampling(temperature=0.0, max_new_tokens=new),
+        eos_token_ids=[0],
+    )
+
+
+def hashes_of(tokens: int) -> list[bytes]:
+    return block_hashes(np.arange(1, tokens + 1, dtype=np.int32), 4, cache_salt("toy", ""))
+
+
+class Bench:
+    """A core on a clock that tests move; what it does, sorted."""
+
+    def __init__(self, blocks: int = 64, **receiver) -> None:
+        me = WorkerIdentity("decode-0", "decode", 9, 1, "ipc:///d", "default", CARD, 8)
+        self.member = Membership(me, (ROUTER, "router-2"))
+        self.cache = PagedCache(blocks, LAYOUT.block_size)
+        config = SchedulerConfig(max_batch=8, token_budget=16, growth=4)
+        self.scheduler = Scheduler(config, self.cache)
+        store = GrantStore(self.cache, self.scheduler)
+        self.receiver = Receiver(9, LAYOUT, store, ReceiverConfig(**receiver))
+        times = StepTime()
+        times.learn(8, 0.01)
+        self.core = DecodeCore(
+            self.member, self.scheduler, self.receiver, "ipc:///data", 1 << 20, times
+        )
+        self.now = 100.0
+        self.said: list[Message] = []
+        self.routers: list[tuple[str, Message]] = []
+        self.peers: list[Message] = []
+        self.plans: list[StepPlan] = []
+        self.other: list[object] = []
+        self.serial = 0
+        self.feed(RouterUp(ROUTER))
+        self.take(Hello)
+
+    def feed(self, event) -> None:
+        for action in self.core.handle(event, self.now):
+            match action:
+                case ToRouter(router=router, message=message):
+                    self.said.append(message)
+                    self.routers.append((router, message))
+                case ToPeer(message=message):
+                    self.peers.append(message)
+                case RunStep(plan=plan):
+                    self.plans.append(plan)
+                case _:
+                    self.other.append(action)
+        self.core.check_integrity()
+
+    def take(self, kind: type[M]) -> list[M]:
+        """Messages of one kind to routers, taken out."""
+        found = [m for m in self.said if isinstance(m, kind)]
+        self.said = [m for m in self.said if not isinstance(m, kind)]
+        return found
+
+    def one(self, kind: type[M]) -> M:
+        found = self.take(kind)
+        assert len(found) == 1, (found, self.said)
+        return found[0]
+
+    def to_peer(self, kind: type[M]) -> list[M]:
+        found = [m for m in self.peers if isinstance(m, kind)]
+        self.peers = [m for m in self.peers if not isinstance(m, kind)]
+        return found
+
+    def hear(self, message: Message, router: str = ROUTER) -> None:
+        self.feed(FromRouter(router, message))
+
+    def ask(self, message: Message, peer: bytes = PEER) -> None:
+        self.feed(FromPeer(peer, message))
+
+    def later(self, seconds: float, step: float = 0.05) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(until, self.now + step)
+            self.feed(Tick())
+
+    # ------------------------------------------------------------------ the usual way
+
+    def reserve(self, key: bytes = KEY, attempt: int = 1, tokens: int = PROMPT) -> Reserve:
+        self.serial += 1
+        message = Reserve(
+            request=key,
+            attempt=attempt,
+            incarnation=5,
+            hashes=hashes_of(tokens),
+            num_tokens=tokens,
+            growth=4,
+            serial=self.serial,
+            deadline=60.0,
+        )
+        self.ask(message)
+        return message
+
+    def send(self, grant: Grant, tokens: int = PROMPT) -> tuple[int, int, int]:
+        """Deliver what the grant lacks in one frame; returns frames, bytes and digest."""
+        first, last = grant.cached_tokens // 4, LAYOUT.blocks_for(tokens)
+        if first == last:
+            return 0, 0, 0
+        size = 2 * (last - first) * LAYOUT.block_bytes
+        frame = KVFrame(grant.grant, 0, 0, 2, first, last - first, size, 77)
+        assert self.receiver.locate(frame) is not None
+        self.feed(FrameStored(frame, True))
+        return 1, size, 77
+
+    def commit(self, grant: Grant, manifest: tuple[int, int, int], **fields) -> Commit:
+        tokens = fields.pop("tokens", PROMPT)
+        settings = {
+            "request": grant.request,
+            "attempt": grant.attempt,
+            "context": make_context(tokens, fields.pop("new", 8)),
+            "emitted": [42],
+            "router": ROUTER,
+            "deadline": 60.0,
+            "prefill": "prefill-0",
+        }
+        frames, nbytes, digest = manifest
+        message = Commit(
+            grant=grant.grant,
+            frames=frames,
+            bytes=nbytes,
+            digest=digest,
+            **{**settings, **fields},
+        )
+        self.ask(message)
+        return message
+
+    def run(self, key: bytes = KEY, attempt: int = 1, **fields) -> Commit:
+        tokens = fields.get("tokens", PROMPT)
+        self.reserve(key, attempt, tokens)
+        (grant,) = self.to_peer(Grant)
+        message = self.commit(grant, self.send(grant, tokens), **fields)
+        assert self.to_peer(Committed)
+        return message
+
+    def step(self, token: int = 43) -> None:
+        plan = self.plans.pop(0)
+        drawn = tuple(Sampled(c.request, token) for c in plan.chunks if c.sample is not None)
+        self.feed(StepDone(StepResult(plan.step, drawn, 0.01, plan.num_tokens)))
+
+    def streamed(self) -> list[tuple[int, int]]:
+        return [
+            (run.position + i, token)
+            for message in self.take(Tokens)
+            for run in message.runs
+            for i, token in enumerate(run.tokens)
+        ]
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+# ------------------------------------------------------------------ from Reserve to the end
+
+
+def test_a_whole_life(bench):
+    bench.run()
+    assert bench.streamed() == [(10, 42)]  # said again, in case prefill's word was lost
+    for _ in range(7):
+        bench.step()
+    assert bench.streamed() == [(position, 43) for position in range(11, 18)]
+    terminal = bench.one(Terminal)
+    assert (terminal.status, terminal.position) == ("maximum_length", 18)
+    assert (terminal.prefill, terminal.decode) == ("prefill-0", "decode-0")
+    assert bench.cache.pool.used == 0
+    bench.hear(TerminalAck(requests=[(KEY, 1)]))
+    bench.later(2.0)
+    assert not bench.take(Terminal)
+    assert bench.core.idle
+
+
+def test_the_tokens_of_a_step_leave_in_one_message_per_router(bench):
+    bench.run(KEY)
+    bench.step()
+    bench.run(OTHER, tokens=7)
+    bench.run(b"t" * 16, tokens=5, router="router-2")
+    bench.step()
+    bench.take(Tokens)
+    bench.routers.clear()
+    bench.step()
+    sizes = {r: len(m.runs) for r, m in bench.routers if isinstance(m, Tokens)}
+    assert sizes == {ROUTER: 2, "router-2": 1}
+
+
+def test_the_end_of_sequence_ends_it(bench):
+    bench.run()
+    bench.step(token=0)
+    assert bench.one(Terminal).status == "end_of_sequence"
+
+
+def test_a_prefix_is_found_and_need_not_be_sent_again(bench):
+    bench.run()
+    bench.reserve(OTHER, tokens=12)
+    (grant,) = bench.to_peer(Grant)
+    assert grant.cached_tokens == 8
+    assert bench.send(grant, 12)[1] == 2 * LAYOUT.block_bytes
+
+
+def test_a_repeated_reserve_and_commit_get_the_same_answers(bench):
+    message = bench.reserve()
+    bench.ask(message)
+    first, second = bench.to_peer(Grant)
+    assert first == second
+    commit = bench.commit(first, bench.send(first))
+    bench.ask(commit)
+    one, two = bench.to_peer(Committed)
+    assert one == two
+    assert len(bench.streamed()) == 1
+
+
+def test_no_room_is_busy():
+    bench = Bench(blocks=3)
+    bench.reserve(tokens=40)
+    assert bench.to_peer(Busy)
+
+
+def test_requests_that_were_preempted_come_before_new_grants():
+    bench = Bench(blocks=8)
+    bench.run(KEY, new=30)
+    bench.run(OTHER, tokens=9, new=30)
+    while not bench.core.load().preemptions:
+        bench.step()
+    bench.reserve(b"t" * 16, tokens=16)
+    assert bench.to_peer(Busy)
+    bench.hear(Abort(request=KEY, attempt=1))
+    bench.hear(Abort(request=OTHER, attempt=1))
+    while bench.plans:
+        bench.step()
+    assert bench.cache.pool.used == 0
+
+
+def test_a_request_that_outgrows_the_whole_pool_fails_alone():
+    bench = Bench(blocks=5)
+    bench.run(new=100)
+    while bench.plans:
+        bench.step()
+    terminal = bench.one(Terminal)
+    assert (terminal.code, terminal.position) == ("overloaded", 21)
+    assert bench.cache.pool.used == 0
+
+
+def test_the_deadline_ends_a_request(bench):
+    bench.run(deadline=1.0)
+    bench.later(1.1)
+    terminal = bench.one(Terminal)
+    assert (terminal.code, terminal.position) == ("deadline_exceeded", 11)
+    bench.step()
+    assert bench.cache.pool.used == 0
+
+
+def test_a_failed_step_fails_its_requests_only(bench):
+    bench.run()
+    bench.run(OTHER)
+    plan = bench.plans.pop(0)
+    failed = {chunk.request: "boom" for chunk in plan.chunks}
+    bench.feed(StepDone(StepResult(plan.step, (), 0.01, plan.num_tokens, failed)))
+    terminal = bench.one(Terminal)
+    assert (terminal.code, terminal.request, "boom" in terminal.message) == ("internal", KEY, True)
+    bench.step()
+    assert bench.streamed()[-1] == (11, 43)
+
+
+# ------------------------------------------------------------------ Abort in every state
+
+
+def test_abort_of_a_grant_frees_at_once(bench):
+    bench.reserve()
+    bench.hear(Abort(request=KEY, attempt=1))
+    assert bench.one(Aborted).attempt == 1
+    assert bench.cache.pool.used == 0
+    (grant,) = bench.to_peer(Grant)
+    frame = KVFrame(grant.grant, 0, 0, 2, 0, 3, 6 * LAYOUT.block_bytes, 77)
+    assert bench.receiver.locate(frame) is None  # late bytes go nowhere
+
+
+def test_abort_of_a_running_request_frees_after_its_step(bench):
+    bench.run()
+    bench.hear(Abort(request=KEY, attempt=1))
+    assert bench.one(Aborted).attempt == 1
+    assert bench.cache.pool.used
+    bench.take(Tokens)
+    bench.step()
+    assert bench.cache.pool.used == 0
+    assert not bench.take(Tokens) + bench.take(Terminal)
+
+
+def test_abort_of_an_unknown_request_is_answered_and_remembered(bench):
+    bench.hear(Abort(request=KEY, attempt=2))
+    assert bench.one(Aborted).attempt == 2
+    bench.reserve(attempt=2)
+    assert bench.to_peer(Aborted)
+    bench.reserve(attempt=3)
+    assert bench.to_peer(Grant)
+
+
+def test_abort_of_an_ended_request_ends_its_terminal(bench):
+    bench.run(new=2)
+    bench.step()
+    bench.take(Terminal)
+    bench.hear(Abort(request=KEY, attempt=1))
+    bench.later(2.0)
+    assert not bench.take(Terminal)
+    assert bench.member.unacknowledged == 0
+
+
+def test_a_higher_attempt_takes_the_place_of_the_lower(bench):
+    bench.run()
+    bench.reserve(attempt=2)
+    assert bench.to_peer(Grant)
+    bench.take(Tokens)
+    bench.step()
+    assert not bench.take(Tokens)
+    bench.hear(Abort(request=KEY, attempt=1))
+    assert bench.receiver.granted == 1
+
+
+# ------------------------------------------------------------------ the router
+
+
+def test_the_terminal_is_repeated_until_the_router_has_it(bench):
+    bench.run(new=2)
+    bench.step()
+    bench.take(Terminal)
+    bench.later(1.6)
+    assert len(bench.take(Terminal)) == 3
+    bench.hear(TerminalAck(requests=[(KEY, 1)]))
+    bench.later(2.0)
+    assert not bench.take(Terminal)
+
+
+def test_adopt_says_the_tokens_again_and_moves_the_request(bench):
+    bench.run()
+    bench.step()
+    bench.said.clear()
+    bench.routers.clear()
+    bench.hear(Adopt(request=KEY, position=11), "router-2")
+    assert [(r, type(m)) for r, m in bench.routers] == [(ROUTER, Moved), ("router-2", Tokens)]
+    assert bench.streamed() == [(11, 43)]
+    bench.routers.clear()
+    bench.step()
+    assert [r for r, m in bench.routers if isinstance(m, Tokens)] == ["router-2"]
+
+
+def test_adopt_from_the_front_says_no_prompt(bench):
+    bench.run()
+    bench.said.clear()
+    bench.hear(Adopt(request=KEY, position=0))
+    assert bench.streamed() == [(10, 42)]
+
+
+def test_adopt_at_the_end_says_that_it_is_here(bench):
+    bench.run()
+    bench.said.clear()
+    bench.hear(Adopt(request=KEY, position=11))
+    run = bench.one(Tokens).runs[0]
+    assert (run.position, run.tokens) == (11, [])
+
+
+def test_adopt_of_an_ended_request_repeats_tokens_and_terminal(bench):
+    bench.run(new=3)
+    bench.step()
+    bench.step()
+    bench.said.clear()
+    bench.hear(Adopt(request=KEY, position=11), "router-2")
+    assert [type(m) for m in bench.said] == [Moved, Tokens, Terminal]
+    assert bench.streamed() == [(11, 43), (12, 43)]
+
+
+def test_adopt_of_an_unknown_request_is_answered(bench):
+    bench.hear(Adopt(request=KEY, position=11))
+    assert bench.one(Aborted).attempt == 0
+
+
+def test_hello_lists_what_runs_and_what_ended(bench):
+    bench.run(new=2)
+    bench.step()
+    bench.run(OTHER)
+    bench.feed(RouterUp("router-2"))
+    states = {r.request: r for r in bench.one(Hello).requests}
+    assert (states[KEY].done, states[KEY].position, states[KEY].router) == (True, 12, ROUTER)
+    assert (states[OTHER].done, states[OTHER].position, states[OTHER].prompt_length) == (
+        False,
+        11,
+        10,
+    )
+
+
+def test_a_router_without_memory_gets_a_hello_but_not_for_every_word(bench):
+    for _ in range(5):
+        bench.hear(Rejected(code="endpoint_unknown", message="say Hello first"))
+    assert len(bench.take(Hello)) == 1
+
+
+@pytest.mark.parametrize(("code", "restart"), [("endpoint_dead", True), ("config", False)])
+def test_a_final_rejection_ends_the_process(bench, code, restart):
+    bench.hear(Rejected(code=code, message="no"))
+    (action,) = [a for a in bench.other if isinstance(a, Exit)]
+    assert action.restart is restart
+
+
+def test_another_rejection_does_not(bench):
+    bench.hear(Rejected(code="decode_failed", message="what"))
+    assert not [a for a in bench.other if isinstance(a, Exit)]
+
+
+def test_heartbeats_tell_progress_and_load(bench):
+    bench.run()
+    bench.later(0.25)
+    beat = bench.take(Heartbeat)[-1]
+    assert beat.busy and beat.load.kv_blocks_used and beat.load.requests_running == 1
+    for _ in range(7):
+        bench.step()
+    bench.later(0.25)
+    beat = bench.take(Heartbeat)[-1]
+    assert (beat.busy, beat.progress, beat.load.kv_blocks_used) == (False, 7, 0)
+
+
+# ------------------------------------------------------------------ prefill workers
+
+
+def test_opening_compares_models(bench):
+    opening = Open(
+        version=PROTOCOL_VERSION, worker="p", incarnation=5, model=CARD, transports=["zmq"]
+    )
+    bench.ask(opening)
+    assert bench.to_peer(Opened)[0].data_endpoint == "ipc:///data"
+    for change in ({"fingerprint": "x"}, {"numerics": "x"}, {"vocab_size": 7}):
+        other = msgspec.structs.replace(CARD, **change)
+        bench.ask(msgspec.structs.replace(opening, model=other))
+        (refused,) = bench.to_peer(OpenRefused)
+        assert refused.field == next(iter(change))
+    bench.ask(msgspec.structs.replace(opening, transports=["pigeon"]))
+    assert bench.to_peer(OpenRefused)[0].field == "transports"
+    bench.ask(msgspec.structs.replace(opening, version=99))
+    assert bench.to_peer(Rejected)[0].code == "version_mismatch"
+
+
+def test_anyone_may_ask_who_listens(bench):
+    bench.ask(Probe(nonce=7), b"anyone")
+    (reply,) = bench.to_peer(ProbeReply)
+    assert (reply.nonce, reply.worker, reply.incarnation) == (7, "decode-0", 9)
+    bench.ask(Ping(nonce=8), b"anyone")
+    assert bench.to_peer(Pong)[0].nonce == 8
+
+
+def test_a_released_grant_is_free(bench):
+    bench.reserve()
+    bench.ask(Release(request=KEY, attempt=1))
+    assert bench.to_peer(Released)
+    assert bench.cache.pool.used == 0
+
+
+def test_a_prefill_worker_that_stays_away_holds_no_blocks():
+    bench = Bench(absence=1.0, lease=100.0)
+    bench.reserve()
+    bench.feed(PeerGone(PEER))
+    bench.later(0.5)
+    assert bench.to_peer(Ping)
+    bench.ask(Pong())
+    bench.later(2.0)
+    assert bench.cache.pool.used  # it was there all the time
+    bench.feed(PeerGone(PEER))
+    bench.later(1.1)
+    assert bench.cache.pool.used == 0
+
+
+def test_a_dead_prefill_worker_holds_no_blocks_and_what_it_committed_runs_on(bench):
+    bench.run()
+    bench.reserve(OTHER)
+    bench.hear(PeerDead(incarnation=5))
+    assert bench.receiver.granted == 0
+    bench.take(Tokens)
+    bench.step()
+    assert bench.streamed() == [(11, 43)]
+
+
+# ------------------------------------------------------------------ drain
+
+
+def test_a_draining_worker_finishes_what_it_has_and_takes_no_more(bench):
+    bench.run(new=2)
+    bench.feed(DrainRequested())
+    bench.reserve(OTHER)
+    assert bench.to_peer(Busy)[0].reason == "draining"
+    bench.step()
+    assert not bench.core.is_drained
+    bench.hear(TerminalAck(requests=[(KEY, 1)]))
+    assert bench.core.is_drained
+    assert len(bench.take(Drained)) == 2  # one per router
+
+
+def test_a_draining_worker_takes_over_what_it_has_granted(bench):
+    bench.reserve()
+    (grant,) = bench.to_peer(Grant)
+    bench.feed(DrainRequested())
+    assert not bench.core.is_drained
+    bench.commit(grant, bench.send(grant))
+    assert bench.to_peer(Committed)
+    bench.step()
+    assert (11, 43) in bench.streamed()
+
+
+def test_tables_forget(bench):
+    bench.run(new=2)
+    bench.step()
+    bench.hear(TerminalAck(requests=[(KEY, 1)]))
+    bench.hear(Abort(request=OTHER, attempt=1))
+    assert bench.core.remembered
+    bench.now += 1000.0
+    bench.feed(Tick())
+    assert bench.core.remembered == 0

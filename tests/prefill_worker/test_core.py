@@ -1,0 +1,791 @@
+"""The prefill worker's decisions, without sockets, threads or a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from baton.engine.cache import PagedCache
+from baton.engine.plan import Sampled, StepPlan, StepResult
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.step_time import StepTime
+from baton.kv_transfer.sender import Sender, SenderConfig
+from baton.prefill_worker.core import PrefillCore, PrefillLimits
+from baton.prefill_worker.events import (
+    Connect,
+    Disconnect,
+    FromPeer,
+    LayersDone,
+    Packed,
+    PackFrame,
+    PeerDown,
+    PeerUp,
+    RunStep,
+    StepDone,
+    ToPeer,
+)
+from baton.proto.layout import KVLayout, ModelCard
+from baton.proto.messages import (
+    Abort,
+    Aborted,
+    Accepted,
+    Adopt,
+    Assign,
+    Busy,
+    Commit,
+    Committed,
+    Drained,
+    Grant,
+    GrantRef,
+    HandoffReport,
+    Heartbeat,
+    Hello,
+    Message,
+    Moved,
+    Open,
+    Opened,
+    OpenRefused,
+    PeerDead,
+    PeerLost,
+    Ping,
+    Pong,
+    Refused,
+    Rejected,
+    Release,
+    Released,
+    Reserve,
+    Terminal,
+    TerminalAck,
+    Tokens,
+)
+from baton.proto.wire import WireContext, WireSampling
+from baton.runtime.actions import DrainRequested, Exit, FromRouter, RouterUp, Tick, ToRouter
+from baton.runtime.membership import Membership, WorkerIdentity
+
+M = TypeVar("M", bound=Message)
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_size=4)
+CARD = ModelCard(
+    name="toy",
+    architecture="Toy",
+    fingerprint="toy",
+    numerics="exact",
+    vocab_size=100,
+    max_length=200,
+    eos_token_ids=[0],
+    layout=LAYOUT,
+)
+KEY = b"r" * 16
+ROUTER = "router"
+DECODE = "ipc:///decode-0"
+BIG = 1 << 30
+
+
+def make_context(prompt: int = 10, new: int | None = 8) -> WireContext:
+    return WireContext(
+        tokens=np.arange(1, prompt + 1, dtype=np.int32),
+        max_length=200,
+        sampling=WireSampling(temperature=0.0, max_new_tokens=new),
+        eos_token_ids=[0],
+    )
+
+
+class Bench:
+    """A core on a clock that tests move; what it does, sorted."""
+
+    def __init__(self, **limits) -> None:
+        me = WorkerIdentity("prefill-0", "prefill", 5, 1, "ipc:///p", "default", CARD, 8)
+        self.member = Membership(me, (ROUTER, "router-2"))
+        self.cache = PagedCache(64, LAYOUT.block_size)
+        config = SchedulerConfig(max_batch=8, token_budget=16, one_token=True)
+        self.scheduler = Scheduler(config, self.cache)
+        self.sender = Sender(5, LAYOUT, SenderConfig(frame_bytes=256))
+        times = StepTime()
+        times.learn(16, 0.01)
+        self.core = PrefillCore(
+            self.member, self.scheduler, self.sender, PrefillLimits(**limits), times
+        )
+        self.now = 100.0
+        self.said: list[Message] = []
+        self.routers: list[tuple[str, Message]] = []
+        self.peers: list[tuple[str, Message]] = []
+        self.plans: list[StepPlan] = []
+        self.other: list[object] = []
+        self.feed(RouterUp(ROUTER))
+        self.take(Hello)
+
+    def feed(self, event) -> None:
+        for action in self.core.handle(event, self.now):
+            match action:
+                case ToRouter(router=router, message=message):
+                    self.said.append(message)
+                    self.routers.append((router, message))
+                case ToPeer(endpoint=endpoint, message=message):
+                    self.peers.append((endpoint, message))
+                case RunStep(plan=plan):
+                    self.plans.append(plan)
+                case PackFrame(send=send):
+                    self.other.append(action)
+                    self.feed(Packed(send.key, send.frame.index, 77 + send.frame.index))
+                case _:
+                    self.other.append(action)
+        self.core.check_integrity()
+
+    def take(self, kind: type[M]) -> list[M]:
+        """Messages of one kind to routers, taken out."""
+        found = [m for m in self.said if isinstance(m, kind)]
+        self.said = [m for m in self.said if not isinstance(m, kind)]
+        return found
+
+    def one(self, kind: type[M]) -> M:
+        found = self.take(kind)
+        assert len(found) == 1, (found, self.said)
+        return found[0]
+
+    def to_peer(self, kind: type[M]) -> list[M]:
+        found = [m for _, m in self.peers if isinstance(m, kind)]
+        self.peers = [(e, m) for e, m in self.peers if not isinstance(m, kind)]
+        return found
+
+    def did(self, kind: type) -> list:
+        found = [a for a in self.other if isinstance(a, kind)]
+        self.other = [a for a in self.other if not isinstance(a, kind)]
+        return found
+
+    def hear(self, message: Message, router: str = ROUTER) -> None:
+        self.feed(FromRouter(router, message))
+
+    def answer(self, message: Message, endpoint: str = DECODE) -> None:
+        self.feed(FromPeer(endpoint, message))
+
+    def later(self, seconds: float, step: float = 0.05) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(until, self.now + step)
+            self.feed(Tick())
+
+    # ------------------------------------------------------------------ the usual way
+
+    def assign(self, attempt: int = 1, key: bytes = KEY, **fields) -> Assign:
+        message = Assign(
+            request=key,
+            attempt=attempt,
+            request_id="r",
+            context=fields.pop("context", None) or make_context(**fields.pop("shape", {})),
+            decode=fields.pop("decode", DECODE),
+            deadline=fields.pop("deadline", 60.0),
+            **fields,
+        )
+        self.hear(message)
+        return message
+
+    def open(self, incarnation: int = 9, endpoint: str = DECODE) -> None:
+        self.feed(PeerUp(endpoint))
+        opened = Opened(
+            worker="decode-0", incarnation=incarnation, transport="zmq", data_endpoint="ipc:///data"
+        )
+        self.answer(opened, endpoint)
+
+    def grant(self, reserve: Reserve | None = None, cached: int = 0) -> GrantRef:
+        if reserve is None:
+            (reserve,) = self.to_peer(Reserve)
+        ref = GrantRef(9, reserve.serial, 0)
+        self.answer(
+            Grant(
+                request=reserve.request,
+                attempt=reserve.attempt,
+                grant=ref,
+                cached_tokens=cached,
+                credit=BIG,
+            )
+        )
+        return ref
+
+    def step(self, token: int = 42) -> None:
+        plan = self.plans.pop(0)
+        drawn = tuple(Sampled(c.request, token) for c in plan.chunks if c.sample is not None)
+        self.feed(StepDone(StepResult(plan.step, drawn, 0.01, plan.num_tokens)))
+
+    def commit(self) -> Commit:
+        (message,) = self.to_peer(Commit)
+        return message
+
+    def committed(self, commit: Commit) -> None:
+        self.answer(
+            Committed(
+                request=commit.request,
+                attempt=commit.attempt,
+                grant=commit.grant,
+                bytes=commit.bytes,
+                frames=commit.frames,
+            )
+        )
+
+    def computing(self, **fields) -> GrantRef:
+        self.assign(**fields)
+        self.open()
+        return self.grant()
+
+    def handing_over(self, **fields) -> Commit:
+        self.computing(**fields)
+        self.step()
+        return self.commit()
+
+    def assert_empty(self) -> None:
+        assert self.core.idle
+        assert self.cache.pool.used == 0
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+# ------------------------------------------------------------------ from Assign to Committed
+
+
+def test_a_whole_life(bench):
+    bench.assign()
+    assert bench.one(Accepted).attempt == 1
+    assert [a.endpoint for a in bench.did(Connect)] == [DECODE]
+    bench.feed(PeerUp(DECODE))
+    (opening,) = bench.to_peer(Open)
+    assert opening.incarnation == 5
+    bench.open()
+    (reserve,) = bench.to_peer(Reserve)
+    assert (reserve.num_tokens, reserve.growth) == (10, 8)
+    assert not bench.plans  # nothing is computed before there is room for it
+    bench.grant(reserve)
+    bench.step()
+    run = bench.one(Tokens).runs[0]
+    assert (run.request, run.attempt, run.position, run.tokens) == (KEY, 1, 10, [42])
+    commit = bench.commit()
+    assert (commit.emitted, commit.router) == ([42], ROUTER)
+    assert commit.bytes == 3 * 2 * LAYOUT.block_bytes
+    assert bench.cache.pool.used == 3  # kept until the other side owns them
+    bench.committed(commit)
+    report = bench.one(HandoffReport)
+    assert (report.prefill, report.decode, report.blocks) == ("prefill-0", "decode-0", 3)
+    bench.assert_empty()
+
+
+def test_a_repeated_assign_gets_the_same_answer_in_every_state(bench):
+    for advance in (lambda: None, bench.open, bench.grant, bench.step):
+        advance()
+        bench.assign()
+        assert bench.one(Accepted).attempt == 1
+    assert len(bench.to_peer(Commit)) == 1
+
+
+def test_an_assign_repeated_after_the_handover_is_not_waited_for(bench):
+    """Only a router that lost its memory asks: for it the attempt is over."""
+    bench.committed(bench.handing_over())
+    bench.take(Accepted)
+    bench.assign()
+    assert bench.one(Aborted).attempt == 1
+    bench.assign(attempt=2)
+    assert bench.one(Accepted).attempt == 2
+
+
+def test_a_router_that_lost_its_memory_is_served_from_then_on(bench):
+    bench.computing()
+    message = bench.assign()
+    bench.hear(message, "router-2")
+    bench.step()
+    assert bench.commit().router == "router-2"
+
+
+def test_a_long_prompt_runs_in_chunks_and_passes_block_by_block(bench):
+    bench.assign(shape={"prompt": 40})
+    bench.open()
+    bench.grant()
+    sizes = []
+    while bench.plans:
+        sizes.append(bench.plans[0].num_tokens)
+        bench.step()
+    assert sizes == [16, 16, 8]
+    frames = [a.send.frame for a in bench.did(PackFrame)]
+    assert sum(f.block_count * f.layer_count for f in frames) == 10 * 2
+    assert bench.commit().frames == len(frames)
+
+
+def test_what_the_decode_worker_has_cached_is_not_sent(bench):
+    bench.assign()
+    bench.open()
+    bench.grant(cached=8)
+    bench.step()
+    assert bench.commit().bytes == 1 * 2 * LAYOUT.block_bytes
+
+
+def test_layers_pass_while_the_step_runs():
+    bench = Bench(stream_tokens=8)
+    bench.assign(shape={"prompt": 12})
+    bench.open()
+    bench.grant()
+    (plan,) = bench.plans
+    assert plan.chunks[0].stream_layers
+    bench.feed(LayersDone(plan.chunks[0].request, 1))
+    frames = [a.send.frame for a in bench.did(PackFrame)]
+    assert {(f.layer_start, f.layer_count) for f in frames} == {(0, 1)}
+    bench.step()
+    frames += [a.send.frame for a in bench.did(PackFrame)]
+    assert sum(f.block_count * f.layer_count for f in frames) == 3 * 2
+
+
+def test_frames_asked_for_again_are_packed_again(bench):
+    commit = bench.handing_over()
+    first = bench.did(PackFrame)
+    bench.answer(
+        Refused(
+            request=KEY,
+            attempt=1,
+            grant=commit.grant,
+            code="frames_missing",
+            frames=[0],
+            credit=BIG,
+            round=1,
+        )
+    )
+    (again,) = bench.did(PackFrame)
+    assert again.send.frame == first[0].send.frame
+    assert bench.commit().digest == commit.digest
+    assert bench.cache.pool.used
+
+
+# ------------------------------------------------------------------ ends without a handover
+
+
+def test_a_first_token_that_ends_the_request_needs_no_decode_worker(bench):
+    ref = bench.computing()
+    bench.step(token=0)
+    assert bench.one(Tokens).runs[0].tokens == [0]
+    terminal = bench.one(Terminal)
+    assert (terminal.status, terminal.position) == ("end_of_sequence", 11)
+    (release,) = bench.to_peer(Release)
+    assert release.grant == ref
+    assert not bench.to_peer(Commit)
+    assert bench.cache.pool.used == 0
+    bench.answer(Released(request=KEY, attempt=1))
+    bench.hear(TerminalAck(requests=[(KEY, 1)]))
+    bench.assert_empty()
+
+
+def test_one_token_asked_for_ends_with_it(bench):
+    bench.computing(shape={"new": 1})
+    bench.step()
+    assert bench.one(Terminal).status == "maximum_length"
+
+
+def test_the_terminal_is_repeated_until_the_router_has_it(bench):
+    bench.computing(shape={"new": 1})
+    bench.step()
+    bench.take(Terminal)
+    bench.later(1.6)
+    assert len(bench.take(Terminal)) == 3
+    bench.hear(TerminalAck(requests=[(KEY, 1)]))
+    bench.later(2.0)
+    assert not bench.take(Terminal)
+
+
+@pytest.mark.parametrize(
+    ("emitted", "status"), [([5, 0], "end_of_sequence"), ([5] * 8, "maximum_length")]
+)
+def test_a_replay_whose_tokens_end_it_already_is_answered_at_once(bench, emitted, status):
+    bench.assign(emitted=emitted)
+    terminal = bench.one(Terminal)
+    assert (terminal.status, terminal.position) == (status, 10 + len(emitted))
+    assert not bench.to_peer(Reserve)
+    bench.assert_empty()
+
+
+def test_a_replay_goes_on_behind_what_was_streamed(bench):
+    bench.assign(attempt=2, emitted=[50, 51])
+    bench.open()
+    (reserve,) = bench.to_peer(Reserve)
+    assert (reserve.num_tokens, reserve.growth) == (12, 6)
+    bench.grant(reserve)
+    bench.step()
+    run = bench.one(Tokens).runs[0]
+    assert (run.attempt, run.position) == (2, 12)
+    assert bench.commit().emitted == [50, 51, 42]
+
+
+def test_a_context_that_cannot_run_is_accepted_and_ended(bench):
+    bench.assign(context=WireContext(tokens=np.empty(0, np.int32), max_length=5))
+    assert bench.one(Accepted)
+    assert bench.one(Terminal).code
+    bench.assert_empty()
+
+
+def test_the_deadline_ends_a_request_in_the_queue(bench):
+    bench.assign(deadline=1.0)
+    bench.later(0.9)
+    assert not bench.take(Terminal)
+    bench.later(0.2)
+    terminal = bench.one(Terminal)
+    assert (terminal.code, terminal.position) == ("deadline_exceeded", 10)
+    bench.assert_empty()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_the_deadline_ends_a_request_that_runs_and_gives_its_grant_back(bench, steps):
+    bench.computing(deadline=1.0)
+    for _ in range(steps):
+        bench.step()
+    bench.later(1.1)
+    assert bench.one(Terminal).code == "deadline_exceeded"
+    assert bench.to_peer(Release)
+    while bench.plans:
+        bench.step()
+    assert bench.cache.pool.used == 0
+
+
+# ------------------------------------------------------------------ Abort in every state
+
+STATES: dict[str, Callable[[Bench], object]] = {
+    "queued": lambda bench: bench.assign(),
+    "reserving": lambda bench: (bench.assign(), bench.open()),
+    "computing": lambda bench: bench.computing(),
+    "handing over": lambda bench: bench.handing_over(),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_abort(bench, state):
+    STATES[state](bench)
+    bench.hear(Abort(request=KEY, attempt=1))
+    assert bench.one(Aborted).attempt == 1
+    released = bench.to_peer(Release)
+    assert len(released) == (state != "queued")
+    while bench.plans:
+        bench.step()
+    assert bench.cache.pool.used == 0
+    bench.take(Tokens)
+    bench.answer(Released(request=KEY, attempt=1))
+    bench.assert_empty()
+    bench.later(1.0)
+    assert not bench.take(Tokens) + bench.take(Terminal)
+
+
+def test_an_abort_frees_after_the_step_that_runs_at_the_latest(bench):
+    bench.computing()
+    bench.hear(Abort(request=KEY, attempt=1))
+    assert bench.cache.pool.used  # the engine writes to them
+    bench.step()
+    assert bench.cache.pool.used == 0
+
+
+def test_an_assign_behind_its_abort_is_refused(bench):
+    bench.hear(Abort(request=KEY, attempt=2))
+    bench.take(Aborted)
+    for attempt in (1, 2):
+        bench.assign(attempt=attempt)
+        assert bench.one(Aborted).attempt == attempt
+    bench.assign(attempt=3)
+    assert bench.one(Accepted).attempt == 3
+
+
+def test_an_abort_of_a_lower_attempt_leaves_the_higher_alone(bench):
+    bench.assign(attempt=2)
+    bench.hear(Abort(request=KEY, attempt=1))
+    bench.open()
+    assert bench.to_peer(Reserve)
+
+
+def test_a_higher_attempt_takes_the_place_of_the_lower(bench):
+    bench.computing()
+    bench.assign(attempt=2)
+    assert bench.to_peer(Release)
+    bench.step()
+    (reserve,) = bench.to_peer(Reserve)
+    assert reserve.attempt == 2
+    assert not bench.take(Tokens)
+
+
+def test_a_terminal_is_forgotten_with_its_abort(bench):
+    bench.computing(shape={"new": 1})
+    bench.step()
+    bench.hear(Abort(request=KEY, attempt=1))
+    bench.take(Terminal)
+    bench.later(2.0)
+    assert not bench.take(Terminal)
+
+
+# ------------------------------------------------------------------ a decode side without room
+
+
+def busy(bench: Bench, reserve: Reserve) -> None:
+    bench.answer(Busy(request=reserve.request, attempt=reserve.attempt, retry_after=0.1))
+
+
+def test_busy_frees_the_slot_and_is_tried_again_later():
+    bench = Bench(max_active=1)
+    bench.assign()
+    bench.assign(key=b"s" * 16)
+    bench.open()
+    (first,) = bench.to_peer(Reserve)
+    busy(bench, first)
+    (second,) = bench.to_peer(Reserve)  # the slot is free for the next at once
+    assert second.request == b"s" * 16
+    bench.answer(Busy(request=second.request, attempt=1, retry_after=0.1))
+    bench.later(0.09)
+    assert not bench.to_peer(Reserve)
+    bench.later(0.1)
+    (again,) = bench.to_peer(Reserve)
+    assert again.serial > second.serial
+
+
+def test_after_a_few_refusals_the_router_chooses_again():
+    bench = Bench(max_reserve_tries=2)
+    bench.assign()
+    bench.open()
+    for _ in range(2):
+        (reserve,) = bench.to_peer(Reserve)
+        busy(bench, reserve)
+        bench.later(0.15)
+    given = bench.take(Busy)
+    assert given and given[0].decode_full
+    bench.assert_empty()
+
+
+def test_what_is_given_back_is_said_until_the_router_acts():
+    bench = Bench(max_reserve_tries=1)
+    bench.assign()
+    bench.open()
+    (reserve,) = bench.to_peer(Reserve)
+    busy(bench, reserve)
+    bench.take(Busy)
+    bench.later(1.6)
+    assert len(bench.take(Busy)) == 3
+    bench.hear(Abort(request=KEY, attempt=1))
+    bench.later(2.0)
+    assert not bench.take(Busy)
+
+
+def test_what_is_given_back_is_not_said_beyond_the_deadline():
+    bench = Bench(max_reserve_tries=1)
+    bench.assign(deadline=2.0)
+    bench.open()
+    (reserve,) = bench.to_peer(Reserve)
+    busy(bench, reserve)
+    bench.later(3.0)
+    bench.take(Busy)
+    bench.later(3.0)
+    assert not bench.take(Busy)
+    assert bench.member.unacknowledged == 0
+
+
+def test_a_full_queue_is_busy():
+    bench = Bench(max_queue=1)
+    bench.assign()
+    bench.assign(key=b"s" * 16)
+    answer = bench.one(Busy)
+    assert (answer.request, answer.decode_full) == (b"s" * 16, False)
+
+
+def test_no_more_than_max_active_hold_blocks_there():
+    bench = Bench(max_active=2)
+    for number in range(5):
+        bench.assign(key=bytes([number]) * 16)
+    bench.open()
+    assert len(bench.to_peer(Reserve)) == 2
+
+
+# ------------------------------------------------------------------ links
+
+
+def test_another_model_there_gives_the_request_back(bench):
+    bench.assign()
+    bench.feed(PeerUp(DECODE))
+    bench.answer(OpenRefused(field="fingerprint", ours="a", theirs="b"))
+    bench.feed(Tick())
+    assert "fingerprint" in bench.one(PeerLost).reason
+    assert bench.one(Busy).decode_full
+    bench.assert_empty()
+
+
+def test_who_was_refused_may_be_followed_by_one_that_fits(bench):
+    bench.assign()
+    bench.feed(PeerUp(DECODE))
+    bench.answer(OpenRefused(field="fingerprint", ours="a", theirs="b"))
+    bench.feed(PeerDown(DECODE))
+    bench.assign(attempt=2)
+    bench.open()
+    assert bench.to_peer(Reserve)[0].attempt == 2
+
+
+def test_open_is_repeated_until_answered(bench):
+    bench.assign()
+    bench.feed(PeerUp(DECODE))
+    bench.to_peer(Open)
+    bench.later(1.1)
+    assert len(bench.to_peer(Open)) == 2
+    bench.open()
+    bench.to_peer(Open)
+    bench.later(2.0)
+    assert not bench.to_peer(Open)
+
+
+def test_a_decode_worker_that_never_answers_is_reported(bench):
+    bench.assign()
+    bench.later(4.0)
+    (lost, *_) = bench.take(PeerLost)
+    assert (lost.endpoint, lost.attempt) == (DECODE, 1)
+    assert bench.take(Busy)[0].decode_full
+    bench.assert_empty()
+
+
+def test_a_broken_connection_alone_loses_nothing(bench):
+    commit = bench.handing_over()
+    bench.feed(PeerDown(DECODE))
+    bench.later(0.5)
+    bench.open()
+    bench.to_peer(Commit)
+    bench.later(1.0)
+    assert bench.to_peer(Commit)  # repeated until answered
+    bench.committed(commit)
+    bench.assert_empty()
+
+
+def test_a_decode_worker_that_was_restarted_holds_nothing(bench):
+    bench.handing_over()
+    bench.feed(PeerDown(DECODE))
+    bench.open(incarnation=10)
+    (lost,) = bench.take(PeerLost)
+    assert lost.attempt == 1
+    assert not bench.to_peer(Release)
+    bench.assert_empty()
+
+
+def test_a_dead_decode_worker_gives_its_requests_back(bench):
+    bench.handing_over()
+    bench.hear(PeerDead(incarnation=9, endpoint=DECODE))
+    assert bench.one(PeerLost).endpoint == DECODE
+    assert bench.one(Busy).attempt == 1
+    assert [a.endpoint for a in bench.did(Disconnect)] == [DECODE]
+    bench.assert_empty()
+    bench.hear(PeerDead(incarnation=9, endpoint=DECODE))
+    assert not bench.take(PeerLost)
+
+
+def test_a_grant_nobody_waits_for_is_given_back(bench):
+    bench.assign()
+    bench.open()
+    (reserve,) = bench.to_peer(Reserve)
+    bench.hear(PeerDead(incarnation=9, endpoint=DECODE))
+    bench.grant(reserve)
+    (release,) = bench.to_peer(Release)
+    assert release.grant == GrantRef(9, reserve.serial, 0)
+
+
+# ------------------------------------------------------------------ the router
+
+
+def test_adopt_repeats_the_tokens_and_moves_the_request(bench):
+    bench.handing_over()
+    bench.take(Tokens)
+    bench.routers.clear()
+    bench.hear(Adopt(request=KEY, position=10), "router-2")
+    assert [(r, type(m)) for r, m in bench.routers] == [(ROUTER, Moved), ("router-2", Tokens)]
+    assert bench.one(Tokens).runs[0].tokens == [42]
+
+
+def test_adopt_of_a_request_without_tokens_says_that_it_is_here(bench):
+    bench.assign()
+    bench.hear(Adopt(request=KEY, position=10))
+    run = bench.one(Tokens).runs[0]
+    assert (run.position, run.tokens) == (10, [])
+
+
+def test_adopt_of_an_ended_request_repeats_tokens_and_terminal(bench):
+    bench.computing(shape={"new": 1})
+    bench.step()
+    bench.said.clear()
+    bench.hear(Adopt(request=KEY, position=10))
+    assert [type(m) for m in bench.said] == [Tokens, Terminal]
+
+
+def test_adopt_of_an_unknown_request_is_answered(bench):
+    bench.hear(Adopt(request=KEY, position=10))
+    assert bench.one(Aborted).attempt == 0
+
+
+def test_hello_lists_what_is_here_and_what_ended(bench):
+    bench.assign(key=b"a" * 16)
+    bench.open()
+    bench.grant()
+    bench.step(token=0)
+    bench.assign(key=b"b" * 16)
+    bench.feed(RouterUp(ROUTER))
+    listed = {(r.request[:1], r.done, r.router) for r in bench.one(Hello).requests}
+    assert listed == {(b"a", True, ROUTER), (b"b", False, ROUTER)}
+
+
+def test_a_router_without_memory_gets_a_hello_but_not_for_every_word(bench):
+    for _ in range(5):
+        bench.hear(Rejected(code="endpoint_unknown", message="say Hello first"))
+    assert len(bench.take(Hello)) == 1
+    bench.now += 1.0
+    bench.hear(Rejected(code="endpoint_unknown", message="say Hello first"))
+    assert len(bench.take(Hello)) == 1
+
+
+@pytest.mark.parametrize(("code", "restart"), [("endpoint_dead", True), ("model_mismatch", False)])
+def test_a_final_rejection_ends_the_process(bench, code, restart):
+    bench.hear(Rejected(code=code, message="no"))
+    (action,) = bench.did(Exit)
+    assert action.restart is restart
+
+
+def test_pings_are_answered(bench):
+    bench.hear(Ping(nonce=3))
+    assert bench.one(Pong).nonce == 3
+    bench.answer(Ping(nonce=4))
+    assert bench.to_peer(Pong)[0].nonce == 4
+
+
+def test_heartbeats_tell_progress_and_whether_the_engine_works(bench):
+    bench.computing()
+    bench.later(0.25)
+    beat = bench.take(Heartbeat)[-1]
+    assert beat.busy and beat.progress == 0 and beat.step_s > 0
+    bench.step()
+    bench.later(0.25)
+    beat = bench.take(Heartbeat)[-1]
+    assert not beat.busy and beat.progress == 1
+
+
+# ------------------------------------------------------------------ drain
+
+
+def test_a_draining_worker_finishes_what_it_has_and_takes_no_more(bench):
+    commit = bench.handing_over()
+    bench.feed(DrainRequested())
+    bench.assign(key=b"s" * 16)
+    assert bench.one(Busy).reason == "draining"
+    assert not bench.take(Drained)
+    bench.committed(commit)
+    assert [m.worker for m in bench.take(Drained)] == ["prefill-0"] * 2  # both routers
+    assert bench.core.is_drained
+
+
+def test_a_draining_worker_waits_until_its_terminals_are_heard(bench):
+    bench.computing(shape={"new": 1})
+    bench.feed(DrainRequested())
+    bench.step()
+    bench.answer(Released(request=KEY, attempt=1))
+    assert not bench.core.is_drained
+    bench.hear(TerminalAck(requests=[(KEY, 1)]))
+    assert bench.core.is_drained
+
+
+def test_tables_forget(bench):
+    bench.committed(bench.handing_over())
+    bench.hear(Abort(request=b"x" * 16, attempt=1))
+    assert bench.core.remembered
+    bench.now += 1000.0
+    bench.feed(Tick())
+    assert bench.core.remembered == 0
