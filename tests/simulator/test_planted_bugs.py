@@ -13,6 +13,8 @@ from baton.kv_transfer.receiver import Receiver
 from baton.kv_transfer.sender import Sender
 from baton.proto.messages import TokenRun, Tokens
 from baton.router.lifecycle import Lifecycle
+from baton.router.orphans import Orphans
+from baton.router.request import State
 from baton.router.worker_side import WorkerSide
 from baton.runtime.membership import Membership
 from baton.simulator.cluster import Shape
@@ -209,6 +211,30 @@ def lost_assign_not_repeated(monkeypatch):
     around(monkeypatch, Lifecycle, "assign", make)
 
 
+def ends_are_kept_for_clients_that_never_come(monkeypatch):
+    monkeypatch.setattr(Orphans, "expected", lambda self, worker, key, attempt, now: True)
+
+
+def orphans_have_no_time_of_grace(monkeypatch):
+    def over(self, key, attempt, now):
+        ended = attempt <= self._life.last_attempt(key)
+        return ended or self._life.tombstones.holds(key, now)
+
+    monkeypatch.setattr(Orphans, "_is_over", over)
+
+
+def what_is_given_back_while_its_request_waits_is_not_let_go(monkeypatch):
+    def make(original):
+        def current(self, worker, request, key, attempt, now):
+            if request is not None and request.state in (State.QUEUED, State.RECOVERING):
+                return False
+            return original(self, worker, request, key, attempt, now)
+
+        return current
+
+    around(monkeypatch, WorkerSide, "_current", make)
+
+
 LATE = Scenario(
     shape=Shape(decode=1, sizes=NARROW),
     prompt=150,
@@ -232,6 +258,9 @@ PLANTS = [
     (blocks_sent_before_they_are_computed, "narrow", 5),
     (preempted_blocks_still_count_as_computed, "scarce", 5),
     (lost_assign_not_repeated, "noise", 5),
+    (ends_are_kept_for_clients_that_never_come, "noise", 5),
+    (orphans_have_no_time_of_grace, "orphans", 5),
+    (what_is_given_back_while_its_request_waits_is_not_let_go, "drains", 10),
 ]
 
 

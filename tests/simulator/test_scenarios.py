@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import pytest
 
 from baton.simulator.__main__ import main
+from baton.simulator.clients import Record
+from baton.simulator.cluster import Shape
 from baton.simulator.coverage import observed
 from baton.simulator.invariants import Violation
-from baton.simulator.run import run
-from baton.simulator.scenarios import SCENARIOS
+from baton.simulator.run import Run, run
+from baton.simulator.scenarios import SCENARIOS, Scenario
 
 SEEDS = 3
 FULL_SEEDS = 200
@@ -21,6 +24,8 @@ FIGURES = {
     "hang": ["exits"],
     "stop": ["exits"],
     "drain": ["drained"],
+    "drains": ["drained"],
+    "orphans": ["ended orphaned"],
     "poison": ["poisoned", "ended poisoned"],
     "deadline": ["ended deadline_exceeded"],
     "slow": ["full"],
@@ -55,10 +60,54 @@ def test_every_declared_step_is_taken():
     with observed() as coverage:
         for name in ("device", "misfit", "router", "plain", "noise", "scarce-crash", "all"):
             play(name, range(3, 9))
+        a_router_restarts_while_workers_drain().play()
+        a_prompt_of_whole_blocks_comes_again().play()
+        what_nobody_has_any_more_is_cancelled().play()
     taken, missing = coverage.report()
-    # A worker that joins while it drains needs a router restart at that moment: seldom.
-    assert not set(missing) - {"worker: joining to draining", "receiver: granted own"}
+    assert not missing
     assert len(taken) > 33
+
+
+def a_router_restarts_while_workers_drain():
+    """So that they say Hello while they drain."""
+    scenario = Scenario(requests=6, load_s=0.1, answer=200, shape=Shape(restart_s=0.05))
+
+    def strike(cluster):
+        for worker in cluster.workers:
+            worker.drain()
+        cluster.routers[0].crash()
+
+    return Run(1, scenario, at_event={500: strike})
+
+
+def a_prompt_of_whole_blocks_comes_again():
+    """So that all of it is cached where it is handed over."""
+    shape = Shape(prefill=1, decode=1, clients=1)
+    run = Run(1, Scenario(requests=0, load_s=0.4, shape=shape))
+    client = run.cluster.clients[0]
+    for when in (0.1, 0.3):
+        record = Record(f"at {when}", list(range(1, 17)), 4)
+        run.cluster.network.at(when, partial(client.submit, record))
+    return run
+
+
+def what_nobody_has_any_more_is_cancelled():
+    """While the router, restarted as all workers were, still waits for a Hello that lists it."""
+    run = Run(1, Scenario(requests=6, load_s=0.1, answer=200))
+    cluster = run.cluster
+
+    def strike():
+        for node in [*cluster.routers, *cluster.workers]:
+            node.crash()
+
+    def cancel():
+        for client in cluster.clients:
+            for record in list(client.live.values()):
+                client.cancel(record, report=True)
+
+    cluster.network.at(0.12, strike)
+    cluster.network.at(1.0, cancel)
+    return run
 
 
 def test_a_run_is_repeated_exactly():
