@@ -7,7 +7,6 @@ compute thread owns the model and the blocks of the step it runs.
 from __future__ import annotations
 
 import numpy as np
-import xxhash
 
 from ..engine.cache import PagedCache
 from ..engine.plan import StepPlan, StepResult, failed_step
@@ -15,10 +14,11 @@ from ..engine.runner import Runner
 from ..engine.scheduler import Scheduler, SchedulerConfig
 from ..engine.step_time import StepTime
 from ..engine.warm_up import warm_up
-from ..kv_transfer.frames import Bytes, FrameWriter
+from ..kv_transfer.checksums import envelope_digest, payload_checksum
+from ..kv_transfer.frames import FrameWriter
 from ..kv_transfer.receiver import Receiver, ReceiverConfig
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder, decode_kv_header
-from ..proto.errors import ProtocolError
+from ..proto.errors import EnvelopeDamaged, ProtocolError
 from ..proto.limits import MAX_KV_FRAME_BYTES
 from ..proto.messages import Message, PrefillToDecode, Rejected
 from ..runtime.actions import DrainRequested, Exit, Note, Tick, ToRouter
@@ -35,11 +35,6 @@ from .config import DecodeWorkerConfig
 from .core import DecodeCore, GrantStore
 
 _log = get_logger()
-
-
-def _checksum(payload: Bytes) -> int:
-    """XXH3-64 of a payload."""
-    return xxhash.xxh3_64_intdigest(payload.data)
 
 
 class DecodeShell:
@@ -59,12 +54,14 @@ class DecodeShell:
         self._executor = runner.executor
         self._control = control
         self._data = data
-        self._encoder = EnvelopeEncoder()
-        self._decoder: EnvelopeDecoder[PrefillToDecode] = EnvelopeDecoder(PrefillToDecode)
+        self._encoder = EnvelopeEncoder(digest=envelope_digest)
+        self._decoder: EnvelopeDecoder[PrefillToDecode] = EnvelopeDecoder(
+            PrefillToDecode, digest=envelope_digest
+        )
         self._outgoing: dict[bytes, list[Message]] = {}
         self._compute = ComputeThread(loop, runner.executor.execute, self._on_result)
         self.core = self._make_core(config, runner, member)
-        self._writer = FrameWriter(runner.backend, runner.pool, _checksum)
+        self._writer = FrameWriter(runner.backend, runner.pool, payload_checksum)
         identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
         self._links = RouterLinks(loop, context, config.routers, identity, self.feed)
         self._drain_grace_s = config.drain_grace_s
@@ -130,6 +127,9 @@ class DecodeShell:
     def _hear(self, peer: bytes, frames: Frames) -> None:
         try:
             messages = self._decoder.decode(frames)
+        except EnvelopeDamaged:
+            _log.warning("peer.damaged", count=self._decoder.damaged)
+            return  # as if it had been lost: it is said again
         except ProtocolError as error:
             _log.warning("peer.malformed", error=str(error))
             reply = Rejected(code=error.code, message=str(error))

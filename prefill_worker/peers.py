@@ -12,9 +12,10 @@ from typing import Any
 
 import zmq
 
+from ..kv_transfer.checksums import envelope_digest
 from ..kv_transfer.frames import BufferPool, Bytes
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder, encode_kv_header
-from ..proto.errors import ConfigError, ProtocolError
+from ..proto.errors import ConfigError, EnvelopeDamaged, ProtocolError
 from ..proto.messages import DecodeToPrefill, KVFrame, Message
 from ..runtime.channel import ChannelOptions, Frames, SendResult
 from ..runtime.log import get_logger
@@ -92,6 +93,10 @@ class PeerLink:
     def _hear(self, frames: Frames) -> None:
         try:
             messages = self._links.decoder.decode(frames)
+        except EnvelopeDamaged:
+            count = self._links.decoder.damaged
+            _log.warning("peer.damaged", endpoint=self.endpoint, count=count)
+            return  # as if it had been lost: it is said again
         except ProtocolError as error:
             _log.warning("peer.malformed", endpoint=self.endpoint, error=str(error))
             return
@@ -123,8 +128,10 @@ class PeerLinks:
         self.on_message = on_message
         self.on_up = on_up
         self.on_down = on_down
-        self.encoder = EnvelopeEncoder()
-        self.decoder: EnvelopeDecoder[DecodeToPrefill] = EnvelopeDecoder(DecodeToPrefill)
+        self.encoder = EnvelopeEncoder(digest=envelope_digest)
+        self.decoder: EnvelopeDecoder[DecodeToPrefill] = EnvelopeDecoder(
+            DecodeToPrefill, digest=envelope_digest
+        )
         self.buffers = BufferPool()
         self._links: dict[str, PeerLink] = {}
 

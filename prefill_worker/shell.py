@@ -6,15 +6,14 @@ are final; the compute thread owns the model and writes the blocks of the step i
 
 from __future__ import annotations
 
-import xxhash
-
 from ..engine.cache import PagedCache
 from ..engine.plan import StepPlan, StepResult, failed_step
 from ..engine.runner import Runner
 from ..engine.scheduler import Scheduler, SchedulerConfig
 from ..engine.step_time import StepTime
 from ..engine.warm_up import warm_up
-from ..kv_transfer.frames import Bytes, FramePacker
+from ..kv_transfer.checksums import envelope_digest, payload_checksum
+from ..kv_transfer.frames import FramePacker
 from ..kv_transfer.sender import Sender, SenderConfig
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
 from ..proto.errors import ProtocolError
@@ -37,11 +36,6 @@ from .peers import PeerLinks
 _log = get_logger()
 
 
-def _checksum(payload: Bytes) -> int:
-    """XXH3-64 of a payload."""
-    return xxhash.xxh3_64_intdigest(payload.data)
-
-
 class PrefillShell:
     """One prefill worker process."""
 
@@ -58,10 +52,12 @@ class PrefillShell:
         self._control = control
         self._member = member
         self._executor = runner.executor
-        self._encoder = EnvelopeEncoder()
-        self._decoder: EnvelopeDecoder[PrefillToDecode] = EnvelopeDecoder(PrefillToDecode)
+        self._encoder = EnvelopeEncoder(digest=envelope_digest)
+        self._decoder: EnvelopeDecoder[PrefillToDecode] = EnvelopeDecoder(
+            PrefillToDecode, digest=envelope_digest
+        )
         self._compute = ComputeThread(loop, self._execute, self._on_result)
-        self._packer = FramePacker(runner.backend, runner.pool, _checksum)
+        self._packer = FramePacker(runner.backend, runner.pool, payload_checksum)
         self.core = self._make_core(config, runner, member)
         identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
         self._links = RouterLinks(loop, context, config.routers, identity, self.feed)

@@ -5,22 +5,33 @@ Frames::
     0      b"BT" | u8 version | msgpack array of tagged structs
     1..n   one large array each, raw bytes (:mod:`.arrays` describes them inside frame 0)
 
-Invariant of the decoders: whatever bytes come in, only DecodeFailed, LimitExceeded or
-VersionMismatch comes out, and memory stays within a small multiple of the bytes received:
-sizes and counts are checked first, and every value is decoded into a declared type, so
-nothing generic is ever built. Unknown fields, of a newer peer, are skipped unbuilt.
+Between workers envelopes are *sealed*, because what a decode worker believes nobody asks
+again: ``b"BS" | u8 version | u64 digest | msgpack array``, little-endian, with the digest of
+all that follows, array frames included. Without a seal only messages are heard that cannot
+do harm (:data:`.messages.UNSEALED`).
+
+Invariant of the decoders: whatever bytes come in, only DecodeFailed, EnvelopeDamaged,
+LimitExceeded or VersionMismatch comes out, and memory stays within a small multiple of the
+bytes received: sizes and counts are checked first, and every value is decoded into a declared
+type, so nothing generic is ever built. Unknown fields, of a newer peer, are skipped unbuilt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, NoReturn, TypeVar, get_args
 
 import msgspec
 import numpy as np
 
 from .arrays import EXT_ARRAY, Frame, array_header, plain, read_array
-from .errors import DecodeFailed, LimitExceeded, ProtocolError, VersionMismatch
+from .errors import (
+    DecodeFailed,
+    EnvelopeDamaged,
+    LimitExceeded,
+    ProtocolError,
+    VersionMismatch,
+)
 from .limits import (
     INLINE_ARRAY_BYTES,
     MAX_ARRAY_FRAMES,
@@ -30,26 +41,32 @@ from .limits import (
     MAX_MESSAGES_PER_FRAME,
     PROTOCOL_VERSION,
 )
-from .messages import KVFrame, Message
+from .messages import UNSEALED, KVFrame, Message
 
 MAGIC = b"BT"
+SEALED_MAGIC = b"BS"
 KV_MAGIC = b"BK"
 
 _PREFIX = MAGIC + bytes([PROTOCOL_VERSION])
+_SEALED_PREFIX = SEALED_MAGIC + bytes([PROTOCOL_VERSION])
+_DIGEST_BYTES = 8
 _KV_PREFIX = KV_MAGIC + bytes([PROTOCOL_VERSION])
 _ARRAY32 = 0xDD
 
 T = TypeVar("T")
+Digest = Callable[[Sequence[Frame]], int]
+"""XXH3-64 of buffers one after the other; handed in, so proto needs no library for it."""
 
 
 class EnvelopeEncoder:
     """Encodes batches of messages; one instance per thread.
 
-    ``max_bytes``: limit of the first frame, as the receiver's.
+    ``max_bytes``: limit of the first frame, as the receiver's. ``digest``: seals them.
     """
 
-    def __init__(self, max_bytes: int = MAX_CONTROL_BYTES) -> None:
+    def __init__(self, max_bytes: int = MAX_CONTROL_BYTES, digest: Digest | None = None) -> None:
         self._max_bytes = max_bytes
+        self._digest = digest
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_object)
         self._frames: list[Frame] = []
 
@@ -62,9 +79,14 @@ class EnvelopeEncoder:
         frames: list[Frame] = [b""]
         self._frames = frames
         body = self._encoder.encode(messages)
-        if len(body) + 3 > self._max_bytes or len(messages) > MAX_MESSAGES_PER_FRAME:
+        prefix = _PREFIX
+        if self._digest is not None:
+            digest = self._digest([body, *frames[1:]])
+            prefix = _SEALED_PREFIX + digest.to_bytes(_DIGEST_BYTES, "little")
+        size = len(prefix) + len(body)
+        if size > self._max_bytes or len(messages) > MAX_MESSAGES_PER_FRAME:
             raise LimitExceeded(f"{len(messages)} messages of {len(body)} bytes in one envelope")
-        frames[0] = _PREFIX + body
+        frames[0] = prefix + body
         self._frames = []  # keeps no array alive
         return frames
 
@@ -88,35 +110,54 @@ class EnvelopeEncoder:
 class EnvelopeDecoder(Generic[T]):
     """Decodes envelopes of one direction: ``EnvelopeDecoder[ClientToRouter](ClientToRouter)``.
 
-    ``max_bytes``: limit of the first frame.
+    ``max_bytes``: limit of the first frame. ``digest``: envelopes must be sealed with it;
+    ``damaged`` counts those that were not what their sender had sealed.
     """
 
-    def __init__(self, union: object, max_bytes: int = MAX_CONTROL_BYTES):
+    def __init__(
+        self, union: object, max_bytes: int = MAX_CONTROL_BYTES, digest: Digest | None = None
+    ) -> None:
         self._decoder: msgspec.msgpack.Decoder[list[T]] = msgspec.msgpack.Decoder(list[union])  # type: ignore[valid-type]
         members = get_args(union) or (union,)
         self._carriers = frozenset(
             cls for cls in members if "context" in getattr(cls, "__struct_fields__", ())
         )
         self._max_bytes = max_bytes
+        self._digest = digest
+        self.damaged = 0
 
     def decode(self, frames: Sequence[Frame]) -> list[T]:
         """Messages of one envelope; arrays are read-only views of the frames.
 
-        Raises DecodeFailed, LimitExceeded or VersionMismatch and nothing else.
+        Raises DecodeFailed, EnvelopeDamaged, LimitExceeded or VersionMismatch, nothing else.
         """
         try:
-            messages = self._decoder.decode(self._body(frames))
+            body, sealed = self._body(frames)
+            messages = self._decoder.decode(body)
             self._attach_arrays(messages, frames)
+            if self._digest is not None and not sealed:
+                _check_harmless(messages)
         except Exception as error:
             _fail(error)
         return messages
 
-    def _body(self, frames: Sequence[Frame]) -> memoryview:
+    def _body(self, frames: Sequence[Frame]) -> tuple[memoryview, bool]:
+        """The msgpack array, and whether it was sealed."""
         if not frames:
             raise DecodeFailed("a message without frames")
         if len(frames) > MAX_ARRAY_FRAMES + 1:
             raise LimitExceeded(f"{len(frames)} frames, at most {MAX_ARRAY_FRAMES + 1} are allowed")
-        return _checked_body(memoryview(frames[0]), MAGIC, self._max_bytes)
+        first = memoryview(frames[0])
+        if self._digest is None or first[:2] != SEALED_MAGIC:
+            return _checked_body(first, MAGIC, self._max_bytes), False
+        body = _checked_body(first, SEALED_MAGIC, self._max_bytes, _DIGEST_BYTES)
+        self._verify(int.from_bytes(first[3 : 3 + _DIGEST_BYTES], "little"), [body, *frames[1:]])
+        return body, True
+
+    def _verify(self, digest: int, parts: Sequence[Frame]) -> None:
+        if self._digest is not None and self._digest(parts) != digest:
+            self.damaged += 1
+            raise EnvelopeDamaged("the envelope is not what its sender sealed")
 
     def _attach_arrays(self, messages: list[T], frames: Sequence[Frame]) -> None:
         """Replace the ext in each context by its array; each frame belongs to one array."""
@@ -139,17 +180,27 @@ def _attach(context: object, frames: Sequence[Frame]) -> int:
     return 1 if frame else 0
 
 
-def _checked_body(view: memoryview, magic: bytes, max_bytes: int) -> memoryview:
-    """What follows the prefix, once magic, version, size and count of messages are right."""
+def _check_harmless(messages: list[T]) -> None:
+    for message in messages:
+        if type(message) not in UNSEALED:
+            raise DecodeFailed(f"{type(message).__name__} came without the digest it needs")
+
+
+def _checked_body(view: memoryview, magic: bytes, max_bytes: int, extra: int = 0) -> memoryview:
+    """What follows the prefix, once magic, version, size and count of messages are right.
+
+    ``extra``: bytes between version and body.
+    """
     if len(view) > max_bytes:
         raise LimitExceeded(f"a frame of {len(view)} bytes, at most {max_bytes} are allowed")
-    if len(view) < 4 or view[0] != magic[0] or view[1] != magic[1]:
+    if len(view) < 4 + extra or view[0] != magic[0] or view[1] != magic[1]:
         raise DecodeFailed("the frame does not start like a message of this protocol")
     if view[2] != PROTOCOL_VERSION:
         raise VersionMismatch(f"the peer speaks version {view[2]}, this is {PROTOCOL_VERSION}")
-    if view[3] == _ARRAY32 and int.from_bytes(view[4:8], "big") > MAX_MESSAGES_PER_FRAME:
+    body = view[3 + extra :]
+    if body[0] == _ARRAY32 and int.from_bytes(body[1:5], "big") > MAX_MESSAGES_PER_FRAME:
         raise LimitExceeded(f"more than {MAX_MESSAGES_PER_FRAME} messages in one envelope")
-    return view[3:]
+    return body
 
 
 def _fail(error: Exception) -> NoReturn:

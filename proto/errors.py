@@ -17,6 +17,7 @@
     │   └── HandoffFailed            KV blocks could not be passed on
     ├── ProtocolError                a peer's bytes broke the protocol
     │   ├── DecodeFailed             not a valid message
+    │   ├── EnvelopeDamaged          the bytes are not those that were sealed
     │   ├── LimitExceeded            larger, deeper or longer than a limit
     │   └── VersionMismatch          another protocol version
     ├── ModelMismatch                two processes serve different models or numerics
@@ -124,6 +125,12 @@ class DecodeFailed(ProtocolError):
     """The bytes are not a valid message."""
 
     code = "decode_failed"
+
+
+class EnvelopeDamaged(ProtocolError):
+    """The bytes are not those the sender put its digest on; as good as lost."""
+
+    code = "damaged"
 
 
 class LimitExceeded(ProtocolError):

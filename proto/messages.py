@@ -617,6 +617,9 @@ DecodeToPrefill = (
     | Pong
 )
 
+UNSEALED: frozenset[type[Message]] = frozenset({Probe, ProbeReply, Rejected, Ping, Pong})
+"""What workers hear of each other and of strangers without a digest (see :mod:`.codec`)."""
+
 
 # --------------------------------------------------------------------------- KV frames
 

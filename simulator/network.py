@@ -23,7 +23,7 @@ class Faults:
     loss: float = 0.0
     duplication: float = 0.0
     reordering: float = 0.0
-    damage: float = 0.0  # of a KV frame's payload
+    damage: float = 0.0  # of a KV frame's payload, and of what workers say to each other
     min_delay: float = 0.0001
     max_delay: float = 0.002
 

@@ -66,6 +66,7 @@ _PINNED = UNLUCKY | frozenset({"endpoint_dead", "endpoint_unknown", "endpoint_dr
 SCENARIOS: dict[str, Scenario] = {
     "plain": Scenario(),
     "noise": Scenario(faults=NOISE, cancels=0.1),
+    "damage": Scenario(faults=Faults(damage=0.3), requests=60),
     "crash": Scenario(crashes=3, allowed=UNLUCKY),
     "crash-noise": Scenario(crashes=3, faults=NOISE, cancels=0.1, allowed=UNLUCKY),
     "router": Scenario(crashes=2, victims=("router",), cancels=0.1, deadlines=0.1),

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from ..decode_worker import events as decode
 from ..decode_worker.core import DecodeCore, GrantStore
@@ -23,18 +22,20 @@ from ..engine.kernels.reference import NumpyBackend
 from ..engine.plan import StepPlan
 from ..engine.scheduler import Scheduler, SchedulerConfig
 from ..engine.step_time import StepTime
+from ..kv_transfer.checksums import payload_checksum
 from ..kv_transfer.frames import FramePacker, FrameWriter
 from ..kv_transfer.receiver import Receiver, ReceiverConfig
 from ..kv_transfer.sender import Sender, SenderConfig
 from ..prefill_worker import events as prefill
 from ..prefill_worker.core import PrefillCore, PrefillLimits
 from ..proto.errors import ProtocolError
-from ..proto.messages import Credit, KVFrame, Message
+from ..proto.messages import Credit, DecodeToPrefill, KVFrame, Message, PrefillToDecode
 from ..router import events as routing
 from ..runtime.actions import DrainRequested, Exit, FromRouter, RouterDown, RouterUp, Tick, ToRouter
 from ..runtime.membership import Membership, WorkerIdentity
 from .nodes import DETECT_S, Node, RouterNode
 from .toy_model import KILLS_DECODE, KILLS_PREFILL, Poisoned, ToyExecutor, toy_card
+from .wire import Envelope, sealed_decoder
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -61,11 +62,6 @@ class Sizes:
     budget: int = 2048
     stream_tokens: int = 24
     device: bool = False
-
-
-def checksum(payload: Bytes) -> int:
-    """XXH3-64, as in the shells."""
-    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(payload).data)
 
 
 def warm_times() -> StepTime:
@@ -211,7 +207,8 @@ class PrefillNode(WorkerNode[PrefillCore]):
         self.sender = Sender(self.incarnation, layout, SenderConfig(frame_bytes=sizes.frame_bytes))
         limits = PrefillLimits(max_active=6, stream_tokens=sizes.stream_tokens, growth=sizes.growth)
         self.core = PrefillCore(self.member, self.scheduler, self.sender, limits, warm_times())
-        self.packer = FramePacker(NumpyBackend(), self.executor.pool, checksum)
+        self.packer = FramePacker(NumpyBackend(), self.executor.pool, payload_checksum)
+        self.decoder = sealed_decoder(DecodeToPrefill)
         self.connected: set[str] = set()
 
     def perform(self, action: object) -> None:
@@ -261,7 +258,13 @@ class PrefillNode(WorkerNode[PrefillCore]):
     def _to_peer(self, endpoint: str, message: Message) -> None:
         node, identity = self.cluster.decode_at(endpoint), self.identity
         if node is not None and endpoint in self.connected:
-            self.transmit(node, lambda: node.hear(self, identity, message))
+            envelope = Envelope(message, self.cluster.network)
+            self.transmit(node, lambda: node.hear(self, identity, envelope))
+
+    def hear(self, endpoint: str, envelope: Envelope) -> None:
+        """Control message from a decode worker."""
+        for message in envelope.read(self.decoder, self.cluster.stats):
+            self.feed(prefill.FromPeer(endpoint, message))
 
     def _pack(self, action: prefill.PackFrame) -> None:
         send = action.send
@@ -326,7 +329,8 @@ class DecodeNode(WorkerNode[DecodeCore]):
             1 << 20,
             warm_times(),
         )
-        self.writer = FrameWriter(NumpyBackend(), self.executor.pool, checksum)
+        self.writer = FrameWriter(NumpyBackend(), self.executor.pool, payload_checksum)
+        self.decoder = sealed_decoder(PrefillToDecode)
         self.peers: dict[bytes, PrefillNode] = {}
 
     def perform(self, action: object) -> None:
@@ -342,10 +346,11 @@ class DecodeNode(WorkerNode[DecodeCore]):
     def _finish(self, plan: StepPlan, seconds: float) -> None:
         self.feed(decode.StepDone(self.executor.execute(plan, seconds)))
 
-    def hear(self, node: PrefillNode, identity: bytes, message: Message) -> None:
+    def hear(self, node: PrefillNode, identity: bytes, envelope: Envelope) -> None:
         """Control message from a prefill worker."""
         self.peers[identity] = node
-        self.feed(decode.FromPeer(identity, message))
+        for message in envelope.read(self.decoder, self.cluster.stats):
+            self.feed(decode.FromPeer(identity, message))
 
     def peer_gone(self, identity: bytes) -> None:
         """A prefill worker's connection broke."""
@@ -358,7 +363,8 @@ class DecodeNode(WorkerNode[DecodeCore]):
         if node is not None and node.alive and node.identity == peer:
             endpoint = self.endpoint
             self.cluster.stats["credits"] += isinstance(message, Credit)
-            self.transmit(node, lambda: node.feed(prefill.FromPeer(endpoint, message)))
+            envelope = Envelope(message, self.cluster.network)
+            self.transmit(node, lambda: node.hear(endpoint, envelope))
 
     def data(self, frame: KVFrame, payload: Bytes) -> None:
         """A KV frame arrived."""

@@ -165,3 +165,26 @@ def test_the_workers_are_whole_after_all_the_damage(tapped):
         lambda: all(w["kv_blocks_used"] == 0 for w in running.workers().values()),
         what="all blocks to be free",
     )
+
+
+def test_a_damaged_word_between_the_workers_is_lost_and_said_again(shared_cluster):
+    """Every second envelope towards the decode worker, one bit each: no answer is another one."""
+    running = shared_cluster(model=DATA / MODEL, prefill=1, decode=1, chunk_budget=0)
+    (path,) = running.folder.rglob("decode-0.sock")
+    tap = WireTap(path)
+    counts = Counter()
+
+    def hand(body: bytearray, more: bool) -> None:
+        counts["seen"] += 1
+        if body.startswith(b"BS") and counts["seen"] % 2 == 0:
+            body[11 + counts["done"] * 37 % (len(body) - 11)] ^= 0x01
+            counts["done"] += 1
+
+    tap.hand = hand
+    try:
+        with running.client() as client:
+            answers = ask_all(client, jobs(CASES * 2, cache_salt="control"))
+    finally:
+        tap.close()
+    assert [a.tokens for a in answers] == [case.greedy for case in CASES * 2]
+    assert counts["done"] > 1

@@ -1,4 +1,5 @@
 import struct
+import zlib
 from typing import get_args
 
 import msgspec
@@ -16,14 +17,23 @@ from baton.proto.codec import (
     decode_kv_header,
     encode_kv_header,
 )
-from baton.proto.errors import DecodeFailed, LimitExceeded, VersionMismatch
+from baton.proto.errors import (
+    DecodeFailed,
+    EnvelopeDamaged,
+    LimitExceeded,
+    ProtocolError,
+    VersionMismatch,
+)
 from baton.proto.messages import (
     ClientToRouter,
+    Commit,
     DecodeToPrefill,
+    Fence,
     GrantRef,
     KVFrame,
     Ping,
     PrefillToDecode,
+    Probe,
     RouterToClient,
     RouterToWorker,
     Submit,
@@ -347,3 +357,79 @@ def test_numbers_and_lengths_out_of_bounds_are_refused(name):
     frame = b"BT\x01" + msgspec.msgpack.encode([message])
     with pytest.raises(DecodeFailed, match="Expected"):
         EnvelopeDecoder(union).decode([frame])
+
+
+# ------------------------------------------------------------------ seals
+
+
+def digest(parts):
+    return zlib.crc32(b"".join(parts))
+
+
+sealing = EnvelopeEncoder(digest=digest)
+
+
+def sealed_decoder():
+    return EnvelopeDecoder(PrefillToDecode, digest=digest)
+
+
+def large_commit():
+    context = WireContext(tokens=np.arange(2000, dtype=np.int32), max_length=4000)
+    grant = GrantRef(7, 1, 2)
+    return Commit(
+        request=b"r", attempt=1, grant=grant, frames=1, bytes=9, digest=3, context=context,
+        emitted=[5, 6], router="r", deadline=1.0,
+    )  # fmt: skip
+
+
+def test_a_sealed_envelope_is_read_as_it_was_sealed():
+    messages = [large_commit(), Ping(nonce=3)]
+    frames = sealing.encode(messages)
+    assert len(frames) == 2
+    assert bytes(frames[0][:3]) == b"BS\x01"
+    assert int.from_bytes(frames[0][3:11], "little") == digest([frames[0][11:], frames[1]])
+    decoder = sealed_decoder()
+    assert decoder.decode(frames) == messages
+    assert decoder.damaged == 0
+
+
+def test_every_flipped_bit_of_a_sealed_envelope_is_noticed():
+    frames = [bytes(frame) for frame in sealing.encode([large_commit()])]
+    decoder, flips = sealed_decoder(), 0
+    for which, frame in enumerate(frames):
+        for at in range(0, len(frame), 1 if which == 0 else 97):
+            damaged = bytearray(frame)
+            damaged[at] ^= 1 << at % 8
+            with pytest.raises(EnvelopeDamaged if which or at > 2 else ProtocolError):
+                decoder.decode([*frames[:which], bytes(damaged), *frames[which + 1 :]])
+            flips += 1
+    assert decoder.damaged == flips - 3
+
+
+def test_without_a_seal_only_harmless_messages_are_heard():
+    decoder = sealed_decoder()
+    harmless = [Ping(nonce=1), Probe(nonce=2)]
+    assert decoder.decode(EnvelopeEncoder().encode(harmless)) == harmless
+    for message in (large_commit(), Fence(grant=GrantRef(1, 2, 3))):
+        with pytest.raises(DecodeFailed, match="without the digest"):
+            decoder.decode(EnvelopeEncoder().encode([Ping(nonce=1), message]))
+
+
+def test_a_seal_means_nothing_where_none_is_asked_for():
+    with pytest.raises(DecodeFailed):
+        decode(sealing.encode([Ping(nonce=1)]))
+
+
+@pytest.mark.parametrize(
+    "frame", [b"BS", b"BS\x01" + bytes(8), b"BS\x01\x90", b"BS\x01" + b"\xdd" * 8]
+)
+def test_a_sealed_envelope_cut_short(frame):
+    with pytest.raises(DecodeFailed):
+        sealed_decoder().decode([frame])
+
+
+def test_the_size_limit_counts_the_seal():
+    size = len(sealing.encode([Ping(nonce=1)])[0])
+    EnvelopeEncoder(size, digest).encode([Ping(nonce=1)])
+    with pytest.raises(LimitExceeded):
+        EnvelopeEncoder(size - 1, digest).encode([Ping(nonce=1)])

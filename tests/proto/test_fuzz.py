@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.kv_transfer.checksums import envelope_digest
 from baton.proto import TextContext, msgpack_numpy_decoder, msgpack_numpy_encoder
 from baton.proto.codec import EnvelopeDecoder, EnvelopeEncoder, decode_kv_header
-from baton.proto.errors import DecodeFailed, LimitExceeded, VersionMismatch
+from baton.proto.errors import DecodeFailed, EnvelopeDamaged, LimitExceeded, VersionMismatch
 from baton.proto.messages import (
     ClientToRouter,
     DecodeToPrefill,
@@ -23,7 +24,7 @@ from baton.proto.messages import (
     WorkerToRouter,
 )
 
-ALLOWED = (DecodeFailed, LimitExceeded, VersionMismatch)
+ALLOWED = (DecodeFailed, EnvelopeDamaged, LimitExceeded, VersionMismatch)
 DECODERS = [
     EnvelopeDecoder(union)
     for union in (
@@ -34,6 +35,9 @@ DECODERS = [
         PrefillToDecode,
         DecodeToPrefill,
     )
+]
+DECODERS += [
+    EnvelopeDecoder(union, digest=envelope_digest) for union in (PrefillToDecode, DecodeToPrefill)
 ]
 MAPS = msgpack_numpy_decoder(TextContext)
 CONTEXT = msgpack_numpy_encoder()(
@@ -76,6 +80,9 @@ def feed_one(decode, data):
 def test_random_bytes(frames, body):
     feed(frames)
     feed([b"BT\x01" + body, *frames])
+    feed([b"BS\x01" + body, *frames])
+    sealed = b"BS\x01" + envelope_digest([body, *frames]).to_bytes(8, "little")
+    feed([sealed + body, *frames])
     feed_one(decode_kv_header, body)
     feed_one(decode_kv_header, b"BK\x01" + body)
     feed_one(MAPS, body)

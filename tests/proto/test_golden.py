@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from msgspec import inspect
 
+from baton.kv_transfer.checksums import envelope_digest
 from baton.proto.codec import (
     EnvelopeDecoder,
     EnvelopeEncoder,
@@ -22,6 +23,7 @@ from baton.proto.codec import (
 )
 from baton.proto.messages import (
     ClientToRouter,
+    Commit,
     DecodeToPrefill,
     KVFrame,
     PrefillToDecode,
@@ -79,7 +81,17 @@ def golden_bytes():
             kind: [bytes(frame).hex() for frame in encode([sample(info, full=kind == "full")])]
             for kind in ("full", "least")
         }
+    recorded["sealed"] = {kind: [f.hex() for f in sealed(kind)] for kind in ("full", "least")}
     return recorded
+
+
+def sealed(kind):
+    """Frames of a Commit between workers, its context long enough for a frame of its own."""
+    commit = sample(inspect.type_info(Commit), full=kind == "full")
+    tokens = np.arange(1024, dtype=np.int32)
+    context = msgspec.structs.replace(commit.context, tokens=tokens)
+    commit = msgspec.structs.replace(commit, context=context)
+    return [bytes(f) for f in EnvelopeEncoder(digest=envelope_digest).encode([commit])]
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +124,15 @@ def test_recorded_kv_header(golden):
     assert encode_kv_header(decode_kv_header(frame)) == frame
 
 
+@pytest.mark.parametrize("kind", ["full", "least"])
+def test_recorded_sealed_envelope(golden, kind):
+    frames = [bytes.fromhex(frame) for frame in golden["sealed"][kind]]
+    assert frames == sealed(kind)
+    assert frames[0][3:11] == envelope_digest([frames[0][11:], frames[1]]).to_bytes(8, "little")
+    (commit,) = EnvelopeDecoder(PrefillToDecode, digest=envelope_digest).decode(frames)
+    assert commit.context.tokens.tolist() == list(range(1024))
+
+
 def test_a_large_array_is_a_frame_of_its_own():
     cls = get_args(ClientToRouter)[0]
     message = sample(inspect.type_info(cls), full=False)
@@ -123,4 +144,4 @@ def test_a_large_array_is_a_frame_of_its_own():
 
 
 def test_no_message_is_missing_or_left_over(golden):
-    assert set(golden) == {name for name, _ in MEMBERS} | {"KVFrame"}
+    assert set(golden) == {name for name, _ in MEMBERS} | {"KVFrame", "sealed"}

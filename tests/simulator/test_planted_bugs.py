@@ -11,6 +11,7 @@ from baton.kv_transfer.credit import CreditPool
 from baton.kv_transfer.frames import FrameWriter
 from baton.kv_transfer.receiver import Receiver
 from baton.kv_transfer.sender import Sender
+from baton.proto.codec import EnvelopeDecoder
 from baton.proto.messages import TokenRun, Tokens
 from baton.router.lifecycle import Lifecycle
 from baton.router.orphans import Orphans
@@ -50,6 +51,10 @@ def checksum_not_checked(monkeypatch):
         return True
 
     monkeypatch.setattr(FrameWriter, "write", write)
+
+
+def digest_not_verified(monkeypatch):
+    monkeypatch.setattr(EnvelopeDecoder, "_verify", lambda self, digest, parts: None)
 
 
 def credit_beyond_the_window(monkeypatch):
@@ -244,6 +249,7 @@ LATE = Scenario(
 PLANTS = [
     (generation_not_raised_and_digest_not_compared, LATE, 10),
     (checksum_not_checked, "noise", 5),
+    (digest_not_verified, "damage", 10),
     (credit_beyond_the_window, "narrow", 5),
     (credit_not_heeded, "narrow", 5),
     (position_off_by_one_after_adopt, "noise", 5),

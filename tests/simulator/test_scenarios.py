@@ -19,6 +19,7 @@ SEEDS = 3
 FULL_SEEDS = 200
 FIGURES = {
     "noise": ["lost", "duplicated", "reordered", "damaged"],
+    "damage": ["damaged", "damaged_control"],
     "crash": ["replays"],
     "scarce": ["preemptions"],
     "hang": ["exits"],
