@@ -20,12 +20,12 @@ from collections import deque
 from pathlib import Path
 
 import numpy as np
-import xxhash
 import zmq
 
 from ..engine.cache import PagedCache
 from ..engine.kernels import load_backend
-from ..kv_transfer.frames import BufferPool, Bytes, FramePacker, FrameWriter
+from ..engine.runner import make_pool
+from ..kv_transfer.frames import BufferPool, FramePacker, FrameWriter
 from ..kv_transfer.receiver import Handover, Receiver, ReceiverConfig, Reply
 from ..kv_transfer.sender import Done, Send, Sender, SenderConfig, SendFrame
 from ..proto.codec import (
@@ -53,10 +53,6 @@ LAYOUT = KVLayout(num_layers=12, num_kv_heads=4, head_dim=64, block_size=16)
 Socket = zmq.Socket[bytes]
 
 
-def _checksum(payload: Bytes) -> int:
-    return xxhash.xxh3_64_intdigest(payload.data)
-
-
 def receive(folder: str, max_tokens: int) -> None:
     """Decode side: serve handoffs and raw transfers until told to stop."""
     context: zmq.Context[Socket] = zmq.Context()
@@ -64,12 +60,10 @@ def receive(folder: str, max_tokens: int) -> None:
     for name, socket in (("control", control), ("data", data), ("raw", raw)):
         socket.bind(f"ipc://{folder}/{name}")
     blocks = LAYOUT.blocks_for(max_tokens) + 2
-    pool = np.zeros((LAYOUT.num_layers, blocks, *LAYOUT.block_shape), np.float32)
+    pool = make_pool(LAYOUT, blocks)
     cache = PagedCache(blocks, LAYOUT.block_size)
     receiver = Receiver(1, LAYOUT, cache, ReceiverConfig())
-    writer = FrameWriter(
-        load_backend(), pool, lambda payload: xxhash.xxh3_64_intdigest(payload.data)
-    )
+    writer = FrameWriter(load_backend(), pool)
     encoder = EnvelopeEncoder()
     decoder: EnvelopeDecoder[PrefillToDecode] = EnvelopeDecoder(PrefillToDecode)
     poller = zmq.Poller()
@@ -124,11 +118,11 @@ class Prefill:
         for name, socket in (("control", self.control), ("data", self.data), ("raw", self.raw)):
             socket.connect(f"ipc://{folder}/{name}")
         blocks = LAYOUT.blocks_for(max_tokens) + 2
-        shape = (LAYOUT.num_layers, blocks, *LAYOUT.block_shape)
-        self.pool = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+        self.pool = make_pool(LAYOUT, blocks)
+        np.random.default_rng(0).standard_normal(out=self.pool, dtype=np.float32)
         self.scattered = np.random.default_rng(1).permutation(blocks).astype(np.int32)
         self.table = self.scattered
-        self.packer = FramePacker(load_backend(), self.pool, _checksum)
+        self.packer = FramePacker(load_backend(), self.pool)
         self.buffers = BufferPool()
         self.in_flight: deque[tuple[zmq.MessageTracker, np.ndarray]] = deque()
         self.encoder = EnvelopeEncoder()

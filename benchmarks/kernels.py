@@ -19,6 +19,8 @@ import numpy.typing as npt
 
 from ..engine.kernels import load_backend
 from ..engine.kernels.backend import F32, Backend
+from ..engine.runner import make_pool
+from ..proto.layout import KVLayout
 
 Call = Callable[[], object]
 
@@ -120,7 +122,9 @@ def attention_row(backend: Backend, name: str, rows: int, context: int, peak: fl
 def move_row(backend: Backend, blocks: int) -> None:
     """Six layers of blocks of m25 to a contiguous payload and back."""
     rng = np.random.default_rng(0)
-    pool = rng.standard_normal((6, 3 * blocks, 2, 4, BLOCK_SIZE, 64), dtype=np.float32)
+    layout = KVLayout(num_layers=6, num_kv_heads=4, head_dim=64, block_size=BLOCK_SIZE)
+    pool = make_pool(layout, 3 * blocks)
+    rng.standard_normal(out=pool, dtype=np.float32)
     ids = rng.permutation(3 * blocks)[:blocks].astype(np.int32)
     size = 6 * blocks * pool[0, 0].nbytes
     payload: npt.NDArray[np.uint8] = np.zeros(size, np.uint8)
@@ -128,8 +132,8 @@ def move_row(backend: Backend, blocks: int) -> None:
     best = measure(
         {
             "memcpy": lambda: np.copyto(payload, source),
-            "gather and checksum": lambda: backend.gather_blocks(pool, 0, 6, ids, payload),
-            "scatter": lambda: backend.scatter_blocks(pool, 0, 6, ids, payload),
+            "gather and sum": lambda: backend.gather_blocks(pool, 0, 6, ids, payload),
+            "scatter and sum": lambda: backend.scatter_blocks(pool, 0, 6, ids, payload),
         }
     )
     figures = "".join(f"  {name} {size / each / 1e9:5.1f}" for name, each in best.items())

@@ -14,7 +14,7 @@ from ..engine.runner import Runner
 from ..engine.scheduler import Scheduler, SchedulerConfig
 from ..engine.step_time import StepTime
 from ..engine.warm_up import warm_up
-from ..kv_transfer.checksums import envelope_digest, payload_checksum
+from ..kv_transfer.checksums import envelope_digest
 from ..kv_transfer.frames import FrameWriter
 from ..kv_transfer.receiver import Receiver, ReceiverConfig
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder, decode_kv_header
@@ -61,7 +61,7 @@ class DecodeShell:
         self._outgoing: dict[bytes, list[Message]] = {}
         self._compute = ComputeThread(loop, runner.executor.execute, self._on_result)
         self.core = self._make_core(config, runner, member)
-        self._writer = FrameWriter(runner.backend, runner.pool, payload_checksum)
+        self._writer = FrameWriter(runner.backend, runner.pool)
         identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
         self._links = RouterLinks(loop, context, config.routers, identity, self.feed)
         self._drain_grace_s = config.drain_grace_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from .checkpoint import Checkpoint, load_checkpoint
 from .executor import Executor
 from .kernels import load_backend
 from .kernels.backend import Backend
+from .kernels.memory import aligned_zeros
 from .models.decoder import Progress
 from .models.registry import build_model
 
@@ -74,13 +76,21 @@ def load_runner(config: RunnerConfig, on_progress: Progress | None = None) -> Ru
     blocks = _num_blocks(config, layout)
     backend = load_backend(config.backend)
     model = build_model(checkpoint, backend, length, on_progress)
-    # Zeros cost nothing until touched, and a block sent before it is full leaks no old memory.
-    pool = np.zeros((layout.num_layers, blocks, *layout.block_shape), np.float32)
+    pool = make_pool(layout, blocks)
     numerics = _numerics(checkpoint, backend, length)
     served = _fit_pool(length, blocks, layout)
     card = _card(config, checkpoint, numerics, layout, served, model.weights_bytes)
     executor = Executor(model, pool, config.layer_group)
     return Runner(card, pool, executor, backend, checkpoint.generation.defaults)
+
+
+def make_pool(layout: KVLayout, blocks: int) -> F32:
+    """KV pool, float32 ``[L, NB, 2, Hk, BS, D]`` of zeros, aligned to cache lines.
+
+    Zeros cost nothing until touched, and a block sent before it is full leaks no old memory.
+    """
+    shape = (layout.num_layers, blocks, *layout.block_shape)
+    return aligned_zeros(4 * math.prod(shape)).view(np.float32).reshape(shape)
 
 
 def _served_length(config: RunnerConfig, checkpoint: Checkpoint) -> int:

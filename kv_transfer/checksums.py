@@ -1,4 +1,4 @@
-"""XXH3-64, as prefill and decode workers put it on payloads and on what they say to each other."""
+"""XXH3-64, as prefill and decode workers put it on what they say to each other."""
 
 from __future__ import annotations
 
@@ -7,12 +7,6 @@ from collections.abc import Sequence
 import xxhash
 
 from ..proto.arrays import Frame
-from .frames import Bytes
-
-
-def payload_checksum(payload: Bytes) -> int:
-    """Of the bytes of a KV frame; C-contiguous uint8."""
-    return xxhash.xxh3_64_intdigest(payload.data)
 
 
 def envelope_digest(parts: Sequence[Frame]) -> int:

@@ -1,12 +1,13 @@
 """Writing and reading KV frames: pool blocks to bytes on the wire and back.
 
-Invariant: bytes reach the pool only after bounds and checksum were checked. The block kernels
-are handed in, so this module knows no device; a device transport replaces it, not the protocol.
+Invariant: a payload is written only within bounds, and its cells count as arrived only if its
+checksum is right; until then nobody reads them. So one pass over the bytes checks and writes
+them. The block kernels are handed in, so this module knows no device; a device transport
+replaces it, not the protocol.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -40,8 +41,12 @@ class BlockKernels(Protocol):
         layer_count: int,
         block_ids: Int32,
         payload: Bytes,
-    ) -> None:
-        """Copy ``payload`` into blocks."""
+    ) -> int:
+        """Copy ``payload`` into blocks and return its XXH3-64."""
+        ...
+
+    def checksum(self, payload: Bytes) -> int:
+        """XXH3-64 of a payload."""
         ...
 
 
@@ -71,38 +76,29 @@ class BufferPool:
             free.append(buffer)
 
 
-Checksum = Callable[[Bytes], int]
-
-
 class FramePacker:
     """Sender side: gathers the cells of a frame and computes its checksum in one pass.
 
-    With a ``checksum`` function, cells that lie side by side in the pool are not gathered at
-    all: the frame is a view of the pool. That is safe because the blocks are held until the
-    handoff ends, and what is overwritten after an abort belongs to a grant that is gone.
+    Cells that lie side by side in the pool are not gathered at all: the frame is a view of
+    the pool. That is safe because the blocks are held until the handoff ends, and what is
+    overwritten after an abort belongs to a grant that is gone.
     """
 
-    def __init__(
-        self,
-        kernels: BlockKernels,
-        pool: npt.NDArray[np.float32],
-        checksum: Checksum | None = None,
-    ) -> None:
+    def __init__(self, kernels: BlockKernels, pool: npt.NDArray[np.float32]) -> None:
         self._kernels = kernels
         self._pool = pool
-        self._checksum = checksum
 
     def view(self, frame: KVFrame, block_table: Int32) -> tuple[KVFrame, Bytes] | None:
         """Header and payload of a frame that needs no copy, else None."""
         first, count = frame.block_start, frame.block_count
-        if self._checksum is None or frame.layer_count != 1:
+        if frame.layer_count != 1:
             return None
         blocks = block_table[first : first + count]
         start = int(blocks[0])
         if int(blocks[-1]) - start != count - 1 or (np.diff(blocks) != 1).any():
             return None
         payload = self._pool[frame.layer_start, start : start + count].reshape(-1).view(np.uint8)
-        return msgspec.structs.replace(frame, checksum=self._checksum(payload)), payload
+        return msgspec.structs.replace(frame, checksum=self._kernels.checksum(payload)), payload
 
     def pack(self, frame: KVFrame, block_table: Int32, out: Bytes) -> KVFrame:
         """Fill ``out`` (``frame.nbytes`` bytes); returns the header with its checksum."""
@@ -114,23 +110,17 @@ class FramePacker:
 
 
 class FrameWriter:
-    """Receiver side: checks a payload and scatters it into its blocks."""
+    """Receiver side: scatters a payload into its blocks and checks it in the same pass."""
 
-    def __init__(
-        self,
-        kernels: BlockKernels,
-        pool: npt.NDArray[np.float32],
-        checksum: Checksum,
-    ) -> None:
+    def __init__(self, kernels: BlockKernels, pool: npt.NDArray[np.float32]) -> None:
         self._kernels = kernels
         self._pool = pool
-        self._checksum = checksum
 
     def write(self, frame: KVFrame, blocks: Int32, payload: Bytes) -> bool:
-        """Write an intact payload; False (and nothing written) when it is damaged."""
-        if payload.nbytes != frame.nbytes or self._checksum(payload) != frame.checksum:
+        """Write a payload; False when it is damaged and its cells stay absent."""
+        if payload.nbytes != frame.nbytes:
             return False
-        self._kernels.scatter_blocks(
+        digest = self._kernels.scatter_blocks(
             self._pool, frame.layer_start, frame.layer_count, blocks, payload
         )
-        return True
+        return digest == frame.checksum

@@ -12,7 +12,7 @@ from ..engine.runner import Runner
 from ..engine.scheduler import Scheduler, SchedulerConfig
 from ..engine.step_time import StepTime
 from ..engine.warm_up import warm_up
-from ..kv_transfer.checksums import envelope_digest, payload_checksum
+from ..kv_transfer.checksums import envelope_digest
 from ..kv_transfer.frames import FramePacker
 from ..kv_transfer.sender import Sender, SenderConfig
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
@@ -57,7 +57,7 @@ class PrefillShell:
             PrefillToDecode, digest=envelope_digest
         )
         self._compute = ComputeThread(loop, self._execute, self._on_result)
-        self._packer = FramePacker(runner.backend, runner.pool, payload_checksum)
+        self._packer = FramePacker(runner.backend, runner.pool)
         self.core = self._make_core(config, runner, member)
         identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
         self._links = RouterLinks(loop, context, config.routers, identity, self.feed)

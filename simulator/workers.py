@@ -22,7 +22,6 @@ from ..engine.kernels.reference import NumpyBackend
 from ..engine.plan import StepPlan
 from ..engine.scheduler import Scheduler, SchedulerConfig
 from ..engine.step_time import StepTime
-from ..kv_transfer.checksums import payload_checksum
 from ..kv_transfer.frames import FramePacker, FrameWriter
 from ..kv_transfer.receiver import Receiver, ReceiverConfig
 from ..kv_transfer.sender import Sender, SenderConfig
@@ -207,7 +206,7 @@ class PrefillNode(WorkerNode[PrefillCore]):
         self.sender = Sender(self.incarnation, layout, SenderConfig(frame_bytes=sizes.frame_bytes))
         limits = PrefillLimits(max_active=6, stream_tokens=sizes.stream_tokens, growth=sizes.growth)
         self.core = PrefillCore(self.member, self.scheduler, self.sender, limits, warm_times())
-        self.packer = FramePacker(NumpyBackend(), self.executor.pool, payload_checksum)
+        self.packer = FramePacker(NumpyBackend(), self.executor.pool)
         self.decoder = sealed_decoder(DecodeToPrefill)
         self.connected: set[str] = set()
 
@@ -329,7 +328,7 @@ class DecodeNode(WorkerNode[DecodeCore]):
             1 << 20,
             warm_times(),
         )
-        self.writer = FrameWriter(NumpyBackend(), self.executor.pool, payload_checksum)
+        self.writer = FrameWriter(NumpyBackend(), self.executor.pool)
         self.decoder = sealed_decoder(PrefillToDecode)
         self.peers: dict[bytes, PrefillNode] = {}
 

@@ -130,6 +130,10 @@ class Backend(Protocol):
 
     def scatter_blocks(
         self, pool: F32, layer_start: int, layer_count: int, block_ids: I32, payload: U8
-    ) -> None:
-        """Inverse of :meth:`gather_blocks`; the caller has checked the checksum."""
+    ) -> int:
+        """Inverse of :meth:`gather_blocks`; returns the XXH3-64 of the payload it wrote."""
+        ...
+
+    def checksum(self, payload: U8) -> int:
+        """XXH3-64 of a payload."""
         ...

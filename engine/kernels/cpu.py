@@ -14,11 +14,10 @@ import xxhash
 
 from . import _cpu
 from .backend import F32, I32, I64, U8, PackedLinear, Weights
+from .memory import aligned_zeros
 
 REVISION = 1
 """Raise it when a change of the C code changes a bit of any result."""
-
-CACHE_LINE = 64
 
 
 @dataclass(slots=True)
@@ -139,18 +138,17 @@ class CpuBackend:
         self, pool: F32, layer_start: int, layer_count: int, block_ids: I32, out: U8
     ) -> int:
         """Copy blocks layer-major into contiguous ``out`` and return the XXH3-64 of the copy."""
-        _cpu.gather(pool, layer_start, layer_count, block_ids, out)
-        return xxhash.xxh3_64_intdigest(out.data)
+        digest = _cpu.gather(self._isa, pool, layer_start, layer_count, block_ids, out)
+        return self.checksum(out) if digest is None else digest
 
     def scatter_blocks(
         self, pool: F32, layer_start: int, layer_count: int, block_ids: I32, payload: U8
-    ) -> None:
-        """Inverse of :meth:`gather_blocks`; the caller has checked the checksum."""
-        _cpu.scatter(pool, layer_start, layer_count, block_ids, payload)
+    ) -> int:
+        """Inverse of :meth:`gather_blocks`; returns the XXH3-64 of what it wrote."""
+        digest = _cpu.scatter(self._isa, pool, layer_start, layer_count, block_ids, payload)
+        return self.checksum(payload) if digest is None else digest
 
-
-def aligned_zeros(nbytes: int) -> U8:
-    """Zeroed bytes that start on a cache line: a vector then never straddles two."""
-    memory = np.zeros(nbytes + CACHE_LINE, np.uint8)
-    skip = -memory.ctypes.data % CACHE_LINE
-    return memory[skip : skip + nbytes]
+    def checksum(self, payload: U8) -> int:
+        """XXH3-64 of a payload."""
+        digest = _cpu.checksum(self._isa, payload)
+        return xxhash.xxh3_64_intdigest(payload.data) if digest is None else digest

@@ -178,15 +178,20 @@ class NumpyBackend:
         view = out.view(pool.dtype).reshape(picked)
         for layer in range(layer_count):
             np.take(pool[layer_start + layer], block_ids, axis=0, out=view[layer])
-        return xxhash.xxh3_64_intdigest(out.data)
+        return self.checksum(out)
 
     def scatter_blocks(
         self, pool: F32, layer_start: int, layer_count: int, block_ids: I32, payload: U8
-    ) -> None:
-        """Inverse of :meth:`gather_blocks`; the caller has checked the checksum."""
+    ) -> int:
+        """Inverse of :meth:`gather_blocks`; returns the XXH3-64 of what it wrote."""
         picked = _picked(pool, layer_start, layer_count, block_ids, payload)
         values = np.frombuffer(payload, pool.dtype).reshape(picked)
         pool[layer_start : layer_start + layer_count, block_ids] = values
+        return self.checksum(payload)
+
+    def checksum(self, payload: U8) -> int:
+        """XXH3-64 of a payload."""
+        return xxhash.xxh3_64_intdigest(payload.data)
 
 
 def _rms(x: Floats, weight: Floats, eps: float) -> Floats:

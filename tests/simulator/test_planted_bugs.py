@@ -45,11 +45,9 @@ def generation_not_raised_and_digest_not_compared(monkeypatch):
 
 def checksum_not_checked(monkeypatch):
     def write(self, frame, blocks, payload):
-        self._kernels.scatter_blocks(
-            self._pool, frame.layer_start, frame.layer_count, blocks, payload
-        )
-        return True
+        return intact(self, frame, blocks, payload) or True
 
+    intact = FrameWriter.write
     monkeypatch.setattr(FrameWriter, "write", write)
 
 

@@ -13,6 +13,8 @@
 
 #include "sample.h"
 
+#include "blocks.h"
+
 const Kernels TABLE = {
     .name = TABLE_NAME,
     .panel = PANEL,
@@ -23,4 +25,6 @@ const Kernels TABLE = {
     .attention = attention,
     .silu_mul = silu_mul,
     .draw = draw,
+    .move = move,
+    .checksum = checksum,
 };

@@ -7,9 +7,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-#if defined(__x86_64__)
-#include <emmintrin.h>
-#endif
 
 #include "kernels.h"
 
@@ -340,15 +337,6 @@ static PyObject *py_attention(PyObject *self, PyObject *const *a, Py_ssize_t n) 
 
 /* ---- blocks on the move ---- */
 
-typedef struct {
-    char *pool;     /* first layer wanted */
-    char *payload;
-    const int32_t *ids;
-    int64_t count;  /* blocks of a layer */
-    int64_t blocks; /* of the pool, per layer */
-    size_t bytes;   /* of one block of one layer */
-} Move;
-
 static int take_move(Arrays *arrays, PyObject *const *a, int gather, Move *m) {
     const Py_buffer *pool, *ids, *payload;
     int64_t start, layers;
@@ -366,71 +354,69 @@ static int take_move(Arrays *arrays, PyObject *const *a, int gather, Move *m) {
     if (!all_below(ids, "block_ids", pool->shape[1])) return 0;
     if (!apart(pool, payload, "pool and payload")) return 0;
     *m = (Move){.pool = (char *)pool->buf + start * pool->shape[1] * bytes,
-                .payload = payload->buf, .ids = ids->buf, .count = ids->shape[0],
+                .payload = payload->buf, .ids = ids->buf, .layers = layers, .count = ids->shape[0],
                 .blocks = pool->shape[1], .bytes = (size_t)bytes};
     return 1;
 }
 
-/* Blocks that arrive are read again milliseconds later, by another thread: written past the
- * cache they cost half, since a plain store first reads the line it overwrites. */
-#if defined(__x86_64__)
-#define STREAM_MIN (256 << 10)
-static void stream(char *to, const char *from, size_t bytes) {
-    for (size_t at = 0; at < bytes; at += 64) {
-        for (size_t lane = at; lane < at + 64; lane += 16) {
-            _mm_stream_si128((__m128i *)(to + lane), _mm_loadu_si128((const __m128i *)(from + lane)));
-        }
-    }
+/* Stripes are read as little-endian words; shorter or odd blocks are left to a plain copy. */
+static int can_sum(const Move *m, int64_t bytes) {
+    return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ && m->bytes % 64 == 0 && bytes >= SUM_MIN;
 }
 
-static int streams(const Move *m, int64_t blocks) {
-    int aligned = (uintptr_t)m->pool % 16 == 0 && m->bytes % 64 == 0;
-    return aligned && blocks * (int64_t)m->bytes >= STREAM_MIN;
-}
-#endif
-
-static void move_blocks(const Move *m, int gather, int64_t blocks) {
-#if defined(__x86_64__)
-    int past_cache = !gather && streams(m, blocks);
-#endif
-    for (int64_t i = 0; i < blocks; i++) {
+static void copy_blocks(const Move *m, int gather) {
+    for (int64_t i = 0; i < m->layers * m->count; i++) {
         int64_t block = i / m->count * m->blocks + m->ids[i % m->count];
         char *pool = m->pool + block * (int64_t)m->bytes;
         char *payload = m->payload + i * (int64_t)m->bytes;
-#if defined(__x86_64__)
-        if (past_cache) {
-            stream(pool, payload, m->bytes);
-            continue;
-        }
-#endif
         memcpy(gather ? payload : pool, gather ? pool : payload, m->bytes);
     }
-#if defined(__x86_64__)
-    if (past_cache) _mm_sfence();
-#endif
 }
 
-/* gather(pool, layer_start, layer_count, block_ids, payload) and scatter(the same) */
-static PyObject *move(PyObject *const *a, Py_ssize_t n, int gather) {
+/* gather(isa, pool, layer_start, layer_count, block_ids, payload) and scatter(the same) ->
+ * XXH3-64 of the payload, or None where it was copied without being summed */
+static PyObject *move_blocks(PyObject *const *a, Py_ssize_t n, int gather) {
     Arrays arrays = {.count = 0};
+    const Kernels *k;
     Move m;
-    if (!has_arguments(n, 5)) return NULL;
-    if (!take_move(&arrays, a, gather, &m)) return refuse(&arrays);
-    int64_t all = m.bytes ? arrays.held[2].len / (int64_t)m.bytes : 0;
+    uint64_t sum = 0;
+    if (!has_arguments(n, 6) || !(k = chosen(a[0]))) return NULL;
+    if (!take_move(&arrays, a + 1, gather, &m)) return refuse(&arrays);
+    int summed = can_sum(&m, m.layers * m.count * (int64_t)m.bytes);
     Py_BEGIN_ALLOW_THREADS
-    move_blocks(&m, gather, all);
+    if (summed) sum = k->move(&m, gather);
+    else copy_blocks(&m, gather);
     Py_END_ALLOW_THREADS
-    return done(&arrays);
+    drop(&arrays);
+    if (summed) return PyLong_FromUnsignedLongLong(sum);
+    Py_RETURN_NONE;
+}
+
+/* checksum(isa, payload) -> XXH3-64, or None for a payload too short for the kernel */
+static PyObject *py_checksum(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Kernels *k;
+    const Py_buffer *payload;
+    uint64_t sum;
+    if (!has_arguments(n, 2) || !(k = chosen(a[0]))) return NULL;
+    if (!(payload = take(&arrays, a[1], "payload", 'B', 1, 0))) return refuse(&arrays);
+    if (__BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || payload->len < SUM_MIN) return done(&arrays);
+    Py_BEGIN_ALLOW_THREADS
+    sum = k->checksum(payload->buf, payload->len);
+    Py_END_ALLOW_THREADS
+    drop(&arrays);
+    return PyLong_FromUnsignedLongLong(sum);
 }
 
 static PyObject *py_gather(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
-    return move(a, n, 1);
+    return move_blocks(a, n, 1);
 }
 
 static PyObject *py_scatter(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
-    return move(a, n, 0);
+    return move_blocks(a, n, 0);
 }
 
 /* ---- sampling ---- */
@@ -471,7 +457,7 @@ static PyObject *py_draw(PyObject *self, PyObject *const *a, Py_ssize_t n) {
 static PyMethodDef methods[] = {
     {"instruction_sets", py_instruction_sets, METH_NOARGS, NULL},
     FAST(pack), FAST(linear), FAST(embed), FAST(rms_norm), FAST(silu_mul), FAST(rope_append),
-    FAST(attention), FAST(gather), FAST(scatter), FAST(draw), {NULL, NULL, 0, NULL},
+    FAST(attention), FAST(gather), FAST(scatter), FAST(checksum), FAST(draw), {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_cpu",

@@ -41,6 +41,20 @@ typedef struct {
     int64_t rows, heads, kv_heads, block_size, dim;
 } RopeAppend;
 
+/* Blocks between a pool and a payload in which they lie side by side, layer-major. */
+typedef struct {
+    char *pool;     /* first layer wanted */
+    char *payload;
+    const int32_t *ids; /* [count] */
+    int64_t layers;
+    int64_t count;  /* blocks of a layer */
+    int64_t blocks; /* of the pool, per layer */
+    size_t bytes;   /* of one block of one layer, a multiple of 64 */
+} Move;
+
+/* Shortest input the summing kernels take. */
+#define SUM_MIN 241
+
 typedef struct {
     const char *name;
     int panel; /* columns of a packed weight panel */
@@ -58,6 +72,9 @@ typedef struct {
     /* index of the weight drawn, or -1 where the caller has to look closer */
     int64_t (*draw)(const float *weights, int64_t count, double top_p, float min_p, double uniform,
                     float *kept, double *ends, int64_t *starts);
+    /* XXH3-64 of the payload, written (gather) or read; at least SUM_MIN bytes */
+    uint64_t (*move)(const Move *, int gather);
+    uint64_t (*checksum)(const char *data, int64_t bytes);
 } Kernels;
 
 /* The module offers those the processor has. */

@@ -75,3 +75,42 @@ static inline void v_transpose(const float *const *from, int64_t d, float *to, i
         _mm256_storeu_ps(to + 3 * stride, _mm256_shuffle_ps(ba, ec, 0xee));
     }
 }
+
+/* Stripes of 64 bytes and the accumulators of their checksum; see blocks.h. */
+typedef struct {
+    __m256i half[2];
+} Stripe;
+typedef Stripe Sum;
+
+static inline __m256i load_half(const void *p, int i) {
+    return _mm256_loadu_si256((const __m256i *)p + i);
+}
+static inline Stripe s_load(const char *p) { return (Stripe){{load_half(p, 0), load_half(p, 1)}}; }
+static inline void s_store(char *p, Stripe s) {
+    for (int i = 0; i < 2; i++) _mm256_storeu_si256((__m256i *)p + i, s.half[i]);
+}
+static inline void s_stream(char *p, Stripe s) {
+    for (int i = 0; i < 2; i++) _mm256_stream_si256((__m256i *)p + i, s.half[i]);
+}
+static inline void s_fence(void) { _mm_sfence(); }
+static inline Sum sum_load(const uint64_t *p) { return s_load((const char *)p); }
+static inline void sum_store(uint64_t *p, Sum s) { s_store((char *)p, s); }
+static inline Sum sum_add(Sum sum, Stripe s, const uint8_t *key) {
+    for (int i = 0; i < 2; i++) {
+        __m256i mixed = _mm256_xor_si256(s.half[i], load_half(key, i));
+        __m256i product = _mm256_mul_epu32(mixed, _mm256_srli_epi64(mixed, 32));
+        __m256i swapped = _mm256_shuffle_epi32(s.half[i], 0x4e);
+        sum.half[i] = _mm256_add_epi64(product, _mm256_add_epi64(sum.half[i], swapped));
+    }
+    return sum;
+}
+static inline Sum sum_scramble(Sum sum, const uint8_t *key) {
+    __m256i prime = _mm256_set1_epi64x(0x9E3779B1);
+    for (int i = 0; i < 2; i++) {
+        __m256i mixed = _mm256_xor_si256(sum.half[i], _mm256_srli_epi64(sum.half[i], 47));
+        mixed = _mm256_xor_si256(mixed, load_half(key, i));
+        __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(mixed, 32), prime);
+        sum.half[i] = _mm256_add_epi64(_mm256_mul_epu32(mixed, prime), _mm256_slli_epi64(high, 32));
+    }
+    return sum;
+}

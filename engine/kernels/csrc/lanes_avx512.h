@@ -62,3 +62,27 @@ static inline void v_transpose(const float *const *from, int64_t d, float *to, i
         _mm512_storeu_ps(to + 3 * stride, _mm512_shuffle_ps(ba, ec, 0xee));
     }
 }
+
+/* Stripes of 64 bytes and the accumulators of their checksum; see blocks.h. */
+typedef __m512i Stripe;
+typedef __m512i Sum;
+
+static inline Stripe s_load(const char *p) { return _mm512_loadu_si512(p); }
+static inline void s_store(char *p, Stripe s) { _mm512_storeu_si512(p, s); }
+static inline void s_stream(char *p, Stripe s) { _mm512_stream_si512((__m512i *)p, s); }
+static inline void s_fence(void) { _mm_sfence(); }
+static inline Sum sum_load(const uint64_t *p) { return _mm512_loadu_si512(p); }
+static inline void sum_store(uint64_t *p, Sum s) { _mm512_storeu_si512(p, s); }
+static inline Sum sum_add(Sum sum, Stripe s, const uint8_t *key) {
+    __m512i mixed = _mm512_xor_si512(s, _mm512_loadu_si512(key));
+    __m512i product = _mm512_mul_epu32(mixed, _mm512_srli_epi64(mixed, 32));
+    __m512i swapped = _mm512_shuffle_epi32(s, _MM_PERM_BADC);
+    return _mm512_add_epi64(product, _mm512_add_epi64(sum, swapped));
+}
+static inline Sum sum_scramble(Sum sum, const uint8_t *key) {
+    __m512i mixed = _mm512_xor_si512(sum, _mm512_srli_epi64(sum, 47));
+    mixed = _mm512_xor_si512(mixed, _mm512_loadu_si512(key));
+    __m512i prime = _mm512_set1_epi64(0x9E3779B1), high = _mm512_srli_epi64(mixed, 32);
+    __m512i product = _mm512_slli_epi64(_mm512_mul_epu32(high, prime), 32);
+    return _mm512_add_epi64(_mm512_mul_epu32(mixed, prime), product);
+}

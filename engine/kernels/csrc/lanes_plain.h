@@ -72,3 +72,35 @@ static inline void v_transpose(const float *const *from, int64_t d, float *to, i
     for (int i = 0; i < LANES; i++)
         for (int j = 0; j < LANES; j++) to[i * stride + j] = from[j][d + i];
 }
+
+/* Stripes of 64 bytes and the accumulators of their checksum; see blocks.h. */
+typedef struct {
+    uint64_t word[8];
+} Stripe;
+typedef Stripe Sum;
+
+static inline Stripe s_load(const void *p) {
+    Stripe s;
+    memcpy(&s, p, sizeof s);
+    return s;
+}
+static inline void s_store(void *p, Stripe s) { memcpy(p, &s, sizeof s); }
+static inline void s_stream(char *p, Stripe s) { s_store(p, s); }
+static inline void s_fence(void) {}
+static inline Sum sum_load(const uint64_t *p) { return s_load(p); }
+static inline void sum_store(uint64_t *p, Sum s) { s_store(p, s); }
+static inline Sum sum_add(Sum sum, Stripe s, const uint8_t *key) {
+    Stripe k = s_load(key);
+    for (int i = 0; i < 8; i++) {
+        uint64_t mixed = s.word[i] ^ k.word[i];
+        sum.word[i] += s.word[i ^ 1] + (mixed & 0xffffffff) * (mixed >> 32);
+    }
+    return sum;
+}
+static inline Sum sum_scramble(Sum sum, const uint8_t *key) {
+    Stripe k = s_load(key);
+    for (int i = 0; i < 8; i++) {
+        sum.word[i] = (sum.word[i] ^ sum.word[i] >> 47 ^ k.word[i]) * 0x9E3779B1;
+    }
+    return sum;
+}

@@ -47,6 +47,39 @@ def test_scatter_reads_a_read_only_payload(backend, pool):
     assert np.array_equal(target[0, IDS], pool[0, IDS])
 
 
+# Bytes of a block beside the stripes (64) and rounds (1024) of the checksum; 40 is no whole
+# stripe, and one block of 64 bytes is too short for the long form of the sum.
+@pytest.mark.parametrize("shape", [(1, 4, 4), (1, 8, 16), (2, 8, 8), (1, 5, 1), (4, 16, 32)])
+@pytest.mark.parametrize("blocks", [1, 2, 5, 16, 17])
+def test_one_pass_copies_and_sums(backend, rng, shape, blocks):
+    pool = rng.standard_normal((2, 40, 2, *shape), dtype=np.float32)
+    target = np.zeros_like(pool)
+    ids = rng.permutation(40)[:blocks].astype(np.int32)
+    for layers in (1, 2):
+        payload = np.full(layers * blocks * pool[0, 0].nbytes, 0xAB, np.uint8)
+        expected = xxhash.xxh3_64_intdigest(pool[:layers, ids].tobytes())
+        assert backend.gather_blocks(pool, 0, layers, ids, payload) == expected
+        assert backend.scatter_blocks(target, 0, layers, ids, payload) == expected
+        assert np.array_equal(target[:layers, ids], pool[:layers, ids])
+
+
+def test_large_scatter_writes_past_the_cache_and_sums(backend, rng):
+    pool = rng.standard_normal((1, 40, 2, 4, 16, 64), dtype=np.float32)
+    target = np.zeros_like(pool)
+    ids = rng.permutation(40)[:20].astype(np.int32)
+    payload = pool[0, ids].reshape(-1).view(np.uint8)
+    digest = backend.scatter_blocks(target, 0, 1, ids, payload)
+    assert digest == xxhash.xxh3_64_intdigest(payload.tobytes())
+    assert np.array_equal(target[0, ids], pool[0, ids])
+    assert not np.delete(target[0], ids, axis=0).any()
+
+
+@pytest.mark.parametrize("size", [0, 1, 240, 241, 255, 256, 257, 1023, 1024, 1025, 1088, 5000])
+def test_checksum_is_xxh3_of_any_length(backend, rng, size):
+    payload = rng.integers(0, 256, size, np.uint8)
+    assert backend.checksum(payload) == xxhash.xxh3_64_intdigest(payload.tobytes())
+
+
 @pytest.mark.parametrize(
     ("start", "count", "ids", "extra"),
     [
