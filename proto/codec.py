@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Generic, NoReturn, TypeVar, get_args
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -50,6 +51,7 @@ KV_MAGIC = b"BK"
 _PREFIX = MAGIC + bytes([PROTOCOL_VERSION])
 _SEALED_PREFIX = SEALED_MAGIC + bytes([PROTOCOL_VERSION])
 _DIGEST_BYTES = 8
+_CRC_BYTES = 4
 _KV_PREFIX = KV_MAGIC + bytes([PROTOCOL_VERSION])
 _ARRAY32 = 0xDD
 
@@ -217,14 +219,23 @@ _KV_DECODER = msgspec.msgpack.Decoder(KVFrame)
 
 
 def encode_kv_header(header: KVFrame) -> bytes:
-    """First frame of a data message."""
-    return _KV_PREFIX + _KV_ENCODER.encode(header)
+    """First frame of a data message: ``b"BK" | u8 version | u32 CRC-32 | msgpack header``.
+
+    The payload's checksum says nothing about where the payload belongs, so the header has
+    its own.
+    """
+    body = _KV_ENCODER.encode(header)
+    return _KV_PREFIX + crc32(body).to_bytes(_CRC_BYTES, "little") + body
 
 
 def decode_kv_header(frame: Frame) -> KVFrame:
     """Header of a data message, with payload size within the limit; errors as for envelopes."""
     try:
-        header = _KV_DECODER.decode(_checked_body(memoryview(frame), KV_MAGIC, MAX_KV_HEADER_BYTES))
+        view = memoryview(frame)
+        body = _checked_body(view, KV_MAGIC, MAX_KV_HEADER_BYTES, _CRC_BYTES)
+        if crc32(body) != int.from_bytes(view[3 : 3 + _CRC_BYTES], "little"):
+            raise EnvelopeDamaged("the header of a KV frame is not what its sender wrote")
+        header = _KV_DECODER.decode(body)
         if header.nbytes > MAX_KV_FRAME_BYTES:
             raise LimitExceeded(
                 f"a KV frame of {header.nbytes} bytes, at most {MAX_KV_FRAME_BYTES} are allowed"

@@ -304,14 +304,30 @@ KV = KVFrame(
 )
 
 
+def kv_header(body):
+    return b"BK\x01" + zlib.crc32(body).to_bytes(4, "little") + body
+
+
+def test_every_flipped_bit_of_a_kv_header_is_noticed():
+    header = encode_kv_header(KV)
+    for bit in range(24, 8 * len(header)):
+        damaged = bytearray(header)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(EnvelopeDamaged):
+            decode_kv_header(bytes(damaged))
+
+
 @pytest.mark.parametrize(
     ("frame", "error"),
     [
         (b"", DecodeFailed),
         (b"BT\x01" + encode_kv_header(KV)[3:], DecodeFailed),
         (b"BK\x07" + encode_kv_header(KV)[3:], VersionMismatch),
-        (encode_kv_header(KV)[:-1], DecodeFailed),
-        (encode_kv_header(KV) + b"\0", DecodeFailed),
+        (encode_kv_header(KV)[:-1], EnvelopeDamaged),
+        (encode_kv_header(KV) + b"\0", EnvelopeDamaged),
+        (b"BK\x01" + bytes(3), DecodeFailed),
+        (kv_header(b"\x90"), DecodeFailed),
+        (kv_header(encode_kv_header(KV)[7:] + b"\0"), DecodeFailed),
         (encode_kv_header(msgspec.structs.replace(KV, nbytes=(16 << 20) + 1)), LimitExceeded),
         (encode_kv_header(msgspec.structs.replace(KV, nbytes=-1)), DecodeFailed),
         (encode_kv_header(msgspec.structs.replace(KV, block_count=-1)), DecodeFailed),

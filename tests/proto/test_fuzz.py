@@ -5,6 +5,7 @@ import json
 import random
 import tracemalloc
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -85,6 +86,7 @@ def test_random_bytes(frames, body):
     feed([sealed + body, *frames])
     feed_one(decode_kv_header, body)
     feed_one(decode_kv_header, b"BK\x01" + body)
+    feed_one(decode_kv_header, b"BK\x01" + crc32(body).to_bytes(4, "little") + body)
     feed_one(MAPS, body)
 
 
@@ -120,6 +122,8 @@ def test_mutated_messages():
                 changed.append(rng.randbytes(8))
             understood += feed(changed)
         feed_one(decode_kv_header, mutated(rng, kv))
+        body = mutated(rng, kv[7:])
+        feed_one(decode_kv_header, kv[:3] + crc32(body).to_bytes(4, "little") + body)
         for _ in range(20):
             feed_one(MAPS, mutated(rng, CONTEXT))
     assert understood > 1000, "the mutations should not all be caught at the door"
