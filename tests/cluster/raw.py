@@ -14,7 +14,7 @@ import zmq
 from baton.proto.codec import EnvelopeEncoder
 from baton.proto.limits import PROTOCOL_VERSION
 
-PREFIX = b"BT\x01"
+PREFIX, SEALED = b"BT\x01", b"BS\x01"
 GOLDEN = Path(__file__).resolve().parents[1] / "proto" / "golden" / "envelopes.json"
 
 
@@ -51,7 +51,8 @@ class RawPeer:
     def hear(self) -> dict:
         """The next message; zmq.Again when none comes. Any peer may be asked whether it lives."""
         while not self._pending:
-            messages = msgspec.msgpack.decode(self._socket.recv_multipart()[0][3:])
+            first = self._socket.recv_multipart()[0]
+            messages = msgspec.msgpack.decode(first[11 if first.startswith(SEALED) else 3 :])
             self._pending += [m for m in messages if m["type"] != "Ping"]
         return self._pending.pop(0)
 
