@@ -231,7 +231,7 @@ class DecodeCore:
         receiver.peer_heard(peer)
         match event.message:
             case Reserve() as message:
-                if self._member.draining:
+                if self._member.draining and not receiver.holds(message):
                     return [ToPeer(peer, _busy(message, "draining"))]
                 return self._received(receiver.on_reserve(peer, message, now), now)
             case Commit() as message:

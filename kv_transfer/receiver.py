@@ -204,12 +204,19 @@ class Receiver(Generic[A]):
             # Nobody reserves what is committed, unless a router reused the attempt's number.
             return [Reply(peer, Aborted(request=message.request, attempt=message.attempt))]
         slot = self._live.get(message.request)
-        if slot and slot.reserve and _same_reserve(slot.reserve, message):
+        if slot and self.holds(message):
             slot.peer = peer
             self._unblock(slot, now)
             return [Reply(peer, self._grant_message(slot))]
         outputs = self._drop(slot) if slot else []
         return [*outputs, Reply(peer, self._reserve(peer, message, now))]
+
+    def holds(self, message: Reserve) -> bool:
+        """Whether ``message`` asks again for a grant that stands; it takes no new blocks."""
+        slot = self._live.get(message.request)
+        return (
+            slot is not None and slot.reserve is not None and _same_reserve(slot.reserve, message)
+        )
 
     def _plausible(self, message: Reserve) -> bool:
         """Whether a worker of this model can mean it; nothing is allocated for others."""

@@ -212,6 +212,8 @@ class WorkerSide:
         if request is None:
             self._recovery.orphans.unknown(worker, key, attempt, now)
             return False
+        if request.state is State.QUEUED and attempt >= request.attempt:
+            request.attempt = attempt + 1  # an earlier life assigned it: rise above
         if request.state is not _RUNNING and request.state is not _ASSIGNED:
             last = request.attempt if request.done else request.attempt - 1
             if attempt <= last:

@@ -578,6 +578,19 @@ def test_a_draining_worker_takes_over_what_it_has_granted(bench):
     assert (11, 43) in bench.streamed()
 
 
+def test_a_draining_worker_repeats_the_credit_of_what_it_has_granted(bench):
+    """A sender whose frames were lost asks with its Reserve; Busy would stop it for ever."""
+    message = bench.reserve()
+    (grant,) = bench.to_peer(Grant)
+    bench.feed(DrainRequested())
+    bench.later(1.0)
+    bench.to_peer(Grant)
+    bench.ask(message)
+    (again,) = bench.to_peer(Grant)
+    assert (again.grant, again.credit > grant.credit) == (grant.grant, True)
+    assert not bench.to_peer(Busy)
+
+
 def test_tables_forget(bench):
     bench.run(new=2)
     bench.step()

@@ -103,6 +103,18 @@ def test_the_prefill_workers_end_does_not_count_after_the_handover(bench):
 # ------------------------------------------------------------------ attempts of an earlier life
 
 
+def test_what_an_earlier_life_assigned_is_let_go_while_the_request_waits(bench):
+    """Nobody said that a higher attempt was given back; a drain would wait for its Abort."""
+    draining = bench.join("prefill", draining=True)
+    bench.join("decode")
+    key = bench.submit()
+    assert bench.core.life.requests[key].state.value == "queued"
+    draining.say(Busy(request=key, attempt=3, decode_full=True))
+    assert bench.one(draining, Abort).attempt == 3
+    _, assign = bench.join("prefill", 1), bench.find(Assign)[1]
+    assert assign.attempt == 4
+
+
 def test_a_submit_goes_above_what_workers_report(bench):
     """Its first life's Submitted was lost, so the client says Submit and not Resume."""
     bench.join("decode", requests=[held(attempt=2)])
