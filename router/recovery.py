@@ -14,7 +14,7 @@ from ..proto.messages import Adopt, PeerDead, RequestState
 from .events import ToWorker
 from .lifecycle import Lifecycle
 from .orphans import Orphans
-from .registry import Worker
+from .registry import Worker, WorkerState
 from .request import NEVER, Request, State, Step
 
 POISON_BLAME = 1.5
@@ -163,6 +163,7 @@ class Recovery:
     def lose(self, worker: Worker, reason: str, now: float) -> None:
         """A worker is finally dead: tell the others and save its requests."""
         life = self._life
+        drained = worker.state is WorkerState.DRAINING
         life.registry.bury(worker, reason)
         life.placement.forget(worker)
         life.log("worker.dead", worker=worker.id, role=worker.role, reason=reason)
@@ -173,7 +174,10 @@ class Recovery:
         affected = list(worker.requests.values())
         self._blame([request for request in affected if request.server is worker])
         for request in affected:
-            self.lost(request, f"worker {worker.id} died: {reason}", now)
+            if drained and request.server is not worker:
+                life.requeue(request, now)  # it was never there: an ordered end is no loss
+            else:
+                self.lost(request, f"worker {worker.id} died: {reason}", now)
         worker.requests.clear()
         worker.aborts.clear()
 

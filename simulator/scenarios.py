@@ -93,6 +93,7 @@ SCENARIOS: dict[str, Scenario] = {
     "deadline": Scenario(deadlines=0.8, stops=1, crashes=1, faults=NOISE, victims=EVERYONE),
     "pins": Scenario(pins=0.7, crashes=2, drains=1, stops=1, allowed=_PINNED),
     "drain": Scenario(drains=4, crashes=1, victims=("router",), cancels=0.1, answer=60),
+    "rolling": Scenario(drains=6, cancels=0.1, answer=60, load_s=0.6),
     "drains": Scenario(
         drains=6,
         crashes=3,

@@ -100,6 +100,18 @@ def test_the_prefill_workers_end_does_not_count_after_the_handover(bench):
     bench.assert_nothing_kept()
 
 
+def test_the_end_of_a_drained_worker_is_no_loss_for_what_was_to_come_to_it(bench):
+    """Else a request that waits while many workers are replaced would be given up."""
+    prefill, decode = bench.pair()
+    key, _ = bench.run()
+    bench.join("decode", 1)
+    decode.beat(draining=True)
+    decode.gone()
+    request = bench.core.life.requests[key]
+    assert (request.losses, bench.core.life.counters.replayed) == (0, 0)
+    assert bench.one(prefill, Assign).attempt == 2
+
+
 # ------------------------------------------------------------------ attempts of an earlier life
 
 
