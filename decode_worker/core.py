@@ -11,12 +11,11 @@ parts of it, the shell runs steps, writes frames into the pool and moves message
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from collections.abc import Sequence as Many
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..engine.cache import Allocation, PagedCache
+from ..engine.cache import Allocation
 from ..engine.events import Event as EngineEvent
 from ..engine.events import Failed, Finished, TokenEvent
 from ..engine.scheduler import Scheduler
@@ -32,17 +31,13 @@ from ..proto.limits import PROTOCOL_VERSION
 from ..proto.messages import (
     Abort,
     Aborted,
-    Adopt,
     Busy,
     Commit,
-    Drain,
-    Drained,
     Fence,
     Message,
     Open,
     Opened,
     OpenRefused,
-    PeerDead,
     Ping,
     Pong,
     Probe,
@@ -52,26 +47,18 @@ from ..proto.messages import (
     RequestState,
     Reserve,
     Terminal,
-    TerminalAck,
     TokenRun,
     Tokens,
     WorkerLoad,
 )
 from ..proto.requests import check_emitted
-from ..runtime.actions import (
-    DrainRequested,
-    FromRouter,
-    Note,
-    RouterDown,
-    RouterUp,
-    Tick,
-    ToRouter,
-    blocks_freed,
-)
+from ..runtime.actions import Note, Tick, ToRouter
+from ..runtime.agenda import Agenda
+from ..runtime.attempts import Attempts, Key
 from ..runtime.membership import EngineState, Membership, moved_to
+from ..runtime.worker import Handler, WorkerCore
+from .blocks import GrantStore as GrantStore
 from .events import Action, Event, FrameStored, FromPeer, PeerGone, RunStep, StepDone, ToPeer
-
-Key = tuple[bytes, int]
 
 
 @dataclass(slots=True)
@@ -87,30 +74,7 @@ class _Live:
     prompt_length: int
 
 
-class GrantStore:
-    """The receiver's view of the paged cache.
-
-    All tokens of a handoff arrive computed, the prompt's last block included, so one more
-    token than they are is asked for: the one whose KV this worker computes first.
-    """
-
-    def __init__(self, cache: PagedCache, scheduler: Scheduler) -> None:
-        self._cache = cache
-        self._scheduler = scheduler
-
-    def reserve(self, hashes: Many[bytes], num_tokens: int, growth: int) -> Allocation | None:
-        """Blocks for the tokens and their growth; leaves room for requests that were preempted."""
-        wanted = self._cache.blocks_for(num_tokens + growth) + self._scheduler.blocks_wanted
-        if self._scheduler.blocks_wanted and wanted > self._cache.pool.available:
-            return None
-        return self._cache.reserve(hashes, num_tokens + 1, max(0, growth - 1))
-
-    def free(self, allocation: Allocation) -> None:
-        """Blocks nobody computed further on; what was cached stays cached."""
-        self._cache.free(allocation)
-
-
-class DecodeCore:
+class DecodeCore(WorkerCore):
     """State machine of one decode worker."""
 
     def __init__(
@@ -122,27 +86,26 @@ class DecodeCore:
         max_frame_bytes: int,
         times: StepTime | None = None,
     ) -> None:
+        super().__init__(member)
         self.receiver = receiver
-        self._member = member
         self._scheduler = scheduler
         self._data_endpoint = data_endpoint
         self._max_frame_bytes = max_frame_bytes
         self._card = member.identity.model
-        self._live: dict[Key, _Live] = {}
+        self._live: Attempts[_Live] = Attempts()
+        self._deadlines: Agenda[Key] = Agenda()
         self._by_sequence: dict[bytes, _Live] = {}
         self._progress = 0
         self._step_s = 0.0  # predicted, of the step that runs
         self._times = times or StepTime()
         self._step_running = False
         self._tombstone_s = 600.0
-        self._drained_said = False
-        self._freed_later: list[Key] = []  # aborted, but part of the running step
 
     # ------------------------------------------------------------------ entry
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take one event; the returned actions are to be performed in order."""
-        actions = self._handlers[type(event)](self, event, now)
+        actions: list[Action] = self.HANDLERS[type(event)](self, event, now)
         self._plan(actions, now)
         return actions
 
@@ -150,65 +113,26 @@ class DecodeCore:
         """Latest moment of the next Tick."""
         return self._member.next_timer()
 
-    # ------------------------------------------------------------------ routers
+    # ------------------------------------------------------------------ what routers say
 
-    def _on_router_up(self, event: RouterUp, now: float) -> list[Action]:
-        return list(self._member.up(event.router, self.load(), self._held(), now))
-
-    def _unknown_there(self, router: str, now: float) -> list[Action]:
-        """A router has no memory of us; many words of ours may have met it."""
-        if not self._member.may_introduce(now):
-            return []
-        return self._on_router_up(RouterUp(router), now)
-
-    def _on_router_down(self, event: RouterDown, now: float) -> list[Action]:
-        self._member.down(event.router)
-        return []
-
-    def _on_router(self, event: FromRouter, now: float) -> list[Action]:
-        match event.message:
-            case TerminalAck(requests=ended):
-                self._member.acknowledged(ended)
-                return self._maybe_drained()
-            case Abort() as message:
-                return self._abort(event.router, message, now)
-            case Adopt(request=request, position=position):
-                return self._adopt(event.router, request, position)
-            case PeerDead(incarnation=incarnation):
-                return self._received(self.receiver.peer_dead(incarnation), now)
-            case Drain():
-                return self._drain()
-            case Ping(nonce=nonce):
-                return [ToRouter(event.router, Pong(nonce=nonce))]
-            case Rejected(code="endpoint_unknown"):
-                return self._unknown_there(event.router, now)
-            case Rejected() as message:
-                return [self._member.rejected(event.router, message)]
-            case _:
-                return []
+    def _peer_dead(self, endpoint: str, incarnation: int, now: float) -> list[Action]:
+        return self._received(self.receiver.peer_dead(incarnation), now)
 
     def _abort(self, router: str, message: Abort, now: float) -> list[Action]:
         request, attempt = message.request, message.attempt
-        stopped = [v for k, v in self._live.items() if k[0] == request and k[1] <= attempt]
+        stopped = self._live.of(request, attempt)
         for live in stopped:
             self._stop(live)
         outputs = self.receiver.abort(request, attempt, now, self._tombstone_s)
         self._member.forget(request, attempt)
-        note: list[Action] = []
-        if any(self._scheduler.is_inflight(live.sequence.request) for live in stopped):
-            self._freed_later.append((request, attempt))
-        else:
-            note.append(blocks_freed(request, attempt, now))
+        running = any(self._scheduler.is_inflight(live.sequence.request) for live in stopped)
+        note = self._freed((request, attempt), now, running=running)
         answer = ToRouter(router, Aborted(request=request, attempt=attempt))
         return [*self._received(outputs, now), answer, *note, *self._maybe_drained()]
 
     def _adopt(self, router: str, request: bytes, position: int) -> list[Action]:
         """Say all tokens from ``position`` on again; they go to this router from now on."""
-        live = max(
-            (v for k, v in self._live.items() if k[0] == request),
-            key=lambda v: v.key[1],
-            default=None,
-        )
+        live = self._live.newest(request)
         if live is None:
             return list(self._member.adopt(router, request, position))
         moved = moved_to(router, live.router, request)
@@ -322,6 +246,7 @@ class DecodeCore:
             key, commit.router, commit, context, sequence, deadline, len(commit.context.tokens)
         )
         self._live[key] = live
+        self._deadlines.put(key, deadline)
         self._by_sequence[sequence.request] = live
         run = TokenRun(
             key[0], key[1], len(context.tokens) - 1, commit.emitted[-1:], commit.logprobs
@@ -369,6 +294,7 @@ class DecodeCore:
     def _stop(self, live: _Live) -> None:
         """Forget a request and free its blocks (after the running step, if it is part of it)."""
         del self._live[live.key]
+        self._deadlines.drop(live.key)
         self._by_sequence.pop(live.sequence.request, None)
         self._scheduler.abort(live.sequence.request)
         self.receiver.close(*live.key)
@@ -391,8 +317,7 @@ class DecodeCore:
         self._progress += 1
         self._times.learn(event.result.num_tokens, event.result.seconds)
         actions = self._engine_events(self._scheduler.apply(event.result, now), now)
-        freed, self._freed_later = self._freed_later, []
-        return [*actions, *(blocks_freed(*key, now) for key in freed)]
+        return [*actions, *self._step_over(now)]
 
     def _engine_events(self, events: list[EngineEvent], now: float) -> list[Action]:
         """One Tokens message per router, then the terminals."""
@@ -449,23 +374,16 @@ class DecodeCore:
         engine = EngineState(self._progress + event.layers, self._step_running, self._step_s)
         actions: list[Action] = list(self._member.tick(now, engine, self.load))
         actions += self._received(self.receiver.tick(now), now)
-        for live in [v for v in self._live.values() if now >= v.deadline]:
-            actions += self._end(live, now, code="deadline_exceeded", message="the deadline passed")
+        for key in self._deadlines.due(now):
+            if live := self._live.get(key):
+                actions += self._end(
+                    live, now, code="deadline_exceeded", message="the deadline passed"
+                )
         return actions + self._maybe_drained()
 
-    def _on_drain(self, event: DrainRequested, now: float) -> list[Action]:
-        return self._drain()
-
-    def _drain(self) -> list[Action]:
-        self._member.draining = True
-        return [Note("worker.draining", {"requests": len(self._live)}), *self._maybe_drained()]
-
-    def _maybe_drained(self) -> list[Action]:
-        if not self.is_drained or self._drained_said:
-            return []
-        self._drained_said = True
-        message = Drained(worker=self._member.identity.worker)
-        return [ToRouter(router, message) for router in self._member.routers]
+    @property
+    def _requests(self) -> int:
+        return len(self._live)
 
     @property
     def is_drained(self) -> bool:
@@ -494,16 +412,13 @@ class DecodeCore:
         if self._scheduler.requests != set(self._by_sequence):
             raise InternalError("the engine runs for nobody, or not for somebody")
 
-    _handlers: ClassVar[dict[type, Callable[..., list[Action]]]] = {
-        FromRouter: _on_router,
-        RouterUp: _on_router_up,
-        RouterDown: _on_router_down,
+    HANDLERS: ClassVar[Mapping[type, Handler]] = {
+        **WorkerCore.HANDLERS,
         FromPeer: _on_peer,
         PeerGone: _on_peer_gone,
         FrameStored: _on_frame,
         StepDone: _on_step,
         Tick: _on_tick,
-        DrainRequested: _on_drain,
     }
 
 

@@ -47,7 +47,8 @@ class Job:
     sequence: Sequence
     state: JobState = JobState.QUEUED
     tries: int = 0
-    not_before: float = 0.0
+    arrival: int = 0  # its place among all jobs
+    waits: bool = False  # in the queue
     token_end: int = 0  # of the chunk in the running step
     last_chunk: bool = False
     last_logprobs: TokenLogProbs | None = None

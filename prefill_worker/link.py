@@ -35,6 +35,18 @@ class Link:
     refusal: str = ""
     repeat_at: float = 0.0
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether blocks may be asked for."""
+        return self.state is LinkState.OPEN
+
+    def hopeless(self, now: float) -> str:
+        """Why no handoff can go over this link now; empty when one can, or may soon."""
+        if self.state is LinkState.REFUSED:
+            # The router has workers of one model only: this one came without its knowledge.
+            return self.refusal
+        return f"no answer from {self.endpoint}" if self.is_lost(now) else ""
+
     def is_lost(self, now: float) -> bool:
         """Whether patience with an unanswering peer is over."""
         waiting = self.state in (LinkState.CONNECTING, LinkState.OPENING)

@@ -17,8 +17,7 @@ from ..kv_transfer.frames import FramePacker
 from ..kv_transfer.sender import Sender, SenderConfig
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
 from ..proto.errors import ProtocolError
-from ..proto.limits import PROTOCOL_VERSION
-from ..proto.messages import Ping, Pong, PrefillToDecode, Probe, ProbeReply, Rejected
+from ..proto.messages import PrefillToDecode, Rejected
 from ..runtime.actions import DrainRequested, Exit, Note, Tick, ToRouter
 from ..runtime.channel import Frames
 from ..runtime.compute import ComputeThread
@@ -31,6 +30,7 @@ from ..runtime.sockets import Context, RouterChannel
 from . import events
 from .config import PrefillWorkerConfig
 from .core import PrefillCore, PrefillLimits
+from .endpoint import answer
 from .peers import PeerLinks
 
 _log = get_logger()
@@ -170,25 +170,15 @@ class PrefillShell:
 
     def _hear(self, peer: bytes, frames: Frames) -> None:
         """The endpoint of a prefill worker only says who it is."""
-        me = self._member.identity
         try:
-            messages = self._decoder.decode(frames)
+            messages: list[PrefillToDecode] = self._decoder.decode(frames)
+            replies = [answer(self._member.identity, message) for message in messages]
         except ProtocolError as error:
-            reply = Rejected(code=error.code, message=str(error))
-            self._control.send(peer, self._encoder.encode([reply]))
-            return
-        for message in messages:
-            if isinstance(message, Probe):
-                answer = ProbeReply(
-                    nonce=message.nonce,
-                    version=PROTOCOL_VERSION,
-                    worker=me.worker,
-                    role=me.role,
-                    incarnation=me.incarnation,
-                )
-                self._control.send(peer, self._encoder.encode([answer]))
-            elif isinstance(message, Ping):
-                self._control.send(peer, self._encoder.encode([Pong(nonce=message.nonce)]))
+            _log.warning("endpoint.malformed", error=str(error))
+            replies = [Rejected(code=error.code, message=str(error))]
+        said = [reply for reply in replies if reply is not None]
+        if said:
+            self._control.send(peer, self._encoder.encode(said))
 
     def _tick(self) -> None:
         self.feed(Tick(self._executor.layers_done))

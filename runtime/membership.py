@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from ..proto.layout import ModelCard
 from ..proto.limits import PROTOCOL_VERSION
@@ -29,6 +28,7 @@ from ..proto.messages import (
     WorkerLoad,
 )
 from .actions import Exit, Note, ToRouter
+from .attempts import Attempts
 
 HOPELESS = frozenset({"version_mismatch", "model_mismatch", "config"})
 """Rejections that another start would meet again."""
@@ -97,8 +97,8 @@ class Membership:
         self.identity = identity
         self.routers = routers
         self._up: set[str] = set()
-        self._pending: dict[tuple[bytes, int], _Pending] = {}
-        self._notices: dict[tuple[bytes, int], _Notice] = {}
+        self._pending: Attempts[_Pending] = Attempts()
+        self._notices: Attempts[_Notice] = Attempts()
         self._beat_at = 0.0
         self._introduced_at = float("-inf")
         self.draining = False
@@ -188,10 +188,8 @@ class Membership:
 
     def forget(self, request: bytes, attempt: int) -> None:
         """An abort makes all that was to be said of attempts up to ``attempt`` meaningless."""
-        tables: tuple[dict[tuple[bytes, int], Any], ...] = (self._pending, self._notices)
-        for table in tables:
-            for key in [k for k in table if k[0] == request and k[1] <= attempt]:
-                del table[key]
+        self._pending.forget(request, attempt)
+        self._notices.forget(request, attempt)
 
     def has_ended(self, request: bytes, attempt: int) -> bool:
         """Whether this attempt's end is being said."""
@@ -202,10 +200,10 @@ class Membership:
 
         An unknown request is answered by Aborted with attempt 0.
         """
-        attempt = max((a for r, a in self._pending if r == request), default=None)
-        if attempt is None:
+        pending = self._pending.newest(request)
+        if pending is None:
             return [ToRouter(router, Aborted(request=request, attempt=0))]
-        pending = self._pending[(request, attempt)]
+        attempt = pending.terminal.attempt
         moved = moved_to(router, pending.router, request)
         pending.router = router
         skip = max(0, position - pending.first)

@@ -62,7 +62,7 @@ from baton.proto.messages import (
     Tokens,
 )
 from baton.proto.wire import WireContext, WireSampling
-from baton.runtime.actions import DrainRequested, Exit, FromRouter, RouterUp, Tick, ToRouter
+from baton.runtime.actions import DrainRequested, Exit, FromRouter, Note, RouterUp, Tick, ToRouter
 from baton.runtime.membership import Membership, WorkerIdentity
 
 M = TypeVar("M", bound=Message)
@@ -789,3 +789,13 @@ def test_tables_forget(bench):
     bench.now += 1000.0
     bench.feed(Tick())
     assert bench.core.remembered == 0
+
+
+def test_what_a_decode_worker_refuses_to_hear_is_noted(bench):
+    bench.assign()
+    bench.feed(PeerUp(DECODE))
+    bench.did(Note)
+    bench.answer(Rejected(code="version_mismatch", message="another version"))
+    (note,) = bench.did(Note)
+    assert note.event == "peer.rejected"
+    assert note.fields["code"] == "version_mismatch"

@@ -1,0 +1,102 @@
+"""A prefill worker's links to decode workers: made when needed, opened, lost, closed.
+
+Invariant: what is said to an endpoint before both sides have agreed is Open and nothing else;
+who does not answer in time is given up for those who wait, and forgotten once nobody does.
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..proto.limits import PROTOCOL_VERSION
+from ..proto.messages import Open, Opened, OpenRefused
+from ..runtime.actions import Note
+from ..runtime.membership import WorkerIdentity
+from .events import Action, Connect, ToPeer
+from .link import OPEN_REPEAT_S, Link, LinkState
+
+
+class DecodeLinks:
+    """All decode endpoints this worker has to do with."""
+
+    def __init__(self, me: WorkerIdentity) -> None:
+        self._me = me
+        self._links: dict[str, Link] = {}
+
+    def __iter__(self) -> Iterator[Link]:
+        return iter(list(self._links.values()))
+
+    def get(self, endpoint: str) -> Link | None:
+        """The link to an endpoint, if there is one."""
+        return self._links.get(endpoint)
+
+    def connect(self, endpoint: str, now: float) -> list[Action]:
+        """Make a link to an endpoint, unless there is one."""
+        if endpoint in self._links:
+            return []
+        self._links[endpoint] = Link(endpoint, now)
+        return [Connect(endpoint)]
+
+    def up(self, endpoint: str, now: float) -> list[Action]:
+        """The connection stands (again): agree with whoever listens there now."""
+        link = self._links.get(endpoint)
+        if link is None:
+            return []
+        # Also after a refusal: another process may listen there now.
+        link.state, link.since = LinkState.OPENING, now
+        return [self._open(link, now)]
+
+    def down(self, endpoint: str, now: float) -> None:
+        """The connection was lost."""
+        link = self._links.get(endpoint)
+        if link:
+            link.state, link.since = LinkState.CONNECTING, now
+
+    def opened(self, link: Link, message: Opened, now: float) -> None:
+        """Both sides have agreed."""
+        link.state, link.since = LinkState.OPEN, now
+        link.worker, link.incarnation = message.worker, message.incarnation
+        link.transport = message.transport
+
+    def refused(self, endpoint: str, message: OpenRefused, now: float) -> list[Action]:
+        """Models or layouts differ."""
+        link = self._links.get(endpoint)
+        if link is None:
+            return []
+        link.state, link.since = LinkState.REFUSED, now
+        link.refusal = (
+            f"workers differ in {message.field}: {message.theirs} here,"
+            f" {message.ours} at {endpoint}"
+        )
+        return [Note("handoff.refused", {"endpoint": endpoint, "field": message.field})]
+
+    def drop(self, link: Link) -> None:
+        """Forget a link."""
+        del self._links[link.endpoint]
+
+    def of_worker(self, endpoint: str, incarnation: int) -> Link | None:
+        """The link to a worker's incarnation, or to its endpoint if nobody has answered there."""
+        for link in self._links.values():
+            if link.incarnation == incarnation or (link.endpoint == endpoint and not link.worker):
+                return link
+        return None
+
+    def tick(self, now: float) -> list[Action]:
+        """Repeat unanswered Opens."""
+        return [
+            self._open(link, now)
+            for link in self._links.values()
+            if link.state is LinkState.OPENING and now >= link.repeat_at
+        ]
+
+    def _open(self, link: Link, now: float) -> Action:
+        link.repeat_at = now + OPEN_REPEAT_S
+        message = Open(
+            version=PROTOCOL_VERSION,
+            worker=self._me.worker,
+            incarnation=self._me.incarnation,
+            model=self._me.model,
+            transports=["zmq"],
+        )
+        return ToPeer(link.endpoint, message)

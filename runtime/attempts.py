@@ -1,0 +1,53 @@
+"""A table by (request, attempt) that finds the attempts of one request without a search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from typing import TypeVar
+
+V = TypeVar("V")
+Key = tuple[bytes, int]
+"""(request, attempt)."""
+
+
+class Attempts(MutableMapping[Key, V]):
+    """Values by (request, attempt), in the order they came."""
+
+    def __init__(self) -> None:
+        self._values: dict[Key, V] = {}
+        self._attempts: dict[bytes, set[int]] = {}
+
+    def of(self, request: bytes, last: int | None = None) -> list[V]:
+        """Values of a request's attempts, the lowest first; up to attempt ``last``."""
+        attempts = sorted(self._attempts.get(request, ()))
+        return [self._values[request, a] for a in attempts if last is None or a <= last]
+
+    def newest(self, request: bytes) -> V | None:
+        """The value of a request's highest attempt."""
+        attempts = self._attempts.get(request)
+        return self._values[request, max(attempts)] if attempts else None
+
+    def forget(self, request: bytes, last: int) -> None:
+        """Drop a request's attempts up to ``last``."""
+        for attempt in [a for a in self._attempts.get(request, ()) if a <= last]:
+            del self[request, attempt]
+
+    def __getitem__(self, key: Key) -> V:
+        return self._values[key]
+
+    def __setitem__(self, key: Key, value: V) -> None:
+        self._values[key] = value
+        self._attempts.setdefault(key[0], set()).add(key[1])
+
+    def __delitem__(self, key: Key) -> None:
+        del self._values[key]
+        attempts = self._attempts[key[0]]
+        attempts.discard(key[1])
+        if not attempts:
+            del self._attempts[key[0]]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)

@@ -1,0 +1,164 @@
+"""What the cores of both workers do alike: routers that come and go, aborts, draining.
+
+Invariant: a router's Abort is answered, and once the blocks are free that is noted; a worker
+says Drained once, when nothing is left.
+
+Pure; a role's core derives from it and adds its own handlers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from ..proto.messages import (
+    Abort,
+    Adopt,
+    Drain,
+    Drained,
+    Message,
+    PeerDead,
+    Ping,
+    Pong,
+    Rejected,
+    RequestState,
+    TerminalAck,
+    WorkerLoad,
+)
+from .actions import (
+    DrainRequested,
+    FromRouter,
+    Note,
+    RouterDown,
+    RouterUp,
+    ToRouter,
+    blocks_freed,
+)
+from .attempts import Key
+from .membership import Membership
+
+Handler = Callable[..., list[Any]]
+"""``(core, event, now)`` to actions: the role's own kinds as well as the common ones."""
+
+
+class WorkerCore(ABC):
+    """Base of the prefill and decode cores."""
+
+    HANDLERS: ClassVar[Mapping[type, Handler]]
+
+    def __init__(self, member: Membership) -> None:
+        self._member = member
+        self._drained_said = False
+        self._freed_later: list[Key] = []  # aborted, but part of the running step
+
+    # ------------------------------------------------------------------ of the role
+
+    @abstractmethod
+    def load(self) -> WorkerLoad:
+        """Figures for heartbeats."""
+
+    @property
+    @abstractmethod
+    def is_drained(self) -> bool:
+        """Draining and nothing left."""
+
+    @property
+    @abstractmethod
+    def _requests(self) -> int:
+        """How many are here."""
+
+    @abstractmethod
+    def _held(self) -> list[RequestState]:
+        """All requests here, for a Hello."""
+
+    @abstractmethod
+    def _abort(self, router: str, message: Abort, now: float) -> list[Any]:
+        """Stop attempts; see :meth:`_freed`."""
+
+    @abstractmethod
+    def _adopt(self, router: str, request: bytes, position: int) -> list[Any]:
+        """Say a request's tokens from ``position`` on again, to this router from now on."""
+
+    @abstractmethod
+    def _peer_dead(self, endpoint: str, incarnation: int, now: float) -> list[Any]:
+        """A worker of the other role is finally dead."""
+
+    def _assigned(self, router: str, message: Message, now: float) -> list[Any]:
+        """What only this role is told by a router."""
+        return []
+
+    # ------------------------------------------------------------------ routers
+
+    def _on_router_up(self, event: RouterUp, now: float) -> list[Any]:
+        return list(self._member.up(event.router, self.load(), self._held(), now))
+
+    def _unknown_there(self, router: str, now: float) -> list[Any]:
+        """A router has no memory of us; many words of ours may have met it."""
+        if not self._member.may_introduce(now):
+            return []
+        return self._on_router_up(RouterUp(router), now)
+
+    def _on_router_down(self, event: RouterDown, now: float) -> list[Any]:
+        self._member.down(event.router)
+        return []
+
+    def _on_router(self, event: FromRouter, now: float) -> list[Any]:
+        router = event.router
+        match event.message:
+            case TerminalAck(requests=ended):
+                self._member.acknowledged(ended)
+                return self._maybe_drained()
+            case Abort() as message:
+                return self._abort(router, message, now)
+            case Adopt(request=request, position=position):
+                return self._adopt(router, request, position)
+            case PeerDead(incarnation=incarnation, endpoint=endpoint):
+                return self._peer_dead(endpoint, incarnation, now)
+            case Drain():
+                return self._drain()
+            case Ping(nonce=nonce):
+                return [ToRouter(router, Pong(nonce=nonce))]
+            case Rejected(code="endpoint_unknown"):
+                return self._unknown_there(router, now)
+            case Rejected() as message:
+                return [self._member.rejected(router, message)]
+            case message:
+                return self._assigned(router, message, now)
+
+    # ------------------------------------------------------------------ aborts
+
+    def _freed(self, key: Key, now: float, *, running: bool) -> list[Any]:
+        """Note that an aborted attempt's blocks are free; after the step that uses them."""
+        if not running:
+            return [blocks_freed(*key, now)]
+        self._freed_later.append(key)
+        return []
+
+    def _step_over(self, now: float) -> list[Any]:
+        freed, self._freed_later = self._freed_later, []
+        return [blocks_freed(*key, now) for key in freed]
+
+    # ------------------------------------------------------------------ drain
+
+    def _on_drain(self, event: DrainRequested, now: float) -> list[Any]:
+        return self._drain()
+
+    def _drain(self) -> list[Any]:
+        self._member.draining = True
+        return [Note("worker.draining", {"requests": self._requests}), *self._maybe_drained()]
+
+    def _maybe_drained(self) -> list[Any]:
+        if not self.is_drained or self._drained_said:
+            return []
+        self._drained_said = True
+        message = Drained(worker=self._member.identity.worker)
+        return [ToRouter(router, message) for router in self._member.routers]
+
+
+WorkerCore.HANDLERS = {
+    FromRouter: WorkerCore._on_router,
+    RouterUp: WorkerCore._on_router_up,
+    RouterDown: WorkerCore._on_router_down,
+    DrainRequested: WorkerCore._on_drain,
+}
