@@ -1,4 +1,4 @@
-"""``baton status``: the workers and recent handoffs of a running cluster."""
+"""``baton status``: workers, handoffs, waiting times and drops of a running cluster."""
 
 from __future__ import annotations
 
@@ -45,7 +45,50 @@ def describe(report: ClusterReport) -> list[str]:
             f"{mebibytes(totals.bytes_received)} received"
         ),
         *(f"  {describe_handoff(record)}" for record in totals.last),
+        *_latency(report),
+        *_dropped(report),
     ]
+
+
+def _latency(report: ClusterReport) -> list[str]:
+    """Waiting times of the last minutes, of all and of each worker."""
+    latency = report.router.latency
+    kinds = [
+        ("first token", [("all", latency.first_token_s)]),
+        ("between tokens", [("all", latency.between_tokens_s)]),
+    ]
+    for worker in report.workers:
+        if worker.first_token_s is not None:
+            kinds[0][1].append((worker.id, worker.first_token_s))
+        if worker.between_tokens_s is not None:
+            kinds[1][1].append((worker.id, worker.between_tokens_s))
+    lines = [
+        f"{kind:<15} {name:<12} {_milliseconds(found.p50)} {_milliseconds(found.p90)} "
+        f"{_milliseconds(found.p99)} {found.count:>9}"
+        for kind, rows in kinds
+        for name, found in rows
+        if found.p50 is not None
+    ]
+    if not lines:
+        return []
+    head = f"{'latency in ms':<15} {'':<12} {'p50':>9} {'p90':>9} {'p99':>9} {'count':>9}"
+    return ["", head, *lines]
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return f"{'-':>9}" if seconds is None else f"{seconds * 1000:>9.2f}"
+
+
+def _dropped(report: ClusterReport) -> list[str]:
+    """Messages that were not used, by process and reason."""
+    counts = [("router", report.router.dropped)]
+    counts += [(worker.id, worker.dropped) for worker in report.workers]
+    lines = [
+        f"  {name}: " + ", ".join(f"{reason} {count}" for reason, count in sorted(found.items()))
+        for name, found in counts
+        if found
+    ]
+    return ["", "messages dropped or refused:", *lines] if lines else []
 
 
 def _worker_line(worker: WorkerReport) -> str:

@@ -51,6 +51,7 @@ class DecodeShell:
         context: Context,
     ) -> None:
         self._loop = loop
+        self._dropped = member.dropped
         self._executor = runner.executor
         self._control = control
         self._data = data
@@ -63,7 +64,9 @@ class DecodeShell:
         self.core = self._make_core(config, runner, member)
         self._writer = FrameWriter(runner.backend, runner.pool)
         identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
-        self._links = RouterLinks(loop, context, config.routers, identity, self.feed)
+        self._links = RouterLinks(
+            loop, context, config.routers, identity, self.feed, dropped=self._dropped
+        )
         self._drain_grace_s = config.drain_grace_s
         self.exit_code = 0
 
@@ -131,6 +134,7 @@ class DecodeShell:
             _log.warning("peer.damaged", count=self._decoder.damaged)
             return  # as if it had been lost: it is said again
         except ProtocolError as error:
+            self._dropped[f"peer_{error.code}"] += 1
             _log.warning("peer.malformed", error=str(error))
             reply = Rejected(code=error.code, message=str(error))
             self._outgoing.setdefault(peer, []).append(reply)
@@ -141,17 +145,21 @@ class DecodeShell:
     def _on_data(self, peer: bytes, frames: Frames) -> None:
         """Check a KV frame and write it into its blocks."""
         if len(frames) != 2:
+            self._dropped["data_frames"] += 1
             _log.warning("data.malformed", frames=len(frames))
             return
         try:
             header = decode_kv_header(frames[0])
             blocks = self.core.receiver.locate(header)
         except ProtocolError as error:
+            self._dropped[f"data_{error.code}"] += 1
             _log.warning("data.malformed", error=str(error))
             return
-        if blocks is not None:
-            payload = np.frombuffer(frames[1], np.uint8)
-            self.feed(events.FrameStored(header, self._writer.write(header, blocks, payload)))
+        if blocks is None:
+            self._dropped["stale_kv_frame"] += 1
+            return
+        payload = np.frombuffer(frames[1], np.uint8)
+        self.feed(events.FrameStored(header, self._writer.write(header, blocks, payload)))
 
     def _on_result(self, plan: StepPlan, result: StepResult | Exception) -> None:
         if isinstance(result, Exception):

@@ -13,6 +13,15 @@ from ..proto.errors import DecodeFailed
 ALIVE_STATES = frozenset({"ready", "draining"})
 
 
+class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Durations in seconds; ``count`` since the start, the others of the last minutes."""
+
+    count: int = 0
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+
+
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """One worker; token counts since its start."""
 
@@ -30,6 +39,9 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_tokens: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    first_token_s: Percentiles | None = None  # of a prefill worker
+    between_tokens_s: Percentiles | None = None  # of a decode worker
+    dropped: dict[str, int] = {}
 
     @property
     def alive(self) -> bool:
@@ -59,11 +71,26 @@ class HandoffTotals(msgspec.Struct, frozen=True, kw_only=True):
     last: list[HandoffRecord] = []
 
 
+class LatencyReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How long clients wait, as the router sees it."""
+
+    first_token_s: Percentiles = Percentiles()
+    between_tokens_s: Percentiles = Percentiles()
+
+
+class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The router itself; ``dropped``: messages it could not use, by reason."""
+
+    latency: LatencyReport = LatencyReport()
+    dropped: dict[str, int] = {}
+
+
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     """The whole cluster."""
 
     workers: list[WorkerReport] = []
     handoffs: HandoffTotals = HandoffTotals()
+    router: RouterReport = RouterReport()
 
     def of_role(self, role: str) -> list[WorkerReport]:
         """Workers of one pool."""

@@ -6,7 +6,7 @@ not lost; their staging buffers return to the pool once ZeroMQ has read them.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +98,7 @@ class PeerLink:
             _log.warning("peer.damaged", endpoint=self.endpoint, count=count)
             return  # as if it had been lost: it is said again
         except ProtocolError as error:
+            self._links.dropped[f"peer_{error.code}"] += 1
             _log.warning("peer.malformed", endpoint=self.endpoint, error=str(error))
             return
         for message in messages:
@@ -111,7 +112,7 @@ class PeerLink:
 
 
 class PeerLinks:
-    """All decode endpoints a prefill worker talks to."""
+    """All decode endpoints a prefill worker talks to; ``dropped`` counts what they said in vain."""
 
     def __init__(
         self,
@@ -121,6 +122,7 @@ class PeerLinks:
         on_message: Callable[[str, Message], object],
         on_up: Callable[[str], object],
         on_down: Callable[[str], object],
+        dropped: Counter[str] | None = None,
     ) -> None:
         self.loop = loop
         self.context = context
@@ -128,6 +130,7 @@ class PeerLinks:
         self.on_message = on_message
         self.on_up = on_up
         self.on_down = on_down
+        self.dropped = Counter[str]() if dropped is None else dropped
         self.encoder = EnvelopeEncoder(digest=envelope_digest)
         self.decoder: EnvelopeDecoder[DecodeToPrefill] = EnvelopeDecoder(
             DecodeToPrefill, digest=envelope_digest

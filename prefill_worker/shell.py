@@ -60,7 +60,9 @@ class PrefillShell:
         self._packer = FramePacker(runner.backend, runner.pool)
         self.core = self._make_core(config, runner, member)
         identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
-        self._links = RouterLinks(loop, context, config.routers, identity, self.feed)
+        self._links = RouterLinks(
+            loop, context, config.routers, identity, self.feed, dropped=member.dropped
+        )
         self._peers = PeerLinks(
             loop,
             context,
@@ -68,6 +70,7 @@ class PrefillShell:
             lambda endpoint, message: self.feed(events.FromPeer(endpoint, message)),
             lambda endpoint: self.feed(events.PeerUp(endpoint)),
             lambda endpoint: self.feed(events.PeerDown(endpoint)),
+            dropped=member.dropped,
         )
         self._drain_grace_s = config.drain_grace_s
         self.exit_code = 0
@@ -174,6 +177,7 @@ class PrefillShell:
             messages: list[PrefillToDecode] = self._decoder.decode(frames)
             replies = [answer(self._member.identity, message) for message in messages]
         except ProtocolError as error:
+            self._member.dropped[f"peer_{error.code}"] += 1
             _log.warning("endpoint.malformed", error=str(error))
             replies = [Rejected(code=error.code, message=str(error))]
         said = [reply for reply in replies if reply is not None]

@@ -30,6 +30,7 @@ from .limits import (
     MAX_ATTEMPT,
     MAX_CONTEXT_TOKENS,
     MAX_COUNT,
+    MAX_DROP_REASONS,
     MAX_DURATION_S,
     MAX_KEY_BYTES,
     MAX_LIST_ITEMS,
@@ -307,6 +308,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     step_s: Seconds = 0.0  # predicted duration of the step that runs now
     draining: bool = False
     load: WorkerLoad = WorkerLoad()
+    dropped: Annotated[dict[Name, Count], Meta(max_length=MAX_DROP_REASONS)] = {}  # since start
 
 
 class Accepted(Message, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ and ends requests, :mod:`.recovery` saves them, :mod:`.timers` watches the clock
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -83,11 +84,13 @@ class RouterCore:
 
     def reject_client(self, identity: bytes, error: BatonError) -> list[Action]:
         """A client sent bytes that are no message."""
+        self.dropped[f"client_{error.code}"] += 1
         self._clients.reject(identity, error)
         return self._take()
 
     def reject_worker(self, identity: bytes, error: BatonError) -> list[Action]:
         """A worker sent bytes that are no message."""
+        self.dropped[f"worker_{error.code}"] += 1
         rejected = Rejected(code=error.code, message=str(error))
         self.life.out.append(ToWorker(identity, rejected))
         return self._take()
@@ -95,6 +98,11 @@ class RouterCore:
     def next_timer(self) -> float:
         """When the next :class:`.Tick` is due."""
         return self._timers.next_time()
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Messages that were not used, by reason; the shell counts those that never came here."""
+        return self.life.counters.dropped
 
     # ------------------------------------------------------------------ end of the process
 

@@ -9,6 +9,8 @@ It knows nothing of how messages arrive: :mod:`.client_side` and :mod:`.worker_s
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 
 from ..proto.errors import BatonError, CapacityError
@@ -18,6 +20,7 @@ from .admission import Admission
 from .clients import Clients
 from .config import RouterConfig
 from .events import Action, Log, ToClient, ToWorker
+from .latency import Latency
 from .placement import Placement
 from .policy import make_policy
 from .recent import Recent
@@ -33,12 +36,16 @@ REMEMBER_ATTEMPTS = 16_384
 
 
 class Counters:
-    """How requests ended since the start."""
+    """How requests ended since the start, and what was said in vain.
 
-    __slots__ = ("cancelled", "failed", "finished", "replayed", "submitted")
+    ``dropped``: messages and runs that were not used, by reason.
+    """
+
+    __slots__ = ("cancelled", "dropped", "failed", "finished", "replayed", "submitted")
 
     def __init__(self) -> None:
         self.submitted = self.finished = self.failed = self.cancelled = self.replayed = 0
+        self.dropped: Counter[str] = Counter()
 
     def count(self, terminal: Terminal) -> None:
         """One more end."""
@@ -63,6 +70,8 @@ class Lifecycle:
         self.queued: dict[bytes, Request] = {}
         self.wheel: Wheel[Request] = Wheel()
         self.counters = Counters()
+        self.first_tokens = Latency()
+        self.between_tokens = Latency()
         self.tombstones = Tombstones()
         self.out: list[Action] = []
         self._last_attempts: Recent[bytes, int] = Recent(REMEMBER_ATTEMPTS)
@@ -74,6 +83,7 @@ class Lifecycle:
         self.requests[request.key] = request
         self.queued[request.key] = request
         request.own = request.attempt
+        request.submitted_at = now
         self.counters.submitted += 1
         self.place(request, now)
 

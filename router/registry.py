@@ -29,6 +29,7 @@ from ..proto.errors import (
 from ..proto.layout import ModelCard
 from ..proto.limits import PROTOCOL_VERSION
 from ..proto.messages import Heartbeat, Hello, RequestState, WorkerLoad
+from .latency import Latency
 
 if TYPE_CHECKING:
     from .config import RouterConfig
@@ -70,13 +71,15 @@ class Worker:
     ``outstanding``: tokens assigned and not yet done. ``recent``: tokens assigned lately, as
     of the policy's placement number ``recent_at``. ``requests``: what depends on this worker.
     ``reported``: what its last Hello said it holds. ``aborts``: attempts to be freed there, by
-    key: ``(attempt, repeat at, give up at)``.
+    key: ``(attempt, repeat at, give up at)``. ``latency``: of first tokens at a prefill worker,
+    between tokens at a decode worker; ``dropped``: messages it could not use, by reason.
     """
 
     __slots__ = (
-        "aborts", "busy", "card", "drain_at", "endpoint", "id", "identity", "incarnation",
-        "load", "max_batch", "outstanding", "pid", "pool", "progress", "progress_at", "reason",
-        "recent", "recent_at", "reported", "requests", "role", "seen_at", "state", "step_s",
+        "aborts", "busy", "card", "drain_at", "dropped", "endpoint", "id", "identity",
+        "incarnation", "latency", "load", "max_batch", "outstanding", "pid", "pool", "progress",
+        "progress_at", "reason", "recent", "recent_at", "reported", "requests", "role",
+        "seen_at", "state", "step_s",
     )  # fmt: skip
 
     def __init__(self, identity: bytes, hello: Hello, now: float) -> None:
@@ -90,6 +93,8 @@ class Worker:
         self.card: ModelCard = hello.model
         self.max_batch = hello.max_batch
         self.load: WorkerLoad = hello.load
+        self.dropped: dict[str, int] = {}
+        self.latency = Latency()
         self.state = WorkerState.JOINING
         self.reason = ""
         self.seen_at = self.progress_at = now
@@ -274,6 +279,7 @@ class Registry:
         worker.busy = beat.busy
         worker.step_s = beat.step_s
         worker.load = beat.load
+        worker.dropped = beat.dropped
         if beat.draining:
             self.drain(worker)
 

@@ -95,7 +95,8 @@ class Request:
         "grace_until", "handed", "hashes", "heard", "key", "limit", "logprobs", "losses",
         "lost_at", "max_new", "next", "own", "patience", "pending", "pin", "pool", "prefill",
         "prefill_cost", "queued_tokens", "request_id", "retry_at", "sent", "server", "slot",
-        "started", "state", "strict", "terminal", "unchecked", "unheard",
+        "started", "state", "strict", "submitted_at", "terminal", "token_at", "unchecked",
+        "unheard",
     )  # fmt: skip
 
     def __init__(
@@ -129,6 +130,8 @@ class Request:
         self.heard = True  # since the last Adopt
         self.unheard = 0  # Adopts without an answer
         self.prefill_cost = self.decode_cost = 0
+        self.submitted_at = NEVER  # or resumed, so nobody waits for a first token
+        self.token_at = NEVER  # when its last token came
 
         self.terminal: Terminal | None = None
         self.pending: Terminal | None = None  # waits for tokens that are missing

@@ -133,10 +133,19 @@ class RouterShell:
 
     def _tick(self) -> None:
         now = self._loop.now()
+        self._count_refused()
         self._perform(self.core.handle(Tick(), now))
         if self._closing:
             self._maybe_leave(now)
         self._loop.call_at(self.core.next_timer(), self._tick)
+
+    def _count_refused(self) -> None:
+        """What ZeroMQ refused never comes here; its counters do."""
+        for side, channel in (("client", self.clients), ("worker", self.workers)):
+            for reason in ("refused", "malformed"):
+                count = getattr(channel.stats, reason)
+                if count:
+                    self.core.dropped[f"{side}_{reason}"] = count
 
     def _feed(self, event: Event) -> None:
         self._perform(self.core.handle(event, self._loop.now()))
@@ -172,6 +181,8 @@ class RouterShell:
         """To a worker everything is repeated; one that cannot be reached is gone."""
         if result is SendResult.UNREACHABLE:
             self._worker_gone(identity)
+        else:
+            self.core.dropped["to_full_worker"] += len(messages)
 
     def _client_unsent(self, identity: bytes, messages: list[Message], result: SendResult) -> None:
         if result is SendResult.UNREACHABLE:
@@ -188,6 +199,7 @@ class RouterShell:
         """Keep messages for a full client behind those already kept, as many as fit."""
         held = self._held[identity]
         room = HELD_MESSAGES - len(held)
+        self.core.dropped["to_slow_client"] += max(0, len(messages) - max(0, room))
         if 0 < room < len(messages):
             _log.warning("client.does_not_read", held=HELD_MESSAGES)
         held += messages[: max(0, room)]

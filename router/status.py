@@ -100,6 +100,11 @@ class Reporter:
                 "refused": admission.refused,
                 "replayed": counters.replayed,
             },
+            "latency": {
+                "first_token_s": life.first_tokens.summary(now),
+                "between_tokens_s": life.between_tokens.summary(now),
+            },
+            "dropped": dict(counters.dropped),
             "queued_tokens": admission.queued_tokens,
             "context_bytes": admission.context_bytes,
             "rates": {
@@ -112,6 +117,7 @@ class Reporter:
 
 def _worker(worker: Worker, now: float) -> dict[str, object]:
     load = worker.load
+    waited = "first_token_s" if worker.role == "prefill" else "between_tokens_s"
     return {
         "id": worker.id,
         "role": worker.role,
@@ -133,5 +139,7 @@ def _worker(worker: Worker, now: float) -> dict[str, object]:
         "preemptions": load.preemptions,
         "assigned_requests": len(worker.requests),
         "outstanding_tokens": worker.outstanding,
+        "dropped": worker.dropped,
+        waited: worker.latency.summary(now),
         "heard_s_ago": round(max(0.0, now - worker.seen_at), 3),
     }

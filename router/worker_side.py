@@ -71,6 +71,7 @@ class WorkerSide:
         elif type(message) is Hello:
             self._join(identity, message, now)
         else:
+            self._drop("unknown_worker")
             text = "say Hello first"
             self._say(identity, Rejected(code="endpoint_unknown", message=text))
 
@@ -98,6 +99,7 @@ class WorkerSide:
             worker = registry.join(identity, hello, now)
         except BatonError as error:
             self._life.log("worker.refused", worker=hello.worker, reason=str(error))
+            self._drop("refused_worker")
             self._say(identity, Rejected(code=error.code, message=str(error)))
             return
         self._life.log("worker.joined", worker=worker.id, role=worker.role, pid=worker.pid)
@@ -133,7 +135,8 @@ class WorkerSide:
         """The hot path: one dictionary look-up and a few comparisons per run."""
         requests = self._life.requests
         touched: list[Client] = []
-        total = 0
+        total = same = 0
+        since = NEVER
         for run in message.runs:
             request = requests.get(run.request)
             if (
@@ -149,6 +152,12 @@ class WorkerSide:
                 run = checked
             total += len(run.tokens)
             request.keep(run)
+            # Most runs of a step follow on the same step, so their gaps are counted at once.
+            if request.token_at != since:
+                self._waited(worker, since, same, now)
+                since, same = request.token_at, 0
+            same += 1
+            request.token_at = now
             client = request.client
             if client is not None:
                 if client.behind:
@@ -160,8 +169,15 @@ class WorkerSide:
                     client.runs.append(run)
             if not request.heard or request.pending is not None or not request.started:
                 self._first_heard(request, touched, now)
+        self._waited(worker, since, same, now)
         self._life.admission.tokens.add(total)
         self._flush(touched)
+
+    def _waited(self, worker: Worker, since: float, runs: int, now: float) -> None:
+        """Count the gaps of ``runs`` requests whose last tokens came at ``since``."""
+        if since != NEVER:
+            worker.latency.add(now - since, now, runs)
+            self._life.between_tokens.add(now - since, now, runs)
 
     def _flush(self, touched: list[Client]) -> None:
         out = self._life.out
@@ -176,6 +192,11 @@ class WorkerSide:
         if not request.started:
             request.started = True
             self._life.admission.started(request)
+            if request.submitted_at != NEVER:
+                waited = now - request.submitted_at
+                self._life.first_tokens.add(waited, now)
+                if request.prefill is not None:
+                    request.prefill.latency.add(waited, now)
         pending = request.pending
         if pending is not None and request.next >= pending.position:
             self._flush(touched)
@@ -193,11 +214,13 @@ class WorkerSide:
         if request.server is not worker and not (request.handed and worker.role == "prefill"):
             self._recovery.served_by(request, worker)
         if run.position > request.next:
+            self._drop("tokens_ahead")
             self._recovery.ask_again(request, now)
             return None
         skip = request.next - run.position
         request.heard = True
         if skip >= len(run.tokens):
+            self._drop("repeated_tokens")
             return None
         if not skip:
             return run
@@ -210,6 +233,7 @@ class WorkerSide:
         """Whether a worker's word counts; what it holds of a lower attempt is aborted."""
         life = self._life
         if request is None:
+            self._drop("unknown_request")
             self._recovery.orphans.unknown(worker, key, attempt, now)
             return False
         if request.state is State.QUEUED and attempt >= request.attempt:
@@ -217,9 +241,11 @@ class WorkerSide:
         if request.state is not _RUNNING and request.state is not _ASSIGNED:
             last = request.attempt if request.done else request.attempt - 1
             if attempt <= last:
+                self._drop("late_attempt")
                 life.abort_on(worker, key, attempt, request.deadline, "over")
             return False
         if attempt < request.attempt:
+            self._drop("late_attempt")
             life.abort_on(worker, key, attempt, request.deadline, "superseded")
             return False
         request.attempt = attempt  # a higher one: another router knew more
@@ -363,6 +389,9 @@ class WorkerSide:
 
     def _pong(self, worker: Worker, message: Pong, _now: float) -> None:
         """Heard; there is nothing to do."""
+
+    def _drop(self, reason: str) -> None:
+        self._life.counters.dropped[reason] += 1
 
     def _say(self, identity: bytes, message: Message) -> None:
         self._life.out.append(ToWorker(identity, message))

@@ -6,6 +6,7 @@ everything a worker says is repeated by its core until it is answered.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
@@ -27,6 +28,7 @@ class RouterLinks:
     """One DealerChannel per router; ``deliver`` hears what happens on them.
 
     ``identity`` must be new for every process start; each connection adds its number.
+    ``dropped`` counts what could not be understood.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class RouterLinks:
         identity: bytes,
         deliver: Callable[[LinkEvent], object],
         keys: CurveKeys | None = None,
+        dropped: Counter[str] | None = None,
     ) -> None:
         self._deliver = deliver
         self._encoder = EnvelopeEncoder()
@@ -49,7 +52,7 @@ class RouterLinks:
         self._identity = identity
         self._keys = keys
         self._connections = 0
-        self.malformed = 0
+        self._dropped = Counter[str]() if dropped is None else dropped
         for name in routers:
             self._connect(name)
 
@@ -80,7 +83,7 @@ class RouterLinks:
         try:
             messages = self._decoder.decode(frames)
         except ProtocolError as error:
-            self.malformed += 1
+            self._dropped[f"router_{error.code}"] += 1
             _log.warning("router.malformed", router=name, error=str(error))
             return
         for message in messages:

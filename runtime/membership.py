@@ -9,6 +9,7 @@ Pure; the role's core feeds it and forwards its actions.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -102,6 +103,8 @@ class Membership:
         self._beat_at = 0.0
         self._introduced_at = float("-inf")
         self.draining = False
+        self.dropped: Counter[str] = Counter()
+        """Messages this worker could not use, by reason; heartbeats report them."""
 
     # ------------------------------------------------------------------ links
 
@@ -232,6 +235,7 @@ class Membership:
                 step_s=engine.step_s,
                 draining=self.draining,
                 load=load(),
+                dropped=dict(self.dropped),
             )
             actions += [ToRouter(router, beat) for router in self._up]
         for key in [k for k, p in self._pending.items() if now >= p.expires]:

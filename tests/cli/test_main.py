@@ -6,7 +6,15 @@ import pytest
 from baton.cli import demo, doctor, status
 from baton.cli.__main__ import VERBS, build_parser, main
 from baton.deploy.config import ServeSettings
-from baton.deploy.report import ClusterReport, HandoffRecord, HandoffTotals, WorkerReport
+from baton.deploy.report import (
+    ClusterReport,
+    HandoffRecord,
+    HandoffTotals,
+    LatencyReport,
+    Percentiles,
+    RouterReport,
+    WorkerReport,
+)
 
 
 @pytest.fixture
@@ -150,6 +158,27 @@ def test_status_table_shows_workers_and_handoffs():
     text = "\n".join(status.describe(report))
     for part in ("decode-0", "3/64", "ipc:///d", "handoffs: 2, 2.0 KiB sent", "4 blocks over zmq"):
         assert part in text
+
+
+def test_status_shows_waiting_times_and_what_was_dropped_when_there_is_any():
+    waited = Percentiles(count=7, p50=0.0102, p90=0.02, p99=None)
+    report = ClusterReport(
+        workers=[
+            WorkerReport(id="decode-0", role="decode", between_tokens_s=waited),
+            WorkerReport(id="decode-1", role="decode", between_tokens_s=Percentiles()),
+            WorkerReport(id="prefill-0", role="prefill", dropped={"data_frames": 2}),
+        ],
+        router=RouterReport(latency=LatencyReport(first_token_s=waited)),
+    )
+    lines = status.describe(report)
+    assert [line.split() for line in lines if "10.20" in line] == [
+        ["first", "token", "all", "10.20", "20.00", "-", "7"],
+        ["between", "tokens", "decode-0", "10.20", "20.00", "-", "7"],
+    ]
+    assert lines[-1] == "  prefill-0: data_frames 2"
+    quiet = "\n".join(status.describe(ClusterReport()))
+    assert "latency" not in quiet
+    assert "dropped" not in quiet
 
 
 def test_demo_timing_counts_from_the_start():

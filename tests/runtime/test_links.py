@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from baton.proto.messages import Ping
 from baton.runtime.actions import RouterDown, RouterUp
 from baton.runtime.links import RouterLinks
@@ -35,5 +37,21 @@ def test_every_connection_has_an_identity_of_its_own(loop, drive, context, tmp_p
     assert all(identity.startswith(b"worker:1") for identity in heard)
     assert heard[0] != heard[1]
     assert events == [RouterUp, RouterDown, RouterUp]
+    links.close()
+    router.close()
+
+
+def test_what_a_router_says_in_vain_is_counted(loop, drive, context, tmp_path):
+    address = f"ipc://{tmp_path}/router"
+    dropped: Counter[str] = Counter()
+    router = RouterChannel(context, address)
+    router.attach(loop, lambda identity, frames: router.send(identity, [b"nonsense"]))
+
+    def deliver(event) -> None:
+        links.send("r", Ping())
+        links.flush()
+
+    links = RouterLinks(loop, context, {"r": address}, b"worker:1", deliver, dropped=dropped)
+    drive.until(lambda: dropped["router_decode_failed"] == 1)
     links.close()
     router.close()

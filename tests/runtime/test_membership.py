@@ -104,8 +104,10 @@ def test_heartbeats_go_to_all_routers_that_are_up(member):
     beat = beats[0].message
     assert (beat.incarnation, beat.progress, beat.busy, beat.step_s) == (7, 3, True, 0.5)
     assert member.tick(1.1, ENGINE, WorkerLoad) == []
+    member.dropped["data_frames"] += 2
     member.down("two")
-    assert [a.router for a in member.tick(1.3, ENGINE, WorkerLoad)] == ["one"]
+    (beat,) = member.tick(1.3, ENGINE, WorkerLoad)
+    assert (beat.router, beat.message.dropped) == ("one", {"data_frames": 2})
     assert member.connected == 1
     assert member.next_timer() == pytest.approx(1.5)
 
