@@ -7,7 +7,9 @@ of the protocol repeats itself.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from itertools import chain
 from typing import Generic, TypeVar
 
 from ..proto.codec import EnvelopeEncoder
@@ -28,7 +30,8 @@ class Outbox(Generic[Peer]):
     """Messages by peer until :meth:`flush`, which belongs at the end of a loop's turn.
 
     ``send(peer, frames)`` is a channel's send; ``on_unsent(peer, messages, result)`` hears
-    of what ZeroMQ did not take. ``max_bytes``: largest first frame the peers accept.
+    of what ZeroMQ did not take, all of it at once and in order. ``max_bytes``: largest
+    first frame the peers accept.
     """
 
     def __init__(
@@ -74,30 +77,40 @@ class Outbox(Generic[Peer]):
             self._latest.clear()
             waiting, self._waiting = self._waiting, {}
             for peer, messages in waiting.items():
-                for batch in _batches(messages):
-                    self._send_batch(peer, batch)
+                self._send_in_order(peer, messages)
 
-    def _send_batch(self, peer: Peer, batch: list[Message]) -> None:
+    def _send_in_order(self, peer: Peer, messages: list[Message]) -> None:
+        """Send until something is not taken: what follows it would overtake it."""
+        batches = deque(_batches(messages))
+        while batches:
+            batch = batches.popleft()
+            frames = self._encode(batch)
+            if frames is None:
+                if len(batch) > 1:  # one message must not take its neighbours with it
+                    half = len(batch) // 2
+                    batches.extendleft((batch[half:], batch[:half]))
+                continue
+            self.envelopes += 1
+            result = self._send(peer, frames)
+            if not result:
+                self._not_taken(peer, [*batch, *chain.from_iterable(batches)], result)
+                return
+
+    def _not_taken(self, peer: Peer, messages: list[Message], result: SendResult) -> None:
+        self.unsent += len(messages)
+        if self._on_unsent is not None:
+            self._on_unsent(peer, messages, result)
+
+    def _encode(self, batch: list[Message]) -> Buffers | None:
+        """Frames of an envelope, or None when they are over a limit or one is no message."""
         try:
-            frames = self._encoder.encode(batch)
+            return self._encoder.encode(batch)
         except Exception as error:  # whatever one message holds, the others must go
-            self._encode_failed(peer, batch, error)
-            return
-        result = self._send(peer, frames)
-        self.envelopes += 1
-        if not result:
-            self.unsent += len(batch)
-            if self._on_unsent is not None:
-                self._on_unsent(peer, batch, result)
-
-    def _encode_failed(self, peer: Peer, batch: list[Message], error: Exception) -> None:
-        """One message that cannot be encoded must not take its neighbours with it."""
-        if len(batch) > 1:
-            for message in batch:
-                self._send_batch(peer, [message])
-            return
-        self.unsent += 1
-        _log.error("outbox.not_encodable", message=type(batch[0]).__name__, reason=str(error))
+            if len(batch) == 1:
+                self.unsent += 1
+                name = type(batch[0]).__name__
+                _log.error("outbox.not_encodable", message=name, reason=str(error))
+            return None
 
 
 def _batches(messages: list[Message]) -> list[list[Message]]:

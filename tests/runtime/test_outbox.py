@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from baton.proto.codec import EnvelopeDecoder
 from baton.proto.errors import LimitExceeded
@@ -64,6 +65,38 @@ def test_what_was_not_taken_is_reported():
     outbox.put(b"a", Ping())
     outbox.flush()
     assert unsent == [(b"a", [Ping()], SendResult.FULL)] and outbox.unsent == 1
+
+
+class FullOnce(Wire):
+    """A peer whose queue is full at one send and has room again at the next."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
+        self.tries = 0
+
+    def send(self, peer, frames):
+        self.tries += 1
+        if self.tries == self.at:
+            return SendResult.FULL
+        return super().send(peer, frames)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("limit", [1 << 20, 9000])  # one envelope holds 4096 messages, or fewer
+def test_nothing_overtakes_what_was_not_taken(at, limit):
+    wire = FullOnce(at)
+    unsent = []
+    outbox = Outbox(wire.send, lambda *args: unsent.append(args), max_bytes=limit)
+    for n in range(10_000):
+        outbox.put(b"a", Ping(nonce=n))
+    outbox.flush()
+    ((peer, messages, result),) = unsent
+    assert (peer, result) == (b"a", SendResult.FULL)
+    sent = [m.nonce for _, ms in wire.sent for m in ms]
+    assert sent + [m.nonce for m in messages] == list(range(10_000))
+    assert len(wire.sent) == at - 1
+    assert outbox.unsent == len(messages)
 
 
 def test_a_dropped_peer_gets_nothing():
