@@ -43,6 +43,54 @@ class Meter:
         self._at = now
 
 
+class PrefillRate:
+    """Prompt tokens a prefill worker computes per second, measured while all have enough to do.
+
+    Light traffic says nothing of what workers can do, so only time counts in which every one
+    has its next steps waiting. Cancelled requests make the rate look higher, never lower.
+    """
+
+    WINDOW_S = 10.0
+    ENOUGH_TOKENS = 2048
+    """Prompt tokens per prefill worker, waiting or computed, that keep its steps full."""
+    MEASURED_S = 1.0
+    """Shortest time a rate is believed after."""
+    KEEP_S = 60.0
+    """Longest time it is believed without a new measurement."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None  # start of what is measured now
+        self._tokens = self._seconds = 0.0
+        self._until = -math.inf
+
+    def queued(self, waiting: int, workers: int, now: float) -> None:
+        """More tokens wait, ``waiting`` altogether, for ``workers`` prefill workers."""
+        if self._since is None and self._enough(waiting, workers):
+            self._since = now
+
+    def computed(self, tokens: int, waiting: int, workers: int, now: float) -> None:
+        """A prompt of ``tokens`` has its first token, ``waiting`` are left."""
+        if self._since is not None and workers:
+            elapsed = now - self._since
+            keep = math.exp(-elapsed / self.WINDOW_S)
+            self._tokens = self._tokens * keep + tokens / workers
+            self._seconds = self._seconds * keep + elapsed
+            self._until = now + self.KEEP_S
+        self._since = now if self._enough(waiting, workers) else None
+
+    def interrupted(self) -> None:
+        """A prompt left uncomputed: what was done for it is unknown."""
+        self._since = None
+
+    def seconds(self, tokens: int, workers: int, now: float) -> float:
+        """How long ``workers`` take for ``tokens``; 0 while that is not known."""
+        known = self._seconds >= self.MEASURED_S and now < self._until and self._tokens > 0
+        return tokens * self._seconds / (self._tokens * workers) if known and workers else 0.0
+
+    def _enough(self, waiting: int, workers: int) -> bool:
+        return waiting >= self.ENOUGH_TOKENS * max(1, workers)
+
+
 class Admission:
     """Counts what is admitted against its caps."""
 
@@ -54,36 +102,47 @@ class Admission:
         self.ended = Meter(now)
         self.prompt_tokens = Meter(now)
         self.tokens = Meter(now)
+        self.prefill = PrefillRate()
         self.refused = 0
 
     # ------------------------------------------------------------------ in and out
 
-    def admit(self, request: Request, slots: int, *, resumed: bool = False) -> None:
-        """Charge a new request; raises CapacityError when a cap would be passed.
+    def admit(self, request: Request, slots: int, workers: int, now: float) -> None:
+        """Charge a new request; raises CapacityError when a cap or its deadline would be passed.
 
-        ``slots``: batch slots of the ready decode workers, 0 when unknown. A ``resumed``
-        request was admitted before, so only memory can refuse it.
+        ``slots``: batch slots of the ready decode workers, ``workers``: ready prefill workers;
+        0 when unknown.
         """
-        needs = context_bytes(request.context)
-        if self.context_bytes + needs > self._config.max_context_bytes:
-            self._refuse("no memory for further contexts")
-        if not resumed:
-            self._check_queue(request, slots)
-        request.bytes = needs
-        self.context_bytes += needs
+        self._check_memory(request)
+        self._check_queue(request, slots)
+        self._check_wait(request, workers, now)
+        self._charge(request, workers, now)
+
+    def admit_resumed(self, request: Request, workers: int, now: float) -> None:
+        """Charge a request that was admitted before, so only memory can refuse it."""
+        self._check_memory(request)
+        self._charge(request, workers, now)
+
+    def _charge(self, request: Request, workers: int, now: float) -> None:
+        request.bytes = context_bytes(request.context)
+        self.context_bytes += request.bytes
         request.queued_tokens = request.base
         self.queued_tokens += request.base
         self.requests += 1
+        self.prefill.queued(self.queued_tokens, workers, now)
 
-    def started(self, request: Request) -> None:
+    def started(self, request: Request, workers: int, now: float) -> None:
         """Its first token was seen: the prompt waits no more."""
         self.queued_tokens -= request.queued_tokens
         self.prompt_tokens.add(request.queued_tokens)
+        self.prefill.computed(request.queued_tokens, self.queued_tokens, workers, now)
         request.queued_tokens = 0
 
     def end(self, request: Request) -> None:
         """It has its terminal."""
         self.requests -= 1
+        if request.queued_tokens:
+            self.prefill.interrupted()
         self.queued_tokens -= request.queued_tokens
         request.queued_tokens = 0
         self.ended.add()
@@ -123,9 +182,30 @@ class Admission:
         if self.queued_tokens and self.queued_tokens + request.base > config.max_queued_tokens:
             self._refuse(f"{self.queued_tokens} prompt tokens are queued")
 
-    def _refuse(self, reason: str) -> None:
+    def _check_memory(self, request: Request) -> None:
+        if self.context_bytes + context_bytes(request.context) > self._config.max_context_bytes:
+            self._refuse("no memory for further contexts")
+
+    def _check_wait(self, request: Request, workers: int, now: float) -> None:
+        """Refuse what would reach its deadline before its prompt is begun.
+
+        The backlog is counted for all prefill workers together, so a request that is bound to
+        some of them is left to its luck.
+        """
+        bound = request.pool is not None or (
+            request.pin is not None and request.pin[0] == "prefill"
+        )
+        wait = self.prefill.seconds(self.queued_tokens, workers, now)
+        left = request.deadline - now
+        if wait > left and not bound:
+            text = f"{self.queued_tokens} prompt tokens wait for about {wait:.1f} s"
+            self._refuse(f"{text}, and the deadline is in {left:.1f} s", wait - left)
+
+    def _refuse(self, reason: str, least: float = 0.0) -> None:
+        """``least``: seconds before which another try would meet the same."""
         self.refused += 1
-        raise CapacityError(f"overloaded: {reason}", retry_after=self.retry_after())
+        hint = max(self.retry_after(), min(least, self._config.max_retry_s))
+        raise CapacityError(f"overloaded: {reason}", retry_after=hint)
 
 
 def check_deadline(asked: float | None, default: float, longest: float) -> float:

@@ -122,7 +122,7 @@ class ClientSide:
             target = message.context.target_endpoint
             if target is not None:
                 life.placement.pin(request, target, fallback=message.fallback)
-            life.admission.admit(request, life.registry.slots)
+            life.admission.admit(request, life.registry.slots, self._prefill_workers(), now)
         except BatonError as error:
             self._refuse(identity, key, request_id, error)
             return
@@ -161,7 +161,7 @@ class ClientSide:
             request = self._checked(key, message, attempt, now)
             self._take_emitted(request, message)
             life.placement.repin(request, message.context.target_endpoint)
-            life.admission.admit(request, 0, resumed=True)
+            life.admission.admit_resumed(request, self._prefill_workers(), now)
         except BatonError as error:
             self._refuse(identity, key, message.request_id, error)
             return
@@ -227,6 +227,9 @@ class ClientSide:
         request.strict = message.pin == "strict"
         request.unchecked = card is None
         return request
+
+    def _prefill_workers(self) -> int:
+        return len(self._life.registry.ready("prefill"))
 
     def _take_emitted(self, request: Request, message: Resume) -> None:
         """Start from the tokens the client has."""

@@ -191,7 +191,8 @@ class WorkerSide:
         request.heard = True
         if not request.started:
             request.started = True
-            self._life.admission.started(request)
+            workers = len(self._life.registry.ready("prefill"))
+            self._life.admission.started(request, workers, now)
             if request.submitted_at != NEVER:
                 waited = now - request.submitted_at
                 self._life.first_tokens.add(waited, now)

@@ -141,6 +141,102 @@ def test_cancelled_requests_give_their_room_back(make_bench):
     assert not refusals(bench)
 
 
+def backlog(bench, *, prompt=1000, requests=12, step=0.5, name="r"):
+    """A dozen prompts wait, then one has its first token every ``step`` seconds."""
+    prefill = bench.workers[0]
+    waiting = [bench.submit(f"{name}{i}", prompt=prompt) for i in range(requests)]
+
+    def work(count):
+        for i in range(count):
+            bench.advance(step)
+            prefill.tokens(waiting.pop(0), prompt, 5)
+            waiting.append(bench.submit(f"{name}-{bench.now}-{i}", prompt=prompt))
+
+    return work
+
+
+def test_a_deadline_shorter_than_the_backlog_is_refused_at_once(make_bench):
+    bench = make_bench()
+    bench.pair()
+    backlog(bench)(8)  # 2000 tokens a second, 12 000 wait: 6 s
+    bench.submit("late", deadline=5.0)
+    (refused,) = refusals(bench)
+    assert (refused.request_id, refused.code) == ("late", "overloaded")
+    assert "12000 prompt tokens wait for about 6.0 s" in refused.message
+    assert refused.retry_after >= 1.0
+    bench.submit("patient", deadline=7.0)
+    assert len(refusals(bench)) == 1
+
+
+def test_more_prefill_workers_drain_the_backlog_sooner(make_bench):
+    bench = make_bench()
+    bench.pair()
+    backlog(bench)(8)
+    bench.join("prefill", 1)
+    bench.submit("late", deadline=5.0)
+    assert not refusals(bench)
+
+
+def test_no_deadline_is_refused_before_the_rate_is_known(make_bench):
+    bench = make_bench()
+    bench.pair()
+    work = backlog(bench)
+    bench.submit("first", deadline=0.001)
+    work(1)
+    bench.submit("second", deadline=0.001)
+    assert [m.code for m in refusals(bench)] == ["deadline_exceeded"]
+
+
+def test_light_traffic_says_nothing_of_what_workers_can_do(make_bench):
+    bench = make_bench()
+    bench.pair()
+    backlog(bench, prompt=100, requests=2)(40)  # 200 tokens a second, as many as come
+    for i in range(20):
+        bench.submit(f"burst{i}", prompt=1000, deadline=5.0)
+    assert not refusals(bench)
+
+
+def test_an_old_rate_is_not_believed(make_bench):
+    bench = make_bench()
+    bench.pair()
+    backlog(bench)(8)
+    bench.advance(59.0)
+    bench.submit("late", deadline=1.0)
+    bench.advance(2.0)
+    bench.submit("later", deadline=1.0)
+    assert [m.request_id for m in refusals(bench)] == ["late"]
+
+
+def test_cancelled_prompts_do_not_make_workers_look_slow(make_bench):
+    bench = make_bench()
+    bench.pair()
+    work = backlog(bench)
+    work(8)
+    for i in range(20):
+        bench.submit(f"c{i}", prompt=1000)
+        bench.advance(0.4)
+        bench.client(Cancel(request_id=f"c{i}"))
+    work(4)
+    bench.submit("late", deadline=6.5)
+    assert not refusals(bench)
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"pool": "default"}, 0),
+        ({"target_endpoint": "ipc:///run/prefill-0"}, 0),
+        ({"target_endpoint": "ipc:///run/decode-0"}, 1),
+    ],
+)
+def test_a_request_bound_to_some_prefill_workers_is_let_in(make_bench, fields, refused):
+    bench = make_bench()
+    bench.pair()
+    backlog(bench)(8)
+    bench.submit("late", deadline=1.0, **fields)
+    assert len(refusals(bench)) == refused
+
+
 def test_meter_follows_a_steady_rate():
     meter = Meter(0.0)
     for second in range(1, 61):
