@@ -130,7 +130,8 @@ class DecodeShell:
     def _hear(self, peer: bytes, frames: Frames) -> None:
         try:
             messages = self._decoder.decode(frames)
-        except EnvelopeDamaged:
+        except EnvelopeDamaged as error:
+            self._dropped[f"peer_{error.code}"] += 1
             _log.warning("peer.damaged", count=self._decoder.damaged)
             return  # as if it had been lost: it is said again
         except ProtocolError as error:
@@ -159,7 +160,10 @@ class DecodeShell:
             self._dropped["stale_kv_frame"] += 1
             return
         payload = np.frombuffer(frames[1], np.uint8)
-        self.feed(events.FrameStored(header, self._writer.write(header, blocks, payload)))
+        intact = self._writer.write(header, blocks, payload)
+        if not intact:
+            self._dropped["damaged_kv_frame"] += 1
+        self.feed(events.FrameStored(header, intact))
 
     def _on_result(self, plan: StepPlan, result: StepResult | Exception) -> None:
         if isinstance(result, Exception):

@@ -93,7 +93,8 @@ class PeerLink:
     def _hear(self, frames: Frames) -> None:
         try:
             messages = self._links.decoder.decode(frames)
-        except EnvelopeDamaged:
+        except EnvelopeDamaged as error:
+            self._links.dropped[f"peer_{error.code}"] += 1
             count = self._links.decoder.damaged
             _log.warning("peer.damaged", endpoint=self.endpoint, count=count)
             return  # as if it had been lost: it is said again
