@@ -8,6 +8,7 @@ import msgspec
 
 from baton import __version__
 
+from .config import kv_size
 from .core import Say
 from .plan import ClusterPlan
 from .report import ClusterReport, WorkerReport
@@ -46,6 +47,7 @@ class BannerFacts(msgspec.Struct, frozen=True, kw_only=True):
     context: int = 0
     """Longest context wanted of the workers in tokens; 0 if unknown."""
     block_size: int = 0
+    kv_memory: str = ""
     hint: str = ""
 
 
@@ -65,8 +67,20 @@ def facts(plan: ClusterPlan, *, hint: bool, context: int = 0) -> BannerFacts:
         security=local,
         context=context,
         block_size=plan.settings.block_size,
+        kv_memory=_kv_memory(plan),
         hint=f"baton generate --address {plan.address} --chat 'Who are you?'" if hint else "",
     )
+
+
+def _kv_memory(plan: ClusterPlan) -> str:
+    """What each worker of the two pools has, and where the figure comes from."""
+    parts = []
+    for role in ("prefill", "decode"):
+        blocks, memory = kv_size(plan.settings, role)
+        size = f"{blocks} blocks" if blocks else mebibytes(memory or plan.kv_default)
+        chosen = "" if blocks or memory else ", chosen by what is free"
+        parts.append(f"{size} per {role} worker{chosen}")
+    return "; ".join(parts)
 
 
 def startup(facts: BannerFacts, report: ClusterReport) -> list[str]:
@@ -78,6 +92,8 @@ def startup(facts: BannerFacts, report: ClusterReport) -> list[str]:
         f"  security   {facts.security}",
         f"  handoff    {facts.transport}",
     ]
+    if facts.kv_memory:
+        lines.append(f"  KV memory  {facts.kv_memory}")
     for role in ("prefill", "decode"):
         lines += [_pool_line(role, worker) for worker in report.of_role(role)]
     lines += _short_memory(facts, report)

@@ -19,6 +19,10 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 TRANSPORTS = ("ipc", "tcp")
 BACKENDS = ("auto", "cpu", "numpy")
 LOG_LEVELS = ("info", "warning", "error")
+_MAY_BE_ZERO = (
+    "kv_blocks", "prefill_kv_blocks", "decode_kv_blocks", "chunk_budget", "decode_chunk_budget",
+    "max_length", "grace", "stats_interval",
+)  # fmt: skip
 
 
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,6 +39,12 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_memory: str = ""
     chunk_budget: int = 512
     max_batch: int = 32
+    prefill_kv_blocks: int = 0
+    prefill_kv_memory: str = ""
+    prefill_max_batch: int = 16
+    decode_kv_blocks: int = 0
+    decode_kv_memory: str = ""
+    decode_chunk_budget: int = 256
     max_length: int = 0
     backend: str = "auto"
     grace: float = 30.0
@@ -45,17 +55,30 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 def check(settings: ServeSettings) -> ServeSettings:
     """Return the settings unchanged; ConfigError names the first wrong one."""
-    positive = ("prefill", "decode", "block_size", "max_batch")
+    positive = ("prefill", "decode", "block_size", "max_batch", "prefill_max_batch")
     for name in positive:
         _require(getattr(settings, name) >= 1, name, "must be at least 1")
-    for name in ("kv_blocks", "chunk_budget", "max_length", "grace", "stats_interval"):
+    for name in _MAY_BE_ZERO:
         _require(getattr(settings, name) >= 0, name, "must not be negative")
     _require_choice(settings, "transport", TRANSPORTS)
     _require_choice(settings, "backend", BACKENDS)
     _require_choice(settings, "log_level", LOG_LEVELS)
-    _require(not (settings.kv_blocks and settings.kv_memory), "kv_blocks", "excludes kv_memory")
-    parse_size(settings.kv_memory)
+    for prefix in ("", "prefill_", "decode_"):
+        blocks, memory = f"{prefix}kv_blocks", f"{prefix}kv_memory"
+        parse_size(getattr(settings, memory), memory)
+        both = getattr(settings, blocks) and getattr(settings, memory)
+        _require(not both, blocks, f"excludes {memory}")
     return settings
+
+
+def kv_size(settings: ServeSettings, role: str) -> tuple[int, int]:
+    """KV blocks and bytes asked for a pool's workers: its own, else both pools'; 0: not said."""
+    for prefix in (f"{role}_", ""):
+        blocks: int = getattr(settings, f"{prefix}kv_blocks")
+        memory = parse_size(getattr(settings, f"{prefix}kv_memory"))
+        if blocks or memory:
+            return blocks, memory
+    return 0, 0
 
 
 def _require(holds: bool, name: str, rule: str) -> None:
@@ -68,13 +91,13 @@ def _require_choice(settings: ServeSettings, name: str, choices: tuple[str, ...]
     _require(value in choices, name, f"must be one of {', '.join(choices)}, not '{value}'")
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, name: str = "kv_memory") -> int:
     """Bytes of "4096", "512MiB" or "2G" (powers of 1024); 0 for the empty text."""
     if not text.strip():
         return 0
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ConfigError(f"kv_memory '{text}' is not a size such as 512MiB or 2GiB")
+        raise ConfigError(f"{name} '{text}' is not a size such as 512MiB or 2GiB")
     number, unit = match.groups()
     return int(float(number) * 1024 ** _POWERS[unit[:1].upper()])
 

@@ -18,6 +18,7 @@ import msgspec
 import zmq
 
 from ..engine.checkpoint import load_checkpoint
+from ..engine.runner import DEFAULT_KV_BYTES
 from ..proto.errors import BatonError
 from ..runtime.lifecycle import on_stop_signal
 from ..runtime.loop import Loop
@@ -41,6 +42,7 @@ from .core import (
     Terminate,
     Tick,
 )
+from .memory import free_memory, kv_share, model_memory
 from .monitor import StatusMonitor
 from .plan import (
     ROUTER,
@@ -81,6 +83,19 @@ def served_context(settings: ServeSettings) -> int:
     return settings.max_length or rope.default_length()
 
 
+def default_kv_bytes(settings: ServeSettings) -> int:
+    """KV memory of each worker the settings say nothing of, by what is free now."""
+    free = free_memory()
+    if free is None:
+        return DEFAULT_KV_BYTES
+    try:
+        model = model_memory(load_checkpoint(model_folder(settings)), settings.max_length)
+    except BatonError:
+        return DEFAULT_KV_BYTES  # the workers say what is wrong
+    batch = max(settings.max_batch, settings.prefill_max_batch)
+    return kv_share(free, settings.prefill + settings.decode, batch, model)
+
+
 def make_plan(settings: ServeSettings, folder: RunFolder | None) -> ClusterPlan:
     """Choose addresses and resolve the plan; without a folder (``--dry-run``) a placeholder."""
     client = client_address(settings.address, claim=folder is not None)
@@ -89,7 +104,7 @@ def make_plan(settings: ServeSettings, folder: RunFolder | None) -> ClusterPlan:
     else:
         path = folder.path if folder is not None else Path("RUN_FOLDER")
         addresses = ipc_addresses(settings, client, str(path))
-    return resolve_plan(settings, addresses, secrets.token_hex(32))
+    return resolve_plan(settings, addresses, secrets.token_hex(32), default_kv_bytes(settings))
 
 
 class LocalCluster:

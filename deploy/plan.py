@@ -16,7 +16,7 @@ from ..decode_worker.config import DecodeWorkerConfig
 from ..engine.runner import DEFAULT_KV_BYTES, RunnerConfig
 from ..prefill_worker.config import PrefillWorkerConfig
 from ..router.config import PolicyConfig, RouterConfig
-from .config import ServeSettings, demo_model_folder, parse_size
+from .config import ServeSettings, demo_model_folder, kv_size
 from .processes import ProcessSpec
 
 if TYPE_CHECKING:
@@ -35,12 +35,16 @@ class Addresses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Processes in start order: the router, then the workers."""
+    """Processes in start order: the router, then the workers.
+
+    ``kv_default``: bytes of KV memory of a worker for which the settings name none.
+    """
 
     settings: ServeSettings
     model: str
     address: str
     processes: list[ProcessSpec]
+    kv_default: int = DEFAULT_KV_BYTES
 
     @property
     def worker_names(self) -> tuple[str, ...]:
@@ -91,15 +95,32 @@ def tcp_addresses(settings: ServeSettings, client: str, ports: list[int]) -> Add
     )
 
 
-def resolve_plan(settings: ServeSettings, addresses: Addresses, cluster_key: str) -> ClusterPlan:
-    """The plan for checked settings; ``cluster_key`` is hex text, the same over restarts."""
-    prefills = [_prefill(settings, addresses, n) for n in worker_names(settings, "prefill")]
-    decodes = [_decode(settings, addresses, n) for n in worker_names(settings, "decode")]
+def resolve_plan(
+    settings: ServeSettings,
+    addresses: Addresses,
+    cluster_key: str,
+    kv_default: int = DEFAULT_KV_BYTES,
+) -> ClusterPlan:
+    """The plan for checked settings.
+
+    ``cluster_key``: hex text, the same over restarts. ``kv_default``: KV memory of a worker
+    for which the settings name none, in bytes.
+    """
+    runners = {role: _runner(settings, role, kv_default) for role in ("prefill", "decode")}
+    prefills = [
+        _prefill(settings, addresses, runners["prefill"], name)
+        for name in worker_names(settings, "prefill")
+    ]
+    decodes = [
+        _decode(settings, addresses, runners["decode"], name)
+        for name in worker_names(settings, "decode")
+    ]
     return ClusterPlan(
         settings=settings,
         model=model_folder(settings),
         address=addresses.client,
         processes=[_router(settings, addresses, cluster_key), *prefills, *decodes],
+        kv_default=kv_default,
     )
 
 
@@ -116,40 +137,47 @@ def _router(settings: ServeSettings, addresses: Addresses, cluster_key: str) -> 
     return ProcessSpec(name=ROUTER, role=ROUTER, module="baton.router", config=config)
 
 
-def _prefill(settings: ServeSettings, addresses: Addresses, name: str) -> ProcessSpec:
+def _prefill(
+    settings: ServeSettings, addresses: Addresses, runner: RunnerConfig, name: str
+) -> ProcessSpec:
     config = PrefillWorkerConfig(
         worker_id=name,
         endpoint=addresses.control[name],
         routers={ROUTER: addresses.workers},
-        runner=_runner(settings),
+        runner=runner,
         token_budget=settings.chunk_budget,
+        max_active=settings.prefill_max_batch,
         drain_grace_s=settings.grace,
         log_level=cast("Level", settings.log_level),
     )
     return ProcessSpec(name=name, role="prefill", module="baton.prefill_worker", config=config)
 
 
-def _decode(settings: ServeSettings, addresses: Addresses, name: str) -> ProcessSpec:
+def _decode(
+    settings: ServeSettings, addresses: Addresses, runner: RunnerConfig, name: str
+) -> ProcessSpec:
     config = DecodeWorkerConfig(
         worker_id=name,
         endpoint=addresses.control[name],
         data_endpoint=addresses.data[name],
         routers={ROUTER: addresses.workers},
-        runner=_runner(settings),
+        runner=runner,
         max_batch=settings.max_batch,
+        token_budget=settings.decode_chunk_budget,
         drain_grace_s=settings.grace,
         log_level=cast("Level", settings.log_level),
     )
     return ProcessSpec(name=name, role="decode", module="baton.decode_worker", config=config)
 
 
-def _runner(settings: ServeSettings) -> RunnerConfig:
+def _runner(settings: ServeSettings, role: str, kv_default: int) -> RunnerConfig:
+    blocks, memory = kv_size(settings, role)
     return RunnerConfig(
         model=model_folder(settings),
         backend=settings.backend,
         block_size=settings.block_size,
-        num_blocks=settings.kv_blocks,
-        kv_bytes=parse_size(settings.kv_memory) or DEFAULT_KV_BYTES,
+        num_blocks=blocks,
+        kv_bytes=memory or kv_default,
         max_length=settings.max_length,
     )
 

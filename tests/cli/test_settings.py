@@ -35,6 +35,15 @@ def test_flag_beats_environment_beats_file_beats_default(file):
         ({"backend": "abacus"}, {}, "", "backend must be one of"),
         ({"kv_memory": "lots"}, {}, "", "not a size"),
         ({"kv_memory": "1GiB", "kv_blocks": 4}, {}, "", "kv_blocks excludes kv_memory"),
+        (
+            {"decode_kv_memory": "1GiB"},
+            {"BATON_DECODE_KV_BLOCKS": "4"},
+            "",
+            "decode_kv_blocks excludes decode_kv_memory",
+        ),
+        ({}, {}, "prefill-kv-memory = 'lots'", "prefill_kv_memory 'lots' is not a size"),
+        ({"prefill_max_batch": 0}, {}, "", "prefill_max_batch must be at least 1"),
+        ({"decode_chunk_budget": -1}, {}, "", "decode_chunk_budget must not be negative"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_source(tmp_path, flags, environment, content, complaint):

@@ -1,6 +1,7 @@
 import msgspec
 import pytest
 
+from baton.deploy import banner
 from baton.deploy.config import ServeSettings
 from baton.deploy.plan import (
     describe_plan,
@@ -9,6 +10,7 @@ from baton.deploy.plan import (
     resolve_plan,
     tcp_addresses,
 )
+from baton.deploy.report import ClusterReport
 from baton.proto.errors import ConfigError
 
 KEY = "ab" * 32
@@ -53,7 +55,41 @@ def test_settings_reach_every_process():
     assert prefill.token_budget == 0
     assert decode.max_batch == 3
     assert prefill.runner == decode.runner
+    assert (prefill.max_active, decode.token_budget) == (16, 256)
     assert (prefill.runner.kv_bytes, prefill.runner.block_size) == (1 << 20, 8)
+
+
+def test_the_pools_are_set_apart():
+    plan = plan_for(
+        kv_memory="1MiB", prefill_kv_blocks=70, prefill_max_batch=5, max_batch=6,
+        decode_chunk_budget=7, chunk_budget=8,
+    )  # fmt: skip
+    _, prefill, decode = (spec.config for spec in plan.processes)
+    assert (prefill.runner.num_blocks, decode.runner.num_blocks) == (70, 0)
+    assert decode.runner.kv_bytes == 1 << 20
+    assert (prefill.max_active, decode.max_batch) == (5, 6)
+    assert (prefill.token_budget, decode.token_budget) == (8, 7)
+
+
+def test_a_pool_s_own_memory_wins_over_the_blocks_for_all():
+    _, prefill, decode = (
+        spec.config for spec in plan_for(kv_blocks=9, decode_kv_memory="2MiB").processes
+    )
+    assert (prefill.runner.num_blocks, decode.runner.num_blocks) == (9, 0)
+    assert decode.runner.kv_bytes == 2 << 20
+
+
+def test_the_default_memory_is_for_those_the_settings_say_nothing_of():
+    settings = ServeSettings(model="/models/m", prefill_kv_memory="3MiB")
+    addresses = ipc_addresses(settings, "ipc:///run/x.sock", "/run/folder")
+    plan = resolve_plan(settings, addresses, KEY, kv_default=5 << 20)
+    _, prefill, decode = (spec.config for spec in plan.processes)
+    assert (prefill.runner.kv_bytes, decode.runner.kv_bytes) == (3 << 20, 5 << 20)
+    facts = banner.facts(plan, hint=False)
+    assert facts.kv_memory == (
+        "3.0 MiB per prefill worker; 5.0 MiB per decode worker, chosen by what is free"
+    )
+    assert any("3.0 MiB per prefill" in line for line in banner.startup(facts, ClusterReport()))
 
 
 def test_every_process_logs_at_the_wanted_level_and_drains_as_long_as_wanted():

@@ -1,0 +1,105 @@
+"""How KV memory is chosen: what is free, and who gets how much of it."""
+
+from pathlib import Path
+
+import pytest
+
+from baton.deploy.config import demo_model_folder
+from baton.deploy.memory import LEAST_BYTES, ModelMemory, free_memory, kv_share, model_memory
+from baton.engine.checkpoint import load_checkpoint
+
+GIB = 1 << 30
+SMALL = ModelMemory(weights=1 << 20, context=4 << 20)
+LARGE = ModelMemory(weights=2 * GIB, context=4 * GIB)
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+MEMINFO = {"proc/meminfo": "MemTotal: 32000000 kB\nMemAvailable: 16777216 kB\n"}  # 16 GiB
+
+
+def test_without_control_groups_the_machine_decides(tmp_path):
+    assert free_memory(write(tmp_path, MEMINFO)) == 16 * GIB
+
+
+def test_nothing_is_known_where_there_is_no_proc(tmp_path):
+    assert free_memory(tmp_path) is None
+
+
+def test_the_tightest_group_above_this_process_decides(tmp_path):
+    group = "sys/fs/cgroup/outer"
+    root = write(
+        tmp_path,
+        {
+            **MEMINFO,
+            "proc/self/cgroup": "0::/outer/inner\n",
+            f"{group}/inner/memory.max": "max\n",
+            f"{group}/inner/memory.current": "5\n",
+            f"{group}/memory.max": f"{4 * GIB}\n",
+            f"{group}/memory.current": f"{3 * GIB}\n",
+            f"{group}/memory.stat": f"anon 5\ninactive_file {GIB}\n",
+        },
+    )
+    assert free_memory(root) == 2 * GIB
+
+
+def test_version_1_groups_count_too(tmp_path):
+    group = "sys/fs/cgroup/memory/here"
+    root = write(
+        tmp_path,
+        {
+            **MEMINFO,
+            "proc/self/cgroup": "9:cpu,cpuacct:/\n4:memory:/here\n0::/\n",
+            f"{group}/memory.limit_in_bytes": f"{3 * GIB}\n",
+            f"{group}/memory.usage_in_bytes": f"{GIB}\n",
+            f"{group}/memory.stat": "total_inactive_file 0\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "7\n",
+        },
+    )
+    assert free_memory(root) == 2 * GIB
+
+
+def test_a_container_that_sees_only_its_own_group_is_limited_by_it(tmp_path):
+    root = write(
+        tmp_path,
+        {
+            **MEMINFO,
+            "proc/self/cgroup": "0::/system/of/the/host\n",
+            "sys/fs/cgroup/memory.max": f"{2 * GIB}\n",
+            "sys/fs/cgroup/memory.current": f"{3 * GIB}\n",
+        },
+    )
+    assert free_memory(root) == 0
+
+
+def test_this_machine_can_be_read():
+    assert free_memory() is None or free_memory() >= 0
+
+
+@pytest.mark.parametrize(
+    ("free", "workers", "model", "share"),
+    [
+        (64 * GIB, 3, SMALL, 2 * 32 * SMALL.context),  # no more than the batch can use
+        (64 * GIB, 4, LARGE, 6 * GIB),  # half of all, less the weights
+        (40 * GIB, 4, LARGE, 4 * GIB),  # one whole context
+        (25 * GIB, 4, LARGE, 3 * GIB),  # as far as there is room
+        (4 * GIB, 4, LARGE, LEAST_BYTES),
+        (0, 2, SMALL, LEAST_BYTES),
+    ],
+)
+def test_shares(free, workers, model, share):
+    assert kv_share(free, workers, 32, model) == share
+
+
+def test_the_demo_model_s_memory_is_what_its_files_say():
+    memory = model_memory(load_checkpoint(str(demo_model_folder())), 0)
+    assert memory.context == 2048 * 2 * 4 * 4 * 2 * 32  # tokens, K and V, float32, layers, heads
+    assert memory.weights == pytest.approx(1_900_000, rel=0.05)
+    assert model_memory(load_checkpoint(str(demo_model_folder())), 100).context == 100 * 2048
