@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import time
 
-from .cluster import add_address, connect
+from ..client import Client
+from ..deploy.report import DRAINED, ClusterReport, WorkerReport
+from ..proto.errors import BatonError, CapacityError, RequestFailed
+from .cluster import add_address, connect, parsed
+
+_PAUSE = 0.2
+_FOREVER = float("inf")
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -12,12 +19,64 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser = verbs.add_parser("drain", help="let a worker finish and take no new work")
     parser.add_argument("worker", metavar="WORKER", help="its id, such as decode-1")
     add_address(parser)
+    parser.add_argument("--wait", action="store_true", help="return when the worker has left")
+    parser.add_argument(
+        "--wait-timeout",
+        type=float,
+        default=_FOREVER,
+        metavar="SECONDS",
+        help="how long --wait waits for it at most [no limit]",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask the router, which answers when it has told the worker."""
     with connect(arguments) as client:
+        worker = find(parsed(client.status(handoffs=0)), arguments.worker)
         state = client.drain(arguments.worker)
-    print(f"{arguments.worker}: {state}")
+        print(f"{arguments.worker}: {state}", flush=True)
+        if arguments.wait and worker is not None:
+            wait_left(client, worker, arguments.wait_timeout)
+            print(f"{worker.id}: left")
     return 0
+
+
+def find(report: ClusterReport, name: str) -> WorkerReport | None:
+    """The live worker of this id or endpoint."""
+    return next((w for w in report.workers if w.alive and name in (w.id, w.endpoint)), None)
+
+
+def wait_left(client: Client, worker: WorkerReport, timeout: float) -> None:
+    """Show what it still has until it has left; raises when it died or the time is over."""
+    until = time.monotonic() + timeout
+    said = ""
+    while True:
+        now = progress(parsed(client.status(handoffs=0)), worker)
+        if now is None:
+            return
+        if now != said:
+            said = now
+            print(f"{worker.id}: {now}", flush=True)
+        left = until - time.monotonic()
+        if left <= 0:
+            raise CapacityError(f"{worker.id} has not left after {timeout:g} s: {now}")
+        time.sleep(min(_PAUSE, left))
+
+
+def progress(report: ClusterReport, worker: WorkerReport) -> str | None:
+    """What a draining incarnation still has, None when it has left; raises when it died."""
+    found = next((w for w in report.workers if w.id == worker.id), None)
+    if found is None:  # a restarted router does not know those that left before
+        return None
+    if found.incarnation == worker.incarnation:
+        if found.alive:
+            return f"{found.requests_running} running, {found.requests_waiting} waiting"
+        if found.reason == DRAINED:
+            return None
+    raise _died(worker, found)
+
+
+def _died(worker: WorkerReport, found: WorkerReport) -> BatonError:
+    why = "another took its place" if found.incarnation != worker.incarnation else found.reason
+    return RequestFailed(f"{worker.id} died before it had finished ({why}); others go on for it")

@@ -11,6 +11,8 @@ import msgspec
 from ..proto.errors import DecodeFailed
 
 ALIVE_STATES = frozenset({"ready", "draining"})
+DRAINED = "drained"
+"""Reason of a worker that finished what it had and left."""
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +31,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     pid: int = 0
     state: str = ""
+    reason: str = ""  # why it is dead or refused
     endpoint: str = ""
     incarnation: int = 0
     kv_blocks_total: int = 0

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import msgspec
 
-from ..proto.errors import BatonError, CapacityError, DuplicateRequest, EndpointUnknown, InputError
+from ..proto.errors import BatonError, CapacityError, DuplicateRequest, InputError
 from ..proto.ids import context_digest, request_key, resume_secret
 from ..proto.limits import (
     INLINE_ARRAY_BYTES,
@@ -310,9 +310,9 @@ class ClientSide:
 
     def _drain(self, identity: bytes, message: Drain, now: float) -> None:
         """Hand an operator's wish to the worker; it is repeated until the worker says so."""
-        worker = self._life.registry.find(message.worker)
-        if worker is None:
-            error = EndpointUnknown(f"no worker {message.worker!r} is alive")
+        try:
+            worker = self._life.registry.named(message.worker)
+        except BatonError as error:
             answer = Drained(worker=message.worker, code=error.code, message=str(error))
             self._answer(identity, answer)
             return
@@ -323,7 +323,8 @@ class ClientSide:
         waiting = self.drains.setdefault(worker.id, [])
         if identity not in waiting:
             waiting.append(identity)
-        self._answer(identity, Drained(worker=worker.id, message="draining"))
+        # By the name it was asked with, which may be its endpoint.
+        self._answer(identity, Drained(worker=message.worker, message="draining"))
 
     def drained(self, worker_id: str) -> None:
         """A worker has nothing left: tell who asked."""

@@ -76,10 +76,10 @@ class Worker:
     """
 
     __slots__ = (
-        "aborts", "busy", "card", "drain_at", "dropped", "endpoint", "id", "identity",
-        "incarnation", "latency", "load", "max_batch", "outstanding", "pid", "pool", "progress",
-        "progress_at", "reason", "recent", "recent_at", "reported", "requests", "role",
-        "seen_at", "state", "step_s",
+        "aborts", "busy", "card", "drain_at", "dropped", "endpoint", "finished", "id",
+        "identity", "incarnation", "latency", "load", "max_batch", "outstanding", "pid", "pool",
+        "progress", "progress_at", "reason", "recent", "recent_at", "reported", "requests",
+        "role", "seen_at", "state", "step_s",
     )  # fmt: skip
 
     def __init__(self, identity: bytes, hello: Hello, now: float) -> None:
@@ -108,6 +108,7 @@ class Worker:
         self.reported: dict[bytes, RequestState] = {r.request: r for r in hello.requests}
         self.aborts: dict[bytes, tuple[int, float, float]] = {}
         self.drain_at = float("inf")  # when to repeat an operator's Drain
+        self.finished = False  # it was drained and has nothing left
 
     def enter(self, state: WorkerState, reason: str = "") -> None:
         """Change state; what the table does not allow is our own bug and raises."""
@@ -145,6 +146,17 @@ class Registry:
     def by_identity(self, identity: bytes) -> Worker | None:
         """The worker behind a connection, or None before its Hello."""
         return self._by_identity.get(identity)
+
+    def named(self, name: str) -> Worker:
+        """A live worker by its id or endpoint, for an operator; raises why there is none."""
+        worker = self.find(name)
+        if worker is not None:
+            return worker
+        for gone in self._gone.values():
+            if name in (gone.id, gone.endpoint):
+                raise EndpointDead(f"worker {gone.id} is {gone.state.value}: {gone.reason}")
+        known = ", ".join(sorted(worker.id for worker in self._live.values())[:8])
+        raise EndpointUnknown(f"no worker {name[:80]!r}; known are {known or 'none'}")
 
     def find(self, name: str) -> Worker | None:
         """A live worker by its id or endpoint."""

@@ -80,7 +80,8 @@ class WorkerSide:
         registry = self._life.registry
         worker = registry.by_identity(identity)
         if worker is not None and not registry.excused(now):
-            self._recovery.lose(worker, "the connection was lost", now)
+            reason = "drained" if worker.finished else "the connection was lost"
+            self._recovery.lose(worker, reason, now)
             self._drained(worker.id)
 
     # ------------------------------------------------------------------ membership
@@ -127,6 +128,7 @@ class WorkerSide:
     def _on_drained(self, worker: Worker, message: Drained, _now: float) -> None:
         self._life.registry.drain(worker)
         worker.drain_at = NEVER
+        worker.finished = True
         self._drained(worker.id)
 
     # ------------------------------------------------------------------ tokens

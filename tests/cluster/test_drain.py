@@ -3,13 +3,14 @@
 import asyncio
 import os
 import signal
+import sys
 
 import pytest
 
 from baton.client import AsyncClient
 from baton.proto.errors import CapacityError
 
-from .conftest import alive, wait_until
+from .conftest import alive, command_environment, wait_until
 from .streams import Stream, begun, follow, jobs, new_salt, run, tokens
 
 pytestmark = pytest.mark.cluster
@@ -26,6 +27,14 @@ async def short_streams(cluster) -> list[Stream]:
     return streams
 
 
+async def command(cluster, *arguments: str) -> int:
+    """The exit code of the ``baton`` command."""
+    options = ["-P", "-m", "baton.cli", *arguments, f"--address={cluster.address}"]
+    environment = command_environment(cluster.folder)
+    process = await asyncio.create_subprocess_exec(sys.executable, *options, env=environment)
+    return await process.wait()
+
+
 def test_drained_workers_finish_what_they_have_and_leave(cluster):
     running = cluster(prefill=2, decode=2)
     undisturbed = tokens(run(running.address, WORK))
@@ -34,8 +43,8 @@ def test_drained_workers_finish_what_they_have_and_leave(cluster):
     async def drain_two(streams: list[Stream]) -> None:
         await begun(streams, len(WORK))
         async with AsyncClient(running.address) as client:
-            for name in ("decode-0", "prefill-0"):
-                assert await client.drain(name) == "draining"
+            assert await client.drain("decode-0") == "draining"
+        assert await command(running, "drain", "prefill-0", "--wait") == 0
         later.extend(await short_streams(running))
 
     streams = run(running.address, WORK, drain_two)

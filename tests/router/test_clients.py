@@ -509,8 +509,34 @@ def test_drain_gives_no_new_work_and_tells_the_operator_when_done(served):
     assert served.one(b"operator", Drained).message == "drained"
     served.advance(5.0)
     assert not served.take(prefill, Drain)
+    prefill.gone()
+    served.take(b"operator", Drained)
+    served.client(Drain(worker="prefill-0"), b"operator")
+    answer = served.one(b"operator", Drained)
+    assert (answer.code, answer.message) == (
+        "endpoint_dead",
+        "worker prefill-0 is dead: drained",
+    )
+
+
+def test_who_can_be_drained_is_said_in_one_line(served):
     served.client(Drain(worker="nobody"), b"operator")
-    assert served.one(b"operator", Drained).code == "endpoint_unknown"
+    answer = served.one(b"operator", Drained)
+    assert (answer.worker, answer.code) == ("nobody", "endpoint_unknown")
+    assert answer.message == (
+        "no worker 'nobody'; known are decode-0, decode-1, prefill-0, prefill-1"
+    )
+    served.workers[1].gone()
+    served.client(Drain(worker="ipc:///run/decode-0"), b"operator")
+    answer = served.one(b"operator", Drained)
+    assert (answer.worker, answer.code) == ("ipc:///run/decode-0", "endpoint_dead")
+    assert answer.message == "worker decode-0 is dead: the connection was lost"
+
+
+def test_a_worker_is_drained_by_its_endpoint_too(served):
+    served.client(Drain(worker="ipc:///run/decode-1"), b"operator")
+    answer = served.one(b"operator", Drained)
+    assert (answer.worker, answer.message) == ("ipc:///run/decode-1", "draining")
 
 
 def test_a_closing_router_refuses_new_requests_and_finishes_the_others(bench):

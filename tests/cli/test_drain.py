@@ -1,0 +1,63 @@
+"""What ``baton drain --wait`` makes of the router's reports."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.cli import drain
+from baton.deploy.report import ClusterReport, WorkerReport
+from baton.proto.errors import CapacityError, RequestFailed
+
+
+def worker(state="draining", incarnation=7, **fields) -> WorkerReport:
+    return WorkerReport(
+        id="decode-1", role="decode", state=state, incarnation=incarnation, **fields
+    )
+
+
+ASKED = worker("ready", endpoint="ipc:///d")
+
+
+class Reports:
+    """A client whose router says these, the last one for ever."""
+
+    def __init__(self, *workers: list[WorkerReport]) -> None:
+        self.reports = list(workers)
+
+    def status(self, handoffs):
+        found = self.reports.pop(0) if len(self.reports) > 1 else self.reports[0]
+        return {
+            "workers": [{name: getattr(w, name) for name in w.__struct_fields__} for w in found]
+        }
+
+
+@pytest.mark.parametrize("last", [[worker("dead", reason="drained")], []], ids=["dead", "unknown"])
+def test_each_change_is_shown_until_it_has_left(last, monkeypatch, capsys):
+    monkeypatch.setattr(drain, "_PAUSE", 0)
+    busy = [worker(requests_running=2, requests_waiting=1)]
+    reports = Reports(busy, busy, [worker(requests_running=1)], last)
+    drain.wait_left(reports, ASKED, float("inf"))
+    assert capsys.readouterr().out.splitlines() == [
+        "decode-1: 2 running, 1 waiting",
+        "decode-1: 1 running, 0 waiting",
+    ]
+
+
+@pytest.mark.parametrize(
+    "found", [worker("dead", reason="no heartbeat for 1.0 s"), worker("ready", incarnation=8)]
+)
+def test_a_death_is_no_leaving(found):
+    with pytest.raises(RequestFailed, match="decode-1 died before it had finished"):
+        drain.wait_left(Reports([found]), ASKED, float("inf"))
+
+
+def test_the_time_can_be_over():
+    with pytest.raises(CapacityError, match="has not left after 0 s: 3 running"):
+        drain.wait_left(Reports([worker(requests_running=3)]), ASKED, 0.0)
+
+
+def test_a_worker_is_found_by_id_or_endpoint_while_it_lives():
+    report = ClusterReport(workers=[ASKED])
+    assert drain.find(report, "decode-1") == drain.find(report, "ipc:///d") == ASKED
+    assert drain.find(report, "decode-2") is None
+    assert drain.find(ClusterReport(workers=[worker("dead")]), "decode-1") is None
