@@ -43,8 +43,8 @@ def test_drained_workers_finish_what_they_have_and_leave(cluster):
     async def drain_two(streams: list[Stream]) -> None:
         await begun(streams, len(WORK))
         async with AsyncClient(running.address) as client:
-            assert await client.drain("decode-0") == "draining"
-        assert await command(running, "drain", "prefill-0", "--wait") == 0
+            for name in ("decode-0", "prefill-0"):
+                assert await client.drain(name) == "draining"
         later.extend(await short_streams(running))
 
     streams = run(running.address, WORK, drain_two)
@@ -54,6 +54,8 @@ def test_drained_workers_finish_what_they_have_and_leave(cluster):
     assert last > later[0].started, "nothing ran on the drained worker any more"
     assert {(stream.prefill, stream.decode) for stream in later} == {("prefill-1", "decode-1")}
     wait_until(lambda: set(running.pids()) == {"router", "prefill-1", "decode-1"}, what="the end")
+    assert asyncio.run(command(running, "drain", "prefill-1", "--wait")) == 0
+    wait_until(lambda: set(running.pids()) == {"router", "decode-1"}, what="the end")
     with running.client() as client:
         assert client.status()["router"]["requests"]["replayed"] == 0
     assert "decode-0 finished its work and was not started again" in running.text()
