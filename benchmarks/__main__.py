@@ -33,6 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ORDER)}")
     parser.add_argument("--peer-python", help="a Python with torch and transformers")
+    parser.add_argument("--vllm-python", help="a Python with vLLM's CPU build")
     options = parser.parse_args()
     unknown = [name for name in options.names if name not in ORDER]
     if unknown:
@@ -45,6 +46,8 @@ def main() -> int:
         command = [sys.executable, "-m", f"baton.benchmarks.{name}"]
         if name == "engine" and peer:
             command += ["--peer-python", peer]
+        if name == "engine" and options.vllm_python:
+            command += ["--vllm-python", options.vllm_python]
         if subprocess.run(command, check=False).returncode:
             failed.append(name)
     if failed:

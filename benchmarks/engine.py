@@ -1,14 +1,16 @@
 """Speed of model execution through the executor, beside transformers and the machine's limits.
 
-``python -m baton.benchmarks.engine [--models m25,m125] [--peer-python PATH]``. One thread
-everywhere; medians of wall time, both sides taking turns. Limits are measured in the same
-run: sgemm for prefill, streaming the weights from memory for decode. Absolute figures move
-with the machine's load, ratios of one run carry over.
+``python -m baton.benchmarks.engine [--models m25,m125] [--peer-python PATH] [--vllm-python
+PATH]``. One thread everywhere; medians of wall time. All sides take turns, and so does the
+machine: the products of the same shapes by OpenBLAS in float32 for prefill, streaming the
+weights from memory for decode. Absolute figures move with the machine's load, ratios of one
+run carry over.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import subprocess
@@ -87,14 +89,41 @@ def chunk(stream: int, start: int, tokens: I32) -> Chunk:
     return Chunk(bytes([stream]), start, tokens, table, spec)
 
 
-class Transformers:
+class Machine:
+    """The speed at which nothing but the products, or but reading the weights, took time."""
+
+    def __init__(self, shape: Shape, item: int) -> None:
+        self._shape, self._item = shape, item
+        self._big = np.ones(1 << 25, np.float32)
+        wide = 2 * shape.intermediate
+        self._x = np.ones((PROMPT, shape.hidden), np.float32)
+        self._weights = np.ones((shape.hidden, wide), np.float32)
+        self._out = np.empty((PROMPT, wide), np.float32)
+
+    def rate(self, measure: str) -> float:
+        """Tokens per second at the limit, as the machine is just now."""
+        gemm = 2 * self._x.size * self._weights.shape[1] / timed(self._multiply, 4)
+        if measure == "prefill":
+            return PROMPT / (self._shape.prefill_flops(PROMPT) / gemm)
+        streams, parameters = int(measure[7:]), self._shape.decode_parameters()
+        read = self._big.nbytes / timed(lambda: self._big @ self._big, 2)
+        return streams / max(parameters * self._item / read, 2 * streams * parameters / gemm)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _multiply(self) -> None:
+        np.matmul(self._x, self._weights, out=self._out)
+
+
+class Peer:
     """The same measurements in a process of another Python."""
 
-    def __init__(self, python: str, folder: Path, dtype: str, steps: int) -> None:
-        script = Path(__file__).with_name("engine_peer.py")
+    def __init__(self, script: str, python: str, folder: Path, dtype: str, steps: int) -> None:
+        path = Path(__file__).with_name(script)
         numbers = [str(n) for n in (PROMPT, CONTEXT, steps)]
         self._process = subprocess.Popen(
-            [python, "-P", str(script), str(folder), dtype, *numbers],
+            [python, "-P", str(path), str(folder), dtype, *numbers],
             env={**os.environ, **ONE_THREAD},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -119,7 +148,10 @@ class Transformers:
         self._process.communicate()
 
 
-def measure(sides: Sequence[Engine | Transformers], repeats: int) -> dict[str, list[float]]:
+Side = Engine | Machine | Peer
+
+
+def measure(sides: Sequence[Side], repeats: int) -> dict[str, list[float]]:
     """Median tokens per second of every measurement and side, the sides taking turns."""
     medians = {}
     for name in MEASURES:
@@ -130,52 +162,45 @@ def measure(sides: Sequence[Engine | Transformers], repeats: int) -> dict[str, l
     return medians
 
 
-def timed(action: Callable[[], object]) -> float:
-    """Seconds an action takes."""
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
+def timed(action: Callable[[], object], times: int) -> float:
+    """Seconds an action takes, the fastest of a few."""
+    best = math.inf
+    for _ in range(times):
+        began = time.perf_counter()
+        action()
+        best = min(best, time.perf_counter() - began)
+    return best
 
 
-def machine_limits() -> tuple[float, float]:
-    """Large sgemm in FLOP/s and streaming reads in bytes/s, of one thread."""
-    a = np.ones((1024, 1024), np.float32)
-    gemm = min(timed(lambda: a @ a) for _ in range(7))
-    big = np.ones(1 << 26, np.float32)
-    read = min(timed(lambda: big @ big) for _ in range(5))
-    return 2 * 1024**3 / gemm, big.nbytes / read
-
-
-def limits_of(shape: Shape, item: int, gemm: float, read: float) -> dict[str, float]:
-    """Tokens per second if nothing but arithmetic, or but reading weights, took time."""
-    step = shape.decode_parameters() * item / read
-    eight = max(step, 8 * 2 * shape.decode_parameters() / gemm)
-    prefill = PROMPT / (shape.prefill_flops(PROMPT) / gemm)
-    return {"prefill": prefill, "decode_1": 1 / step, "decode_8": 8 / eight}
-
-
-def run_model(
-    args: argparse.Namespace, shape: Shape, folder: Path, gemm: float, read: float
-) -> None:
+def run_model(args: argparse.Namespace, shape: Shape, folder: Path) -> None:
     """Measure and print one size in both dtypes."""
     single = []
     for dtype, torch_dtype in (("F32", "float32"), ("BF16", "bfloat16")):
         path = write_checkpoint(folder / f"{shape.name}-{dtype}", shape, dtype)
-        sides: list[Engine | Transformers] = [Engine(path, args.backend, args.steps)]
-        if args.peer_python:
-            sides.append(Transformers(args.peer_python, path, torch_dtype, args.steps))
+        sides: list[Side] = [Engine(path, args.backend, args.steps)]
+        sides.append(Machine(shape, 4 if dtype == "F32" else 2))
+        for script, python in peers(args).values():
+            sides.append(Peer(script, python, path, torch_dtype, args.steps))
         try:
             rates = measure(sides, args.repeats)
         finally:
             for side in sides:
                 side.close()
-        limits = limits_of(shape, 4 if dtype == "F32" else 2, gemm, read)
-        for name, (ours, *peer) in rates.items():
-            beside = f"{peer[0]:10.0f} {ours / peer[0]:6.2f}x" if peer else ""
+        for name, (ours, *others) in rates.items():
+            beside = "".join(f"{each:10.0f} {ours / each:6.2f}x" for each in others)
             label = f"{shape.name} {dtype}"
-            print(f"{label:12} {name:9} {ours:9.0f} {beside:18} {limits[name]:9.0f}", flush=True)
+            print(f"{label:12} {name:9} {ours:9.0f} {beside}", flush=True)
         single.append(rates["decode_1"][0])
     print(f"{shape.name:12} BF16 / F32 at one stream: {single[1] / single[0]:.2f}x", flush=True)
+
+
+def peers(args: argparse.Namespace) -> dict[str, tuple[str, str]]:
+    """Script and Python of every peer asked for."""
+    pythons = {
+        "transformers": ("engine_peer.py", args.peer_python),
+        "vLLM": ("vllm_peer.py", args.vllm_python),
+    }
+    return {name: each for name, each in pythons.items() if each[1]}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -183,6 +208,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", default="m25,m125", help="comma-separated: m25, m125")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--peer-python", help="a Python with torch and transformers")
+    parser.add_argument("--vllm-python", help="a Python with vLLM's CPU build")
     parser.add_argument("--steps", type=int, default=48, help="decode steps per repeat")
     parser.add_argument("--repeats", type=int, default=5)
     return parser.parse_args(argv)
@@ -192,12 +218,11 @@ def main(argv: list[str] | None = None) -> int:
     """Print the figures of all models asked for."""
     args = parse(argv)
     os.environ.update(ONE_THREAD)
-    gemm, read = machine_limits()
-    print(f"one thread: sgemm {gemm / 1e9:.0f} GFLOP/s, reads {read / 1e9:.0f} GB/s")
-    print(f"{'tokens/s':12} {'':9} {'engine':>9} {'transformers':>18} {'limit':>9}")
+    columns = "".join(f"{name:>18}" for name in ("the limit", *peers(args)))
+    print(f"{'tokens/s':12} {'':9} {'engine':>9} {columns}")
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         for name in args.models.split(","):
-            run_model(args, SHAPES[name], Path(folder), gemm, read)
+            run_model(args, SHAPES[name], Path(folder))
     return 0
 
 
