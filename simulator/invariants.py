@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..client import events as client
 from ..proto.messages import Message, TokenRun, Tokens
+from ..router.registry import WorkerState
 from ..router.request import Request, State
 from .toy_model import expected_tokens
 
@@ -199,3 +200,5 @@ def check_forgotten(cluster: Cluster) -> None:
         for worker in life.registry.live():
             if worker.requests or worker.aborts or worker.outstanding:
                 raise Violation(f"{router.name} still counts on {worker.id}")
+            if worker.state is WorkerState.DRAINING:
+                raise Violation(f"{worker.id} was told to drain and never ended")

@@ -94,6 +94,9 @@ SCENARIOS: dict[str, Scenario] = {
     "pins": Scenario(pins=0.7, crashes=2, drains=1, stops=1, allowed=_PINNED),
     "drain": Scenario(drains=4, crashes=1, victims=("router",), cancels=0.1, answer=60),
     "rolling": Scenario(drains=6, cancels=0.1, answer=60, load_s=0.6),
+    "rolling-noise": Scenario(
+        drains=6, cancels=0.1, answer=60, load_s=0.6, faults=Faults(loss=0.15)
+    ),
     "drains": Scenario(
         drains=6,
         crashes=3,

@@ -11,13 +11,15 @@ from baton.decode_worker.core import DecodeCore, GrantStore
 from baton.engine.scheduler import Scheduler
 from baton.kv_transfer.credit import CreditPool
 from baton.kv_transfer.frames import FrameWriter
-from baton.kv_transfer.receiver import Receiver
+from baton.kv_transfer.receiver import Receiver, Reply
 from baton.kv_transfer.sender import Sender
 from baton.proto.codec import EnvelopeDecoder
-from baton.proto.messages import TokenRun, Tokens
+from baton.proto.messages import Committed, Drain, TokenRun, Tokens
+from baton.router.client_side import ClientSide
 from baton.router.lifecycle import Lifecycle
 from baton.router.orphans import Orphans
-from baton.router.request import State
+from baton.router.recovery import Recovery
+from baton.router.request import NEVER, State
 from baton.router.worker_side import WorkerSide
 from baton.runtime.membership import Membership
 from baton.simulator.cluster import Shape
@@ -240,6 +242,71 @@ def what_is_given_back_while_its_request_waits_is_not_let_go(monkeypatch):
     around(monkeypatch, WorkerSide, "_current", make)
 
 
+def acknowledged_before_it_is_owned(monkeypatch):
+    def make(original):
+        def on_commit(self, peer, message, now):
+            done = Committed(
+                request=message.request,
+                attempt=message.attempt,
+                grant=message.grant,
+                bytes=message.bytes,
+                frames=message.frames,
+            )
+            return original(self, peer, message, now) or [Reply(peer, done)]
+
+        return on_commit
+
+    around(monkeypatch, Receiver, "on_commit", make)
+
+
+def last_token_dropped_when_an_end_is_adopted(monkeypatch):
+    def make(original):
+        def adopt(self, router, request, position):
+            actions = original(self, router, request, position)
+            for action in actions:
+                if isinstance(action.message, Tokens):
+                    action.message.runs[0].tokens.pop()
+            return actions
+
+        return adopt
+
+    around(monkeypatch, Membership, "adopt", make)
+
+
+def losses_not_counted(monkeypatch):
+    def make(original):
+        def lost(self, request, reason, now):
+            request.losses = request.deaths = 0
+            original(self, request, reason, now)
+
+        return lost
+
+    around(monkeypatch, Recovery, "lost", make)
+
+
+def end_told_to_the_client_once(monkeypatch):
+    def make(original):
+        def tell_end(self, request, now):
+            original(self, request, now)
+            self.wake(request, NEVER, now)
+
+        return tell_end
+
+    around(monkeypatch, Lifecycle, "tell_end", make)
+
+
+def drain_asked_once(monkeypatch):
+    def make(original):
+        def drain(self, identity, message, now):
+            original(self, identity, message, now)
+            for worker in self._life.registry.live():
+                worker.drain_at = NEVER
+
+        return drain
+
+    monkeypatch.setitem(ClientSide._handlers, Drain, make(ClientSide._handlers[Drain]))
+
+
 LATE = Scenario(
     shape=Shape(decode=1, sizes=NARROW),
     prompt=150,
@@ -265,6 +332,11 @@ PLANTS = [
     (blocks_sent_before_they_are_computed, "narrow", 5),
     (preempted_blocks_still_count_as_computed, "scarce", 5),
     (lost_assign_not_repeated, "noise", 5),
+    (acknowledged_before_it_is_owned, "noise", 5),
+    (last_token_dropped_when_an_end_is_adopted, "noise", 5),
+    (losses_not_counted, "poison", 3),
+    (end_told_to_the_client_once, "noise", 5),
+    (drain_asked_once, "rolling-noise", 10),
     (ends_are_kept_for_clients_that_never_come, "noise", 5),
     (orphans_have_no_time_of_grace, "orphans", 5),
     (what_is_given_back_while_its_request_waits_is_not_let_go, "drains", 10),
