@@ -40,6 +40,7 @@ from ..proto.messages import (
     Message,
     Ping,
     Refused,
+    Rejected,
     Release,
     Released,
     Reserve,
@@ -197,8 +198,12 @@ class Receiver(Generic[A]):
     def on_reserve(self, peer: Peer, message: Reserve, now: float) -> list[Output[A]]:
         """Grant blocks, or say Busy; a repeated Reserve repeats its answer."""
         key = (message.request, message.attempt)
+        if message.incarnation in self._dead:
+            # A router that forgot the death would send its requests here again and again.
+            text = f"incarnation {message.incarnation} is finally dead; start another"
+            return [Reply(peer, Rejected(code="endpoint_dead", message=text))]
         past = self._is_past(message.request, message.attempt, now)
-        if past or message.incarnation in self._dead or not self._plausible(message):
+        if past or not self._plausible(message):
             return [Reply(peer, Aborted(request=message.request, attempt=message.attempt))]
         if self._committed.get(key, now):
             # Nobody reserves what is committed, unless a router reused the attempt's number.

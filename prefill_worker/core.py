@@ -288,6 +288,8 @@ class PrefillCore(WorkerCore):
                 return self._open_refused(event.endpoint, message, now)
             case Ping(nonce=nonce):
                 return [ToPeer(event.endpoint, Pong(nonce=nonce))]
+            case Rejected(code="endpoint_dead") as message:
+                return [self._member.rejected(event.endpoint, message)]
             case Rejected(code=code, message=text):
                 return [
                     Note(

@@ -30,6 +30,7 @@ from baton.proto.messages import (
     KVFrame,
     Ping,
     Refused,
+    Rejected,
     Release,
     Released,
     Revoke,
@@ -259,6 +260,8 @@ def test_dead_prefill_frees_its_grants_only():
     assert store.used > 0
     receiver.peer_dead(5)
     assert store.used == 0
+    (reply,) = receiver.on_reserve(PEER, reserve(attempt=2), 0.0)
+    assert (type(reply.message), reply.message.code) == (Rejected, "endpoint_dead")
 
 
 def test_no_blocks_is_busy_and_takes_none():

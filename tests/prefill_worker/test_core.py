@@ -740,6 +740,15 @@ def test_a_final_rejection_ends_the_process(bench, code, restart):
     assert action.restart is restart
 
 
+def test_an_incarnation_that_decode_workers_know_as_dead_ends(bench):
+    """A router that was restarted since does not know it, and would give it work for ever."""
+    bench.assign()
+    bench.feed(PeerUp(DECODE))
+    bench.answer(Rejected(code="endpoint_dead", message="finally dead"))
+    (action,) = bench.did(Exit)
+    assert action.restart
+
+
 def test_pings_are_answered(bench):
     bench.hear(Ping(nonce=3))
     assert bench.one(Pong).nonce == 3
