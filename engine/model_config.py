@@ -12,8 +12,13 @@ from typing import Any
 
 import msgspec
 
-from ..proto.errors import CheckpointError
-from ..proto.sampling import SamplingParamsGenerationConfigDefaults
+from ..proto.errors import CheckpointError, InputError
+from ..proto.limits import MAX_TOP_K
+from ..proto.sampling import (
+    SamplingParams,
+    SamplingParamsGenerationConfigDefaults,
+    SamplingParamsInput,
+)
 from .models.rope import RopeConfig, parse_rope
 from .safetensors import read_json
 
@@ -123,7 +128,11 @@ def load_model_config(folder: Path) -> ModelConfig:
 
 
 def load_generation_config(folder: Path, config: ModelConfig) -> GenerationConfig:
-    """Read ``generation_config.json``; without it, the ids of config.json and no defaults."""
+    """Read ``generation_config.json``; without it, the ids of config.json and no defaults.
+
+    A ``top_k`` beyond what requests may ask for becomes the largest one (docs/sampling.md);
+    other values that no request could have raise CheckpointError.
+    """
     path = folder / "generation_config.json"
     try:
         raw = msgspec.convert(read_json(path) if path.is_file() else {}, _RawGeneration)
@@ -136,9 +145,14 @@ def load_generation_config(folder: Path, config: ModelConfig) -> GenerationConfi
             f"of {config.vocab_size}"
         )
     fields = {f: getattr(raw, f) for f in raw.__struct_fields__ if f != "eos_token_id"}
-    return GenerationConfig(
-        eos_token_ids=eos, defaults=SamplingParamsGenerationConfigDefaults(**fields)
-    )
+    if raw.top_k is not None:
+        fields["top_k"] = min(raw.top_k, MAX_TOP_K)
+    defaults = SamplingParamsGenerationConfigDefaults(**fields)
+    try:
+        SamplingParams.from_input_and_generation_config(SamplingParamsInput(), defaults)
+    except InputError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return GenerationConfig(eos_token_ids=eos, defaults=defaults)
 
 
 def parse_model_config(raw: dict[str, Any], architecture: str) -> ModelConfig:

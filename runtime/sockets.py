@@ -8,8 +8,8 @@ process answers those; only heartbeats of the application find it.
 from __future__ import annotations
 
 import errno
+import os
 import socket as posix
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -334,14 +334,16 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
         _check_ipc_path(endpoint, path)
     if endpoint.startswith("tcp://["):
         socket.setsockopt(zmq.IPV6, 1)
+    mask = os.umask(0o177)  # an ipc file is this user's alone from the first moment
     try:
         socket.bind(endpoint.replace("tcp://localhost:", "tcp://127.0.0.1:"))
     except zmq.ZMQError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(f"address in use: {endpoint}") from error
         raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}") from error
+    finally:
+        os.umask(mask)
     if path is not None:
-        path.chmod(stat.S_IRUSR | stat.S_IWUSR)
         return endpoint
     return cast("bytes", socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 

@@ -162,7 +162,22 @@ def test_generation_config(tmp_path):
     assert generation_of(tmp_path, {"top_k": 20}).eos_token_ids == (7,)
 
 
-@pytest.mark.parametrize("content", [{"eos_token_id": 100}, {"eos_token_id": "x"}, {"top_p": []}])
+def test_a_top_k_beyond_any_request_counts_as_the_largest(tmp_path):
+    assert generation_of(tmp_path, {"top_k": 1000}).defaults.top_k == 255
+    assert generation_of(tmp_path, {"top_k": 255}).defaults.top_k == 255
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"eos_token_id": 100},
+        {"eos_token_id": "x"},
+        {"top_p": []},
+        {"top_p": 1.5},
+        {"temperature": -1},
+        {"top_k": -2},
+    ],
+)
 def test_bad_generation_config(tmp_path, content):
     with pytest.raises(CheckpointError):
         generation_of(tmp_path, content)
