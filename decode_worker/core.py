@@ -10,7 +10,7 @@ parts of it, the shell runs steps, writes frames into the pool and moves message
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -51,11 +51,13 @@ from ..proto.messages import (
     Tokens,
     WorkerLoad,
 )
+from ..proto.outputs import TokenLogProbs
 from ..proto.requests import check_emitted
 from ..runtime.actions import Note, Tick, ToRouter
 from ..runtime.agenda import Agenda
 from ..runtime.attempts import Attempts, Key
 from ..runtime.membership import EngineState, Membership, moved_to
+from ..runtime.runs import LOGPROBS_KEPT, runs_again
 from ..runtime.worker import Handler, WorkerCore
 from .blocks import GrantStore as GrantStore
 from .events import Action, Event, FrameStored, FromPeer, PeerGone, RunStep, StepDone, ToPeer
@@ -72,6 +74,7 @@ class _Live:
     sequence: Sequence
     deadline: float
     prompt_length: int
+    logprobs: deque[TokenLogProbs]  # of the newest tokens, while they are asked for
 
 
 class DecodeCore(WorkerCore):
@@ -139,8 +142,8 @@ class DecodeCore(WorkerCore):
         live.router = router
         position = max(position, live.prompt_length)
         tokens = live.context.tokens.all[position:].tolist()  # an empty run says: it is here
-        run = TokenRun(request, live.key[1], position, tokens)
-        return [*moved, ToRouter(router, Tokens(runs=[run]))]
+        runs = runs_again(live.key, position, tokens, live.logprobs)
+        return [*moved, ToRouter(router, Tokens(runs=runs))]
 
     def _held(self) -> list[RequestState]:
         return [
@@ -243,7 +246,14 @@ class DecodeCore(WorkerCore):
             self.receiver.close(*key)
             return self._failed_takeover(commit, deadline, str(error), now)
         live = _Live(
-            key, commit.router, commit, context, sequence, deadline, len(commit.context.tokens)
+            key,
+            commit.router,
+            commit,
+            context,
+            sequence,
+            deadline,
+            len(commit.context.tokens),
+            deque(commit.logprobs or (), maxlen=LOGPROBS_KEPT),
         )
         self._live[key] = live
         self._deadlines.put(key, deadline)
@@ -329,6 +339,7 @@ class DecodeCore(WorkerCore):
                 continue
             if type(event) is TokenEvent:
                 logprobs = None if event.logprobs is None else [event.logprobs]
+                live.logprobs.extend(logprobs or ())
                 request, attempt = live.key
                 run = TokenRun(request, attempt, event.position, [event.token], logprobs)
                 runs[live.router].append(run)
@@ -364,7 +375,7 @@ class DecodeCore(WorkerCore):
         self._stop(live)
         ended = self._member.end(
             live.router, terminal, now, live.deadline, live.prompt_length,
-            live.prompt_length, tokens,
+            live.prompt_length, tokens, live.logprobs,
         )  # fmt: skip
         return [*ended, *self._maybe_drained()]
 

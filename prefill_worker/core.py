@@ -52,6 +52,7 @@ from ..proto.messages import (
 from ..runtime.actions import Note, Tick, ToRouter
 from ..runtime.expiry import Expiring
 from ..runtime.membership import EngineState, Membership, moved_to
+from ..runtime.runs import runs_again
 from ..runtime.worker import Handler, WorkerCore
 from .events import (
     Action,
@@ -214,8 +215,8 @@ class PrefillCore(WorkerCore):
         job.router = router
         position = max(position, len(job.assign.context.tokens))
         tokens = job.context.tokens.all[position:].tolist()
-        run = TokenRun(request, job.key[1], position, tokens)
-        return [*moved, ToRouter(router, Tokens(runs=[run]))]
+        runs = runs_again(job.key, position, tokens, job.logprobs)
+        return [*moved, ToRouter(router, Tokens(runs=runs))]
 
     def _held(self) -> list[RequestState]:
         return [job.held() for job in self._jobs]
@@ -489,11 +490,13 @@ class PrefillCore(WorkerCore):
     def _close(self, job: Job, terminal: Terminal, now: float) -> list[Action]:
         """Send the terminal, give the grant back, keep the tokens until acknowledged."""
         prompt = len(job.assign.context.tokens)
-        tokens = job.generated
+        tokens, logprobs = job.generated, job.logprobs
         self._remember(job)
         actions = self._stop(job, now)
         return actions + list(
-            self._member.end(job.router, terminal, now, job.deadline, prompt, prompt, tokens)
+            self._member.end(
+                job.router, terminal, now, job.deadline, prompt, prompt, tokens, logprobs
+            )
         )
 
     # ------------------------------------------------------------------ ends

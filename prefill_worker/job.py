@@ -61,6 +61,11 @@ class Job:
         return tokens
 
     @property
+    def logprobs(self) -> list[TokenLogProbs]:
+        """Log-probabilities of the token drawn here, if it was and they are wanted."""
+        return [] if self.last_logprobs is None else [self.last_logprobs]
+
+    @property
     def ended(self) -> str | None:
         """The status of a replay whose emitted tokens already end it, else None."""
         if self.context.is_done:

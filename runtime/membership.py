@@ -10,7 +10,7 @@ Pure; the role's core feeds it and forwards its actions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ..proto.layout import ModelCard
@@ -24,12 +24,13 @@ from ..proto.messages import (
     Rejected,
     RequestState,
     Terminal,
-    TokenRun,
     Tokens,
     WorkerLoad,
 )
+from ..proto.outputs import TokenLogProbs
 from .actions import Exit, Note, ToRouter
 from .attempts import Attempts
+from .runs import runs_again
 
 HOPELESS = frozenset({"version_mismatch", "model_mismatch", "config"})
 """Rejections that another start would meet again."""
@@ -82,6 +83,7 @@ class _Pending:
     prompt_length: int
     first: int  # position of tokens[0]
     tokens: list[int]
+    logprobs: Collection[TokenLogProbs]  # of the last of them
     expires: float
     repeat_at: float
 
@@ -167,13 +169,24 @@ class Membership:
         prompt_length: int = 0,
         first: int = 0,
         tokens: list[int] | None = None,
+        logprobs: Collection[TokenLogProbs] = (),
     ) -> list[ToRouter]:
-        """Send a request's terminal and keep it until acknowledged."""
+        """Send a request's terminal and keep it, with what may be asked for, until acknowledged.
+
+        ``logprobs``: of the last of the tokens, as many as are known.
+        """
         key = (terminal.request, terminal.attempt)
         # At least one repetition must fit even when the deadline has just passed.
         keep = max(expires, now + 4 * TERMINAL_REPEAT_S)
         self._pending[key] = _Pending(
-            router, terminal, prompt_length, first, tokens or [], keep, now + TERMINAL_REPEAT_S
+            router,
+            terminal,
+            prompt_length,
+            first,
+            tokens or [],
+            logprobs,
+            keep,
+            now + TERMINAL_REPEAT_S,
         )
         return [ToRouter(router, terminal)]
 
@@ -206,12 +219,12 @@ class Membership:
         pending = self._pending.newest(request)
         if pending is None:
             return [ToRouter(router, Aborted(request=request, attempt=0))]
-        attempt = pending.terminal.attempt
         moved = moved_to(router, pending.router, request)
         pending.router = router
         skip = max(0, position - pending.first)
-        run = TokenRun(request, attempt, pending.first + skip, pending.tokens[skip:])
-        tokens = [ToRouter(router, Tokens(runs=[run]))] if run.tokens else []
+        again, key = pending.tokens[skip:], (request, pending.terminal.attempt)
+        runs = runs_again(key, pending.first + skip, again, pending.logprobs) if again else []
+        tokens = [ToRouter(router, Tokens(runs=runs))] if runs else []
         return [*moved, *tokens, ToRouter(router, pending.terminal)]
 
     @property

@@ -48,6 +48,7 @@ from baton.proto.messages import (
     TerminalAck,
     Tokens,
 )
+from baton.proto.outputs import TokenLogProbs
 from baton.proto.wire import WireContext, WireSampling
 from baton.runtime.actions import DrainRequested, Exit, FromRouter, RouterUp, Tick, ToRouter
 from baton.runtime.membership import Membership, WorkerIdentity
@@ -442,6 +443,33 @@ def test_adopt_of_an_ended_request_repeats_tokens_and_terminal(bench):
     bench.hear(Adopt(request=KEY, position=11), "router-2")
     assert [type(m) for m in bench.said] == [Moved, Tokens, Terminal]
     assert bench.streamed() == [(11, 43), (12, 43)]
+
+
+def draw(bench, number: int) -> None:
+    """A step whose token, 43, has a log-probability that says which step it was."""
+    plan = bench.plans.pop(0)
+    entry = TokenLogProbs(float(number), {43: float(number)})
+    drawn = tuple(Sampled(c.request, 43, logprobs=entry) for c in plan.chunks)
+    bench.feed(StepDone(StepResult(plan.step, drawn, 0.01, plan.num_tokens)))
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_adopt_says_log_probabilities_again(bench, ended):
+    first = TokenLogProbs(0.0, {})
+    bench.reserve()
+    (grant,) = bench.to_peer(Grant)
+    fields = {"emitted": [41, 42, 42], "logprobs": [first], "new": 5 if ended else 8}
+    bench.commit(grant, bench.send(grant), tokens=PROMPT - 2, **fields)
+    draw(bench, 1)
+    draw(bench, 2)
+    assert len(bench.take(Terminal)) == ended
+    bench.take(Tokens)
+    bench.hear(Adopt(request=KEY, position=9), "router-2")
+    runs = bench.one(Tokens).runs
+    # What an earlier attempt drew nobody here knows; the rest is said as it was.
+    assert [(r.position, r.tokens) for r in runs] == [(9, [42]), (10, [42, 43, 43])]
+    assert runs[0].logprobs is None
+    assert [entry.logprob for entry in runs[1].logprobs] == [0.0, 1.0, 2.0]
 
 
 def test_adopt_of_an_unknown_request_is_answered(bench):

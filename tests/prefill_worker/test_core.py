@@ -61,6 +61,7 @@ from baton.proto.messages import (
     TerminalAck,
     Tokens,
 )
+from baton.proto.outputs import TokenLogProbs
 from baton.proto.wire import WireContext, WireSampling
 from baton.runtime.actions import DrainRequested, Exit, FromRouter, Note, RouterUp, Tick, ToRouter
 from baton.runtime.membership import Membership, WorkerIdentity
@@ -706,6 +707,18 @@ def test_adopt_of_an_ended_request_repeats_tokens_and_terminal(bench):
     bench.said.clear()
     bench.hear(Adopt(request=KEY, position=10))
     assert [type(m) for m in bench.said] == [Tokens, Terminal]
+
+
+@pytest.mark.parametrize("new", [8, 1])
+def test_adopt_says_the_log_probability_again(bench, new):
+    bench.computing(shape={"new": new})
+    plan, entry = bench.plans.pop(0), TokenLogProbs(-0.5, {42: -0.5})
+    drawn = tuple(Sampled(c.request, 42, logprobs=entry) for c in plan.chunks)
+    bench.feed(StepDone(StepResult(plan.step, drawn, 0.01, plan.num_tokens)))
+    bench.take(Tokens)
+    bench.hear(Adopt(request=KEY, position=10))
+    (run,) = bench.one(Tokens).runs
+    assert (run.tokens, run.logprobs) == ([42], [entry])
 
 
 def test_adopt_of_an_unknown_request_is_answered(bench):
