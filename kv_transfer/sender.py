@@ -21,6 +21,7 @@ import msgspec
 
 from ..proto.errors import InternalError
 from ..proto.layout import KVLayout
+from ..proto.limits import MAX_KV_FRAME_BYTES
 from ..proto.messages import (
     Busy,
     Commit,
@@ -156,6 +157,7 @@ class _Handoff:
     blocks: int
     started: float
     deadline: float
+    frame_limit: int  # bytes the receiver takes in one frame
     state: HandoffState = HandoffState.RESERVING
     grant: GrantRef | None = None
     cached_blocks: int = 0
@@ -220,8 +222,15 @@ class Sender:
 
     # ------------------------------------------------------------------ what the worker says
 
-    def start(self, endpoint: str, incarnation: int, reserve: Reserve, now: float) -> list[Output]:
-        """Ask ``endpoint`` for blocks."""
+    def start(
+        self,
+        endpoint: str,
+        incarnation: int,
+        reserve: Reserve,
+        now: float,
+        frame_limit: int = MAX_KV_FRAME_BYTES,
+    ) -> list[Output]:
+        """Ask ``endpoint`` for blocks; no frame will be larger than ``frame_limit`` bytes."""
         key = (reserve.request, reserve.attempt)
         handoff = _Handoff(
             key=key,
@@ -231,6 +240,7 @@ class Sender:
             blocks=self._layout.blocks_for(reserve.num_tokens),
             started=now,
             deadline=now + reserve.deadline,
+            frame_limit=frame_limit,
         )
         self._live[key] = handoff
         return [self._control(handoff, reserve, now)]
@@ -283,8 +293,7 @@ class Sender:
         handoff.step("release")
         handoff.queue.clear()
         handoff.retries = 0
-        message = Release(request=key[0], attempt=key[1], grant=handoff.grant)
-        return [self._control(handoff, message, now)]
+        return [self._control(handoff, _release(handoff), now)]
 
     # ------------------------------------------------------------------ what the peer says
 
@@ -425,6 +434,23 @@ class Sender:
                 outputs += self._fail(handoff, "worker_lost", reason, lost_peer=True)
         return outputs
 
+    def no_data_path(self, endpoint: str, reason: str) -> list[Output]:
+        """The worker speaks but no frame reaches it: its handoffs are over, blocks go back."""
+        outputs: list[Output] = []
+        for handoff in list(self._live.values()):
+            if handoff.endpoint == endpoint and handoff.state is not HandoffState.RELEASING:
+                outputs += self._give_up(handoff)
+                outputs += self._fail(handoff, "worker_lost", reason, lost_peer=True)
+        return outputs
+
+    def reconnected(self, endpoint: str, now: float) -> list[Output]:
+        """A new connection to the same worker: tell it where its answers go from now on."""
+        return [
+            self._control(handoff, self._words(handoff, now), now)
+            for handoff in self._live.values()
+            if handoff.endpoint == endpoint
+        ]
+
     # ------------------------------------------------------------------ time
 
     def tick(self, now: float) -> list[Output]:
@@ -442,19 +468,20 @@ class Sender:
         return handoff.retry_at
 
     def _overdue(self, handoff: _Handoff, now: float) -> list[Output]:
-        request, attempt = handoff.key
         sending = handoff.state is HandoffState.SENDING
         if sending and now >= handoff.heard_at + self._config.patience:
             return self._fail(handoff, "handoff_failed", "no credit arrived")
-        if sending or handoff.state is HandoffState.RESERVING:
+        return self._repeat(handoff, self._words(handoff, now), now)
+
+    @staticmethod
+    def _words(handoff: _Handoff, now: float) -> Message:
+        """What is to be said to the decode worker in the present state."""
+        if handoff.state in (HandoffState.RESERVING, HandoffState.SENDING):
             # Without credit it is asked for once more: the answer tells how much there is.
-            left = msgspec.structs.replace(handoff.reserve, deadline=handoff.deadline - now)
-            return self._repeat(handoff, left, now)
+            return msgspec.structs.replace(handoff.reserve, deadline=handoff.deadline - now)
         if handoff.state is HandoffState.COMMITTING and handoff.commit:
-            again = msgspec.structs.replace(handoff.commit, deadline=handoff.deadline - now)
-            return self._repeat(handoff, again, now)
-        message = Release(request=request, attempt=attempt, grant=handoff.grant)
-        return self._repeat(handoff, message, now)
+            return msgspec.structs.replace(handoff.commit, deadline=handoff.deadline - now)
+        return _release(handoff)
 
     def _repeat(self, handoff: _Handoff, message: Message, now: float) -> list[Output]:
         if now >= handoff.deadline:
@@ -510,8 +537,8 @@ class Sender:
         """Large frames cost less each; a few of them let packing, sending and writing overlap."""
         missing = handoff.blocks - handoff.cached_blocks
         total = missing * self._layout.num_layers * self._layout.block_bytes
-        least = min(MIN_FRAME_BYTES, self._config.frame_bytes)
-        return max(least, min(self._config.frame_bytes, total // FRAMES_IN_FLIGHT))
+        most = min(self._config.frame_bytes, handoff.frame_limit)
+        return max(min(MIN_FRAME_BYTES, most), min(most, total // FRAMES_IN_FLIGHT))
 
     def _push(self, handoff: _Handoff, now: float) -> list[Output]:
         outputs: list[Output] = []
@@ -555,12 +582,13 @@ class Sender:
         self, handoff: _Handoff, code: str, message: str, *, lost_peer: bool = False
     ) -> list[Output]:
         self._end(handoff)
-        outputs: list[Output] = []
-        if handoff.grant and not lost_peer:
-            request, attempt = handoff.key
-            release = Release(request=request, attempt=attempt, grant=handoff.grant)
-            outputs.append(Send(handoff.endpoint, release))
+        outputs = [] if lost_peer else self._give_up(handoff)
         return [*outputs, Failed(handoff.key, code, message, lost_peer)]
+
+    @staticmethod
+    def _give_up(handoff: _Handoff) -> list[Output]:
+        """Said once: whoever has not heard it asks whether its grant is still wanted."""
+        return [Send(handoff.endpoint, _release(handoff))] if handoff.grant else []
 
     def _end(self, handoff: _Handoff) -> None:
         handoff.step("end")
@@ -578,3 +606,8 @@ class Sender:
     @staticmethod
     def _peer_of(handoff: _Handoff) -> int:
         return handoff.grant.incarnation if handoff.grant else handoff.incarnation
+
+
+def _release(handoff: _Handoff) -> Release:
+    request, attempt = handoff.key
+    return Release(request=request, attempt=attempt, grant=handoff.grant)

@@ -56,6 +56,8 @@ from ..runtime.runs import runs_again
 from ..runtime.worker import Handler, WorkerCore
 from .events import (
     Action,
+    DataDown,
+    DataUp,
     Disconnect,
     Event,
     FromPeer,
@@ -252,7 +254,8 @@ class PrefillCore(WorkerCore):
         self._serial += 1
         incarnation = self._member.identity.incarnation
         reserve = job.reserve(incarnation, self._serial, self._limits.growth, now)
-        outputs = self._sender.start(link.endpoint, link.incarnation, reserve, now)
+        limit = link.frame_limit
+        outputs = self._sender.start(link.endpoint, link.incarnation, reserve, now, limit)
         return self._sender_actions(outputs, now)
 
     # ------------------------------------------------------------------ decode workers
@@ -262,6 +265,15 @@ class PrefillCore(WorkerCore):
 
     def _on_peer_down(self, event: PeerDown, now: float) -> list[Action]:
         self._links.down(event.endpoint, now)
+        return []
+
+    def _on_data_up(self, event: DataUp, now: float) -> list[Action]:
+        self._links.data(event.endpoint, stands=True, now=now)
+        self._jobs.wake(event.endpoint)
+        return []
+
+    def _on_data_down(self, event: DataDown, now: float) -> list[Action]:
+        self._links.data(event.endpoint, stands=False, now=now)
         return []
 
     def _on_peer(self, event: FromPeer, now: float) -> list[Action]:
@@ -310,6 +322,12 @@ class PrefillCore(WorkerCore):
             reason = f"{endpoint} was restarted"
             lost = self._sender.peer_lost(endpoint, reason, link.incarnation)
             actions += self._sender_actions(lost, now)
+        elif link.incarnation:
+            actions += self._sender_actions(self._sender.reconnected(endpoint, now), now)
+        if message.max_frame_bytes < self._card.layout.block_bytes:
+            limit = f"{message.max_frame_bytes} bytes, a block has {self._card.layout.block_bytes}"
+            refusal = OpenRefused(field="max_frame_bytes", ours=limit, theirs="whole blocks")
+            return actions + self._open_refused(endpoint, refusal, now)
         self._links.opened(link, message, now)
         self._jobs.wake(endpoint)
         return [*actions, OpenData(endpoint, message.data_endpoint)]
@@ -536,6 +554,9 @@ class PrefillCore(WorkerCore):
         for link in self._links:
             if not link.hopeless(now):
                 continue
+            if link.misses_data(now):
+                lost = self._sender.no_data_path(link.endpoint, link.hopeless(now))
+                actions += self._sender_actions(lost, now)
             if self._jobs.wants(link.endpoint):
                 self._jobs.wake(link.endpoint)
             elif link.is_lost(now):
@@ -585,6 +606,8 @@ class PrefillCore(WorkerCore):
         FromPeer: _on_peer,
         PeerUp: _on_peer_up,
         PeerDown: _on_peer_down,
+        DataUp: _on_data_up,
+        DataDown: _on_data_down,
         LayersDone: _on_layers,
         StepDone: _on_step,
         Packed: _on_packed,

@@ -43,6 +43,20 @@ class PeerDown:
 
 
 @dataclass(slots=True, frozen=True)
+class DataUp:
+    """The connection for KV frames to a decode endpoint stands (again)."""
+
+    endpoint: str
+
+
+@dataclass(slots=True, frozen=True)
+class DataDown:
+    """There is no connection for KV frames to a decode endpoint, or not yet."""
+
+    endpoint: str
+
+
+@dataclass(slots=True, frozen=True)
 class LayersDone:
     """Inside the running step, a sequence's layers below ``layer_end`` are final."""
 
@@ -115,7 +129,7 @@ class RunStep:
 
 
 Event = (
-    FromRouter | RouterUp | RouterDown | FromPeer | PeerUp | PeerDown | LayersDone | StepDone
-    | Packed | Tick | DrainRequested
+    FromRouter | RouterUp | RouterDown | FromPeer | PeerUp | PeerDown | DataUp | DataDown
+    | LayersDone | StepDone | Packed | Tick | DrainRequested
 )  # fmt: skip
 Action = ToRouter | ToPeer | Connect | OpenData | Disconnect | PackFrame | RunStep | Note | Exit

@@ -34,17 +34,26 @@ class Link:
     transport: str = ""
     refusal: str = ""
     repeat_at: float = 0.0
+    frame_limit: int = 0  # bytes the peer takes in one KV frame
+    no_data_since: float | None = None  # the connection for KV frames is missed since then
 
     @property
     def is_ready(self) -> bool:
-        """Whether blocks may be asked for."""
-        return self.state is LinkState.OPEN
+        """Whether blocks may be asked for: both connections stand."""
+        return self.state is LinkState.OPEN and self.no_data_since is None
+
+    def misses_data(self, now: float) -> bool:
+        """Whether patience with a peer that takes no KV frames is over."""
+        since = self.no_data_since
+        return self.state is LinkState.OPEN and since is not None and now >= since + OPEN_PATIENCE_S
 
     def hopeless(self, now: float) -> str:
         """Why no handoff can go over this link now; empty when one can, or may soon."""
         if self.state is LinkState.REFUSED:
             # The router has workers of one model only: this one came without its knowledge.
             return self.refusal
+        if self.misses_data(now):
+            return f"no connection for KV frames to {self.endpoint}"
         return f"no answer from {self.endpoint}" if self.is_lost(now) else ""
 
     def is_lost(self, now: float) -> bool:

@@ -57,7 +57,19 @@ class DecodeLinks:
         """Both sides have agreed."""
         link.state, link.since = LinkState.OPEN, now
         link.worker, link.incarnation = message.worker, message.incarnation
-        link.transport = message.transport
+        link.transport, link.frame_limit = message.transport, message.max_frame_bytes
+        if link.no_data_since is not None:
+            link.no_data_since = now  # another process, perhaps: patience begins anew
+
+    def data(self, endpoint: str, *, stands: bool, now: float) -> None:
+        """The connection for KV frames came or went."""
+        link = self._links.get(endpoint)
+        if link is None:
+            return
+        if stands:
+            link.no_data_since = None
+        elif link.no_data_since is None:
+            link.no_data_since = now
 
     def refused(self, endpoint: str, message: OpenRefused, now: float) -> list[Action]:
         """Models or layouts differ."""

@@ -36,28 +36,52 @@ class PeerLink:
     def __init__(self, links: PeerLinks, endpoint: str) -> None:
         self._links = links
         self.endpoint = endpoint
-        self.control = DealerChannel(links.context, endpoint, links.identity)
-        self.control.attach(
-            links.loop,
-            self._hear,
-            lambda: links.on_up(endpoint),
-            lambda: links.on_down(endpoint),
-        )
+        self.control = self._connect_control()
         self.data: DealerChannel | None = None
         self.outgoing: list[Message] = []
         self._waiting: deque[tuple[KVFrame, Bytes, bool]] = deque()
         self._in_flight: deque[tuple[zmq.MessageTracker, Bytes]] = deque()
 
+    def _connect_control(self) -> DealerChannel:
+        links, endpoint = self._links, self.endpoint
+        channel = DealerChannel(links.context, endpoint, links.fresh_identity())
+        channel.attach(links.loop, self._hear, lambda: links.on_up(endpoint), self._control_lost)
+        return channel
+
+    def _control_lost(self) -> None:
+        """Come back under another identity.
+
+        A worker that paused still believes in the old connection, and would never read a
+        second one of the same name.
+        """
+        self.control.close()
+        self.control = self._connect_control()
+        self._links.on_down(self.endpoint)
+
     def open_data(self, address: str) -> None:
         """Connect the data socket, anew when the address changed."""
+        if self.data is not None and self.data.endpoint == address:
+            return
+        self._connect_data(address)
+
+    def _connect_data(self, address: str) -> None:
+        links, endpoint = self._links, self.endpoint
         if self.data is not None:
-            if self.data.endpoint == address:
-                return
             self.data.close()
-        self.data = DealerChannel(
-            self._links.context, address, self._links.identity, options=_DATA_OPTIONS
-        )
-        self.data.attach(self._links.loop, _ignore, self._send_waiting)
+            self.data = None
+        links.on_data(endpoint, False)  # noqa: FBT003
+        try:
+            self.data = DealerChannel(
+                links.context, address, links.fresh_identity(), options=_DATA_OPTIONS
+            )
+        except ConfigError as error:
+            _log.warning("peer.unreachable", endpoint=address, error=str(error))
+            return
+        self.data.attach(links.loop, _ignore, self._data_up, lambda: self._connect_data(address))
+
+    def _data_up(self) -> None:
+        self._links.on_data(self.endpoint, True)  # noqa: FBT003
+        self._send_waiting()
 
     def send_frame(self, frame: KVFrame, payload: Bytes, *, staged: bool) -> None:
         """Send a packed frame, or keep it until the data connection stands."""
@@ -123,14 +147,17 @@ class PeerLinks:
         on_message: Callable[[str, Message], object],
         on_up: Callable[[str], object],
         on_down: Callable[[str], object],
+        on_data: Callable[[str, bool], object],
         dropped: Counter[str] | None = None,
     ) -> None:
         self.loop = loop
         self.context = context
-        self.identity = identity
+        self._identity = identity
+        self._connections = 0
         self.on_message = on_message
         self.on_up = on_up
         self.on_down = on_down
+        self.on_data = on_data
         self.dropped = Counter[str]() if dropped is None else dropped
         self.encoder = EnvelopeEncoder(digest=envelope_digest)
         self.decoder: EnvelopeDecoder[DecodeToPrefill] = EnvelopeDecoder(
@@ -138,6 +165,11 @@ class PeerLinks:
         )
         self.buffers = BufferPool()
         self._links: dict[str, PeerLink] = {}
+
+    def fresh_identity(self) -> bytes:
+        """A routing identity no connection of this worker has had."""
+        self._connections += 1
+        return b"%b/%d" % (self._identity, self._connections)
 
     def connect(self, endpoint: str) -> None:
         """Open the control connection; a bad address stays unanswered and is reported so."""

@@ -70,6 +70,7 @@ class PrefillShell:
             lambda endpoint, message: self.feed(events.FromPeer(endpoint, message)),
             lambda endpoint: self.feed(events.PeerUp(endpoint)),
             lambda endpoint: self.feed(events.PeerDown(endpoint)),
+            self._on_data,
             dropped=member.dropped,
         )
         self._drain_grace_s = config.drain_grace_s
@@ -138,6 +139,9 @@ class PrefillShell:
                 _log.info(name, **fields)
             case Exit(reason=reason, restart=restart):
                 self._exit(reason, EXIT_RESTART if restart else 1)
+
+    def _on_data(self, endpoint: str, stands: bool) -> None:
+        self.feed(events.DataUp(endpoint) if stands else events.DataDown(endpoint))
 
     def drain(self) -> None:
         """Take no new work; end when the last request has left, or the grace period is over."""

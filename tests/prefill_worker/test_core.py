@@ -16,6 +16,8 @@ from baton.kv_transfer.sender import Sender, SenderConfig
 from baton.prefill_worker.core import PrefillCore, PrefillLimits
 from baton.prefill_worker.events import (
     Connect,
+    DataDown,
+    DataUp,
     Disconnect,
     FromPeer,
     LayersDone,
@@ -821,3 +823,93 @@ def test_what_a_decode_worker_refuses_to_hear_is_noted(bench):
     (note,) = bench.did(Note)
     assert note.event == "peer.rejected"
     assert note.fields["code"] == "version_mismatch"
+
+
+# ------------------------------------------------------------------ KV frames that cannot go
+
+
+def test_without_a_data_connection_the_router_chooses_another(bench):
+    bench.assign()
+    bench.open()
+    bench.feed(DataDown(DECODE))
+    ref = bench.grant()
+    bench.step()
+    bench.later(2.9)
+    assert not bench.take(PeerLost)
+    bench.later(0.3)
+    assert bench.one(PeerLost).endpoint == DECODE
+    assert bench.one(Busy).decode_full
+    (release,) = bench.to_peer(Release)  # it can hear us, so its blocks need not wait
+    assert release.grant == ref
+    bench.assert_empty()
+
+
+def test_a_job_for_a_worker_without_a_data_connection_goes_back_at_once(bench):
+    bench.assign(key=b"o" * 16, decode="ipc:///decode-1")
+    bench.open(endpoint="ipc:///decode-1")
+    bench.feed(DataDown("ipc:///decode-1"))
+    bench.later(3.1)
+    bench.take(PeerLost)
+    bench.peers.clear()
+    bench.assign(decode="ipc:///decode-1")
+    assert bench.one(PeerLost).request == KEY
+    bench.feed(DataUp("ipc:///decode-1"))
+    bench.assign(attempt=2, decode="ipc:///decode-1")
+    assert bench.to_peer(Reserve)
+
+
+def test_blocks_are_asked_for_once_both_connections_stand(bench):
+    bench.computing()
+    bench.feed(DataDown(DECODE))
+    bench.assign(key=b"o" * 16)
+    assert not bench.to_peer(Reserve)
+    bench.feed(DataUp(DECODE))
+    (reserve,) = bench.to_peer(Reserve)
+    assert reserve.request == b"o" * 16
+    bench.later(4.0)
+    assert not bench.take(PeerLost)
+
+
+def opened(**fields) -> Opened:
+    return Opened(
+        worker="decode-0", incarnation=9, transport="zmq", data_endpoint="ipc:///data", **fields
+    )
+
+
+def test_frames_keep_the_receivers_limit(bench):
+    block = LAYOUT.block_bytes
+    bench.assign(shape={"prompt": 30})
+    bench.feed(PeerUp(DECODE))
+    bench.answer(opened(max_frame_bytes=2 * block))
+    bench.grant()
+    bench.step()
+    bench.step()
+    frames = [a.send.frame for a in bench.did(PackFrame)]
+    assert sum(frame.nbytes for frame in frames) == 8 * LAYOUT.num_layers * block
+    assert max(frame.nbytes for frame in frames) == 2 * block < 256
+
+
+def test_who_takes_no_whole_block_is_refused(bench):
+    bench.assign()
+    bench.feed(PeerUp(DECODE))
+    bench.answer(opened(max_frame_bytes=LAYOUT.block_bytes - 1))
+    assert "max_frame_bytes" in bench.one(PeerLost).reason
+    assert not bench.to_peer(Reserve)
+
+
+def test_a_new_connection_hears_what_waits_for_an_answer(bench):
+    """Its name is new: who would answer the old one has to learn it."""
+    ref = bench.computing()
+    bench.feed(PeerDown(DECODE))
+    bench.feed(PeerUp(DECODE))
+    assert not bench.to_peer(Reserve)
+    bench.answer(opened())
+    (reserve,) = bench.to_peer(Reserve)
+    assert (reserve.serial, reserve.request) == (ref.slot, KEY)
+    bench.step()
+    bench.commit()
+    bench.feed(PeerDown(DECODE))
+    bench.feed(PeerUp(DECODE))
+    bench.answer(opened())
+    bench.committed(bench.commit())
+    bench.assert_empty()

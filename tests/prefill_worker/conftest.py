@@ -1,0 +1,1 @@
+from ..runtime.conftest import context, drive, loop  # noqa: F401 - the fixtures

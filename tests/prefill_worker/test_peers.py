@@ -1,0 +1,83 @@
+"""A prefill worker's sockets to a decode worker that goes, pauses or takes no KV frames."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.prefill_worker.peers import PeerLinks
+from baton.proto.messages import Ping
+from baton.runtime.channel import ChannelOptions
+from baton.runtime.sockets import RouterChannel
+
+pytestmark = pytest.mark.integration
+
+
+class Ears:
+    """Peer links and what they tell."""
+
+    def __init__(self, loop, context) -> None:
+        self.told: list[object] = []
+        self.links = PeerLinks(
+            loop,
+            context,
+            b"prefill-0:1",
+            lambda endpoint, message: self.told.append(message),
+            self.up,
+            lambda endpoint: self.told.append("down"),
+            lambda endpoint, stands: self.told.append("data" if stands else "no data"),
+        )
+
+    def up(self, endpoint: str) -> None:
+        self.told.append("up")
+        self.links.send(endpoint, Ping())
+        self.links.flush()
+
+
+def listen(loop, context, address: str, heard: list[bytes]) -> RouterChannel:
+    # A paused process: it does not notice the end of a connection by missing heartbeats.
+    options = ChannelOptions(heartbeat_s=0, heartbeat_timeout_s=0)
+    router = RouterChannel(context, address, options=options)
+    router.attach(loop, lambda identity, frames: heard.append(identity))
+    return router
+
+
+def test_every_connection_has_an_identity_of_its_own(loop, drive, context, tmp_path):
+    """A worker that has not noticed the end of one connection ignores a second of that name."""
+    address, heard = f"ipc://{tmp_path}/decode", []
+    router = listen(loop, context, address, heard)
+    ears = Ears(loop, context)
+    ears.links.connect(address)
+    drive.until(lambda: len(heard) == 1)
+    router.close()
+    drive.until(lambda: "down" in ears.told)
+    router = listen(loop, context, address, heard)
+    drive.until(lambda: len(heard) == 2)
+    assert heard[0] != heard[1]
+    assert ears.told == ["up", "down", "up"]
+    ears.links.close()
+    router.close()
+
+
+def test_it_tells_whether_kv_frames_can_be_sent(loop, drive, context, tmp_path):
+    address, data = f"ipc://{tmp_path}/decode", f"ipc://{tmp_path}/data"
+    ears = Ears(loop, context)
+    ears.links.connect(address)
+    ears.links.open_data(address, data)
+    assert ears.told == ["no data"]
+    router = listen(loop, context, data, [])
+    drive.until(lambda: "data" in ears.told)
+    router.close()
+    drive.until(lambda: ears.told[-1] == "no data")
+    router = listen(loop, context, data, [])
+    drive.until(lambda: ears.told[-1] == "data")
+    ears.links.close()
+    router.close()
+
+
+def test_an_address_nobody_can_have_is_no_data(loop, context, tmp_path):
+    address = f"ipc://{tmp_path}/decode"
+    ears = Ears(loop, context)
+    ears.links.connect(address)
+    ears.links.open_data(address, "tcp://nonsense")
+    assert ears.told == ["no data"]
+    ears.links.close()
