@@ -180,7 +180,7 @@ class ClientCore:
             stream = self._by_key.get(run.request)
             if stream is None or stream.state is State.STOPPING:
                 continue
-            fresh = stream.take(run)
+            fresh = stream.take(run, now)
             if fresh is not None:
                 self._out.append(fresh)
                 self._end_if_complete(stream)

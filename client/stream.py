@@ -19,6 +19,9 @@ from .events import NewTokens, RequestSpec
 
 FIRST_RETRY_S = 1.0
 LAST_RETRY_S = 4.0
+FIRST_DOUBT_S = 10.0
+LAST_DOUBT_S = 60.0
+"""An open stream silent for so long is asked for again: it may be open on our side alone."""
 DEADLINE_GRACE_S = 2.0
 """The router ends a request at its deadline; the client by itself this much later."""
 STOP_GRACE_S = 0.03
@@ -55,10 +58,12 @@ class Stream:
         self.retry_at = now
         self._backoff = FIRST_RETRY_S
         self._asked = -1  # the position that was asked for last
+        self._doubt_at = now + FIRST_DOUBT_S
+        self._doubt = FIRST_DOUBT_S
 
     # ------------------------------------------------------------------ what arrives
 
-    def take(self, run: TokenRun) -> NewTokens | None:
+    def take(self, run: TokenRun, now: float) -> NewTokens | None:
         """The tokens of ``run`` that are new; None when there are none or some are missing.
 
         The position alone decides: a router that lost its memory may count attempts anew.
@@ -72,6 +77,8 @@ class Stream:
         fresh = NewTokens(self.spec.request_id, self.next, tokens, logprobs)
         self.next += len(tokens)
         self.emitted += tokens
+        self._doubt = FIRST_DOUBT_S
+        self._doubt_at = now + FIRST_DOUBT_S
         return fresh
 
     def misses(self, run: TokenRun) -> bool:
@@ -101,7 +108,7 @@ class Stream:
     def repeat(self, now: float) -> Message | None:
         """What has to be said (again) now, by state; sets when next."""
         if self.state is State.OPEN:
-            return None
+            return self._doubted(now)
         self.retry_at = now + self._backoff
         self._backoff = min(2 * self._backoff, LAST_RETRY_S)
         if self.state is State.STOPPING:
@@ -116,6 +123,14 @@ class Stream:
         self._asked = self.next
         self.state = State.RESUMING if self.secret else State.PENDING
         return self.repeat(now)
+
+    def _doubted(self, now: float) -> Message | None:
+        """A late answer to an older word opens a stream that the router may have let go since."""
+        if now < self._doubt_at:
+            return None
+        self._doubt = min(2 * self._doubt, LAST_DOUBT_S)
+        self._doubt_at = now + self._doubt
+        return self.resume(now)
 
     def reconnected(self, now: float) -> Message | None:
         """What to say first on a new connection."""

@@ -570,3 +570,29 @@ def test_an_end_without_its_tokens_does_not_make_a_storm():
         asked += messages(bench.finish(9), Resume)
         bench.hear(Submitted(request_id="r", request=KEY, secret=SECRET))
     assert [m.position for m in asked] == [3]
+
+
+def test_a_stream_open_on_our_side_alone_is_asked_for_again():
+    """The router let it go with an old connection; a late Submitted opened it here."""
+    bench = Bench()
+    bench.open()
+    bench.run(3, [7])
+
+    def silence(seconds):
+        """Resumes said while only pings are answered."""
+        said = []
+        for _ in range(seconds):
+            said += messages(bench.later(1.0), Resume)
+            bench.hear(Pong())
+        return said
+
+    assert not silence(9)
+    resume, *_again = silence(2)
+    assert (resume.position, resume.secret) == (4, SECRET)
+    bench.hear(Submitted(request_id="r", request=KEY, secret=SECRET))
+    assert not silence(17), "each time it is asked for more seldom"
+    assert silence(3)
+    bench.hear(Submitted(request_id="r", request=KEY, secret=SECRET))
+    bench.run(4, [8])
+    assert not silence(9)
+    assert silence(2)
