@@ -27,6 +27,11 @@ DIRECTIONS = {
 }
 PARTS = (
     wire.WireContext,
+    wire.WireVisionContext,
+    wire.WireSpeechContext,
+    wire.WirePixelContext,
+    wire.WireImage,
+    wire.WireTokens,
     wire.WireSampling,
     messages.TokenRun,
     messages.GrantRef,

@@ -19,13 +19,13 @@ type, so nothing generic is ever built. Unknown fields, of a newer peer, are ski
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, NoReturn, TypeVar, get_args
+from typing import Any, Generic, NoReturn, TypeVar, get_args
 from zlib import crc32
 
 import msgspec
 import numpy as np
 
-from .arrays import EXT_ARRAY, Frame, array_header, plain, read_array
+from .arrays import EXT_ARRAY, Array, Frame, array_header, plain, read_array
 from .errors import (
     DecodeFailed,
     EnvelopeDamaged,
@@ -43,6 +43,14 @@ from .limits import (
     PROTOCOL_VERSION,
 )
 from .messages import UNSEALED, KVFrame, Message
+from .wire import (
+    WireContext,
+    WireImage,
+    WirePixelContext,
+    WireSpeechContext,
+    WireTokens,
+    WireVisionContext,
+)
 
 MAGIC = b"BT"
 SEALED_MAGIC = b"BS"
@@ -168,18 +176,73 @@ class EnvelopeDecoder(Generic[T]):
         if carriers:
             for message in messages:
                 if type(message) in carriers:
-                    used += _attach(message.context, frames)  # type: ignore[attr-defined]
+                    used += attach_arrays(message.context, frames)  # type: ignore[attr-defined]
+        self._check_used(used, frames)
+
+    def _check_used(self, used: int, frames: Sequence[Frame]) -> None:
         if used != len(frames) - 1:
             raise DecodeFailed(f"{len(frames) - 1} array frames, but {used} are referred to")
 
 
-def _attach(context: object, frames: Sequence[Frame]) -> int:
-    ext = context.tokens  # type: ignore[attr-defined]
+def attach_arrays(context: WireContext, frames: Sequence[Frame]) -> int:
+    """Put the arrays in place of their exts; how many frames they took."""
+    array, used = _array_of(context.tokens, frames)
+    msgspec.structs.force_setattr(context, "tokens", array)
+    if type(context) is not WireContext:
+        for name in _ARRAY_FIELDS[type(context)]:
+            value, more = with_arrays(getattr(context, name), frames)
+            msgspec.structs.force_setattr(context, name, value)
+            used += more
+    return used
+
+
+def _array_of(ext: Any, frames: Sequence[Frame]) -> tuple[Array, int]:
     if ext.code != EXT_ARRAY:
         raise DecodeFailed(f"ext code {ext.code} is unknown")
     array, frame = read_array(ext.data, frames)
-    msgspec.structs.force_setattr(context, "tokens", array)  # type: ignore[arg-type]
-    return 1 if frame else 0
+    return array, 1 if frame else 0
+
+
+def with_arrays(value: Any, frames: Sequence[Frame]) -> tuple[Any, int]:
+    """The value with arrays for exts, and the number of frames they took."""
+    if isinstance(value, msgspec.msgpack.Ext):
+        return _array_of(value, frames)
+    if isinstance(value, list):
+        pairs = [with_arrays(item, frames) for item in value]
+        return [item for item, _ in pairs], sum(used for _, used in pairs)
+    if isinstance(value, dict):
+        items, used = with_arrays(list(value.values()), frames)
+        return dict(zip(value, items, strict=True)), used
+    if isinstance(value, WireImage | WireTokens):
+        name = value.__struct_fields__[2 if isinstance(value, WireImage) else 0]
+        array, used = _array_of(getattr(value, name), frames)
+        msgspec.structs.force_setattr(value, name, array)
+        return value, used
+    return value, 0
+
+
+_ARRAY_FIELDS: dict[type[WireContext], tuple[str, ...]] = {
+    WireVisionContext: ("images", "pixel_values", "extra_model_args"),
+    WireSpeechContext: (
+        "audio_prompt_tokens",
+        "buffer_speech_tokens",
+        "audio_buffer",
+        "speech_tokens",
+    ),
+    WirePixelContext: (
+        "mask",
+        "tokens_2",
+        "negative_tokens",
+        "negative_tokens_2",
+        "extra_params",
+        "timesteps",
+        "sigmas",
+        "latents",
+        "latent_image_ids",
+        "guidance",
+    ),
+}
+"""Where the other kinds hold arrays, besides ``tokens``."""
 
 
 def _check_harmless(messages: list[T]) -> None:

@@ -11,20 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Annotated, Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from .endpoints import check_target_endpoint
+from .equality import same_fields
 from .errors import InputError
 from .ids import RequestID
+from .limits import MAX_EOS_TOKEN_IDS
 from .old_names import OldNames
 from .outputs import LogProbabilities, TextGenerationOutput, TokenLogProbs
 from .sampling import SamplingParams
 from .status import GenerationStatus
 from .tokens import FUTURE_TOKEN, TokenBuffer
-from .wire import WireContext
+from .wire import EosSequences, WireContext
 
 Int32 = npt.NDArray[np.int32]
 
@@ -39,7 +42,7 @@ class Matcher(Protocol):
         ...
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class TextContext(OldNames):
     """One text request.
 
@@ -53,15 +56,17 @@ class TextContext(OldNames):
     max_length: int
     tokens: TokenBuffer
     request_id: RequestID = field(default_factory=RequestID)
-    eos_token_ids: set[int] = field(default_factory=set)
-    eos_sequences: list[list[int]] = field(default_factory=list)
+    eos_token_ids: Annotated[set[int], Meta(max_length=MAX_EOS_TOKEN_IDS)] = field(
+        default_factory=set
+    )
+    eos_sequences: EosSequences = field(default_factory=list)
     log_probabilities: int = 0
     log_probabilities_echo: bool = False
     ignore_eos: bool = False
     json_schema: str | None = None
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     model_name: str = ""
-    _matcher: Matcher | None = None
+    _matcher: Matcher | None = field(default=None, compare=False)
     status: GenerationStatus = GenerationStatus.ACTIVE
     _log_probabilities_data: dict[int, LogProbabilities] = field(default_factory=dict)
     _is_initial_prompt: bool = True
@@ -74,10 +79,12 @@ class TextContext(OldNames):
     _carried_end: int = 0
     _committed_idx: int = 0
     _cache_seq_id: int | None = None
+    type: str = field(default="TextContext", init=False, repr=False)
+    """Names the class on the wire, so that an object arrives as what it was."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.tokens, TokenBuffer):
-            self.tokens = _wrap_tokens(self.tokens)
+            self.tokens = wrap_tokens(self.tokens)
         if isinstance(self.request_id, str):
             self.request_id = RequestID(self.request_id)
         if self.log_probabilities is None:
@@ -94,6 +101,12 @@ class TextContext(OldNames):
             )
         if self.target_endpoint is not None:
             check_target_endpoint(self.target_endpoint)
+
+    def __eq__(self, other: object) -> bool:
+        """By class and by value; grammar state, which tokens rebuild, does not count."""
+        return same_fields(self, other) if isinstance(other, TextContext) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
 
     # ------------------------------------------------------------------ state
 
@@ -217,12 +230,13 @@ class TextContext(OldNames):
         if token in self.eos_token_ids and not self.ignore_eos:
             return True
         for sequence in self.eos_sequences:
-            if sequence[-1] != token:  # nearly always decided here
+            if sequence[-1] != token:  # nearly always decided here, else by the first token
                 continue
             start = length - len(sequence)
             if start < self._prompt_length:
                 continue
-            if self.tokens._store[start:length].tolist() == sequence:
+            store = self.tokens._store
+            if store.item(start) == sequence[0] and store[start:length].tolist() == sequence:
                 return True
         return False
 
@@ -374,19 +388,7 @@ class TextContext(OldNames):
         InputError for what cannot travel (logits processors).
         """
         return WireContext(
-            tokens=self.tokens.all[: self._prompt_length].astype(np.int32),
-            max_length=self.max_length,
-            sampling=self.sampling_params.to_wire(),
-            model_name=self.model_name,
-            eos_token_ids=sorted(self.eos_token_ids),
-            eos_sequences=[list(sequence) for sequence in self.eos_sequences],
-            log_probabilities=self.log_probabilities,
-            log_probabilities_echo=self.log_probabilities_echo,
-            ignore_eos=self.ignore_eos,
-            json_schema=self.json_schema,
-            target_endpoint=self.target_endpoint,
-            cache_salt=self.cache_salt,
-            lora_name=self.lora_name,
+            tokens=self.tokens.all[: self._prompt_length].astype(np.int32), **self._wire_fields()
         )
 
     @classmethod
@@ -395,7 +397,7 @@ class TextContext(OldNames):
         wire: WireContext,
         request_id: RequestID | str | None = None,
         emitted: Sequence[int] = (),
-    ) -> TextContext:
+    ) -> Self:
         """Build the context a worker continues.
 
         ``emitted``: tokens generated and delivered before (a handoff or a replay). They
@@ -408,28 +410,55 @@ class TextContext(OldNames):
         tokens[:prompt] = wire.tokens
         if emitted:
             tokens[prompt:] = emitted
-        limit = params.max_new_tokens
+        fields = cls._fields_of(wire)
+        if params.max_new_tokens is not None:
+            fields["max_length"] = min(wire.max_length, prompt + params.max_new_tokens)
+        fields["ignore_eos"] = wire.ignore_eos or params.ignore_eos
         context = cls(
-            max_length=wire.max_length if limit is None else min(wire.max_length, prompt + limit),
             tokens=TokenBuffer(tokens),
             request_id=_request_id(request_id),
-            eos_token_ids=set(wire.eos_token_ids),
-            eos_sequences=[list(sequence) for sequence in wire.eos_sequences],
-            log_probabilities=wire.log_probabilities,
-            log_probabilities_echo=wire.log_probabilities_echo,
-            ignore_eos=wire.ignore_eos or params.ignore_eos,
-            json_schema=wire.json_schema,
             sampling_params=params,
-            model_name=wire.model_name,
-            target_endpoint=wire.target_endpoint,
-            lora_name=wire.lora_name,
-            cache_salt=wire.cache_salt,
             _prompt_length=prompt,
+            **fields,
         )
         if emitted:
             last = context._status_at(len(tokens), int(emitted[-1]), len(tokens))
             context.status = last or GenerationStatus.ACTIVE
         return context
+
+    def _wire_fields(self) -> dict[str, Any]:
+        """What travels of the request, without the tokens; subclasses add their own."""
+        return {
+            "max_length": self.max_length,
+            "sampling": self.sampling_params.to_wire(),
+            "model_name": self.model_name,
+            "eos_token_ids": sorted(self.eos_token_ids),
+            "eos_sequences": [list(sequence) for sequence in self.eos_sequences],
+            "log_probabilities": self.log_probabilities,
+            "log_probabilities_echo": self.log_probabilities_echo,
+            "ignore_eos": self.ignore_eos,
+            "json_schema": self.json_schema,
+            "target_endpoint": self.target_endpoint,
+            "cache_salt": self.cache_salt,
+            "lora_name": self.lora_name,
+        }
+
+    @classmethod
+    def _fields_of(cls, wire: Any) -> dict[str, Any]:
+        """Constructor arguments from a wire form, without tokens and sampling parameters."""
+        return {
+            "max_length": wire.max_length,
+            "eos_token_ids": set(wire.eos_token_ids),
+            "eos_sequences": [list(sequence) for sequence in wire.eos_sequences],
+            "log_probabilities": wire.log_probabilities,
+            "log_probabilities_echo": wire.log_probabilities_echo,
+            "ignore_eos": wire.ignore_eos,
+            "json_schema": wire.json_schema,
+            "model_name": wire.model_name,
+            "target_endpoint": wire.target_endpoint,
+            "lora_name": wire.lora_name,
+            "cache_salt": wire.cache_salt,
+        }
 
 
 def _request_id(value: RequestID | str | None) -> RequestID:
@@ -438,7 +467,7 @@ def _request_id(value: RequestID | str | None) -> RequestID:
     return RequestID(value) if isinstance(value, str) else value
 
 
-def _wrap_tokens(tokens: npt.ArrayLike) -> TokenBuffer:
+def wrap_tokens(tokens: npt.ArrayLike) -> TokenBuffer:
     """Any 1-D integers as a buffer of their own; ValueError for anything else."""
     array = np.asarray(tokens)
     if array.size and array.dtype.kind not in "iu":

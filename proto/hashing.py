@@ -6,6 +6,8 @@ so that one tenant's prompts cannot be guessed through another's prefix hits.
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -13,14 +15,25 @@ import numpy.typing as npt
 
 HASH_BYTES = 16
 
+ImageSpan = tuple[int, int, bytes]
+"""Tokens ``[start, end)`` that stand for an image, and the image's 16-byte key."""
+
+_SPAN = struct.Struct("<ii16s")
+
 
 def block_hashes(
-    tokens: npt.NDArray[np.integer], block_size: int, salt: bytes, parent: bytes = b""
+    tokens: npt.NDArray[np.integer],
+    block_size: int,
+    salt: bytes,
+    parent: bytes = b"",
+    images: Sequence[ImageSpan] = (),
 ) -> list[bytes]:
     """Hashes of the full blocks of ``tokens``; a last partial block has none.
 
     ``tokens``: integers ``[n]`` (hashed as int32) that start on a block boundary.
-    ``parent``: hash of the block before, empty at position 0.
+    ``parent``: hash of the block before, empty at position 0. ``images``: sorted, positions
+    counted from ``tokens[0]``; a block with tokens of an image depends on the image's key and
+    on where the image lies, for the tokens of all images are alike.
     """
     if block_size < 1:
         raise ValueError(f"block_size must be positive, not {block_size}")
@@ -36,9 +49,20 @@ def block_hashes(
         block = root.copy()
         block.update(parent)
         block.update(data[at : at + step])
+        if images:
+            _update_images(block, at // 4, block_size, images)
         parent = block.digest()
         hashes.append(parent)
     return hashes
+
+
+def _update_images(
+    block: blake2b, start: int, block_size: int, images: Sequence[ImageSpan]
+) -> None:
+    """Records of 24 bytes behind the tokens; with or without a parent no two inputs are alike."""
+    for first, end, key in images:
+        if first < start + block_size and end > start:
+            block.update(_SPAN.pack(first - start, end - start, key))
 
 
 def cache_salt(fingerprint: str, tenant: str) -> bytes:

@@ -38,7 +38,7 @@ from .limits import (
     MAX_TEXT_CHARS,
 )
 from .outputs import TokenLogProbs
-from .wire import TokenId, WireContext
+from .wire import AnyWireContext, TokenId
 
 # A decoder refuses a message with a value outside these, so no arithmetic behind it overflows.
 Word = Annotated[int, Meta(ge=0)]
@@ -120,7 +120,7 @@ class Submit(Message, frozen=True, kw_only=True):
     """Start a request; sent again with the same content it re-attaches."""
 
     request_id: Name
-    context: WireContext
+    context: AnyWireContext
     deadline: float | None = None  # the client's word: the router answers what is wrong with it
     pool: Name | None = None
     pin: Name = "prefer"  # "strict": a replay may not move the request off target_endpoint
@@ -135,7 +135,7 @@ class Resume(Message, frozen=True, kw_only=True):
     secret: Binary
     position: Count  # next token position the client waits for
     attempt: Attempt  # highest attempt the client saw
-    context: WireContext  # a router that lost its memory starts again from this ...
+    context: AnyWireContext  # a router that lost its memory starts again from this ...
     emitted: TokenIds = []  # ... and these tokens, already with the client
     deadline: float | None = None
     pool: Name | None = None
@@ -394,7 +394,7 @@ class Assign(Message, frozen=True, kw_only=True):
     request: Binary
     attempt: Attempt
     request_id: Name = ""
-    context: WireContext
+    context: AnyWireContext
     emitted: TokenIds = []  # replay: tokens already streamed; generation goes on behind them
     decode: Name  # control endpoint of the decode worker
     decode_incarnation: Word = 0
@@ -470,7 +470,7 @@ class Commit(Message, frozen=True, kw_only=True):
     frames: Count
     bytes: Count
     digest: Word  # xor of all frames' checksums
-    context: WireContext
+    context: AnyWireContext
     emitted: TokenIds  # all generated tokens so far; the last one's KV is not computed yet
     logprobs: LogProbs | None = None  # of the last token
     router: Name  # name of the router that streams to the client

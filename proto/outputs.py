@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -75,3 +76,35 @@ class TextGenerationOutput:
             final_status=outputs[-1].final_status,
             log_probabilities=[entry for part in parts for entry in part] if parts else None,
         )
+
+
+class _Done(Protocol):
+    @property
+    def is_done(self) -> bool: ...
+
+
+R = TypeVar("R", bound=_Done)
+
+
+@dataclass(slots=True)
+class SchedulerResult(Generic[R]):
+    """One step's result of one request: an output, its cancellation, or its failure."""
+
+    is_done: bool
+    result: R | None
+    error: str | None = None
+
+    @classmethod
+    def create(cls, result: R) -> Self:
+        """The step made ``result``, perhaps the last."""
+        return cls(is_done=result.is_done, result=result)
+
+    @classmethod
+    def cancelled(cls) -> Self:
+        """The request was cancelled."""
+        return cls(is_done=True, result=None)
+
+    @classmethod
+    def failed(cls, message: str) -> Self:
+        """The request failed; ``message`` says why."""
+        return cls(is_done=True, result=None, error=message)

@@ -68,6 +68,7 @@ def build_wire_context(
 
 def check_wire_shape(wire: WireContext) -> None:
     """What can be said of a request before any worker told the model; raises InputError."""
+    _check_kind(wire)
     _check_array(wire.tokens)
     if not 0 < len(wire.tokens) < wire.max_length <= MAX_CONTEXT_TOKENS:
         raise InputError(
@@ -91,6 +92,7 @@ def check_emitted(wire: WireContext, emitted: Sequence[int], card: ModelCard | N
 
 def check_wire_context(wire: WireContext, card: ModelCard) -> None:
     """Raise one InputError that says what is wrong with a request, or return."""
+    _check_kind(wire)
     _check_tokens(wire.tokens, card)
     _check_lengths(wire, card)
     _check_features(wire, card)
@@ -130,6 +132,12 @@ def _int32_tokens(tokens: npt.ArrayLike) -> Int32:
         at = int(np.flatnonzero(result != array)[0])
         raise InputError(f"token id {array[at]} at position {at} does not fit 32 bits")
     return result
+
+
+def _check_kind(wire: WireContext) -> None:
+    """The other kinds travel, but no model is registered yet that takes them."""
+    if type(wire) is not WireContext:
+        raise InputError(f"no model here takes a {wire.__struct_config__.tag}, only text")
 
 
 def _check_array(tokens: Int32) -> None:

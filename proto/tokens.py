@@ -13,18 +13,22 @@ The buffer knows no end of sequence and no log-probabilities; :mod:`.contexts` d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
+Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 FUTURE_TOKEN = -999
 """Stands for a token that is being computed; replaced when it is known."""
 
 _UNSET = -1
+_STATE_LENGTH = 8
+_INT32 = 1 << 31
 
 
 @dataclass(slots=True)
@@ -75,7 +79,37 @@ class _ValidPrefix:
         buffer._store = value
 
 
-@dataclass(eq=False, repr=False)
+class _Named:
+    """A field under its name on the wire, kept in a slot with a short one."""
+
+    def __init__(self, slot: str) -> None:
+        self._slot = slot
+
+    def __get__(self, buffer: TokenBuffer | None, owner: type | None = None) -> int:
+        return _UNSET if buffer is None else getattr(buffer, self._slot)
+
+    def __set__(self, buffer: TokenBuffer, value: int) -> None:
+        setattr(buffer, self._slot, value)
+
+
+class _NamedRange:
+    """Two slots as one Range on the wire."""
+
+    def __init__(self, start: str, end: str) -> None:
+        self._start, self._end = start, end
+
+    def __get__(self, buffer: TokenBuffer | None, owner: type | None = None) -> Range | None:
+        if buffer is None:
+            return None
+        return Range(getattr(buffer, self._start), getattr(buffer, self._end))
+
+    def __set__(self, buffer: TokenBuffer, value: Range | None) -> None:
+        start, end = (_UNSET, _UNSET) if value is None else (value.start, value.end)
+        setattr(buffer, self._start, start)
+        setattr(buffer, self._end, end)
+
+
+@dataclass(eq=False, repr=False, init=False)
 class TokenBuffer:
     """Growing int64 tokens with a processing window and a completion window.
 
@@ -83,18 +117,47 @@ class TokenBuffer:
     The completion window holds tokens appended and not yet consumed.
     """
 
+    # The fields are what travels and what compares; the slots are what the methods use.
+    __slots__ = (
+        "_capacity",
+        "_chunked",
+        "_completion_end",
+        "_completion_start",
+        "_end",
+        "_length",
+        "_narrow",
+        "_offset",
+        "_prompt",
+        "_start",
+        "_store",
+    )
+
     array: Int64 = _ValidPrefix()  # type: ignore[assignment]
-    _length: int = field(default=_UNSET, init=False)
-    _start: int = field(default=0, init=False)
-    _end: int = field(default=_UNSET, init=False)
-    _offset: int = field(default=0, init=False)
-    _completion_start: int = field(default=_UNSET, init=False)
-    _completion_end: int = field(default=_UNSET, init=False)
-    _prompt: int = field(default=_UNSET, init=False)
-    _chunked: bool = field(default=False, init=False)
-    if TYPE_CHECKING:  # kept out of the fields, and so off the wire: what has slack behind it
+    _processing_range: Range | None = _NamedRange("_start", "_end")  # type: ignore[assignment]
+    _processing_offset: int = _Named("_offset")  # type: ignore[assignment]
+    _completion_range: Range | None = _NamedRange(  # type: ignore[assignment]
+        "_completion_start", "_completion_end"
+    )
+    _prompt_length: int = _Named("_prompt")  # type: ignore[assignment]
+    _current_length: int = _Named("_length")  # type: ignore[assignment]
+    _actively_chunked: bool = _Named("_chunked")  # type: ignore[assignment]
+    if TYPE_CHECKING:
         _store: Int64 = field(init=False)
+        _narrow: Int32 = field(init=False)
         _capacity: int = field(init=False)
+        _length: int = field(init=False)
+        _start: int = field(init=False)
+        _end: int = field(init=False)
+        _offset: int = field(init=False)
+        _completion_start: int = field(init=False)
+        _completion_end: int = field(init=False)
+        _prompt: int = field(init=False)
+        _chunked: bool = field(init=False)
+
+    def __init__(self, array: Int64) -> None:
+        self._store = array
+        self._length = _UNSET
+        self.__post_init__()
 
     def __post_init__(self) -> None:
         store = self._store
@@ -108,9 +171,69 @@ class TokenBuffer:
             self._store = store.copy()
         self._capacity = len(store)
         if self._length == _UNSET:
-            self._length = self._end = self._prompt = self._capacity
-            self._completion_start = self._completion_end = self._capacity
+            self._set_state((len(store), 0, len(store), 0, *3 * (len(store),), False))
         self._check()
+
+    @classmethod
+    def from_state(cls, ids: npt.NDArray[Any], state: Sequence[int]) -> TokenBuffer:
+        """The buffer that had these tokens and this :meth:`state`; ValueError if none can have.
+
+        ``ids``: int32 or int64 ``[length]``. int32 is widened when the tokens are first used,
+        so a process that only looks at lengths or passes the buffer on never copies them.
+        """
+        if ids.ndim != 1 or not len(ids):
+            raise ValueError(f"tokens must be one-dimensional, not of shape {ids.shape}")
+        if len(state) != _STATE_LENGTH:
+            raise ValueError(f"a token buffer has {_STATE_LENGTH} numbers, not {len(state)}")
+        self = cls.__new__(cls)
+        if ids.dtype == np.int32:
+            self._narrow = ids
+        elif ids.dtype == np.int64:
+            self._store = ids.copy()
+        else:
+            raise ValueError(f"tokens must be int32 or int64, not {ids.dtype}")
+        self._capacity = len(ids)
+        self._set_state(state)
+        self._check()
+        return self
+
+    def __getattr__(self, name: str) -> Int64:
+        """Widen the tokens at their first use; only slots that are not set get here."""
+        if name != "_store":
+            raise AttributeError(f"TokenBuffer has no {name}")
+        self._store = self._narrow.astype(np.int64)
+        del self._narrow
+        return self._store
+
+    def ids(self) -> npt.NDArray[Any]:
+        """Every token as int32 ``[length]`` where all fit, else int64; may be a view."""
+        narrow: Int32 | None = getattr(self, "_narrow", None)
+        if narrow is not None:
+            return narrow[: self._length]
+        tokens = self._store[: self._length]
+        # Read as unsigned, a negative one is larger than all others: one pass finds both.
+        if int(np.maximum.reduce(tokens.view(np.uint64))) < _INT32:
+            return tokens.astype(np.int32)
+        fits = tokens.min() >= -_INT32 and tokens.max() < _INT32
+        return tokens.astype(np.int32) if fits else tokens
+
+    def state(self) -> tuple[int, ...]:
+        """Length, windows, offset and prompt length; see :meth:`from_state`."""
+        return (
+            self._length,
+            self._start,
+            self._end,
+            self._offset,
+            self._completion_start,
+            self._completion_end,
+            self._prompt,
+            int(self._chunked),
+        )
+
+    def _set_state(self, state: Sequence[int]) -> None:
+        self._length, self._start, self._end, self._offset = state[:4]
+        self._completion_start, self._completion_end, self._prompt = state[4:7]
+        self._chunked = bool(state[7])
 
     def _check(self) -> None:
         windows = (
@@ -184,6 +307,8 @@ class TokenBuffer:
         """Whether tokens wait behind the processing window."""
         return self._chunked
 
+    actively_chunked = is_chunked
+
     @property
     def has_outstanding_generated_tokens(self) -> bool:
         """Whether the completion window holds tokens."""
@@ -208,25 +333,13 @@ class TokenBuffer:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenBuffer):
             return NotImplemented
-        return self._state() == other._state() and np.array_equal(self.all, other.all)
+        return self.state() == other.state() and np.array_equal(self.all, other.all)
 
     __hash__ = None  # type: ignore[assignment]  # mutable
 
     def __repr__(self) -> str:
         start, end, length = self._start + self._offset, self._end, self._length
         return f"TokenBuffer(length={length}, prompt={self._prompt}, active=[{start}, {end}))"
-
-    def _state(self) -> tuple[int, ...]:
-        return (
-            self._length,
-            self._start,
-            self._end,
-            self._offset,
-            self._completion_start,
-            self._completion_end,
-            self._prompt,
-            self._chunked,
-        )
 
     # ------------------------------------------------------------------ processing window
 
@@ -336,6 +449,23 @@ class TokenBuffer:
         self._start, self._end, self._length = start, end, length
         self._offset = 0
         self._chunked = end < length
+
+    def lend(self, n: int) -> None:
+        """Count ``n`` tokens of zeroed room as active tokens; negative hides the last ones.
+
+        ValueError when fewer than one token or a negative window would be left.
+        """
+        end, length = self._end + n, self._length + n
+        if length < 1 or end < self._start + max(0, self._offset):
+            raise ValueError(f"cannot reserve {n} tokens behind {self._length}")
+        self._reserve(length)
+        self._end, self._length = end, length
+
+    def take_back(self, end: int, length: int) -> None:
+        """End a :meth:`lend`: the window's end and the length are again what they were."""
+        if length < self._length:
+            self._store[length : self._length] = 0
+        self._end, self._length = end, length
 
     def _reserve(self, length: int) -> None:
         if length <= self._capacity:

@@ -6,30 +6,35 @@ convert to and from these; see ``TextContext.to_wire`` and ``TextContext.from_wi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
+from .equality import same
 from .limits import (
     MAX_COUNT,
     MAX_EOS_SEQUENCE_TOKENS,
     MAX_EOS_SEQUENCES,
     MAX_EOS_TOKEN_IDS,
+    MAX_IMAGES,
     MAX_NAME_CHARS,
+    MAX_NAMED_ARRAYS,
     MAX_STOP_SEQUENCES,
     MAX_STOP_TOKEN_IDS,
+    MAX_VISION_TOKEN_IDS,
 )
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
 
     TokenArray = npt.NDArray[np.int32]
+    AnyArray = npt.NDArray[Any]
 else:
     # What the field decodes into before the codec puts the array in its place. A declared
     # ext, unlike a declared array, can never be decoded into generic lists and maps.
-    TokenArray = msgspec.msgpack.Ext
+    TokenArray = AnyArray = msgspec.msgpack.Ext
 
 # Lengths that a decoder refuses before it builds anything; see limits.py.
 INT32 = 1 << 31
@@ -95,12 +100,114 @@ class WireContext(
     lora_name: Name | None = None
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, WireContext):
+        if type(other) is not type(self):
             return NotImplemented
-        return np.array_equal(self.tokens, other.tokens) and all(
-            getattr(self, name) == getattr(other, name)
-            for name in self.__struct_fields__
-            if name != "tokens"
-        )
+        return all(same(getattr(self, n), getattr(other, n)) for n in self.__struct_fields__)
 
     __hash__ = None  # type: ignore[assignment]  # holds an array
+
+
+# --------------------------------------------------------------------------- other kinds
+#
+# They add fields to a text request, so that whoever only passes a request on, places it by
+# its tokens or ends it sees one class. Arrays stay views of the frames they came in.
+
+
+class WireImage(msgspec.Struct, frozen=True, array_like=True, gc=False, eq=False):
+    """One image: its tokens ``[start, end)``, its pixels, and its hash if it has one."""
+
+    start: Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+    end: Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+    pixels: AnyArray
+    image_hash: int | None = None
+
+    __eq__ = WireContext.__eq__
+    __hash__ = None  # type: ignore[assignment]
+
+
+class WireTokens(msgspec.Struct, frozen=True, array_like=True, gc=False, eq=False):
+    """A token buffer: int32 ids (int64 where they do not fit) and its state as numbers."""
+
+    ids: AnyArray
+    state: Annotated[list[Number], Meta(max_length=8)]
+
+    __eq__ = WireContext.__eq__
+    __hash__ = None  # type: ignore[assignment]
+
+
+NamedArrays = Annotated[dict[Name, AnyArray], Meta(max_length=MAX_NAMED_ARRAYS)]
+
+
+class WireVisionContext(
+    WireContext,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    tag="TextAndVisionContext",
+    gc=False,
+    eq=False,
+):
+    """A text request with images; ``pixel_values`` are those of no token range."""
+
+    vision_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_VISION_TOKEN_IDS)] = []
+    images: Annotated[list[WireImage], Meta(max_length=MAX_IMAGES)] = []
+    pixel_values: Annotated[list[AnyArray], Meta(max_length=1)] = []
+    pixels_encoded: bool = False
+    extra_model_args: NamedArrays = {}
+
+
+class WireSpeechContext(
+    WireContext,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    tag="TTSContext",
+    gc=False,
+    eq=False,
+):
+    """A speech request and how far it is; ``speech_tokens`` without what is reserved behind."""
+
+    audio_prompt_tokens: AnyArray | None = None
+    buffer_speech_tokens: AnyArray | None = None
+    audio_buffer: AnyArray | None = None
+    speech_tokens: AnyArray | None = None
+    prev_samples_beyond_offset: Number = 0
+    streaming: bool = False
+    decoded_index: Number = 0
+    block_counter: Number = 0
+    arrival_time: float = 0.0
+    audio_status: Name = "active"
+
+
+class WirePixelContext(
+    WireContext,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    tag="PixelContext",
+    gc=False,
+    eq=False,
+):
+    """A request for an image and how far it is; ``max_length`` and sampling mean nothing."""
+
+    mask: AnyArray | None = None
+    tokens_2: WireTokens | None = None
+    negative_tokens: WireTokens | None = None
+    negative_tokens_2: WireTokens | None = None
+    extra_params: NamedArrays = {}
+    timesteps: AnyArray | None = None
+    sigmas: AnyArray | None = None
+    latents: AnyArray | None = None
+    latent_image_ids: AnyArray | None = None
+    guidance: AnyArray | None = None
+    height: Number = 1024
+    width: Number = 1024
+    num_inference_steps: Number = 50
+    guidance_scale: float = 3.5
+    true_cfg_scale: float = 1.0
+    num_warmup_steps: Number = 0
+    num_images_per_prompt: Number = 1
+
+
+AnyWireContext = WireContext | WireVisionContext | WireSpeechContext | WirePixelContext
+"""What a message carries; told apart by ``type``, the name of the class users hold."""

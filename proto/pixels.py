@@ -1,0 +1,152 @@
+"""A request for an image: text tokens in, latents refined step by step, an image out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from .contexts import wrap_tokens
+from .equality import same_fields
+from .errors import InputError
+from .ids import RequestID
+from .image_output import GenerationOutput, OutputImageContent
+from .limits import MAX_NAMED_ARRAYS
+from .status import GenerationStatus
+from .tokens import TokenBuffer
+from .wire import WirePixelContext, WireTokens
+
+Array = npt.NDArray[Any]
+Floats = npt.NDArray[np.float32]
+
+
+def _no_floats() -> Floats:
+    return np.zeros(0, np.float32)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PixelContext:
+    """One image request.
+
+    ``tokens``, ``tokens_2``: the prompt for the first and the second text encoder;
+    ``negative_*``: what the image must not show. ``mask``: of ``tokens``. ``latents``: what
+    the steps refine, in the end uint8 ``[height, width]`` or ``[height, width, channels]``.
+    ``height``, ``width``: pixels.
+    """
+
+    tokens: TokenBuffer
+    request_id: RequestID = field(default_factory=RequestID)
+    model_name: str = ""
+    mask: Array | None = None
+    tokens_2: TokenBuffer | None = None
+    negative_tokens: TokenBuffer | None = None
+    negative_tokens_2: TokenBuffer | None = None
+    extra_params: Annotated[dict[str, Array], Meta(max_length=MAX_NAMED_ARRAYS)] = field(
+        default_factory=dict
+    )
+    timesteps: Array = field(default_factory=_no_floats)
+    sigmas: Array = field(default_factory=_no_floats)
+    latents: Array = field(default_factory=_no_floats)
+    latent_image_ids: Array = field(default_factory=_no_floats)
+    height: int = 1024
+    width: int = 1024
+    num_inference_steps: int = 50
+    guidance_scale: float = 3.5
+    guidance: Array | None = None
+    true_cfg_scale: float = 1.0
+    num_warmup_steps: int = 0
+    num_images_per_prompt: int = 1
+    status: GenerationStatus = GenerationStatus.ACTIVE
+    type: str = field(default="PixelContext", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tokens, TokenBuffer):
+            self.tokens = wrap_tokens(self.tokens)
+        if isinstance(self.request_id, str):
+            self.request_id = RequestID(self.request_id)
+
+    def __eq__(self, other: object) -> bool:
+        return same_fields(self, other) if isinstance(other, PixelContext) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+    @property
+    def is_done(self) -> bool:
+        """Whether generation has ended."""
+        return self.status.is_done
+
+    def compute_num_available_steps(self, max_seq_len: int) -> int:
+        """The number of inference steps; a sequence length means nothing here."""
+        return self.num_inference_steps
+
+    def reset(self) -> None:
+        """Make the request active again; latents stay."""
+        self.status = GenerationStatus.ACTIVE
+
+    def update(self, latents: Array) -> None:
+        """Take the latents of a step."""
+        self.latents = latents
+
+    def update_status(self, status: GenerationStatus) -> None:
+        """Set the status."""
+        self.status = status
+
+    def to_generation_output(self) -> GenerationOutput:
+        """The latents as one PNG; ValueError while they are not uint8 pixels."""
+        if self.latents.dtype != np.uint8:
+            raise InputError(f"latents of {self.latents.dtype} must be decoded to uint8 first")
+        return GenerationOutput(
+            request_id=self.request_id,
+            final_status=self.status,
+            output=[OutputImageContent.from_numpy(self.latents, format="png")],
+        )
+
+    # ------------------------------------------------------------------ wire
+
+    def _wire_fields(self) -> dict[str, Any]:
+        """What travels of the request, without ``tokens``."""
+        return {name: getattr(self, name) for name in _SAME} | {
+            "max_length": 0,
+            "tokens_2": _wire_tokens(self.tokens_2),
+            "negative_tokens": _wire_tokens(self.negative_tokens),
+            "negative_tokens_2": _wire_tokens(self.negative_tokens_2),
+        }
+
+    @classmethod
+    def from_wire_fields(cls, wire: WirePixelContext, **more: Any) -> Self:
+        """The context of a wire form; ``more``: ``tokens`` and what else is not in it."""
+        values = {name: getattr(wire, name) for name in _SAME}
+        for name in ("timesteps", "sigmas", "latents", "latent_image_ids"):
+            if values[name] is None:
+                del values[name]
+        for name in ("tokens_2", "negative_tokens", "negative_tokens_2"):
+            sent: WireTokens | None = getattr(wire, name)
+            values[name] = sent and TokenBuffer.from_state(sent.ids, sent.state)
+        return cls(**values, **more)
+
+
+def _wire_tokens(tokens: TokenBuffer | None) -> WireTokens | None:
+    return None if tokens is None else WireTokens(tokens.ids(), list(tokens.state()))
+
+
+_SAME = (
+    "model_name",
+    "mask",
+    "extra_params",
+    "timesteps",
+    "sigmas",
+    "latents",
+    "latent_image_ids",
+    "height",
+    "width",
+    "num_inference_steps",
+    "guidance_scale",
+    "guidance",
+    "true_cfg_scale",
+    "num_warmup_steps",
+    "num_images_per_prompt",
+)
+"""Fields that are one and the same in the context and on the wire."""

@@ -1,0 +1,36 @@
+"""A PNG of 8-bit pixels, by zlib alone."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+import numpy as np
+import numpy.typing as npt
+
+_COLOURS = {1: 0, 2: 4, 3: 2, 4: 6}  # channels: grey, grey and alpha, RGB, RGB and alpha
+
+
+def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """PNG of uint8 ``[height, width]`` or ``[height, width, 1 to 4]``; ValueError otherwise."""
+    if pixels.dtype != np.uint8:
+        raise ValueError(f"pixels must be uint8, not {pixels.dtype}")
+    if pixels.ndim not in (2, 3):
+        raise ValueError(f"pixels must be [height, width(, channels)], not {pixels.shape}")
+    height, width = pixels.shape[:2]
+    channels = pixels.shape[2] if pixels.ndim == 3 else 1
+    if not height or not width or channels not in _COLOURS:
+        raise ValueError(f"pixels of shape {pixels.shape} are no image")
+    rows = np.zeros((height, 1 + width * channels), np.uint8)  # each begins with filter 0: none
+    rows[:, 1:] = pixels.reshape(height, -1)
+    header = struct.pack(">IIBBBBB", width, height, 8, _COLOURS[channels], 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + _chunk(b"IHDR", header)
+        + _chunk(b"IDAT", zlib.compress(rows.tobytes(), 6))
+        + _chunk(b"IEND", b"")
+    )
+
+
+def _chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))

@@ -1,0 +1,175 @@
+"""A text-to-speech request: text tokens in, speech tokens out, audio decoded from those."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .contexts import TextContext
+from .equality import same, same_fields
+from .status import GenerationStatus
+from .wire import WireContext, WireSpeechContext
+
+Integers = npt.NDArray[np.integer[Any]]
+Floats = npt.NDArray[np.floating[Any]]
+
+SPEECH_ROOM = 128
+"""Speech tokens by which the room for them grows."""
+
+
+def _no_tokens() -> Integers:
+    return np.zeros(0, np.int32)
+
+
+def _room() -> Integers:
+    return np.zeros(SPEECH_ROOM, np.int32)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TTSContext(TextContext):
+    """One speech request.
+
+    ``audio_prompt_tokens``: int32 voice prompt. ``buffer_speech_tokens``, ``audio_buffer``:
+    what the audio decoder kept of the chunk before. ``decoded_index``: speech tokens already
+    turned into audio. The request is done when ``audio_generation_status`` says so; ``status``
+    is that of the speech tokens.
+    """
+
+    audio_prompt_tokens: Integers = field(default_factory=_no_tokens)
+    buffer_speech_tokens: Integers | None = None
+    audio_buffer: Floats | None = None
+    prev_samples_beyond_offset: int = 0
+    streaming: bool = False
+    _speech_token_size: int = field(default=SPEECH_ROOM, compare=False)
+    _speech_token_end_idx: int = 0
+    _speech_tokens: Integers = field(default_factory=_room, compare=False)
+    decoded_index: int = 0
+    _block_counter: int = 0
+    _arrival_time: float = field(default_factory=time.time)
+    audio_generation_status: GenerationStatus = GenerationStatus.ACTIVE
+    type: str = field(default="TTSContext", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        TextContext.__post_init__(self)  # the class cell of a slotted dataclass is another
+        if not 0 <= self._speech_token_end_idx <= len(self._speech_tokens):
+            raise ValueError("the speech tokens end behind their array")
+        if not self._speech_tokens.flags.writeable:
+            self._speech_tokens = self._speech_tokens.copy()
+
+    def __eq__(self, other: object) -> bool:
+        """By class and by value; room for further speech tokens does not count."""
+        if not isinstance(other, TTSContext):
+            return NotImplemented
+        return same_fields(self, other) and same(self.speech_tokens, other.speech_tokens)
+
+    __hash__ = None  # mutable
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the audio is complete."""
+        return self.audio_generation_status.is_done
+
+    @property
+    def speech_tokens(self) -> Integers:
+        """The speech tokens, as a view."""
+        return self._speech_tokens[: self._speech_token_end_idx]
+
+    @property
+    def block_counter(self) -> int:
+        """How often speech tokens were added, no tokens counting as well."""
+        return self._block_counter
+
+    @property
+    def speech_token_status(self) -> GenerationStatus:
+        """The status of the speech tokens: ``status``."""
+        return self.status
+
+    def update_speech_token_status(self, status: GenerationStatus) -> None:
+        """Set the status of the speech tokens."""
+        self.status = status
+
+    def update_audio_generation_status(self, status: GenerationStatus) -> None:
+        """Set the status of the audio."""
+        self.audio_generation_status = status
+
+    def set_decoded_index(self, idx: int) -> None:
+        """Set how many speech tokens were turned into audio."""
+        self.decoded_index = idx
+
+    def has_undecoded_speech_tokens(self, exclude_last_n: int = 0) -> bool:
+        """Whether speech tokens before the last ``exclude_last_n`` are not yet audio."""
+        return self.decoded_index < self._speech_token_end_idx - exclude_last_n
+
+    def update_speech_tokens(self, new_tokens: Integers) -> None:
+        """Append speech tokens; new room is zeroed."""
+        end = self._speech_token_end_idx + len(new_tokens)
+        if end >= self._speech_token_size:
+            self._speech_token_size += -(-len(new_tokens) // SPEECH_ROOM) * SPEECH_ROOM
+        if self._speech_token_size > len(self._speech_tokens):
+            room = np.zeros(self._speech_token_size, self._speech_tokens.dtype)
+            room[: self._speech_token_end_idx] = self.speech_tokens
+            self._speech_tokens = room
+        self._speech_tokens[self._speech_token_end_idx : end] = new_tokens
+        self._speech_token_end_idx = end
+        self._block_counter += 1
+
+    def next_speech_tokens(
+        self, audio_chunk_size: int | None = None, buffer: int | None = None
+    ) -> tuple[Integers, int]:
+        """Speech tokens to turn into audio next, and how many of them were before.
+
+        ``audio_chunk_size``: most new ones, None all. ``buffer``: most old ones to see again.
+        Moves nothing; :meth:`set_decoded_index` does.
+        """
+        start, end = self.decoded_index, self._speech_token_end_idx
+        again = min(buffer, start) if buffer is not None else 0
+        if audio_chunk_size is not None:
+            end = min(end, start + audio_chunk_size)
+        return self._speech_tokens[start - again : end], again
+
+    # ------------------------------------------------------------------ wire
+
+    def to_wire(self) -> WireContext:
+        """See :meth:`.TextContext.to_wire`."""
+        tokens = self.tokens.all[: self._prompt_length].astype(np.int32)
+        return WireSpeechContext(tokens=tokens, **self._wire_fields())
+
+    def _wire_fields(self) -> dict[str, Any]:
+        return TextContext._wire_fields(self) | {
+            "audio_prompt_tokens": self.audio_prompt_tokens,
+            "buffer_speech_tokens": self.buffer_speech_tokens,
+            "audio_buffer": self.audio_buffer,
+            "speech_tokens": self.speech_tokens,
+            "prev_samples_beyond_offset": self.prev_samples_beyond_offset,
+            "streaming": self.streaming,
+            "decoded_index": self.decoded_index,
+            "block_counter": self._block_counter,
+            "arrival_time": self._arrival_time,
+            "audio_status": self.audio_generation_status.value,
+        }
+
+    @classmethod
+    def _fields_of(cls, wire: WireSpeechContext) -> dict[str, Any]:
+        speech = _no_tokens() if wire.speech_tokens is None else wire.speech_tokens
+        size = max(SPEECH_ROOM, -(-(len(speech) + 1) // SPEECH_ROOM) * SPEECH_ROOM)
+        room = np.zeros(size, speech.dtype)
+        room[: len(speech)] = speech
+        prompt = wire.audio_prompt_tokens
+        return TextContext._fields_of(wire) | {
+            "audio_prompt_tokens": _no_tokens() if prompt is None else prompt,
+            "buffer_speech_tokens": wire.buffer_speech_tokens,
+            "audio_buffer": wire.audio_buffer,
+            "prev_samples_beyond_offset": wire.prev_samples_beyond_offset,
+            "streaming": wire.streaming,
+            "_speech_token_size": size,
+            "_speech_token_end_idx": len(speech),
+            "_speech_tokens": room,
+            "decoded_index": wire.decoded_index,
+            "_block_counter": wire.block_counter,
+            "_arrival_time": wire.arrival_time,
+            "audio_generation_status": GenerationStatus(wire.audio_status),
+        }
