@@ -1,6 +1,10 @@
 """One-buffer codec: any declared type as one msgpack message, arrays as maps.
 
-An array is ``{"__np__": true, "data": bytes in C order, "shape": [...], "dtype": text}``.
+An array is ``{"__np__": true, "data": bytes in C order, "shape": [...], "dtype": text}``, or
+with its bytes in shared memory (:mod:`.shared_memory`) ``{"__shm__": true, "name", "shape",
+"dtype"}``. A context is the map of its fields with its class under ``type``, so a subclass
+arrives as itself where its base is declared; a map without ``type`` is of the declared class.
+
 For files, tests and peers that know this form; between Baton's processes :mod:`.codec` is
 used, whose limits are stricter and whose arrays are not copied.
 """
@@ -8,17 +12,28 @@ used, whose limits are stricter and whose arrays are not copied.
 from __future__ import annotations
 
 import math
-from typing import Generic, TypeVar, get_origin
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from .arrays import Frame
-from .errors import ConfigError, DecodeFailed, LimitExceeded
+from .contexts import TextContext
+from .errors import DecodeFailed, LimitExceeded
 from .limits import MAX_ARRAY_BYTES, MAX_ARRAY_NDIM
+from .pixels import PixelContext
+from .shadows import ArrayMap, Shadows
+from .shared_memory import open_segment, process_store
+from .speech import TTSContext
+from .vision import TextAndVisionContext
 
 T = TypeVar("T")
+
+_CONTEXTS = (TextContext, TextAndVisionContext, TTSContext, PixelContext)
+"""The registry: only these are ever built for a ``type`` that a message names."""
 
 _ALLOWED = frozenset(
     np.dtype(kind + size).str
@@ -27,48 +42,65 @@ _ALLOWED = frozenset(
 )
 
 
-def _encode_object(value: object) -> object:
+def _encode_object(value: object, threshold: float) -> object:
     if isinstance(value, np.ndarray):
-        if value.dtype.str not in _ALLOWED:
-            raise TypeError(f"arrays of {value.dtype} cannot be encoded")
-        data = np.ascontiguousarray(value)
-        return {
-            "__np__": True,
-            "data": data.data.cast("B") if data.size else b"",
-            "shape": value.shape,
-            "dtype": value.dtype.str,
-        }
+        return _encode_array(value, threshold)
     if isinstance(value, np.generic):
         return value.item()
+    if hasattr(value, "consume_token"):  # grammar state: replaying the tokens rebuilds it
+        return None
     raise TypeError(f"{type(value).__name__} cannot be encoded")
 
 
-def _decode_array(value: object, *, copy: bool) -> npt.NDArray[np.generic]:
-    if not isinstance(value, dict) or value.get("__np__") is not True:
-        raise DecodeFailed("an array must be a map with __np__")
-    data, shape, dtype = value.get("data"), value.get("shape"), value.get("dtype")
-    if not isinstance(data, bytes) or not isinstance(shape, list) or dtype not in _ALLOWED:
-        raise DecodeFailed(f"an array map is malformed (dtype {dtype!r:.40})")
+def _encode_array(array: npt.NDArray[Any], threshold: float) -> dict[str, object]:
+    if array.dtype.str not in _ALLOWED:
+        raise TypeError(f"arrays of {array.dtype} cannot be encoded")
+    data = np.ascontiguousarray(array)
+    store = process_store() if data.nbytes >= threshold else None
+    name = store.put(data) if store is not None else None
+    if name is not None:
+        return {"__shm__": True, "name": name, "shape": array.shape, "dtype": array.dtype.str}
+    return {
+        "__np__": True,
+        "data": data.data.cast("B") if data.size else b"",
+        "shape": array.shape,
+        "dtype": array.dtype.str,
+    }
+
+
+def _decode_array(value: ArrayMap, *, copy: bool) -> npt.NDArray[Any]:
+    if value.np is value.shm:
+        raise DecodeFailed("an array must be a map with either __np__ or __shm__")
+    shape, data = value.shape, value.data
+    if shape is None or value.dtype not in _ALLOWED:
+        raise DecodeFailed(f"an array map is malformed (dtype {value.dtype!r})")
     if len(shape) > MAX_ARRAY_NDIM:
         raise LimitExceeded(f"an array of {len(shape)} dimensions")
-    if not all(type(n) is int and n >= 0 for n in shape):
-        raise DecodeFailed("an array's shape must be whole numbers")
-    element = np.dtype(dtype)
-    if math.prod(shape) * element.itemsize != len(data):
-        raise DecodeFailed(f"an array of shape {shape} has {len(data)} bytes")
-    array: npt.NDArray[np.generic] = np.ndarray(tuple(shape), element, data)
-    return array.copy() if copy else array
+    element = np.dtype(value.dtype)
+    nbytes = math.prod(shape) * element.itemsize
+    if nbytes > MAX_ARRAY_BYTES:
+        raise LimitExceeded(f"an array of {nbytes} bytes, at most {MAX_ARRAY_BYTES} are allowed")
+    if value.shm and nbytes:
+        return open_segment(value.name, tuple(shape), element, nbytes, copy=copy)
+    if data is None or nbytes != data.nbytes:
+        raise DecodeFailed(f"an array of shape {shape} has other bytes than {nbytes}")
+    array: npt.NDArray[Any] = np.ndarray(tuple(shape), element, data)
+    if copy:
+        return array.copy()
+    array.flags.writeable = False
+    return array
 
 
 class NumpyEncoder:
     """Callable that encodes one object; see :func:`msgpack_numpy_encoder`."""
 
     def __init__(self, use_shared_memory: bool, shared_memory_threshold: int) -> None:
-        if use_shared_memory:
-            raise ConfigError("arrays in shared memory are not available in this codec")
         self._use_shared_memory = use_shared_memory
         self._shared_memory_threshold = shared_memory_threshold
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=_encode_object)
+        threshold = shared_memory_threshold if use_shared_memory else math.inf
+        self._encoder = msgspec.msgpack.Encoder(
+            enc_hook=partial(_encode_object, threshold=threshold)
+        )
 
     def __call__(self, obj: object) -> bytes:
         """Encode ``obj``; TypeError names the type that cannot be encoded."""
@@ -84,14 +116,16 @@ class NumpyDecoder(Generic[T]):
     def __init__(self, type_: type[T], copy: bool) -> None:
         self._type = type_
         self._copy = copy
-        self._decoder = msgspec.msgpack.Decoder(type_, dec_hook=self._decode_object)
+        self._decode = self._decoder_of(_family)
+        self._decode_untagged: Callable[[Frame], Any] | None = None
 
     def __call__(self, message: Frame) -> T:
         """Decode; DecodeFailed or LimitExceeded for anything but a valid message."""
         try:
             if memoryview(message).nbytes > MAX_ARRAY_BYTES:
                 raise LimitExceeded(f"a message of more than {MAX_ARRAY_BYTES} bytes")
-            return self._decoder.decode(message)
+            result: T = self._decode_either(message)
+            return result
         except (DecodeFailed, LimitExceeded):
             raise
         except (RecursionError, MemoryError):
@@ -99,25 +133,49 @@ class NumpyDecoder(Generic[T]):
         except Exception as error:
             raise DecodeFailed(f"not a valid message: {str(error)[:200]}") from None
 
+    def _decode_either(self, message: Frame) -> Any:
+        """Contexts by their ``type``; without one, as other implementations write, as declared."""
+        try:
+            return self._decode(message)
+        except msgspec.ValidationError as error:
+            if "missing required field `type`" not in str(error):
+                raise
+            if self._decode_untagged is None:
+                self._decode_untagged = self._decoder_of(_no_family)
+            return self._decode_untagged(message)
+
+    def _decoder_of(self, family: Callable[[type], Sequence[type]]) -> Callable[[Frame], Any]:
+        shadow, build = Shadows(partial(_decode_array, copy=self._copy), family).of(self._type)
+        decode = msgspec.msgpack.Decoder(shadow).decode
+        return decode if build is None else lambda message: build(decode(message))
+
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return type(self), (self._type, self._copy)
 
-    def _decode_object(self, type_: type, value: object) -> object:
-        if (get_origin(type_) or type_) is np.ndarray:
-            return _decode_array(value, copy=self._copy)
-        raise DecodeFailed(f"{type_} cannot be decoded")
+
+def _family(kind: type) -> tuple[type, ...]:
+    return tuple(other for other in _CONTEXTS if issubclass(other, kind))
+
+
+def _no_family(_: type) -> tuple[type, ...]:
+    return ()
 
 
 def msgpack_numpy_encoder(
     use_shared_memory: bool = False, shared_memory_threshold: int = 24_000_000
 ) -> NumpyEncoder:
-    """Encoder of any msgspec-encodable object with arrays inside; ``encoder(obj) -> bytes``."""
+    """Encoder of any msgspec-encodable object with arrays inside; ``encoder(obj) -> bytes``.
+
+    ``use_shared_memory``: arrays of ``shared_memory_threshold`` bytes and more go to shared
+    memory if there is room, to be decoded on this host within the lease.
+    """
     return NumpyEncoder(use_shared_memory, shared_memory_threshold)
 
 
 def msgpack_numpy_decoder(type_: type[T], copy: bool = True) -> NumpyDecoder[T]:
     """Decoder for ``type_``; arrays are decoded where the type declares them.
 
-    ``copy=False`` gives read-only arrays that keep the decoded message alive.
+    Where it says ``Any``, an array stays the map it is on the wire. ``copy=False`` gives
+    read-only arrays that keep the decoded message, or its shared memory, alive.
     """
     return NumpyDecoder(type_, copy)

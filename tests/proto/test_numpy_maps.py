@@ -1,5 +1,6 @@
 import pickle
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -7,13 +8,17 @@ import numpy.typing as npt
 import pytest
 
 from baton.proto import (
-    ConfigError,
     DecodeFailed,
+    ImageMetadata,
     LimitExceeded,
     LogProbabilities,
+    PixelContext,
     RequestID,
     SamplingParams,
+    TextAndVisionContext,
     TextContext,
+    TokenBuffer,
+    TTSContext,
     msgpack_numpy_decoder,
     msgpack_numpy_encoder,
 )
@@ -155,7 +160,15 @@ def test_many_dimensions():
 
 def test_contradictory_token_windows():
     raw = msgspec.msgpack.decode(encode(TextContext(max_length=9, tokens=[1, 2])))
-    for change in ({"_start": 3}, {"_length": 5}, {"_end": -2}, {"_offset": 9}, {"_prompt": 7}):
+    for change in (
+        {"_processing_range": {"start": 0, "end": 3}},
+        {"_processing_range": {"start": 2, "end": 1}},
+        {"_processing_range": None},
+        {"_completion_range": {"start": -1, "end": 1}},
+        {"_current_length": 5},
+        {"_processing_offset": 9},
+        {"_prompt_length": 7},
+    ):
         bad = {**raw, "tokens": {**raw["tokens"], **change}}
         with pytest.raises(DecodeFailed):
             msgpack_numpy_decoder(TextContext)(msgspec.msgpack.encode(bad))
@@ -169,6 +182,118 @@ def test_encoder_and_decoder_show_their_parameters_and_pickle():
     assert decoder(encoder(Holder("a", np.arange(2)))).name == "a"
 
 
-def test_shared_memory_is_refused():
-    with pytest.raises(ConfigError, match="shared memory"):
-        msgpack_numpy_encoder(use_shared_memory=True)
+def vision():
+    pixels = np.arange(4, dtype=np.float32).reshape(2, 2)
+    return TextAndVisionContext(
+        max_length=50,
+        tokens=[1, 9, 9, 2],
+        vision_token_ids=[9],
+        images=[ImageMetadata(start_idx=1, end_idx=3, pixel_values=pixels, image_hash=-5)],
+        extra_model_args={"grid": np.arange(3)},
+    )
+
+
+def speech():
+    ctx = TTSContext(max_length=50, tokens=[1, 2], audio_prompt_tokens=np.arange(3, dtype=np.int32))
+    ctx.update_speech_tokens(np.arange(5, dtype=np.int32))
+    return ctx
+
+
+def pixel():
+    return PixelContext(
+        tokens=[1, 2], negative_tokens=TokenBuffer(np.array([3])), latents=np.ones(2)
+    )
+
+
+@dataclass
+class Job:
+    """A base class declared inside somebody's own type."""
+
+    context: TextContext
+    others: list[PixelContext | None]
+
+
+class TestContextsArriveAsThemselves:
+    @pytest.mark.parametrize("make", [vision, speech])
+    @pytest.mark.parametrize(
+        "declared",
+        [TextContext, TextContext | TextAndVisionContext | TTSContext, TextContext | None],
+        ids=str,
+    )
+    def test_where_their_base_or_a_union_is_declared(self, make, declared):
+        ctx = make()
+        result = msgpack_numpy_decoder(declared)(encode(ctx))
+        assert type(result) is type(ctx)
+        assert result == ctx
+
+    def test_inside_containers_and_foreign_types(self):
+        job = Job(vision(), [pixel(), None])
+        result = msgpack_numpy_decoder(tuple[str, dict[str, Job]])(encode(("a", {"b": job})))
+        assert result == ("a", {"b": job})
+        assert type(result[1]["b"].context) is TextAndVisionContext
+
+    def test_a_class_that_is_not_declared_is_refused(self):
+        with pytest.raises(DecodeFailed, match="Invalid value"):
+            msgpack_numpy_decoder(TextContext)(encode(pixel()))
+        with pytest.raises(DecodeFailed, match="Invalid value"):
+            msgpack_numpy_decoder(TTSContext)(encode(vision()))
+
+    def test_without_a_type_it_is_what_was_declared(self):
+        raw = msgspec.msgpack.decode(encode(vision()))
+        del raw["type"]
+        message = msgspec.msgpack.encode(raw)
+        assert msgpack_numpy_decoder(TextAndVisionContext)(message) == vision_like(raw)
+        with pytest.raises(DecodeFailed):
+            msgpack_numpy_decoder(TextContext | TextAndVisionContext)(message)
+
+    def test_grammar_state_stays_behind(self):
+        class Grammar:
+            def consume_token(self, token):
+                return True
+
+        ctx = vision()
+        ctx.set_matcher(Grammar())
+        result = msgpack_numpy_decoder(TextContext)(encode(ctx))
+        assert result.matcher is None
+        assert result == ctx
+
+
+def vision_like(raw):
+    ctx = vision()
+    ctx.request_id = RequestID(raw["request_id"]["value"])
+    ctx.sampling_params = SamplingParams(seed=raw["sampling_params"]["seed"])
+    return ctx
+
+
+def test_the_form_of_a_token_buffer():
+    """Names and nesting other implementations of this form use; no slack is written."""
+    ctx = TextContext(max_length=50, tokens=[1, 2, 3])
+    ctx.update(4)
+    raw = msgspec.msgpack.decode(encode(ctx))
+    assert raw["type"] == "TextContext"
+    assert raw["tokens"] == {
+        "array": msgspec.msgpack.decode(encode(np.array([1, 2, 3, 4]))),
+        "_processing_range": {"start": 3, "end": 4},
+        "_processing_offset": 0,
+        "_completion_range": {"start": 3, "end": 4},
+        "_prompt_length": 3,
+        "_current_length": 4,
+        "_actively_chunked": False,
+    }
+
+
+def test_capacity_behind_the_tokens_is_read_too():
+    raw = msgspec.msgpack.decode(encode(TextContext(max_length=50, tokens=[1, 2, 3])))
+    raw["tokens"]["array"] = {
+        "__np__": True, "data": np.arange(1, 9).tobytes(), "shape": [8], "dtype": "<i8",
+    }  # fmt: skip
+    ctx = msgpack_numpy_decoder(TextContext)(msgspec.msgpack.encode(raw))
+    assert ctx.tokens.all.tolist() == [1, 2, 3]
+    ctx.update(7)
+    assert ctx.tokens.all.tolist() == [1, 2, 3, 7]
+
+
+def test_an_array_under_any_stays_a_map():
+    assert msgpack_numpy_decoder(dict[str, Any])(encode({"a": np.zeros(1, np.int8)}))["a"] == {
+        "__np__": True, "data": b"\0", "shape": [1], "dtype": "|i1",
+    }  # fmt: skip

@@ -1,0 +1,216 @@
+"""Segments: read any number of times within the lease, gone after it, whoever dies."""
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from baton.proto import (
+    DecodeFailed,
+    LimitExceeded,
+    msgpack_numpy_decoder,
+    msgpack_numpy_encoder,
+    shared_memory,
+)
+from baton.proto.shared_memory import SegmentStore, open_segment, sweep_dead_owners
+
+pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory here")
+
+ARRAY = np.arange(5000, dtype=np.float32).reshape(50, 100)
+decode, view = msgpack_numpy_decoder(np.ndarray), msgpack_numpy_decoder(np.ndarray, copy=False)
+
+
+@pytest.fixture
+def store(monkeypatch):
+    made = SegmentStore()
+    monkeypatch.setattr(shared_memory, "_store", made)
+    yield made
+    made.close()
+    assert segments(made) == []
+
+
+def segments(store):
+    return sorted(path.name for path in Path("/dev/shm").glob(f"baton-arrays-{store._token}*"))
+
+
+def encode(array, threshold=1000):
+    return msgpack_numpy_encoder(use_shared_memory=True, shared_memory_threshold=threshold)(array)
+
+
+def named(name, shape=(50, 100), dtype="<f4"):
+    return msgspec.msgpack.encode({"__shm__": True, "name": name, "shape": shape, "dtype": dtype})
+
+
+def test_the_form_on_the_wire_and_the_threshold(store):
+    raw = msgspec.msgpack.decode(encode(ARRAY))
+    assert raw == {"__shm__": True, "name": raw["name"], "shape": [50, 100], "dtype": "<f4"}
+    assert msgspec.msgpack.decode(encode(ARRAY, ARRAY.nbytes))["__shm__"]
+    assert msgspec.msgpack.decode(encode(ARRAY, ARRAY.nbytes + 1))["__np__"]
+    assert msgspec.msgpack.decode(encode(ARRAY[:0], 0))["__np__"]
+    assert msgspec.msgpack.decode(msgpack_numpy_encoder()(ARRAY))["__np__"]
+
+
+def test_decoding_is_idempotent_and_copies_on_request(store):
+    message = encode(np.asfortranarray(ARRAY))
+    for _ in range(3):
+        copied, seen = decode(message), view(message)
+        assert np.array_equal(copied, ARRAY)
+        assert np.array_equal(seen, ARRAY)
+        assert (copied.flags.writeable, seen.flags.writeable) == (True, False)
+    copied[:] = 0
+    assert np.array_equal(decode(message), ARRAY)
+
+
+def test_behind_the_lease_it_is_gone_but_what_was_mapped_stays(store):
+    message = encode(ARRAY)
+    seen = view(message)
+    store._leases = dict.fromkeys(store._leases, 0.0)
+    store.expire()
+    with pytest.raises(DecodeFailed, match="cannot be opened"):
+        decode(message)
+    gc.collect()
+    assert np.array_equal(seen, ARRAY)
+
+
+def test_an_unread_message_is_swept_by_the_next_one(store):
+    encode(ARRAY)
+    (owner, old) = sorted(segments(store), key=len)
+    store._leases = dict.fromkeys(store._leases, 0.0)
+    encode(ARRAY)
+    assert old not in segments(store)
+    assert len(segments(store)) == 2
+    assert owner.endswith(".owner")
+
+
+def test_an_unread_message_is_swept_by_the_timer():
+    store = SegmentStore(lease_s=0.0)
+    store.put(ARRAY)
+    while store._timer is not None:
+        store._timer.join()
+    assert len(segments(store)) == 1
+    store.close()
+
+
+def test_without_room_the_array_travels_inside(store, monkeypatch):
+    class Full:
+        f_bavail, f_frsize = 1, ARRAY.nbytes
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Full)
+    assert msgspec.msgpack.decode(encode(ARRAY))["__np__"]
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.undo()
+    monkeypatch.setattr(shared_memory, "_store", store)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    assert msgspec.msgpack.decode(encode(ARRAY))["__np__"]
+    assert len(segments(store)) == 1
+
+
+def run(code):
+    """A process that shares arrays; its output."""
+    code = "import numpy as np\nfrom baton.proto import *\n" + textwrap.dedent(code)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_reader_that_ends_takes_nothing_away(store, tmp_path):
+    """Where a tracker of shared memory would unlink what the reader attached to."""
+    message = encode(ARRAY)
+    (tmp_path / "message").write_bytes(message)
+    code, out, err = run(f"""
+        data = open({str(tmp_path / "message")!r}, "rb").read()
+        arrays = [msgpack_numpy_decoder(np.ndarray, copy=c)(data) for c in (True, False)]
+        print(sum(float(a.sum()) for a in arrays))
+    """)
+    assert (code, err) == (0, b"")
+    assert float(out) == 2 * ARRAY.sum()
+    assert np.array_equal(decode(message), ARRAY)
+
+
+def test_an_owner_that_ends_takes_its_segments_along():
+    code, out, err = run("""
+        import msgspec
+        message = msgpack_numpy_encoder(True, 1000)(np.ones(1000))
+        print(msgspec.msgpack.decode(message)["name"])
+    """)
+    assert (code, err) == (0, b"")
+    assert not (Path("/dev/shm") / out.decode().strip()).exists()
+
+
+def test_a_killed_owner_is_swept_and_a_living_one_is_not(store):
+    alive = encode(ARRAY)
+    code, out, _ = run("""
+        import msgspec, os, signal
+        message = msgpack_numpy_encoder(True, 1000)(np.ones(1000))
+        print(msgspec.msgpack.decode(message)["name"], flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    left = Path("/dev/shm") / out.decode().strip()
+    assert code == -signal.SIGKILL
+    assert left.exists()
+    assert sweep_dead_owners() == 1
+    assert not left.exists()
+    assert np.array_equal(decode(alive), ARRAY)
+
+
+def test_a_child_leaves_its_parents_segments_alone(store):
+    message = encode(ARRAY)
+    child = os.fork()
+    if not child:
+        store.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert np.array_equal(decode(message), ARRAY)
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        (named("../etc/passwd"), DecodeFailed),
+        (named("a/b"), DecodeFailed),
+        (named(""), DecodeFailed),
+        (named("x" * 300), DecodeFailed),
+        (named("baton-arrays-nothing"), DecodeFailed),
+        (named("..", (1,), "|u1"), DecodeFailed),
+        (named("x", (1 << 40,)), LimitExceeded),
+        (named("x", dtype="|O"), DecodeFailed),
+        (msgspec.msgpack.encode({"__shm__": True, "__np__": True, "name": "x"}), DecodeFailed),
+    ],
+)
+def test_names_and_sizes_are_checked(message, error):
+    with pytest.raises(error):
+        decode(message)
+
+
+def test_a_segment_smaller_than_said_or_of_another_kind_is_refused(store):
+    name = msgspec.msgpack.decode(encode(ARRAY))["name"]
+    for copy in (True, False):
+        with pytest.raises(DecodeFailed, match="bytes instead"):
+            open_segment(name, (5001,), np.dtype("<f4"), 20004, copy=copy)
+    pipe = Path("/dev/shm") / f"baton-arrays-{store._token}-pipe"
+    os.mkfifo(pipe)
+    link = pipe.with_name(pipe.name + "-link")
+    link.symlink_to("/etc/hostname")
+    try:
+        for path in (pipe, link):
+            with pytest.raises(DecodeFailed):
+                decode(named(path.name, (1,), "|u1"))
+    finally:
+        pipe.unlink()
+        link.unlink()
+
+
+def test_encoders_and_decoders_pickle_with_their_parameters(store):
+    encoder = pickle.loads(pickle.dumps(msgpack_numpy_encoder(True, 7)))
+    assert (encoder._use_shared_memory, encoder._shared_memory_threshold) == (True, 7)
+    assert np.array_equal(pickle.loads(pickle.dumps(decode))(encoder(ARRAY)), ARRAY)
