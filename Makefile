@@ -27,7 +27,7 @@ export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup demo test check test-full test-oracle bench clean lock
+.PHONY: help setup demo test check test-full test-oracle soak bench clean lock
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 14
@@ -53,6 +53,9 @@ test-full: check  ## the long product of settings as well
 
 test-oracle: $(ORACLE_VENV)/.installed  ## compare with transformers on fresh checkpoints (downloads torch)
 	$(ORACLE_BIN)/python -m pytest -q -m oracle $(ARGS)
+
+soak: $(VENV)/.installed  ## ten million random operations on contexts against their models
+	$(BIN)/python -m pytest -q tests/proto/test_model.py --operations 10000000 --timeout 0 $(ARGS)
 
 bench: $(VENV)/.installed  ## figures beside their peers and limits
 	$(BIN)/python -m baton.benchmarks $(ARGS)

@@ -1,8 +1,11 @@
-"""TokenBuffer and TextContext against plain lists, by long seeded runs of random operations.
+"""TokenBuffer and every context against plain lists, by long runs of random operations.
 
 The models keep whole lists of tokens and recompute everything from them; they share no
 index arithmetic with the real classes. After every operation all observable values agree,
 and an operation that one side refuses is refused by the other and changes nothing.
+
+``--operations N`` sets how many there are in all (``make soak``: ten million); hypothesis
+draws the same operations once more in short runs, to shrink what fails.
 """
 
 import random
@@ -10,13 +13,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from baton.proto import (
     FUTURE_TOKEN,
+    ContextDecoder,
+    ContextEncoder,
+    GenerationStatus,
+    ImageMetadata,
     LogProbabilities,
+    PixelContext,
     SamplingParams,
+    TextAndVisionContext,
     TextContext,
     TokenBuffer,
+    TTSContext,
     msgpack_numpy_decoder,
     msgpack_numpy_encoder,
 )
@@ -162,18 +174,20 @@ def buffer_step(rng, tokens, model):
     return agree(real, plain)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_buffer_follows_the_model(seed):
-    rng = random.Random(seed)
+def drive_buffer(rng, operations):
     done = 0
-    for _ in range(10):
+    while operations > 0:
         start = [rng.randrange(1000) for _ in range(rng.randint(1, 9))]
         tokens = TokenBuffer(np.array(start, np.int64))
         model = BufferModel([], list(start), [], len(start))
-        for _ in range(500):
+        for _ in range(min(operations, 500)):
             done += buffer_step(rng, tokens, model)
             check_buffer(tokens, model)
-    assert done > 1500
+        operations -= 500
+        again = TokenBuffer.from_state(tokens.ids(), tokens.state())
+        check_buffer(again, model)
+        assert again == tokens
+    return done
 
 
 # ------------------------------------------------------------------ TextContext
@@ -327,19 +341,272 @@ def start_context(rng):
     return ctx, MinimumModel(prompt, limit, {9, 5}, sequences)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_context_follows_the_model(seed):
-    rng = random.Random(seed)
-    encode, decode = msgpack_numpy_encoder(), msgpack_numpy_decoder(TextContext)
+ENCODE, DECODE = ContextEncoder(), ContextDecoder()
+ENCODE_MAP, DECODE_MAP = msgpack_numpy_encoder(), msgpack_numpy_decoder(TextContext | PixelContext)
+
+
+def travelled(rng, ctx):
+    """The context after a journey in one form or the other."""
+    if rng.random() < 0.5:
+        return DECODE([bytes(frame) for frame in ENCODE(ctx)])
+    return DECODE_MAP(ENCODE_MAP(ctx))
+
+
+def drive(rng, operations, start, step, check):
+    """Random operations on fresh contexts, 100 each, travelling now and then."""
     done = 0
-    for _ in range(50):
-        ctx, model = start_context(rng)
-        for step in range(100):
-            done += context_step(rng, ctx, model)
-            check_context(ctx, model)
-            if step % 20 == 19:
-                ctx = decode(encode(ctx))
-    assert done > 3000
+    while operations > 0:
+        ctx, model = start(rng)
+        for at in range(min(operations, 100)):
+            done += step(rng, ctx, model)
+            check(ctx, model)
+            if at % 20 == 19:
+                ctx = travelled(rng, ctx)
+        operations -= 100
+    return done
+
+
+def drive_text(rng, operations):
+    return drive(rng, operations, start_context, context_step, check_context)
+
+
+# ------------------------------------------------------------------ TextAndVisionContext
+
+
+@dataclass
+class VisionModel(ContextModel):
+    """Which tokens are processed and where the step ends, and the images as ranges."""
+
+    minimum = 3
+    images: list[tuple[int, int]] = field(default_factory=list)
+    processed: int = 0
+    end: int = 0
+
+    def prompt_minimum_end(self):
+        return len(self.prompt) + self.minimum
+
+    def inside(self, at):
+        return any(start < at < end for start, end in self.images)
+
+    def chunk_at(self, n):
+        need(n >= 1)
+        length = len(self.prompt + self.generated) if not self.chunked else self.end
+        at = min(self.processed + n, length)
+        while at > self.processed and self.inside(at):
+            at -= 1
+        while at <= self.processed or self.inside(at):
+            at += 1
+        self.chunked = self.chunked or at < length
+        self.end = at
+
+    def update(self, token, entry=None):
+        before = self.chunked
+        super().update(token, entry)
+        self.processed = self.end
+        self.end = len(self.prompt + self.generated)
+        assert before or self.end > 0
+
+    def jump(self, token):
+        processed, chunked = self.processed, self.chunked
+        self.update(token)
+        if not chunked:
+            self.processed = processed
+
+    def reset(self):
+        super().reset()
+        self.processed, self.end = 0, len(self.prompt + self.generated)
+
+    def rollback(self, n):
+        super().rollback(n)
+        self.end = len(self.prompt + self.generated)
+        self.processed = min(self.processed, self.end - 1)
+        while self.inside(self.processed):
+            self.processed -= 1
+
+
+def start_vision(rng):
+    prompt, images = [], []
+    for _ in range(rng.randint(1, 3)):
+        prompt += [rng.randrange(100) for _ in range(rng.randint(1, 3))]
+        if rng.random() < 0.7:
+            images.append((len(prompt), len(prompt) + rng.randint(1, 5)))
+            prompt += [200] * (images[-1][1] - images[-1][0])
+    limit = len(prompt) + rng.choice([4, 1000])
+    ctx = TextAndVisionContext(
+        max_length=limit,
+        tokens=prompt,
+        vision_token_ids=[200],
+        images=[
+            ImageMetadata(start_idx=a, end_idx=b, pixel_values=np.full(3, a)) for a, b in images
+        ],
+        eos_token_ids={9, 5},
+        eos_sequences=[[7, 8]],
+        sampling_params=SamplingParams(min_new_tokens=3),
+    )
+    model = VisionModel(prompt, limit, {9, 5}, [[7, 8]], images=images, end=len(prompt))
+    return ctx, model
+
+
+def vision_step(rng, ctx, model):
+    token = rng.choices([rng.randrange(50, 60), 9, 7, 8], [12, 1, 3, 3])[0]
+    entry = LogProbabilities([-token / 7], [{}]) if rng.random() < 0.3 else None
+    n = rng.choice([0, 1, 1, 2, 5, -1])
+    operations = [
+        (6, lambda: ctx.update(token, entry), lambda: model.update(token, entry)),
+        (2, lambda: ctx.jump_ahead(token), lambda: model.jump(token)),
+        (1, ctx.update_with_future_token, model.future),
+        (2, lambda: ctx.realize_future_token(token, entry), lambda: model.realize(token, entry)),
+        (2, ctx.reset, model.reset),
+        (1, lambda: ctx.rollback(n), lambda: model.rollback(n)),
+        (4, lambda: ctx.chunk_at_image(n), lambda: model.chunk_at(n)),
+    ]
+    if rng.random() < 0.1:
+        return take(ctx, model)
+    _, real, plain = rng.choices(operations, [weight for weight, _, _ in operations])[0]
+    return agree(real, plain)
+
+
+def check_vision(ctx, model):
+    check_context(ctx, model)
+    assert (ctx.tokens.processed_length, ctx.tokens.current_position) == (
+        model.processed,
+        model.end,
+    )
+    waiting = [end for _, end in model.images if end > model.processed]
+    assert [image.end_idx for image in ctx.next_images] == waiting
+    assert ctx.needs_vision_encoding == bool(waiting)
+    assert not model.inside(ctx.tokens.processed_length)
+    assert not model.inside(ctx.tokens.current_position)
+
+
+def drive_vision(rng, operations):
+    return drive(rng, operations, start_vision, vision_step, check_vision)
+
+
+# ------------------------------------------------------------------ TTSContext, PixelContext
+
+
+@dataclass
+class SpeechModel(MinimumModel):
+    speech: list[int] = field(default_factory=list)
+    decoded: int = 0
+    blocks: int = 0
+    audio: str = "active"
+
+    def speak(self, tokens):
+        self.speech += tokens
+        self.blocks += 1
+
+
+def start_speech(rng):
+    ctx, model = start_context(rng)
+    ctx = TTSContext(
+        max_length=ctx.max_length,
+        tokens=model.prompt,
+        eos_token_ids=model.eos,
+        eos_sequences=model.sequences,
+        sampling_params=ctx.sampling_params,
+    )
+    return ctx, SpeechModel(model.prompt, model.max_length, model.eos, model.sequences)
+
+
+def speech_step(rng, ctx, model):
+    kind = rng.random()
+    if kind < 0.3:
+        tokens = [rng.randrange(1, 5000) for _ in range(rng.choice([0, 1, 3, 127, 128, 129]))]
+        ctx.update_speech_tokens(np.array(tokens, np.int32))
+        model.speak(tokens)
+    elif kind < 0.5:
+        model.decoded = rng.randint(0, len(model.speech))
+        ctx.set_decoded_index(model.decoded)
+    elif kind < 0.6:
+        model.audio = rng.choice(["active", "cancelled"])
+        ctx.update_audio_generation_status(GenerationStatus(model.audio))
+    else:
+        return context_step(rng, ctx, model)
+    return True
+
+
+def check_speech(ctx, model):
+    assert ctx.is_done == (model.audio != "active")
+    model_done, ctx_done = model.status, str(ctx.status)
+    assert model_done == ctx_done
+    assert ctx.tokens.all.tolist() == model.prompt + model.generated
+    assert (ctx.speech_tokens.tolist(), ctx.block_counter) == (model.speech, model.blocks)
+    for chunk, buffer in ((None, None), (5, 3), (200, None)):
+        new = model.speech[model.decoded :][: len(model.speech) if chunk is None else chunk]
+        old = model.speech[: model.decoded][-buffer:] if buffer else []
+        tokens, again = ctx.next_speech_tokens(chunk, buffer)
+        assert (tokens.tolist(), again) == (old + new, len(old))
+    assert ctx.has_undecoded_speech_tokens(2) == bool(model.speech[model.decoded : -2])
+
+
+def drive_speech(rng, operations):
+    return drive(rng, operations, start_speech, speech_step, check_speech)
+
+
+@dataclass
+class PixelModel:
+    latents: list[int] = field(default_factory=list)
+    status: str = "active"
+
+
+def start_pixel(rng):
+    return PixelContext(tokens=[1, 2]), PixelModel()
+
+
+def pixel_step(rng, ctx, model):
+    if rng.random() < 0.6:
+        model.latents = [rng.randrange(256) for _ in range(rng.randrange(1, 5))]
+        ctx.update(np.array([model.latents], np.uint8))
+    elif rng.random() < 0.5:
+        model.status = rng.choice(["active", "cancelled", "end_of_sequence"])
+        ctx.update_status(GenerationStatus(model.status))
+    else:
+        model.status = "active"
+        ctx.reset()
+    return True
+
+
+def check_pixel(ctx, model):
+    assert (ctx.latents.reshape(-1).tolist(), str(ctx.status)) == (model.latents, model.status)
+    assert ctx.is_done == (model.status != "active")
+
+
+def drive_pixel(rng, operations):
+    return drive(rng, operations, start_pixel, pixel_step, check_pixel)
+
+
+# ------------------------------------------------------------------ all of them
+
+DRIVERS = {
+    drive_buffer: 0.4,
+    drive_text: 0.25,
+    drive_vision: 0.25,
+    drive_speech: 0.08,
+    drive_pixel: 0.02,
+}
+"""Which part of all operations each takes."""
+SEEDS = 2
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("driver", DRIVERS, ids=lambda driver: driver.__name__)
+def test_follows_the_model(request, driver, seed):
+    operations = (
+        int(request.config.getoption("--operations", default=100_000) * DRIVERS[driver]) // SEEDS
+    )
+    assert driver(random.Random(seed), operations) > operations // 4
+
+
+@pytest.mark.parametrize("driver", DRIVERS, ids=lambda driver: driver.__name__)
+def test_follows_the_model_in_short_runs_that_shrink(driver):
+    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.randoms(use_true_random=False), st.integers(1, 40))
+    def check(rng, operations):
+        driver(rng, operations)
+
+    check()
 
 
 @pytest.mark.parametrize("seed", range(2))
