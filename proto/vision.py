@@ -44,7 +44,7 @@ class TextAndVisionContext(TextContext):
     extra_model_args: Annotated[dict[str, Pixels], Meta(max_length=MAX_NAMED_ARRAYS)] = field(
         default_factory=dict
     )
-    pixel_values: tuple[Pixels, ...] = ()
+    pixel_values: Annotated[tuple[Pixels, ...], Meta(max_length=1)] = ()
     _pixels_encoded: bool = False
     type: str = field(default="TextAndVisionContext", init=False, repr=False)
 

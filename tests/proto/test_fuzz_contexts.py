@@ -1,0 +1,219 @@
+"""Hostile bytes at the decoders of whole contexts: typed errors, little memory, little time."""
+
+import importlib.util
+import random
+import time
+import tracemalloc
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.proto import (
+    ContextDecoder,
+    ContextEncoder,
+    DecodeFailed,
+    GenerationOutput,
+    LimitExceeded,
+    LogProbabilities,
+    PixelContext,
+    TextContext,
+    VersionMismatch,
+    msgpack_numpy_decoder,
+    msgpack_numpy_encoder,
+)
+
+
+def _load(name):
+    path = Path(__file__).parent / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+CONTEXTS = _load("sample_contexts").CONTEXTS
+mutated = _load("test_fuzz").mutated
+ALLOWED = (DecodeFailed, LimitExceeded, VersionMismatch)
+encode, decode = ContextEncoder(), ContextDecoder(copy=True)
+MAPS = [
+    msgpack_numpy_decoder(kind, copy=copy)
+    for kind in (TextContext | PixelContext, np.ndarray, GenerationOutput)
+    for copy in (True, False)
+]
+MARGIN = 1 << 20
+FACTOR = 32
+
+
+def feed(frames):
+    try:
+        context = decode(frames)
+        if isinstance(context, TextContext):
+            assert len(context.tokens.all)
+        return 1
+    except ALLOWED:
+        return 0
+
+
+def feed_map(message):
+    understood = 0
+    for one in MAPS:
+        try:
+            one(message)
+            understood += 1
+        except ALLOWED:
+            pass
+    return understood
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.binary(max_size=100), max_size=3), st.binary(max_size=100))
+def test_random_bytes(frames, body):
+    feed(frames)
+    feed([b"BT\x01" + body, *frames])
+    feed_map(body)
+
+
+def test_mutated_contexts():
+    """The 99th percentile of the time of one decode is far below 50 ms of CPU."""
+    rng = random.Random(11)
+    wires = [[bytes(frame) for frame in encode(make())] for make in CONTEXTS.values()]
+    maps = [msgpack_numpy_encoder()(make()) for make in CONTEXTS.values()]
+    understood, seconds = 0, []
+    for _ in range(150):
+        for frames, message in zip(wires, maps, strict=True):
+            at = 3 if rng.random() < 0.9 else 0
+            changed = [frames[0][:at] + mutated(rng, frames[0][at:]), *frames[1:]]
+            if rng.random() < 0.1:
+                changed.append(rng.randbytes(8))
+            head = message[: rng.choice([200, 600, 3000, len(message)])]
+            start = time.process_time()
+            understood += feed(changed)
+            middle = time.process_time()
+            understood += feed_map(mutated(rng, head) + message[len(head) :])
+            seconds += [middle - start, (time.process_time() - middle) / len(MAPS)]
+    assert understood > 100, "the mutations should not all be caught at the door"
+    assert sorted(seconds)[int(0.99 * len(seconds))] < 0.05
+
+
+def test_truncated_contexts():
+    for name in ("text under_way", "speech speaking", "pixel painting"):
+        frames = [bytes(frame) for frame in encode(CONTEXTS[name]())]
+        message = msgpack_numpy_encoder()(CONTEXTS[name]())
+        for end in range(len(frames[0])):
+            assert feed([frames[0][:end], *frames[1:]]) == 0
+        for end in range(0, len(message), 7):
+            assert feed_map(message[:end]) == 0
+
+
+def peak_bytes(call):
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def text(value):
+    return (
+        bytes([0xA0 + len(value)]) + value.encode()
+        if len(value) < 32
+        else (bytes([0xD9, len(value)]) + value.encode())
+    )
+
+
+COUNT = 40_000
+UNITS = {
+    "empty maps": b"\x80",
+    "empty lists": b"\x90",
+    "lists of one": b"\x91\0",
+    "maps of one": b"\x81\0\0",
+    "numbers": b"\0",
+    "large numbers": b"\xcd\1\1",
+    "empty texts": b"\xa0",
+    "nothing": b"\xc0",
+    "exts": b"\xd4\1\0",
+}
+
+
+def fields_of(raw, path=()):
+    """Paths of all fields of a message."""
+    for key, value in raw.items():
+        yield (*path, key)
+        if isinstance(value, dict) and all(isinstance(k, str) for k in value):
+            yield from fields_of(value, (*path, key))
+
+
+def flooded(path, head, unit, count):
+    """A map with a flood at the end of ``path``; ``head`` makes it a list or a map."""
+    data = head + count.to_bytes(4, "big") + unit * count
+    for key in reversed(path):
+        data = b"\x81" + text(key) + data
+    return data
+
+
+@pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
+def test_memory_of_floods_in_every_field(unit):
+    """No field of a context, in either form, becomes much larger than its bytes.
+
+    But for queued log-probabilities in the one-buffer form, which are lists and maps there.
+    """
+    forms = []
+    for name in ("text under_way", "vision under_way", "speech speaking", "pixel painting"):
+        raw = msgspec.msgpack.decode(msgpack_numpy_encoder()(CONTEXTS[name]()), strict=False)
+        kind = b"\x82" + text("type") + text(raw["type"])
+        for path in fields_of(raw):
+            if path[0] not in ("_log_probabilities_data", "type"):
+                forms.append((kind, path, lambda data: feed_map(data)))
+        (raw,) = msgspec.msgpack.decode(bytes(encode(CONTEXTS[name]())[0])[3:], strict=False)
+        kind = b"BT\x01\x91\x82" + text("type") + text("ContextSnapshot")
+        for path in fields_of(raw):
+            forms.append((kind, path, lambda data: feed([data])))
+    for kind, path, give in forms:
+        for head, items in ((b"\xdd", unit), (b"\xdf", b"\0" + unit), (b"\xdf", unit + unit)):
+            inner = flooded(path, head, items, COUNT)[1:]
+            data = kind + inner
+            peak = peak_bytes(lambda give=give, data=data: give(data))
+            assert peak < FACTOR * len(data) + MARGIN, (path, head)
+
+
+def test_memory_of_queued_log_probabilities():
+    """As frames within the factor; as maps and lists of the one-buffer form up to 80 times."""
+    context = TextContext(max_length=1 << 30, tokens=[1])
+    context._log_probabilities_data = {
+        i: LogProbabilities([-1.0], [{1: -1.0}, {}]) for i in range(9000)
+    }
+    frames = [bytes(frame) for frame in encode(context)]
+    size = sum(map(len, frames))
+    assert peak_bytes(lambda: feed(frames)) < FACTOR * size + MARGIN
+    head = b"\x82" + text("type") + text("TextContext") + text("_log_probabilities_data")
+    entry = b"\x82" + text("token_log_probabilities") + b"\x90" + text("top_log_probabilities")
+    flood = head + b"\x81\0" + entry + b"\xdd" + COUNT.to_bytes(4, "big") + b"\x80" * COUNT
+    assert peak_bytes(lambda: feed_map(flood)) < 80 * len(flood) + MARGIN
+
+
+@pytest.mark.parametrize(
+    "dtype", ["|O", "|V8", "<U3", "<c8", "<M8[s]", "[('a','<i4')]", "<f16", "f4"]
+)
+@pytest.mark.parametrize("shape", [[1], [1 << 50]])
+def test_other_element_types_are_refused_before_anything_is_made(dtype, shape):
+    message = msgspec.msgpack.encode(
+        {"__np__": True, "data": bytes(16), "shape": shape, "dtype": dtype}
+    )
+
+    def refuse():
+        with pytest.raises(DecodeFailed):
+            MAPS[2](message)
+
+    assert peak_bytes(refuse) < 100_000
+
+
+@pytest.mark.parametrize("shape", [[1 << 31], [1 << 20, 1 << 20], [0, 1 << 62], [5]])
+def test_sizes_that_are_only_claimed_cost_nothing(shape):
+    for more in ({"__np__": True, "data": bytes(16)}, {"__shm__": True, "name": "nothing"}):
+        message = msgspec.msgpack.encode({"shape": shape, "dtype": "<f4", **more})
+        assert peak_bytes(lambda message=message: feed_map(message)) < 100_000
