@@ -1,20 +1,31 @@
-"""Codec: envelopes beside arrays as maps, pickle 5 and a plain copy of the same bytes.
+"""Codec: envelopes beside arrays as maps, pickle 5, msgpack-numpy and a plain copy.
 
 Microseconds per call, best of several rounds taken in turn, so that a busy machine slows
-all columns alike.
+all columns alike. msgpack-numpy is measured where it is installed.
 """
 
 from __future__ import annotations
 
+import importlib
 import pickle
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 
 import msgspec
 import numpy as np
+import zmq
 
-from ..proto import TextContext, TokenBuffer, msgpack_numpy_decoder, msgpack_numpy_encoder
+from ..proto import (
+    ContextDecoder,
+    ContextEncoder,
+    TextContext,
+    TokenBuffer,
+    msgpack_numpy_decoder,
+    msgpack_numpy_encoder,
+    update_batch,
+)
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder, decode_kv_header, encode_kv_header
 from ..proto.messages import (
     ClientToRouter,
@@ -25,7 +36,7 @@ from ..proto.messages import (
     Tokens,
     WorkerToRouter,
 )
-from ..proto.wire import WireContext, WireSampling
+from ..proto.wire import WireContext, WireSampling, WireVisionContext
 
 Call = Callable[[], object]
 
@@ -134,18 +145,125 @@ def _kv_row() -> None:
     _print("KV frame header", figures)
 
 
-def _update_row() -> None:
-    def grow(sequences: list[list[int]]) -> Call:
-        context = TextContext(
-            max_length=1 << 40,
-            tokens=TokenBuffer(np.array([1, 2, 3])),
-            eos_token_ids={2},
-            eos_sequences=sequences,
-        )
-        return partial(context.update, 7)
+def _growing(sequences: list[list[int]]) -> TextContext:
+    return TextContext(
+        max_length=1 << 40,
+        tokens=TokenBuffer(np.array([1, 2, 3])),
+        eos_token_ids={2},
+        eos_sequences=sequences,
+    )
 
-    figures = measure({"update": grow([]), "2 stop sequences": grow([[1, 2, 3], [4, 5, 7]])})
+
+def _update_row() -> None:
+    batch, tokens = [_growing([]) for _ in range(64)], [7] * 64
+    stops = [[1, 2, 3], [4, 5, 7]]
+    figures = measure(
+        {
+            "update": partial(_growing([]).update, 7),
+            "2 stop sequences": partial(_growing(stops).update, 7),
+            "per request of 64": partial(update_batch, batch, tokens),
+        }
+    )
+    figures["per request of 64"] /= 64
     _print("context", figures)
+
+
+def _peer(value: object) -> dict[str, Call]:
+    """msgpack-numpy on the same value, if it is there."""
+    try:
+        peer = importlib.import_module("msgpack_numpy")
+    except ImportError:
+        return {}
+    packed = peer.packb(value)
+    return {
+        "msgpack-numpy enc": partial(peer.packb, value),
+        "msgpack-numpy dec": partial(peer.unpackb, packed),
+    }
+
+
+def _snapshot_row() -> None:
+    """A whole context of 32k tokens, in the middle of its generation."""
+    ids = np.arange(32768, dtype=np.int64) % 32000
+    context = TextContext(
+        max_length=40000, tokens=TokenBuffer(ids), eos_token_ids={2}, model_name="demo"
+    )
+    context.update(7)
+    encode, decode = ContextEncoder(), ContextDecoder()
+    as_map, from_map = msgpack_numpy_encoder(), msgpack_numpy_decoder(TextContext, copy=False)
+    frames, message, pickled = encode(context), as_map(context), pickle.dumps(context, 5)
+    plain = {"tokens": ids.astype(np.int32)}
+    figures = measure(
+        {
+            "encode": partial(encode, context),
+            "decode": partial(decode, frames),
+            "map enc": partial(as_map, context),
+            "map dec": partial(from_map, message),
+            "pickle enc": partial(pickle.dumps, context, 5),
+            "pickle dec": partial(pickle.loads, pickled),
+            **_peer(plain),
+            "copy": plain["tokens"].copy,
+        }
+    )
+    _print("whole context, 32k", figures)
+    size = sum(memoryview(frame).nbytes for frame in frames)
+    print(
+        f"{'':22s}  wire {size} bytes, {size / (4 * len(context.tokens)):.4f} of an int32 payload"
+    )
+
+
+def _array_row() -> None:
+    """A KV array of 16 MiB beside a message, and as one buffer."""
+    array = np.ones((16, 2, 8, 64, 256), np.float32)
+    message = Submit(
+        request_id="r",
+        context=WireVisionContext(
+            tokens=np.arange(8, dtype=np.int32), max_length=9, extra_model_args={"kv": array}
+        ),
+    )
+    encoder = EnvelopeEncoder()
+    decode = EnvelopeDecoder[ClientToRouter](ClientToRouter).decode
+    frames = encoder.encode([message])
+    one, view = msgpack_numpy_encoder(), msgpack_numpy_decoder(np.ndarray, copy=False)
+    buffer, target = one(array), np.empty_like(array)
+    figures = measure(
+        {
+            "encode": partial(encoder.encode, [message]),
+            "decode": partial(decode, frames),
+            "one buffer enc": partial(one, array),
+            "one buffer dec": partial(view, buffer),
+            "pickle enc": partial(pickle.dumps, array, 5),
+            **_peer(array),
+            "fresh copy": array.copy,
+            "memcpy": partial(np.copyto, target, array),
+        }
+    )
+    _print("array of 16 MiB", figures)
+
+
+def _round_trip_row() -> None:
+    """A request of 32k tokens over ipc to a ROUTER and back, both ends in one thread."""
+    message = submit_message(32768)
+    encoder = EnvelopeEncoder()
+    decode = EnvelopeDecoder[ClientToRouter](ClientToRouter).decode
+    payload = bytes(4 * 32768)
+    with tempfile.TemporaryDirectory() as folder, zmq.Context() as sockets:
+        router, dealer = sockets.socket(zmq.ROUTER), sockets.socket(zmq.DEALER)
+        with router, dealer:
+            router.bind(f"ipc://{folder}/s")
+            dealer.connect(f"ipc://{folder}/s")
+
+            def coded() -> None:
+                dealer.send_multipart(encoder.encode([message]))
+                peer, *frames = router.recv_multipart()
+                router.send_multipart([peer, *encoder.encode(decode(frames))])
+                decode(dealer.recv_multipart())
+
+            def raw() -> None:
+                dealer.send(payload)
+                router.send_multipart(router.recv_multipart())
+                dealer.recv_multipart()
+
+            _print("round trip, 32k", measure({"envelopes": coded, "raw bytes": raw}))
 
 
 def main() -> None:
@@ -153,9 +271,12 @@ def main() -> None:
     encoder = EnvelopeEncoder()
     print("microseconds per call")
     _context_rows(encoder)
+    _snapshot_row()
+    _array_row()
     _token_rows(encoder)
     _kv_row()
     _update_row()
+    _round_trip_row()
 
 
 if __name__ == "__main__":

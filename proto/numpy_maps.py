@@ -35,11 +35,14 @@ T = TypeVar("T")
 _CONTEXTS = (TextContext, TextAndVisionContext, TTSContext, PixelContext)
 """The registry: only these are ever built for a ``type`` that a message names."""
 
-_ALLOWED = frozenset(
-    np.dtype(kind + size).str
+_DTYPES = {
+    name: dtype
     for kind in "<>"
     for size in ("?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8")
-)
+    for dtype in (np.dtype(kind + size),)
+    for name in (dtype.str, str(dtype))
+}
+"""Allowed element types under both names that are written for them: ``<i4`` and ``int32``."""
 
 
 def _encode_object(value: object, threshold: float) -> object:
@@ -53,7 +56,7 @@ def _encode_object(value: object, threshold: float) -> object:
 
 
 def _encode_array(array: npt.NDArray[Any], threshold: float) -> dict[str, object]:
-    if array.dtype.str not in _ALLOWED:
+    if array.dtype.str not in _DTYPES:
         raise TypeError(f"arrays of {array.dtype} cannot be encoded")
     data = np.ascontiguousarray(array)
     store = process_store() if data.nbytes >= threshold else None
@@ -72,11 +75,11 @@ def _decode_array(value: ArrayMap, *, copy: bool) -> npt.NDArray[Any]:
     if value.np is value.shm:
         raise DecodeFailed("an array must be a map with either __np__ or __shm__")
     shape, data = value.shape, value.data
-    if shape is None or value.dtype not in _ALLOWED:
+    element = _DTYPES.get(value.dtype)
+    if shape is None or element is None:
         raise DecodeFailed(f"an array map is malformed (dtype {value.dtype!r})")
     if len(shape) > MAX_ARRAY_NDIM:
         raise LimitExceeded(f"an array of {len(shape)} dimensions")
-    element = np.dtype(value.dtype)
     nbytes = math.prod(shape) * element.itemsize
     if nbytes > MAX_ARRAY_BYTES:
         raise LimitExceeded(f"an array of {nbytes} bytes, at most {MAX_ARRAY_BYTES} are allowed")

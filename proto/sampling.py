@@ -10,6 +10,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 
 import msgspec
 import numpy as np
@@ -83,12 +84,12 @@ class SamplingParams:
         """Wire form; InputError if there are logits processors, which cannot travel."""
         if self.logits_processors:
             raise InputError("logits_processors are code and cannot be sent to a cluster")
-        return WireSampling(**{name: getattr(self, name) for name in _WIRE_FIELDS})
+        return WireSampling(**dict(zip(_WIRE_FIELDS, _wire_values(self), strict=True)))
 
     @classmethod
     def from_wire(cls, wire: WireSampling) -> SamplingParams:
         """Checked parameters of a wire form."""
-        return cls(*[getattr(wire, name) for name in _WIRE_FIELDS])
+        return cls(*_wire_values(wire))
 
     @classmethod
     def from_input_and_generation_config(
@@ -158,6 +159,7 @@ class SamplingParams:
 
 
 _WIRE_FIELDS = tuple(item.name for item in msgspec.structs.fields(WireSampling))
+_wire_values = attrgetter(*_WIRE_FIELDS)
 
 
 @dataclass(slots=True)

@@ -48,6 +48,7 @@ from .wire import (
 )
 
 Context = TextContext | PixelContext
+_STATUS = {status.value: status for status in GenerationStatus}
 
 
 class ContextSnapshot(Message, frozen=True, kw_only=True):
@@ -166,7 +167,9 @@ class _SnapshotDecoder(EnvelopeDecoder[ContextSnapshot]):
 def _restore(snapshot: ContextSnapshot) -> Context:
     wire = snapshot.context
     tokens = TokenBuffer.from_state(wire.tokens, snapshot.windows)
-    request_id, status = RequestID(snapshot.request_id), GenerationStatus(snapshot.status)
+    request_id, status = RequestID(snapshot.request_id), _STATUS.get(snapshot.status)
+    if status is None:
+        raise DecodeFailed(f"status {snapshot.status[:40]!r} is unknown")
     if isinstance(wire, WirePixelContext):
         return PixelContext.from_wire_fields(
             wire, tokens=tokens, request_id=request_id, status=status

@@ -125,6 +125,13 @@ def test_a_context_in_any_state_round_trips():
     assert again.to_generation_output().tokens == [8, 9, 7]
 
 
+@pytest.mark.parametrize("name", ["int32", "<i4", ">i4", "bool", "float16", "uint8", "|u1"])
+def test_element_types_have_two_names(name):
+    array = np.ones(3, name)
+    result = msgpack_numpy_decoder(np.ndarray)(array_map(array.tobytes(), [3], name))
+    assert (result.dtype, result.tolist()) == (array.dtype, [1, 1, 1])
+
+
 @pytest.mark.parametrize(
     "message",
     [
