@@ -162,17 +162,23 @@ def test_memory_of_floods_in_every_field(unit):
 
     But for queued log-probabilities in the one-buffer form, which are lists and maps there.
     """
-    forms = []
+    forms, seen = [], {("type",)}
     for name in ("text under_way", "vision under_way", "speech speaking", "pixel painting"):
         raw = msgspec.msgpack.decode(msgpack_numpy_encoder()(CONTEXTS[name]()), strict=False)
         kind = b"\x82" + text("type") + text(raw["type"])
         for path in fields_of(raw):
-            if path[0] not in ("_log_probabilities_data", "type"):
-                forms.append((kind, path, lambda data: feed_map(data)))
+            if path[0] != "_log_probabilities_data" and path not in seen:
+                forms.append((kind, path, feed_map))
+                seen.add(path)
         (raw,) = msgspec.msgpack.decode(bytes(encode(CONTEXTS[name]())[0])[3:], strict=False)
-        kind = b"BT\x01\x91\x82" + text("type") + text("ContextSnapshot")
+        outer = b"BT\x01\x91\x82" + text("type") + text("ContextSnapshot")
+        tagged = outer + text("context") + b"\x82" + text("type") + text(raw["context"]["type"])
         for path in fields_of(raw):
-            forms.append((kind, path, lambda data: feed([data])))
+            if ("frames", *path) in seen:
+                continue
+            seen.add(("frames", *path))
+            inside = path[0] == "context" and len(path) > 1
+            forms.append((tagged if inside else outer, path[inside:], lambda data: feed([data])))
     for kind, path, give in forms:
         for head, items in ((b"\xdd", unit), (b"\xdf", b"\0" + unit), (b"\xdf", unit + unit)):
             inner = flooded(path, head, items, COUNT)[1:]
