@@ -284,17 +284,6 @@ def losses_not_counted(monkeypatch):
     around(monkeypatch, Recovery, "lost", make)
 
 
-def end_told_to_the_client_once(monkeypatch):
-    def make(original):
-        def tell_end(self, request, now):
-            original(self, request, now)
-            self.wake(request, NEVER, now)
-
-        return tell_end
-
-    around(monkeypatch, Lifecycle, "tell_end", make)
-
-
 def drain_asked_once(monkeypatch):
     def make(original):
         def drain(self, identity, message, now):
@@ -335,7 +324,6 @@ PLANTS = [
     (acknowledged_before_it_is_owned, "noise", 5),
     (last_token_dropped_when_an_end_is_adopted, "noise", 5),
     (losses_not_counted, "poison", 3),
-    (end_told_to_the_client_once, "noise", 5),
     (drain_asked_once, "rolling-noise", 10),
     (ends_are_kept_for_clients_that_never_come, "noise", 5),
     (orphans_have_no_time_of_grace, "orphans", 5),
