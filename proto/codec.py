@@ -48,7 +48,6 @@ from .wire import (
     WireImage,
     WirePixelContext,
     WireSpeechContext,
-    WireTokens,
     WireVisionContext,
 )
 
@@ -190,9 +189,10 @@ def attach_arrays(context: WireContext, frames: Sequence[Frame]) -> int:
     msgspec.structs.force_setattr(context, "tokens", array)
     if type(context) is not WireContext:
         for name in _ARRAY_FIELDS[type(context)]:
-            value, more = with_arrays(getattr(context, name), frames)
-            msgspec.structs.force_setattr(context, name, value)
-            used += more
+            if value := getattr(context, name):
+                value, more = with_arrays(value, frames)
+                msgspec.structs.force_setattr(context, name, value)
+                used += more
     return used
 
 
@@ -205,20 +205,23 @@ def _array_of(ext: Any, frames: Sequence[Frame]) -> tuple[Array, int]:
 
 def with_arrays(value: Any, frames: Sequence[Frame]) -> tuple[Any, int]:
     """The value with arrays for exts, and the number of frames they took."""
-    if isinstance(value, msgspec.msgpack.Ext):
+    kind = type(value)
+    if kind is msgspec.msgpack.Ext:
         return _array_of(value, frames)
-    if isinstance(value, list):
-        pairs = [with_arrays(item, frames) for item in value]
-        return [item for item, _ in pairs], sum(used for _, used in pairs)
-    if isinstance(value, dict):
-        items, used = with_arrays(list(value.values()), frames)
-        return dict(zip(value, items, strict=True)), used
-    if isinstance(value, WireImage | WireTokens):
-        name = value.__struct_fields__[2 if isinstance(value, WireImage) else 0]
+    used = 0
+    if kind is dict:
+        for name, ext in value.items():  # only values change, so the dict can stay
+            value[name], more = _array_of(ext, frames)
+            used += more
+    elif kind is list:
+        for index, item in enumerate(value):
+            value[index], more = with_arrays(item, frames)
+            used += more
+    else:
+        name = "pixels" if kind is WireImage else "ids"
         array, used = _array_of(getattr(value, name), frames)
         msgspec.structs.force_setattr(value, name, array)
-        return value, used
-    return value, 0
+    return value, used
 
 
 _ARRAY_FIELDS: dict[type[WireContext], tuple[str, ...]] = {

@@ -39,7 +39,7 @@ from baton.proto.messages import (
     Submit,
     WorkerToRouter,
 )
-from baton.proto.wire import WireContext
+from baton.proto.wire import WireContext, WireImage, WireVisionContext
 
 UNIONS = [
     ClientToRouter,
@@ -149,6 +149,27 @@ def test_arrays_are_read_only_whatever_the_frame_is():
     for message in EnvelopeDecoder(ClientToRouter).decode(frames):
         assert not message.context.tokens.flags.writeable
         assert message.context.tokens.flags.aligned
+
+
+def test_other_kinds_are_passed_on_without_a_copy():
+    """What a router does: decode, look, encode; pixels stay where they arrived."""
+    image = WireImage(4, 9, np.arange(5000, dtype=np.float32).reshape(2, 2500), -7)
+    context = WireVisionContext(
+        tokens=np.arange(2000, dtype=np.int32),
+        max_length=3000,
+        vision_token_ids=[4],
+        images=[image, WireImage(20, 21, np.zeros((0, 3), np.uint16))],
+        extra_model_args={"grid": np.arange(3000)},
+    )
+    batch = [Submit(request_id="r", context=context), submit(5000)]
+    received = [bytes(frame) for frame in encoder.encode(batch)]
+    messages = EnvelopeDecoder(ClientToRouter).decode(received)
+    assert messages == batch
+    assert type(messages[0].context) is WireVisionContext
+    again = encoder.encode(messages)
+    assert [bytes(frame) for frame in again] == received
+    for sent, came in zip(again[1:], received[1:], strict=True):
+        assert np.shares_memory(np.frombuffer(sent, np.uint8), np.frombuffer(came, np.uint8))
 
 
 def test_more_large_arrays_than_frames_travel_inline():

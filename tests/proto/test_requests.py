@@ -2,8 +2,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.proto import InputError, SamplingParams, build_wire_context, check_wire_context
+from baton.proto import (
+    InputError,
+    SamplingParams,
+    TextAndVisionContext,
+    TTSContext,
+    build_wire_context,
+    check_wire_context,
+)
 from baton.proto.layout import KVLayout, ModelCard
+from baton.proto.requests import check_wire_shape
 from baton.proto.wire import WireSampling
 
 CARD = ModelCard(
@@ -120,3 +128,18 @@ class TestCheck:
         with pytest.raises(InputError) as caught:
             check_wire_context(changed(model_name="m" * 100_000), CARD)
         assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        TextAndVisionContext(max_length=9, tokens=[1], pixel_values=(np.zeros(1),)),
+        TTSContext(max_length=9, tokens=[1]),
+    ],
+    ids=lambda context: type(context).__name__,
+)
+def test_other_kinds_are_refused_while_no_model_takes_them(context):
+    wire = context.to_wire()
+    for check in (check_wire_shape, lambda wire: check_wire_context(wire, CARD)):
+        with pytest.raises(InputError, match=f"takes a {type(context).__name__}, only text"):
+            check(wire)
