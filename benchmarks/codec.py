@@ -40,6 +40,17 @@ from ..proto.wire import WireContext, WireSampling, WireVisionContext
 
 Call = Callable[[], object]
 
+_KV_HEADER = KVFrame(
+    grant=GrantRef(1 << 60, 3, 9),
+    index=4,
+    layer_start=0,
+    layer_count=6,
+    block_start=0,
+    block_count=16,
+    nbytes=1 << 20,
+    checksum=(1 << 63) + 5,
+)
+
 
 def measure(calls: dict[str, Call], rounds: int = 7, seconds: float = 0.02) -> dict[str, float]:
     """Best microseconds of each call, the calls measured in turn."""
@@ -128,19 +139,12 @@ def _token_rows(encoder: EnvelopeEncoder) -> None:
 
 
 def _kv_row() -> None:
-    header = KVFrame(
-        grant=GrantRef(1 << 60, 3, 9),
-        index=4,
-        layer_start=0,
-        layer_count=6,
-        block_start=0,
-        block_count=16,
-        nbytes=1 << 20,
-        checksum=(1 << 63) + 5,
-    )
-    frame = encode_kv_header(header)
+    frame = encode_kv_header(_KV_HEADER)
     figures = measure(
-        {"encode": partial(encode_kv_header, header), "decode": partial(decode_kv_header, frame)}
+        {
+            "encode": partial(encode_kv_header, _KV_HEADER),
+            "decode": partial(decode_kv_header, frame),
+        }
     )
     _print("KV frame header", figures)
 
@@ -211,9 +215,19 @@ def _snapshot_row() -> None:
     )
 
 
-def _array_row() -> None:
-    """A KV array of 16 MiB beside a message, and as one buffer."""
+def _array_rows() -> None:
+    """A KV array of 16 MiB as a data message, beside a context, and as one buffer."""
     array = np.ones((16, 2, 8, 64, 256), np.float32)
+    header = msgspec.structs.replace(_KV_HEADER, nbytes=array.nbytes)
+
+    def send() -> list[bytes | memoryview]:
+        return [encode_kv_header(header), array.data.cast("B")]
+
+    def receive(sent: list[bytes | memoryview]) -> np.ndarray:
+        decode_kv_header(sent[0])
+        return np.frombuffer(sent[1], np.float32).reshape(array.shape)
+
+    _print("KV frame of 16 MiB", measure({"encode": send, "decode": partial(receive, send())}))
     message = Submit(
         request_id="r",
         context=WireVisionContext(
@@ -254,9 +268,10 @@ def _round_trip_row() -> None:
 
             def coded() -> None:
                 dealer.send_multipart(encoder.encode([message]))
-                peer, *frames = router.recv_multipart()
-                router.send_multipart([peer, *encoder.encode(decode(frames))])
-                decode(dealer.recv_multipart())
+                peer, *frames = router.recv_multipart(copy=False)
+                back = decode([frame.buffer for frame in frames])
+                router.send_multipart([peer, *encoder.encode(back)])
+                decode([frame.buffer for frame in dealer.recv_multipart(copy=False)])
 
             def raw() -> None:
                 dealer.send(payload)
@@ -272,7 +287,7 @@ def main() -> None:
     print("microseconds per call")
     _context_rows(encoder)
     _snapshot_row()
-    _array_row()
+    _array_rows()
     _token_rows(encoder)
     _kv_row()
     _update_row()
