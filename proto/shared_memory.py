@@ -9,6 +9,9 @@ A segment is a file in ``/dev/shm`` with a random name. Who owns it and for how 
 * An owner holds a lock on a file of its own as long as it lives, however it dies. Whoever
   begins to own segments removes those of owners whose lock is free.
 
+A reader that maps a segment relies on its owner, a process of the same user, not to shorten the
+file; one that copies relies on nothing.
+
 The files are opened here and not through :mod:`multiprocessing.shared_memory`: its tracker
 (until Python 3.13 without a way out) unlinks what a reader merely attached to.
 """

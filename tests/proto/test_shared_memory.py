@@ -147,20 +147,27 @@ def test_an_owner_that_ends_takes_its_segments_along():
     assert not (Path("/dev/shm") / out.decode().strip()).exists()
 
 
-def test_a_killed_owner_is_swept_and_a_living_one_is_not(store):
-    alive = encode(ARRAY)
-    code, out, _ = run("""
-        import msgspec, os, signal
-        message = msgpack_numpy_encoder(True, 1000)(np.ones(1000))
-        print(msgspec.msgpack.decode(message)["name"], flush=True)
+def test_a_killed_owner_is_swept_and_a_living_one_is_not(tmp_path):
+    """In a folder of its own, for any process that begins to share sweeps."""
+    alive = SegmentStore(tmp_path)
+    kept = alive.put(ARRAY)
+    code, out, _ = run(f"""
+        import os, pathlib, signal
+        from baton.proto.shared_memory import SegmentStore
+        store = SegmentStore(pathlib.Path({str(tmp_path)!r}))
+        print(store.put(np.ones(1000)), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """)
-    left = Path("/dev/shm") / out.decode().strip()
     assert code == -signal.SIGKILL
-    assert left.exists()
-    assert sweep_dead_owners() == 1
-    assert not left.exists()
-    assert np.array_equal(decode(alive), ARRAY)
+    assert (tmp_path / out.decode().strip()).stat().st_size == 8000
+    assert sweep_dead_owners(tmp_path) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [kept, f"baton-arrays-{alive._token}.owner"]
+    )
+    SegmentStore(tmp_path).close()
+    assert (tmp_path / kept).exists()
+    alive.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_child_leaves_its_parents_segments_alone(store):
