@@ -236,7 +236,7 @@ def test_another_version_is_refused_as_such():
 @pytest.mark.parametrize(
     "numbers",
     [[1.0], [1.0, 1.0], [1.0, -1.0], [1.0, 0.5, 0.0], [1.0, 0.0, 1e9], [1.0, 0.0, 1.0, 1.0, 5.0],
-     [1.0, 0.0, float("nan")]],
+     [1.0, 0.0, 1.0, 2.0, 5.0, -1.0], [1.0, 0.0, float("nan")]],
     ids=str,
 )  # fmt: skip
 def test_queued_log_probabilities_that_end_early_are_refused(numbers):

@@ -75,7 +75,8 @@ def test_image_shape_5d():
     context = vision(2, ndim=5)
     context.images[1].pixel_values = np.zeros((1, 1))
     refuses(check, context, "5 dimensions")
-    refuses(check, vision(0, ndim=4, old=1), "5 dimensions")
+    for ndim in (4, 6):
+        refuses(check, vision(0, ndim=ndim, old=1), "5 dimensions")
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,13 @@ class TestPrefixKeys:
         assert one.prefix_keys(4, b"") == context((5, 9)).prefix_keys(4, b"")
         assert not set(one.prefix_keys(4, b"")) & set(one.prefix_keys(4, b"other"))
 
+    def test_so_does_a_second_one(self):
+        spans = ((5, 9), (15, 19))
+        one = context(*spans)
+        two = context(*spans, images=[image(5, 9), image(15, 19, fill=2.0)])
+        pairs = zip(one.prefix_keys(4, b""), two.prefix_keys(4, b""), strict=True)
+        assert [a == b for a, b in pairs] == [True] * 3 + [False] * 3
+
     def test_every_block_with_tokens_of_an_image_takes_its_key(self):
         """Also the second one, whose chain was cut by a parent of other pixels."""
         spans = [[(5 - 8, 9 - 8, bytes([k]) * 16)] for k in (1, 2)]
@@ -260,7 +267,7 @@ class TestPrefixKeys:
 
 
 def test_wire_form_of_the_request():
-    ctx = context((5, 9), extra_model_args={"grid": np.arange(3)}, request_id="r")
+    ctx = context((5, 9), (15, 19), extra_model_args={"grid": np.arange(3)}, request_id="r")
     wire = ctx.to_wire()
     assert wire.__struct_config__.tag == "TextAndVisionContext"
     assert TextAndVisionContext.from_wire(wire, "r") == ctx
