@@ -110,12 +110,27 @@ class Backend(Protocol):
         Row ``t`` of sequence ``s`` (``row_offsets[S+1]``) attends to positions
         ``max(0, p - window + 1) .. p`` (``window`` 0: all), ``p = positions[t]``, through
         ``block_tables[S, Nmax]``; ``out[T, Hq * D]``. KV is walked in tiles aligned to absolute
-        positions, in order.
+        positions, in order. ``positions`` says what a row sees, not where its own key lies: with
+        the sequence's last position for all its rows, attention is bidirectional.
         """
         ...
 
     def silu_mul(self, gate_up: F32, out: F32) -> None:
         """``out[T, F] = silu(gate_up[:, :F]) * gate_up[:, F:]``."""
+        ...
+
+    def layer_norm(self, x: F32, weight: F32, bias: F32, eps: float, out: F32) -> None:
+        """``out = (x - mean) / sqrt(variance + eps) * weight + bias`` per row ``[T, H]``."""
+        ...
+
+    def add_layer_norm(
+        self, x: F32, residual: F32, weight: F32, bias: F32, eps: float, out: F32
+    ) -> None:
+        """``residual += x`` in place, then ``out = layer_norm(residual)``."""
+        ...
+
+    def gelu(self, x: F32, out: F32) -> None:
+        """``out = x * (1 + erf(x / sqrt(2))) / 2``, elementwise ``[T, F]``."""
         ...
 
     def gather_blocks(

@@ -134,6 +134,20 @@ class CpuBackend:
         """``out[T, F] = silu(gate_up[:, :F]) * gate_up[:, F:]``."""
         _cpu.silu_mul(self._isa, gate_up, out)
 
+    def layer_norm(self, x: F32, weight: F32, bias: F32, eps: float, out: F32) -> None:
+        """``out = (x - mean) / sqrt(variance + eps) * weight + bias`` per row ``[T, H]``."""
+        _cpu.layer_norm(self._isa, x, None, weight, bias, eps, out)
+
+    def add_layer_norm(
+        self, x: F32, residual: F32, weight: F32, bias: F32, eps: float, out: F32
+    ) -> None:
+        """``residual += x`` in place, then ``out = layer_norm(residual)``."""
+        _cpu.layer_norm(self._isa, x, residual, weight, bias, eps, out)
+
+    def gelu(self, x: F32, out: F32) -> None:
+        """``out = x * (1 + erf(x / sqrt(2))) / 2``, elementwise ``[T, F]``."""
+        _cpu.gelu(self._isa, x, out)
+
     def gather_blocks(
         self, pool: F32, layer_start: int, layer_count: int, block_ids: I32, out: U8
     ) -> int:

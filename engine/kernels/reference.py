@@ -9,6 +9,7 @@ Matrix products go through BLAS, whose bits for a row depend on the number of ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -170,6 +171,26 @@ class NumpyBackend:
         with np.errstate(over="ignore"):  # exp(-gate) = inf gives the right limit, 0
             out[:] = gate / (1 + np.exp(-gate)) * up
 
+    def layer_norm(self, x: F32, weight: F32, bias: F32, eps: float, out: F32) -> None:
+        """``out = (x - mean) / sqrt(variance + eps) * weight + bias`` per row ``[T, H]``."""
+        _shape("x", x, (None, len(weight)))
+        _shape("bias", bias, weight.shape)
+        _shape("out", out, x.shape)
+        out[:] = _standardized(x, eps) * weight + bias
+
+    def add_layer_norm(
+        self, x: F32, residual: F32, weight: F32, bias: F32, eps: float, out: F32
+    ) -> None:
+        """``residual += x`` in place, then ``out = layer_norm(residual)``."""
+        _shape("residual", residual, x.shape)
+        residual += x
+        self.layer_norm(residual, weight, bias, eps, out)
+
+    def gelu(self, x: F32, out: F32) -> None:
+        """``out = x * (1 + erf(x / sqrt(2))) / 2``, elementwise ``[T, F]``."""
+        _shape("out", out, x.shape)
+        out[:] = x * _normal_cdf(x)
+
     def gather_blocks(
         self, pool: F32, layer_start: int, layer_count: int, block_ids: I32, out: U8
     ) -> int:
@@ -199,6 +220,21 @@ def _rms(x: Floats, weight: Floats, eps: float) -> Floats:
     mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
     normed: Floats = x / np.sqrt(mean_square + x.dtype.type(eps)) * weight
     return normed
+
+
+def _standardized(x: Floats, eps: float) -> Floats:
+    """Last axis with mean 0 and variance 1."""
+    centred = x - np.mean(x, axis=-1, keepdims=True)
+    variance = np.mean(np.square(centred), axis=-1, keepdims=True)
+    scaled: Floats = centred / np.sqrt(variance + x.dtype.type(eps))
+    return scaled
+
+
+def _normal_cdf(x: Floats) -> Floats:
+    """Share of the normal distribution below ``x``; NumPy has no erf, so the libm's, one by one."""
+    wide = x.astype(np.float64) / math.sqrt(2)
+    upper = np.fromiter(map(math.erfc, -wide.ravel()), np.float64, wide.size)
+    return (upper.reshape(x.shape) / 2).astype(x.dtype)
 
 
 def _rotate(x: Floats, cos_sin: Floats) -> Floats:

@@ -200,6 +200,53 @@ static PyObject *py_silu_mul(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     return done(&arrays);
 }
 
+/* layer_norm(isa, x, residual or None, weight, bias, eps, out) */
+static PyObject *py_layer_norm(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Py_buffer *x, *residual = NULL, *weight, *bias, *y;
+    const Kernels *k;
+    float eps;
+    if (!has_arguments(n, 7) || !(k = chosen(a[0])) || !get_float(a[5], &eps)) return NULL;
+    if (!(x = take(&arrays, a[1], "x", 'f', 2, 0))) return refuse(&arrays);
+    if (!(weight = take(&arrays, a[3], "weight", 'f', 1, 0))) return refuse(&arrays);
+    if (!(bias = take(&arrays, a[4], "bias", 'f', 1, 0))) return refuse(&arrays);
+    if (!(y = take(&arrays, a[6], "out", 'f', 2, 1))) return refuse(&arrays);
+    if (a[2] != Py_None && !(residual = take(&arrays, a[2], "residual", 'f', 2, 1)))
+        return refuse(&arrays);
+    for (int axis = 0; axis < 2; axis++) {
+        if (!has_length(y, "out", axis, x->shape[axis])) return refuse(&arrays);
+        if (residual && !has_length(residual, "residual", axis, x->shape[axis]))
+            return refuse(&arrays);
+    }
+    if (!has_length(weight, "weight", 0, x->shape[1])) return refuse(&arrays);
+    if (!has_length(bias, "bias", 0, x->shape[1])) return refuse(&arrays);
+    if (residual && !apart(residual, y, "residual and out")) return refuse(&arrays);
+    Py_BEGIN_ALLOW_THREADS
+    k->layer_norm(x->buf, residual ? residual->buf : NULL, weight->buf, bias->buf, eps, y->buf,
+                  x->shape[0], x->shape[1]);
+    Py_END_ALLOW_THREADS
+    return done(&arrays);
+}
+
+/* gelu(isa, x, out) */
+static PyObject *py_gelu(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Py_buffer *x, *y;
+    const Kernels *k;
+    if (!has_arguments(n, 3) || !(k = chosen(a[0]))) return NULL;
+    if (!(x = take(&arrays, a[1], "x", 'f', 2, 0))) return refuse(&arrays);
+    if (!(y = take(&arrays, a[2], "out", 'f', 2, 1))) return refuse(&arrays);
+    for (int axis = 0; axis < 2; axis++)
+        if (!has_length(y, "out", axis, x->shape[axis])) return refuse(&arrays);
+    if (!apart(x, y, "x and out")) return refuse(&arrays);
+    Py_BEGIN_ALLOW_THREADS
+    k->gelu(x->buf, y->buf, x->shape[0], x->shape[1]);
+    Py_END_ALLOW_THREADS
+    return done(&arrays);
+}
+
 /* ---- paged cache ---- */
 
 static int cache_fits(const Py_buffer *kv, const Py_buffer *q, int64_t dim) {
@@ -457,6 +504,7 @@ static PyObject *py_draw(PyObject *self, PyObject *const *a, Py_ssize_t n) {
 static PyMethodDef methods[] = {
     {"instruction_sets", py_instruction_sets, METH_NOARGS, NULL},
     FAST(pack), FAST(linear), FAST(embed), FAST(rms_norm), FAST(silu_mul), FAST(rope_append),
+    FAST(layer_norm), FAST(gelu),
     FAST(attention), FAST(gather), FAST(scatter), FAST(checksum), FAST(draw), {NULL, NULL, 0, NULL},
 };
 

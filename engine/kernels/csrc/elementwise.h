@@ -1,4 +1,4 @@
-/* Kernels that walk one row at a time: norms, rotary embedding, activation. */
+/* Kernels that walk one row at a time: norms, rotary embedding, activations. */
 
 static inline float v_total(vf v) { /* pairwise, so the order is ours and not the compiler's */
     float t[LANES];
@@ -104,5 +104,67 @@ static void silu_mul(const float *gate_up, float *y, int64_t rows, int64_t width
             vf g = v_load_n(gate_up + i, n), u = v_load_n(gate_up + width + i, n);
             vf e = v_exp(v_sub(v_set(0), g));
             v_store_n(y + i, v_mul(v_div(g, v_add(v_set(1), e)), u), n);
+        }
+}
+
+/* Sum of a row, or of the squares of its distances from `mean`. */
+static float row_total(const float *x, int64_t width, float mean, int squares) {
+    vf a = v_set(0), m = v_set(mean);
+    for (int64_t i = 0; i < width; i += LANES) {
+        int n = width - i < LANES ? (int)(width - i) : LANES;
+        vf p = v_load_n(x + i, n);
+        if (squares) {
+            p = v_between(v_sub(p, m), v_set(0), 0, n);
+            a = v_fma(p, p, a);
+        } else {
+            a = v_add(a, p);
+        }
+    }
+    return v_total(a);
+}
+
+/* With a residual: residual += x first, and that is what is normalised. */
+static void layer_norm(const float *x, float *residual, const float *weight, const float *bias,
+                       float eps, float *y, int64_t rows, int64_t width) {
+    for (int64_t t = 0; t < rows; t++, x += width, y += width) {
+        const float *from = x;
+        if (residual) {
+            for (int64_t i = 0; i < width; i++) residual[i] += x[i];
+            from = residual;
+            residual += width;
+        }
+        float mean = row_total(from, width, 0.0f, 0) / (float)width;
+        float variance = row_total(from, width, mean, 1) / (float)width;
+        vf m = v_set(mean), scale = v_set(1.0f / sqrtf(variance + eps));
+        for (int64_t i = 0; i < width; i += LANES) {
+            int n = width - i < LANES ? (int)(width - i) : LANES;
+            vf p = v_mul(v_sub(v_load_n(from + i, n), m), scale);
+            v_store_n(y + i, v_fma(p, v_load_n(weight + i, n), v_load_n(bias + i, n)), n);
+        }
+    }
+}
+
+/* x * (1 + erf(x / sqrt(2))) / 2 = max(x, 0) - t * e^(-t^2 / 2) * R(t), t = |x|.
+ *
+ * R(t) = e^(t^2 / 2) * erfc(t / sqrt(2)) / 2 is smooth: a polynomial in (t - 3) / (t + 3), fitted
+ * over t = 0..14 with a relative error of 9e-9. Behind that the power of e has vanished. */
+static inline vf v_gelu(vf x) {
+    static const float fit[] = {
+        0.121513948f,    -0.206402615f,   0.123225033f,    -0.0462133139f,   0.0061320886f,
+        0.00290467753f,  -0.000983847305f, -0.000339747698f, 0.000115652394f, 5.38749046e-05f,
+    };
+    vf t = v_min(v_set(14.0f), v_max(x, v_sub(v_set(0), x)));
+    vf u = v_div(v_sub(t, v_set(3.0f)), v_add(t, v_set(3.0f)));
+    vf r = v_set(fit[9]);
+    for (int i = 8; i >= 0; i--) r = v_fma(r, u, v_set(fit[i]));
+    vf power = v_exp(v_mul(v_mul(t, t), v_set(-0.5f)));
+    return v_sub(v_max(v_set(0), x), v_mul(t, v_mul(power, r)));
+}
+
+static void gelu(const float *x, float *y, int64_t rows, int64_t width) {
+    for (int64_t t = 0; t < rows; t++, x += width, y += width)
+        for (int64_t i = 0; i < width; i += LANES) {
+            int n = width - i < LANES ? (int)(width - i) : LANES;
+            v_store_n(y + i, v_gelu(v_load_n(x + i, n)), n);
         }
 }

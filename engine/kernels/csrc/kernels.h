@@ -69,6 +69,9 @@ typedef struct {
     /* returns 0, or -1 when no scratch memory could be had */
     int (*attention)(const Attention *);
     void (*silu_mul)(const float *gate_up, float *y, int64_t rows, int64_t width);
+    void (*layer_norm)(const float *x, float *residual, const float *weight, const float *bias,
+                       float eps, float *y, int64_t rows, int64_t width);
+    void (*gelu)(const float *x, float *y, int64_t rows, int64_t width);
     /* index of the weight drawn, or -1 where the caller has to look closer */
     int64_t (*draw)(const float *weights, int64_t count, double top_p, float min_p, double uniform,
                     float *kept, double *ends, int64_t *starts);

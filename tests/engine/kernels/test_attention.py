@@ -185,3 +185,24 @@ def test_bad_arguments_raise_before_any_write(backend, changes):
 
 def test_good_arguments_pass(backend):
     _call(backend)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_asked_for_at_the_end_see_the_whole_sequence(backend, oracle, shape):
+    """Attention both ways: a row's position says what it sees, not where its key lies."""
+    p = paged(9, shape, 130)
+    heads, kv_heads, dim, size = shape
+    positions = np.full(130, 129, np.int32)
+    out = np.empty((130, heads * dim), np.float32)
+    offsets = np.array([0, 130], np.int32)
+    backend.attention(p.q, p.kv, p.table[None], offsets, positions, dim**-0.5, 0, out)
+    at = np.arange(130)
+    keys, values = (
+        np.repeat(p.kv[p.table[at // size], kind, :, at % size].astype(float), heads // kv_heads, 1)
+        for kind in (0, 1)
+    )
+    scores = np.einsum("thd,shd->hts", p.q.astype(float), keys) * dim**-0.5
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    exact = np.einsum("hts,shd->thd", weights, values).reshape(130, -1)
+    assert np.abs(out - exact).max() < EPS * 100

@@ -63,6 +63,90 @@ def test_silu_mul_at_the_ends(backend):
     np.testing.assert_allclose(y[0], exact, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_layer_norm(backend, oracle, rng, poisoned, width):
+    x, weight, bias = floats(rng, 5, width) * 3 + 2, floats(rng, width), floats(rng, width)
+    exact = np.empty((5, width))
+    oracle.layer_norm(x.astype(float), weight.astype(float), bias.astype(float), 1e-5, exact)
+    y = poisoned(5, width)
+    backend.layer_norm(x, weight, bias, 1e-5, y)
+    np.testing.assert_allclose(y, exact, rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_add_layer_norm_updates_the_residual(backend, oracle, rng, poisoned, width):
+    x, residual = floats(rng, 4, width), floats(rng, 4, width)
+    weight, bias = floats(rng, width), floats(rng, width)
+    total = x + residual
+    exact = np.empty((4, width))
+    oracle.layer_norm(total.astype(float), weight.astype(float), bias.astype(float), 1e-6, exact)
+    y = poisoned(4, width)
+    backend.add_layer_norm(x, residual, weight, bias, 1e-6, y)
+    assert np.array_equal(residual, total)
+    np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_layer_norm_of_far_off_values_keeps_their_differences(backend, oracle, rng, poisoned):
+    """The variance is that of the distances from the mean, not a difference of large squares."""
+    x = (floats(rng, 3, 200) + 1000).astype(np.float32)
+    weight, bias = np.ones(200, np.float32), np.zeros(200, np.float32)
+    exact = np.empty((3, 200))
+    oracle.layer_norm(x.astype(float), weight.astype(float), bias.astype(float), 1e-5, exact)
+    y = poisoned(3, 200)
+    backend.layer_norm(x, weight, bias, 1e-5, y)
+    np.testing.assert_allclose(y, exact, rtol=1e-3, atol=1e-3)
+
+
+def test_layer_norm_refuses_shapes_that_do_not_fit(backend, poisoned):
+    x, y, vector = np.ones((2, 8), np.float32), poisoned(2, 8), np.ones(8, np.float32)
+    for weight, bias in ((vector[:7], vector), (vector, vector[:7])):
+        with pytest.raises(ValueError):
+            backend.layer_norm(x, weight, bias, 1e-5, y)
+    with pytest.raises(ValueError):
+        backend.add_layer_norm(x, x[:1].copy(), vector, vector, 1e-5, y)
+    assert np.isnan(y).all()
+
+
+@pytest.mark.parametrize("width", [1, 3, 16, 40, 1408])
+def test_gelu(backend, oracle, rng, poisoned, width):
+    x = floats(rng, 3, width) * 3
+    exact = np.empty((3, width))
+    oracle.gelu(x.astype(float), exact)
+    y = poisoned(3, width)
+    backend.gelu(x, y)
+    np.testing.assert_allclose(y, exact, rtol=5e-7, atol=3e-7)
+
+
+def test_gelu_is_accurate_over_its_whole_range(backend, oracle):
+    x = np.linspace(-20, 20, 80_001, dtype=np.float32)[None]
+    y, exact = np.empty_like(x), np.empty(x.shape)
+    backend.gelu(x, y)
+    oracle.gelu(x.astype(float), exact)
+    np.testing.assert_allclose(y, exact, rtol=2e-7, atol=1.5e-7)
+
+
+def test_gelu_at_the_ends(backend):
+    x = np.array([[0, -0.0, 1e30, -1e30, 100, -100, np.inf, -np.inf, np.nan]], np.float32)
+    y = np.empty_like(x)
+    with np.errstate(invalid="ignore"):
+        backend.gelu(x, y)
+    finite = [0, 0, 1e30, 0, 100, 0]
+    np.testing.assert_allclose(y[0, :6], np.array(finite, np.float32), atol=1e-30)
+    assert y[0, 6] == np.inf
+    assert np.isnan(y[0, 8])
+
+
+def test_new_rows_do_not_depend_on_others(compiled, rng):
+    x, weight, bias = floats(rng, 7, 131), floats(rng, 131), floats(rng, 131)
+    together, alone = np.empty((2, 7, 131), np.float32), np.empty((2, 1, 131), np.float32)
+    compiled.layer_norm(x, weight, bias, 1e-5, together[0])
+    compiled.gelu(x, together[1])
+    for row in range(7):
+        compiled.layer_norm(x[row : row + 1].copy(), weight, bias, 1e-5, alone[0])
+        compiled.gelu(x[row : row + 1].copy(), alone[1])
+        assert np.array_equal(alone[:, 0], together[:, row])
+
+
 @pytest.mark.parametrize("kind", ["f32", "bf16"])
 def test_embed(backend, rng, poisoned, kind):
     table = floats(rng, 50, 37)
