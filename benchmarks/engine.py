@@ -75,7 +75,7 @@ class Engine:
         return streams * self.steps / (time.perf_counter() - began)
 
     def _execute(self, chunks: Sequence[Chunk]) -> list[int]:
-        result = self.runner.executor.execute(StepPlan(0, tuple(chunks)))
+        result = self.runner.pipeline.execute(StepPlan(0, tuple(chunks)))
         if result.failed:
             raise RuntimeError(str(result.failed))
         return [s.token for s in result.sampled]

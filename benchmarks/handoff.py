@@ -25,7 +25,7 @@ import zmq
 
 from ..engine.cache import PagedCache
 from ..engine.kernels import load_backend
-from ..engine.runner import make_pool
+from ..engine.pipeline.model import make_pool
 from ..kv_transfer.frames import BufferPool, FramePacker, FrameWriter
 from ..kv_transfer.receiver import Handover, Receiver, ReceiverConfig, Reply
 from ..kv_transfer.sender import Done, Send, Sender, SenderConfig, SendFrame

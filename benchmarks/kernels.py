@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ..engine.kernels import load_backend
 from ..engine.kernels.backend import F32, Backend
-from ..engine.runner import make_pool
+from ..engine.pipeline.model import make_pool
 from ..proto.layout import KVLayout
 
 Call = Callable[[], object]

@@ -18,6 +18,7 @@ from typing import ClassVar
 from ..engine.cache import Allocation
 from ..engine.events import Event as EngineEvent
 from ..engine.events import Failed, Finished, TokenEvent
+from ..engine.models.registry import read_context
 from ..engine.scheduler import Scheduler
 from ..engine.sequence import Sequence
 from ..engine.step_time import StepTime
@@ -235,8 +236,9 @@ class DecodeCore(WorkerCore):
         key = (commit.request, commit.attempt)
         deadline = now + commit.deadline
         try:
-            context = TextContext.from_wire(
-                commit.context, RequestID(commit.request_id), commit.emitted
+            request_id = RequestID(commit.request_id)
+            context = read_context(
+                self._card.architecture, commit.context, request_id, commit.emitted
             )
             check_emitted(commit.context, commit.emitted, self._card)
             sequence = self._sequence(key, context, commit, handover, now)

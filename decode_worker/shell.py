@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..engine.cache import PagedCache
 from ..engine.plan import StepPlan, StepResult, failed_step
 from ..engine.runner import Runner
 from ..engine.scheduler import Scheduler, SchedulerConfig
@@ -52,7 +51,7 @@ class DecodeShell:
     ) -> None:
         self._loop = loop
         self._dropped = member.dropped
-        self._executor = runner.executor
+        self._pipeline = runner.pipeline
         self._control = control
         self._data = data
         self._encoder = EnvelopeEncoder(digest=envelope_digest)
@@ -60,7 +59,7 @@ class DecodeShell:
             PrefillToDecode, digest=envelope_digest
         )
         self._outgoing: dict[bytes, list[Message]] = {}
-        self._compute = ComputeThread(loop, runner.executor.execute, self._on_result)
+        self._compute = ComputeThread(loop, runner.pipeline.execute, self._on_result)
         self.core = self._make_core(config, runner, member)
         self._writer = FrameWriter(runner.backend, runner.pool)
         identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
@@ -74,7 +73,7 @@ class DecodeShell:
         self, config: DecodeWorkerConfig, runner: Runner, member: Membership
     ) -> DecodeCore:
         layout = runner.card.layout
-        cache = PagedCache(runner.pool.shape[1], layout.block_size)
+        cache = runner.pipeline.kv.new_cache()
         scheduler = Scheduler(
             SchedulerConfig(max_batch=config.max_batch, token_budget=config.token_budget), cache
         )
@@ -85,7 +84,7 @@ class DecodeShell:
             ReceiverConfig(window=config.window, budget=config.credit_budget),
         )
         times = StepTime()
-        warm_up(runner.executor, times)
+        warm_up(runner.pipeline, times)
         address = self._data.endpoint
         return DecodeCore(member, scheduler, receiver, address, MAX_KV_FRAME_BYTES, times)
 
@@ -172,7 +171,7 @@ class DecodeShell:
         self.feed(events.StepDone(result))
 
     def _tick(self) -> None:
-        self.feed(Tick(self._executor.layers_done))
+        self.feed(Tick(self._pipeline.layers_done))
         if self.core.is_drained:
             self._exit("drained", restart=False, code=0)
         else:

@@ -1,65 +1,34 @@
-"""The engine alone: scheduler and executor in one thread, without processes or sockets.
+"""The engine alone: a loaded model generating, without processes or sockets.
 
-Tests, benchmarks and "engine alone" baselines use it; workers run the same scheduler and
-executor on two threads. It knows nothing of text: prompts are token ids.
+Tests, benchmarks and "engine alone" baselines use it. It knows nothing of text: prompts are
+token ids.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence as Many
 
 import numpy as np
 
 from ..proto.contexts import TextContext
-from ..proto.errors import BatonError, InternalError, error_from_code
-from ..proto.hashing import cache_salt
+from ..proto.errors import BatonError, error_from_code
 from ..proto.sampling import SamplingParams
 from ..proto.tokens import TokenBuffer
-from .cache import PagedCache
-from .events import Event, Failed
-from .executor import OnLayers
+from .events import Failed
 from .runner import Runner
-from .scheduler import Scheduler, SchedulerConfig
-from .sequence import Sequence
+from .scheduler import SchedulerConfig
+from .step_loop import StepLoop
 
 
-class LLMEngine:
+class LLMEngine(StepLoop):
     """Continuous batching over one loaded model; for one thread.
 
-    ``runner``: model, KV pool and executor. ``config``: limits of a step.
+    ``runner``: model, KV memory and pipeline. ``config``: limits of a step.
     """
 
     def __init__(self, runner: Runner, config: SchedulerConfig | None = None) -> None:
+        super().__init__(runner.pipeline, config, runner.card.fingerprint)
         self.runner = runner
-        self.cache = PagedCache(runner.num_blocks, runner.card.layout.block_size)
-        self.scheduler = Scheduler(config or SchedulerConfig(), self.cache)
-        self._added = 0
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a request is unfinished."""
-        return self.scheduler.has_work
-
-    def add(self, context: TextContext) -> bytes:
-        """Queue a request and return its key; its tokens and status appear in ``context``."""
-        self._added += 1
-        request = self._added.to_bytes(16, "big")
-        salt = cache_salt(self.runner.card.fingerprint, context.cache_salt)
-        sequence = Sequence(request, context, block_size=self.cache.block_size, salt=salt)
-        self.scheduler.add(sequence, time.monotonic())
-        return request
-
-    def step(self, on_layers: OnLayers | None = None) -> list[Event]:
-        """Compute one step; without work nothing happens."""
-        plan = self.scheduler.plan(time.monotonic())
-        if plan is not None:
-            result = self.runner.executor.execute(plan, on_layers)
-            return self.scheduler.apply(result, time.monotonic())
-        events = self.scheduler.take_events()
-        if not events and self.has_work:
-            raise InternalError("requests wait and none of them can run")
-        return events
 
     def generate(
         self, prompts: Many[Many[int]], params: SamplingParams | Many[SamplingParams]

@@ -35,6 +35,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 32,
         "head_dim": 128,
     },
+    "BertModel": {},  # they are in its own struct
 }
 """Values transformers gives to keys a config.json leaves out, by architecture."""
 
@@ -67,6 +68,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     windows: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
     dtype: str
+
+
+class BertConfig(ModelConfig, frozen=True, kw_only=True):
+    """Shape of a BERT encoder; of ``rope`` only the number of positions means something."""
+
+    layer_norm_eps: float
+    type_vocab_size: int
 
 
 class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,8 +127,9 @@ def load_model_config(folder: Path) -> ModelConfig:
         raise CheckpointError(f"{folder}: config.json is missing; is this a model folder?")
     raw = read_json(path)
     architecture = _architecture(path, raw)
+    parse = parse_bert_config if architecture == "BertModel" else parse_model_config
     try:
-        return parse_model_config(raw, architecture)
+        return parse(raw, architecture)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{path}: {error}") from error
     except CheckpointError as error:
@@ -191,6 +200,63 @@ def parse_model_config(raw: dict[str, Any], architecture: str) -> ModelConfig:
     )
 
 
+class _RawBert(msgspec.Struct, kw_only=True):
+    """The keys read from a BERT's config.json, with the values left out ones have."""
+
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    intermediate_size: int = 3072
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    layer_norm_eps: float = 1e-12
+    hidden_act: str = "gelu"
+    position_embedding_type: str | None = "absolute"
+    is_decoder: bool = False
+    dtype: str | None = None
+    torch_dtype: str | None = None
+
+
+def parse_bert_config(raw: dict[str, Any], architecture: str) -> BertConfig:
+    """Build a BERT's config from config.json's object; raises as :func:`load_model_config`."""
+    fields = msgspec.convert(raw, _RawBert)
+    _refuse_sizes(fields, raw)
+    if fields.hidden_act != "gelu":
+        raise CheckpointError(f"config.json: unsupported hidden_act '{fields.hidden_act}'")
+    if fields.position_embedding_type not in (None, "absolute") or fields.is_decoder:
+        raise CheckpointError("config.json: only encoders with absolute positions are supported")
+    heads, hidden = fields.num_attention_heads, fields.hidden_size
+    if hidden % heads or hidden // heads % 2:
+        raise CheckpointError(
+            f"config.json: {heads} heads do not divide {hidden} channels in pairs"
+        )
+    if fields.type_vocab_size < 1:
+        raise CheckpointError("config.json: type_vocab_size must be positive")
+    return BertConfig(
+        architecture=architecture,
+        vocab_size=fields.vocab_size,
+        hidden_size=hidden,
+        intermediate_size=fields.intermediate_size,
+        num_layers=fields.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        rms_norm_eps=0.0,
+        layer_norm_eps=fields.layer_norm_eps,
+        rope=RopeConfig(max_position_embeddings=fields.max_position_embeddings),
+        tie_word_embeddings=False,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        qk_norm=False,
+        windows=(0,) * fields.num_hidden_layers,
+        eos_token_ids=(),
+        dtype=fields.dtype or fields.torch_dtype or "float32",
+        type_vocab_size=fields.type_vocab_size,
+    )
+
+
 def _architecture(path: Path, raw: dict[str, Any]) -> str:
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
@@ -206,6 +272,12 @@ def _refuse(raw: dict[str, Any], fields: _Raw) -> None:
     """Settings that would silently change the results."""
     if fields.hidden_act != "silu":
         raise CheckpointError(f"config.json: unsupported hidden_act '{fields.hidden_act}'")
+    _refuse_sizes(fields, raw)
+    if (fields.num_key_value_heads or 1) < 1 or (fields.head_dim or 1) < 1:
+        raise CheckpointError("config.json: num_key_value_heads and head_dim must be positive")
+
+
+def _refuse_sizes(fields: _Raw | _RawBert, raw: dict[str, Any]) -> None:
     if raw.get("quantization_config"):
         raise CheckpointError("config.json: quantized checkpoints are not supported")
     sizes = (
@@ -219,8 +291,6 @@ def _refuse(raw: dict[str, Any], fields: _Raw) -> None:
     for name in sizes:
         if getattr(fields, name) < 1:
             raise CheckpointError(f"config.json: {name} must be positive")
-    if (fields.num_key_value_heads or 1) < 1 or (fields.head_dim or 1) < 1:
-        raise CheckpointError("config.json: num_key_value_heads and head_dim must be positive")
 
 
 def _windows(fields: _Raw, architecture: str) -> tuple[int, ...]:

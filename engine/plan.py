@@ -7,6 +7,7 @@ an object the other may change: ``tokens``, ``block_table`` and ``history`` are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +17,8 @@ from ..proto.outputs import TokenLogProbs
 from ..proto.sampling import SamplingParams
 
 Int32 = npt.NDArray[np.int32]
+OnLayers = Callable[[bytes, int], None]
+"""Called with a request and the end of its layers whose keys and values are final."""
 
 
 @dataclass(slots=True, frozen=True)

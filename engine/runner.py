@@ -1,8 +1,7 @@
-"""From a model folder to something that executes plans: backend, weights, pool, card."""
+"""From a model folder to a pipeline: backend, weights, KV memory, card."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +13,12 @@ from ..proto.errors import CheckpointError, ConfigError
 from ..proto.layout import KVLayout, ModelCard
 from ..proto.sampling import SamplingParamsGenerationConfigDefaults
 from .checkpoint import Checkpoint, load_checkpoint
-from .executor import Executor
+from .embedding_config import EMBED, GENERATE, TASKS, EmbeddingSettings, load_embedding_settings
 from .kernels import load_backend
 from .kernels.backend import Backend
-from .kernels.memory import aligned_zeros
-from .models.decoder import Progress
-from .models.registry import build_model
+from .models.registry import architecture_of
+from .models.weights import Progress
+from .pipeline import EmbeddingsPipeline, TextGenerationPipeline
 
 F32 = npt.NDArray[np.float32]
 
@@ -33,8 +32,9 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block. ``num_blocks`` or ``kv_bytes``: size of the pool (``num_blocks`` wins).
     ``max_length``: longest context served, 0 for the model's own limit; a pool that holds
     fewer tokens lowers it. ``name``: what clients call the model, by default the folder's
-    name. ``layer_group``: layers between two reports of a streaming chunk, 0 for a quarter
-    of the model. ``full_digest``: fingerprint all weight bytes instead of samples.
+    name. ``task``: "generate" or "embed", by default what the folder is made for.
+    ``layer_group``: layers between two reports of a streaming chunk, 0 for a quarter of the
+    model. ``full_digest``: fingerprint all weight bytes instead of samples.
     """
 
     model: str
@@ -44,53 +44,103 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_bytes: int = DEFAULT_KV_BYTES
     max_length: int = 0
     name: str = ""
+    task: str = ""
     layer_group: int = 0
     full_digest: bool = False
 
 
 @dataclass(slots=True, frozen=True)
 class Runner:
-    """A loaded model. ``pool``: float32 ``[L, NB, 2, Hk, BS, D]``, shared with the executor."""
+    """A loaded text model."""
 
     card: ModelCard
-    pool: F32
-    executor: Executor
+    pipeline: TextGenerationPipeline
     backend: Backend
     generation_defaults: SamplingParamsGenerationConfigDefaults
 
     @property
+    def pool(self) -> F32:
+        """KV pool, float32 ``[L, NB, 2, Hk, BS, D]``, shared with the pipeline."""
+        return self.pipeline.pool
+
+    @property
     def num_blocks(self) -> int:
         """Blocks of the pool."""
-        return int(self.pool.shape[1])
+        return self.pipeline.kv.num_blocks
+
+
+@dataclass(slots=True, frozen=True)
+class EmbeddingRunner:
+    """A loaded embedding model."""
+
+    card: ModelCard
+    pipeline: EmbeddingsPipeline
+
+
+def model_task(checkpoint: Checkpoint, asked: str = "") -> str:
+    """What a checkpoint is to do: as ``asked``, else what its folder and architecture say.
+
+    Raises ConfigError for a task that it, or nobody, can do.
+    """
+    entry = architecture_of(checkpoint.config, checkpoint.folder)
+    if asked not in ("", *TASKS):
+        raise ConfigError(f"task must be one of {', '.join(TASKS)}, not '{asked}'")
+    task = asked or entry.task
+    if not asked and entry.embedder and load_embedding_settings(checkpoint.folder):
+        task = EMBED
+    if (entry.generator if task == GENERATE else entry.embedder) is None:
+        raise ConfigError(f"{checkpoint.folder}: a {checkpoint.config.architecture} cannot {task}")
+    return task
 
 
 def load_runner(config: RunnerConfig, on_progress: Progress | None = None) -> Runner:
-    """Load a model.
+    """Load a text model.
 
     ``on_progress(done, total)``: bytes of weights packed so far. Raises
     :class:`CheckpointError` for the folder, :class:`ConfigError` for the settings.
     """
     checkpoint = load_checkpoint(config.model)
+    make = architecture_of(checkpoint.config, checkpoint.folder).generator
+    if make is None or model_task(checkpoint, config.task) != GENERATE:
+        raise ConfigError(f"{checkpoint.folder} is an embedding model and generates no text")
     length = _served_length(config, checkpoint)
     layout = _layout(config, checkpoint)
     blocks = _num_blocks(config, layout)
     backend = load_backend(config.backend)
-    model = build_model(checkpoint, backend, length, on_progress)
-    pool = make_pool(layout, blocks)
+    model = make(checkpoint, backend, length, on_progress, block_size=config.block_size)
+    kv = model.load_kv_manager(backend, blocks * layout.block_bytes * layout.num_layers)
     numerics = _numerics(checkpoint, backend, length)
     served = _fit_pool(length, blocks, layout)
     card = _card(config, checkpoint, numerics, layout, served, model.weights_bytes)
-    executor = Executor(model, pool, config.layer_group)
-    return Runner(card, pool, executor, backend, checkpoint.generation.defaults)
+    pipeline = TextGenerationPipeline(model, kv, config.layer_group)
+    return Runner(card, pipeline, backend, checkpoint.generation.defaults)
 
 
-def make_pool(layout: KVLayout, blocks: int) -> F32:
-    """KV pool, float32 ``[L, NB, 2, Hk, BS, D]`` of zeros, aligned to cache lines.
+def load_embedder(config: RunnerConfig, on_progress: Progress | None = None) -> EmbeddingRunner:
+    """Load an embedding model; as :func:`load_runner`."""
+    checkpoint = load_checkpoint(config.model)
+    entry = architecture_of(checkpoint.config, checkpoint.folder)
+    if entry.embedder is None or model_task(checkpoint, config.task) != EMBED:
+        raise ConfigError(f"{checkpoint.folder} is a text model; to embed with it say task=embed")
+    settings = load_embedding_settings(checkpoint.folder) or entry.pooling
+    length = _embedded_length(config, checkpoint, settings)
+    layout = _layout(config, checkpoint)
+    backend = load_backend(config.backend)
+    model = entry.embedder(checkpoint, backend, length, on_progress, block_size=config.block_size)
+    numerics = f"{_numerics(checkpoint, backend, length)}/{settings.numerics}"
+    card = msgspec.structs.replace(
+        _card(config, checkpoint, numerics, layout, length, model.weights_bytes),
+        task=EMBED,
+        embedding_size=checkpoint.config.hidden_size,
+    )
+    return EmbeddingRunner(card, EmbeddingsPipeline(model, layout, settings))
 
-    Zeros cost nothing until touched, and a block sent before it is full leaks no old memory.
-    """
-    shape = (layout.num_layers, blocks, *layout.block_shape)
-    return aligned_zeros(4 * math.prod(shape)).view(np.float32).reshape(shape)
+
+def _embedded_length(
+    config: RunnerConfig, checkpoint: Checkpoint, settings: EmbeddingSettings
+) -> int:
+    length = _served_length(config, checkpoint)
+    return length if config.max_length else min(length, settings.max_length or length)
 
 
 def _served_length(config: RunnerConfig, checkpoint: Checkpoint) -> int:

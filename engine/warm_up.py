@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from ..proto.sampling import SamplingParams
-from .executor import Executor
+from .pipeline import TextGenerationPipeline
 from .plan import Chunk, SampleSpec, StepPlan
 from .step_time import StepTime
 
 
-def warm_up(executor: Executor, times: StepTime) -> None:
+def warm_up(pipeline: TextGenerationPipeline, times: StepTime) -> None:
     """Run one token through the model before any request does, and learn from it.
 
     It touches the weights, proves the engine works, and uses block 0 of an unused pool,
@@ -20,6 +20,6 @@ def warm_up(executor: Executor, times: StepTime) -> None:
     spec = SampleSpec(SamplingParams(temperature=0), 1, empty, 1)
     chunk = Chunk(b"warm-up", 0, np.zeros(1, np.int32), np.zeros(1, np.int32), spec)
     for _ in range(2):  # the first touches memory, the second is typical
-        result = executor.execute(StepPlan(0, (chunk,)))
+        result = pipeline.execute(StepPlan(0, (chunk,)))
         times.learn(1, result.seconds)
-    executor.pool[:, 0] = 0
+    pipeline.pool[:, 0] = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from ..engine.models.registry import read_context
 from ..engine.sequence import Sequence
 from ..kv_transfer import sender as handoff
 from ..kv_transfer.sender import Key
@@ -135,7 +136,8 @@ class Job:
 
 def make_job(key: Key, router: str, assign: Assign, card: ModelCard, now: float) -> Job:
     """A queued job. Raises InputError or ValueError for a context that cannot be run."""
-    context = TextContext.from_wire(assign.context, RequestID(assign.request_id), assign.emitted)
+    request_id = RequestID(assign.request_id)
+    context = read_context(card.architecture, assign.context, request_id, assign.emitted)
     sequence = Sequence(
         sequence_key(key),
         context,

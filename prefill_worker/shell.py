@@ -6,7 +6,6 @@ are final; the compute thread owns the model and writes the blocks of the step i
 
 from __future__ import annotations
 
-from ..engine.cache import PagedCache
 from ..engine.plan import StepPlan, StepResult, failed_step
 from ..engine.runner import Runner
 from ..engine.scheduler import Scheduler, SchedulerConfig
@@ -51,7 +50,7 @@ class PrefillShell:
         self._loop = loop
         self._control = control
         self._member = member
-        self._executor = runner.executor
+        self._pipeline = runner.pipeline
         self._encoder = EnvelopeEncoder(digest=envelope_digest)
         self._decoder: EnvelopeDecoder[PrefillToDecode] = EnvelopeDecoder(
             PrefillToDecode, digest=envelope_digest
@@ -79,7 +78,7 @@ class PrefillShell:
     @staticmethod
     def _make_core(config: PrefillWorkerConfig, runner: Runner, member: Membership) -> PrefillCore:
         layout = runner.card.layout
-        cache = PagedCache(runner.num_blocks, layout.block_size)
+        cache = runner.pipeline.kv.new_cache()
         scheduler = Scheduler(
             SchedulerConfig(
                 max_batch=config.max_active, token_budget=config.token_budget, one_token=True
@@ -96,7 +95,7 @@ class PrefillShell:
             stream_tokens=config.stream_tokens,
         )
         times = StepTime()
-        warm_up(runner.executor, times)
+        warm_up(runner.pipeline, times)
         return PrefillCore(member, scheduler, sender, limits, times)
 
     def start(self) -> None:
@@ -167,7 +166,7 @@ class PrefillShell:
             self._compute.post(lambda: self.feed(events.LayersDone(sequence, layer_end)))
 
         streams = any(chunk.stream_layers for chunk in plan.chunks)
-        return self._executor.execute(plan, layers if streams else None)
+        return self._pipeline.execute(plan, layers if streams else None)
 
     def _on_result(self, plan: StepPlan, result: StepResult | Exception) -> None:
         if isinstance(result, Exception):
@@ -189,7 +188,7 @@ class PrefillShell:
             self._control.send(peer, self._encoder.encode(said))
 
     def _tick(self) -> None:
-        self.feed(Tick(self._executor.layers_done))
+        self.feed(Tick(self._pipeline.layers_done))
         if self.core.is_drained:
             self._exit("drained", 0)
         else:

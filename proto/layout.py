@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from .limits import MAX_COUNT, MAX_SIZE
+from .limits import MAX_COUNT, MAX_EMBEDDING_SIZE, MAX_NAME_CHARS, MAX_SIZE
 
 Size = Annotated[int, Meta(ge=1, le=MAX_SIZE)]
 
@@ -56,6 +56,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
     ``fingerprint`` digests the weights' identity and the config; ``numerics`` names backend,
     dtype, kernel build and instruction set. Replay stays within one numerics fingerprint.
+    ``task``: "generate" or "embed"; what embeds has no decode side and makes vectors of
+    ``embedding_size`` numbers.
     """
 
     name: str
@@ -67,10 +69,12 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: list[int]
     layout: KVLayout
     weights_bytes: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
+    task: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] = "generate"
+    embedding_size: Annotated[int, Meta(ge=0, le=MAX_EMBEDDING_SIZE)] = 0
 
     def mismatch(self, other: ModelCard) -> tuple[str, str, str] | None:
         """First field that forbids a handoff: ``(field, mine, theirs)``, or None."""
-        for field in ("architecture", "fingerprint", "numerics", "vocab_size"):
+        for field in ("architecture", "task", "fingerprint", "numerics", "vocab_size"):
             mine, theirs = getattr(self, field), getattr(other, field)
             if mine != theirs:
                 return field, str(mine), str(theirs)

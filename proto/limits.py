@@ -53,6 +53,8 @@ MAX_COUNT = 1 << 53
 """Largest number of tokens, blocks, frames or bytes."""
 MAX_SIZE = 1 << 24
 """Largest dimension of a model."""
+MAX_EMBEDDING_SIZE = 1 << 14
+"""Most numbers of a vector."""
 MAX_DURATION_S = 1e9
 MAX_NAME_CHARS = 4096
 MAX_TEXT_CHARS = 1 << 20

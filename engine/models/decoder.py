@@ -8,41 +8,35 @@ are computed, so the chunks of a long prompt skip that layer's MLP and the LM he
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from ...proto.errors import CheckpointError
+from ...proto.layout import KVLayout
+from ...proto.outputs import TokenLogProbs
 from ..checkpoint import Checkpoint
 from ..kernels.backend import Backend, PackedLinear
 from ..model_config import ModelConfig
+from ..pipeline.model import (
+    KVCacheMixin,
+    KVManager,
+    ModelInputs,
+    ModelOutputs,
+    PipelineModel,
+    lay_out,
+    lay_out_next,
+)
+from ..plan import Chunk
+from ..sampler import log_probs
 from .rope import cos_sin_table
-from .weights import WeightLoader
+from .weights import Progress, WeightLoader
 from .workspace import Workspace
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
-LayerDone = Callable[[int], None]
-Progress = Callable[[int, int], None]
-
-
-@dataclass(slots=True, frozen=True)
-class Batch:
-    """Rows of one forward pass, grouped by sequence.
-
-    ``tokens``, ``positions``: int32 ``[T]``. ``slots``: int64 ``[T]``, cache slot of each
-    row. ``block_tables``: int32 ``[S, N]``, padded with 0. ``row_offsets``: int32 ``[S+1]``.
-    ``logit_rows``: int64 ``[R]``, ascending, rows whose logits are wanted.
-    """
-
-    tokens: I32
-    positions: I32
-    slots: npt.NDArray[np.int64]
-    block_tables: I32
-    row_offsets: I32
-    logit_rows: npt.NDArray[np.int64]
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,8 +54,12 @@ class Layer:
     window: int
 
 
-class Decoder:
-    """A loaded model. Not thread-safe: the workspace is shared by all calls."""
+class Decoder(PipelineModel, KVCacheMixin):
+    """A loaded model. Not thread-safe: the workspace is shared by all calls.
+
+    ``block_size``: tokens per KV block. ``head``: with False it gives hidden states instead
+    of logits, and the checkpoint needs no head.
+    """
 
     def __init__(
         self,
@@ -69,56 +67,116 @@ class Decoder:
         backend: Backend,
         max_length: int,
         on_progress: Progress | None = None,
+        *,
+        block_size: int = 16,
+        head: bool = True,
     ) -> None:
         config = checkpoint.config
         loader = WeightLoader(checkpoint, backend, on_progress)
         self.config = config
         self.backend = backend
         self.max_length = max_length
+        self.vocab_size = config.vocab_size
+        self.kv_layout = KVLayout(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+        )
+        self._pool: F32 | None = None
         self.cos_sin = cos_sin_table(config.rope, config.head_dim, max_length)
         if not np.isfinite(self.cos_sin).all():
             raise CheckpointError(f"{checkpoint.folder}: rope settings give no finite angles")
-        embedding = (config.vocab_size, config.hidden_size)
-        self._table = loader.take("model.embed_tokens.weight", embedding)
-        self._layers = [_load_layer(loader, config, i) for i in range(config.num_layers)]
-        self._final_norm = loader.vector("model.norm.weight", config.hidden_size)
-        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-        self._head = loader.linear([(head, config.vocab_size)], config.hidden_size, bias=False)
+        # Embedding checkpoints are often saved without the wrapper that adds the head.
+        base = "" if not head and "embed_tokens.weight" in checkpoint.tensors else "model."
+        self._table = loader.take(
+            f"{base}embed_tokens.weight", (config.vocab_size, config.hidden_size)
+        )
+        self._layers = [_load_layer(loader, config, base, i) for i in range(config.num_layers)]
+        self._final_norm = loader.vector(f"{base}norm.weight", config.hidden_size)
+        self._head: PackedLinear | None = None
+        if head:
+            name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+            self._head = loader.linear([(name, config.vocab_size)], config.hidden_size, bias=False)
         self.weights_bytes = loader.packed_bytes + self._table.nbytes
-        loader.finish()
+        headless = config.tie_word_embeddings or not head
+        loader.finish(unused=("lm_head.weight",) if headless else ())
         self._space = Workspace()
 
-    def forward(self, batch: Batch, pool: F32, layer_done: LayerDone | None = None) -> F32:
-        """Run a batch; returns logits ``[R, vocab]``, valid until the next call.
+    # ------------------------------------------------------------------ what pipelines call
 
-        ``pool``: KV pool ``[L, NB, 2, Hk, BS, D]``, written at ``slots``, read through the
-        block tables. ``layer_done(n)``: keys and values of layers ``0 .. n`` are final.
-        Raises ValueError for ids, positions or blocks out of range.
+    def load_kv_manager(self, session: Backend, available_bytes: int) -> KVManager:
+        """As the mixin's; inputs prepared from now on are for its pool."""
+        manager = super().load_kv_manager(session, available_bytes)
+        self._pool = manager.pool
+        return manager
+
+    def prepare_initial_token_inputs(self, contexts: Sequence[Chunk]) -> ModelInputs:
+        """Rows of the chunks, over the KV memory loaded."""
+        if self._pool is None:
+            raise ValueError("no KV memory was loaded")
+        return lay_out(contexts, self._pool)
+
+    def prepare_next_token_inputs(self, next_tokens: I32, prev_inputs: ModelInputs) -> ModelInputs:
+        """One row behind the last of each sequence."""
+        return lay_out_next(next_tokens, prev_inputs)
+
+    def execute(self, inputs: ModelInputs) -> ModelOutputs:
+        """Logits of the wanted rows; without a head their hidden states."""
+        states = self._states(inputs)
+        if self._head is None:
+            return ModelOutputs(hidden_states=states)
+        logits = self._space.rows("logits", len(states), self.vocab_size)
+        if len(states):
+            self.backend.linear(states, self._head, logits)
+        return ModelOutputs(next_token_logits=logits)
+
+    def compute_log_probabilities(
+        self,
+        inputs: ModelInputs,
+        outputs: ModelOutputs,
+        next_tokens: Sequence[int],
+        batch_top_n: Sequence[int],
+        batch_echo: Sequence[bool],
+    ) -> list[TokenLogProbs | None]:
+        """Log-softmax of the logits, as the sampler gives it; prompts are not echoed."""
+        logits = outputs.next_token_logits
+        if logits is None or any(batch_echo):
+            raise NotImplementedError("log-probabilities are those of drawn tokens alone")
+        rows = zip(logits, next_tokens, batch_top_n, strict=True)
+        return [log_probs(row, token, top) if top else None for row, token, top in rows]
+
+    # ------------------------------------------------------------------ the forward pass
+
+    def _states(self, inputs: ModelInputs) -> F32:
+        """Normed hidden states ``[R, hidden]`` of the wanted rows.
+
+        Writes keys and values at ``slots``. Raises ValueError for ids, positions or blocks out
+        of range.
         """
-        kernels, space, config = self.backend, self._space, self.config
-        hidden, rows = config.hidden_size, len(batch.tokens)
+        kernels, space, config, pool = self.backend, self._space, self.config, inputs.pool
+        layer_done = inputs.layer_done
+        hidden, rows = config.hidden_size, len(inputs.tokens)
         residual = space.rows("residual", rows, hidden)
         normed = space.rows("normed", rows, hidden)
-        kernels.embed(batch.tokens, self._table, residual)
+        kernels.embed(inputs.tokens, self._table, residual)
         kernels.rms_norm(residual, self._layers[0].input_norm, config.rms_norm_eps, normed)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            q = self._append(layer, batch, normed, pool[index])
+            q = self._append(layer, inputs, normed, pool[index])
             if layer_done is not None:
                 layer_done(index + 1)
             if index == last:
-                batch, q, residual = self._narrow(batch, q, residual)
-                if not len(batch.tokens):
-                    return np.empty((0, config.vocab_size), np.float32)
-                normed = normed[: len(batch.tokens)]
-            self._attend(layer, batch, q, pool[index], residual, normed)
+                inputs, q, residual = self._narrow(inputs, q, residual)
+                normed = normed[: len(inputs.tokens)]
+                if not len(normed):
+                    return normed
+            self._attend(layer, inputs, q, pool[index], residual, normed)
             following = self._final_norm if index == last else self._layers[index + 1].input_norm
             self._mlp(layer, residual, normed, following)
-        logits = space.rows("logits", len(batch.tokens), config.vocab_size)
-        kernels.linear(normed, self._head, logits)
-        return logits
+        return normed
 
-    def _append(self, layer: Layer, batch: Batch, normed: F32, kv_layer: F32) -> F32:
+    def _append(self, layer: Layer, batch: ModelInputs, normed: F32, kv_layer: F32) -> F32:
         """Project to q, k, v; store k and v; returns rotated q ``[T, Hq, D]``."""
         config, rows = self.config, len(normed)
         qkv = self._space.rows("qkv", rows, layer.qkv.out_features)
@@ -139,7 +197,7 @@ class Decoder:
         return q
 
     def _attend(
-        self, layer: Layer, batch: Batch, q: F32, kv_layer: F32, residual: F32, normed: F32
+        self, layer: Layer, batch: ModelInputs, q: F32, kv_layer: F32, residual: F32, normed: F32
     ) -> None:
         """Add attention to ``residual``; ``normed`` becomes the MLP's input."""
         config, rows = self.config, len(q)
@@ -169,24 +227,24 @@ class Decoder:
         self.backend.linear(active, layer.down, delta)
         self.backend.add_rms_norm(delta, residual, following, self.config.rms_norm_eps, normed)
 
-    def _narrow(self, batch: Batch, q: F32, residual: F32) -> tuple[Batch, F32, F32]:
-        """Keep only the rows whose logits are wanted."""
+    def _narrow(self, batch: ModelInputs, q: F32, residual: F32) -> tuple[ModelInputs, F32, F32]:
+        """Keep only the rows whose results are wanted."""
         rows = batch.logit_rows
         if len(rows) == len(batch.tokens):
             return batch, q, residual
-        kept = Batch(
+        kept = replace(
+            batch,
             tokens=batch.tokens[rows],
             positions=batch.positions[rows],
             slots=batch.slots[rows],
-            block_tables=batch.block_tables,
             row_offsets=np.searchsorted(rows, batch.row_offsets).astype(np.int32),
             logit_rows=np.arange(len(rows)),
         )
         return kept, q[rows], residual[rows]
 
 
-def _load_layer(loader: WeightLoader, config: ModelConfig, index: int) -> Layer:
-    base = f"model.layers.{index}"
+def _load_layer(loader: WeightLoader, config: ModelConfig, prefix: str, index: int) -> Layer:
+    base = f"{prefix}layers.{index}"
     hidden, dim, wide = config.hidden_size, config.head_dim, config.intermediate_size
     q, kv = config.num_heads * dim, config.num_kv_heads * dim
     attention, mlp = f"{base}.self_attn", f"{base}.mlp"

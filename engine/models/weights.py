@@ -15,7 +15,7 @@ from ..safetensors import Weights
 F32 = npt.NDArray[np.float32]
 Progress = Callable[[int, int], None]
 
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "embeddings.position_ids")
 """Tensors old checkpoints carry though they follow from the config."""
 
 
@@ -44,7 +44,7 @@ class WeightLoader:
 
     def vector(self, name: str, size: int) -> F32:
         """Tensor ``[size]`` as float32 of its own."""
-        return _to_float32(self.take(name, (size,)))
+        return widened(self.take(name, (size,)))
 
     def linear(
         self, parts: Sequence[tuple[str, int]], in_features: int, *, bias: bool
@@ -52,7 +52,7 @@ class WeightLoader:
         """Pack the modules ``(name, out_features)``, stacked; with their biases if asked."""
         weights = [self.take(f"{name}.weight", (out, in_features)) for name, out in parts]
         if len({w.dtype for w in weights}) > 1:
-            weights = [_to_float32(w) for w in weights]
+            weights = [widened(w) for w in weights]
         biases = [self.vector(f"{name}.bias", out) for name, out in parts] if bias else []
         packed = self._backend.pack_linear(weights, np.concatenate(biases) if bias else None)
         self.packed_bytes += packed.nbytes
@@ -60,11 +60,14 @@ class WeightLoader:
             self._on_progress(self._done, self._total)
         return packed
 
-    def finish(self) -> None:
-        """Refuse a checkpoint with weights the config has no place for; report the end."""
+    def finish(self, unused: Sequence[str] = ()) -> None:
+        """Refuse a checkpoint with weights the config has no place for; report the end.
+
+        ``unused``: tensors that may be there and have no use.
+        """
         for name in self._checkpoint.tensors:
-            tied = self._checkpoint.config.tie_word_embeddings and name == "lm_head.weight"
-            if name not in self._taken and not tied and not name.endswith(_IGNORED_SUFFIXES):
+            known = name in self._taken or name in unused or name.endswith(_IGNORED_SUFFIXES)
+            if not known:
                 raise CheckpointError(
                     f"{self._checkpoint.tensors.path(name)}: tensor '{name}' has no place in a "
                     f"{self._checkpoint.config.architecture} with this config.json"
@@ -73,7 +76,7 @@ class WeightLoader:
             self._on_progress(self._total, self._total)
 
 
-def _to_float32(tensor: Weights) -> F32:
+def widened(tensor: Weights) -> F32:
     """Copy as float32; uint16 arrays hold bfloat16 bits."""
     if tensor.dtype == np.uint16:
         return (tensor.astype(np.uint32) << 16).view(np.float32)

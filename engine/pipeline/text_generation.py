@@ -1,4 +1,8 @@
-"""Running a plan: rows out of chunks, one forward pass, one token per sampling chunk.
+"""Text generation: running a plan, and whole batches of contexts without a scheduler of one's own.
+
+Running a plan means rows out of chunks, one forward pass, one token per sampling chunk. Workers
+call :meth:`TextGenerationPipeline.execute` on their compute thread with plans of a scheduler on
+another; :meth:`TextGenerationPipeline.next_token` does both in the caller's thread.
 
 Errors stay with the request that caused them: a chunk that does not fit the model or the
 pool is left out of the pass, and a row with non-finite logits or an error in sampling fails
@@ -8,33 +12,83 @@ alone. What fails the pass itself fails every request in it, as the cause cannot
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from .models.decoder import Batch, Decoder, LayerDone
-from .plan import Chunk, Sampled, StepPlan, StepResult
-from .sampler import sample
+from ...proto.contexts import TextContext
+from ...proto.errors import InternalError, error_from_code
+from ...proto.ids import RequestID
+from ...proto.outputs import TextGenerationOutput
+from ...proto.status import GenerationStatus
+from ..events import Failed
+from ..plan import Chunk, OnLayers, Sampled, StepPlan, StepResult
+from ..sampler import sample
+from ..step_loop import StepLoop
+from .model import KVManager, LayerDone, ModelInputs, PipelineModel
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
-OnLayers = Callable[[bytes, int], None]
 
 
-class Executor:
-    """Owns the forward pass over one KV pool; used from one thread.
+class TextGenerationPipeline:
+    """A text model over its KV memory; used from one thread.
 
-    ``pool``: KV pool ``[L, NB, 2, Hk, BS, D]``. ``layer_group``: layers between two reports
-    to ``on_layers``.
+    ``layer_group``: layers between two reports to ``on_layers``. Either :meth:`execute` or
+    :meth:`next_token` is used, as both hand out the blocks of ``kv``.
     """
 
-    def __init__(self, model: Decoder, pool: F32, layer_group: int = 0) -> None:
+    def __init__(self, model: PipelineModel, kv: KVManager, layer_group: int = 0) -> None:
         self.model = model
-        self.pool = pool
+        self.kv = kv
+        self.pool = kv.pool
         self.layers_done = 0  # since start; another thread may read it
-        self.layer_group = layer_group or max(1, -(-len(pool) // 4))
-        self._blocks, self._block_size = pool.shape[1], pool.shape[4]
+        self.layer_group = layer_group or max(1, -(-len(kv.pool) // 4))
+        self._blocks, self._block_size = kv.num_blocks, kv.layout.block_size
+        self._loop: StepLoop | None = None
+        self._keys: dict[RequestID, bytes] = {}
+
+    # ------------------------------------------------------------------ batches of contexts
+
+    def next_token(
+        self, batch: Mapping[RequestID, TextContext], num_steps: int = 1
+    ) -> dict[RequestID, TextGenerationOutput]:
+        """Up to ``num_steps`` further tokens of every context of the batch, with its status.
+
+        A context's first step computes its whole prompt. One that ends early gets no more
+        tokens; one that finds no KV memory waits and may get none. Contexts of earlier calls
+        that are not in the batch rest, and keep of their KV what the prefix cache keeps.
+        Raises the error of the first context that fails, once all others are done; what they
+        got is in the next call's outputs.
+        """
+        loop = self._loop = self._loop or StepLoop(self)
+        for request_id in self._keys.keys() - batch.keys():
+            loop.abort(self._keys.pop(request_id))
+        for request_id, context in batch.items():
+            if request_id not in self._keys and not context.is_done:
+                self._keys[request_id] = loop.add(context)
+        failed: list[Failed] = []
+        for _ in range(num_steps):
+            if not loop.has_work:
+                break
+            failed += [event for event in loop.step() if isinstance(event, Failed)]
+        over = {event.request for event in failed}
+        for request_id, key in list(self._keys.items()):
+            if key in over or batch[request_id].is_done:
+                del self._keys[request_id]
+        if failed:
+            raise error_from_code(failed[0].code, failed[0].message)
+        return {request_id: c.to_generation_output() for request_id, c in batch.items()}
+
+    def release(self, context: TextContext) -> None:
+        """Forget a context and free its blocks; harmless when it is not here."""
+        key = self._keys.pop(context.request_id, None)
+        if key is not None and self._loop is not None:
+            self._loop.abort(key)
+
+    # ------------------------------------------------------------------ plans
 
     def execute(self, plan: StepPlan, on_layers: OnLayers | None = None) -> StepResult:
         """Run a plan and sample.
@@ -44,20 +98,23 @@ class Executor:
         """
         began = time.perf_counter()
         failed: dict[bytes, str] = {}
-        chunks, batch = self._admit(plan.chunks, failed)
-        sampled = [] if batch is None else self._run(chunks, batch, on_layers, failed)
+        chunks, inputs = self._admit(plan.chunks, failed)
+        sampled = [] if inputs is None else self._run(chunks, inputs, on_layers, failed)
         seconds = time.perf_counter() - began
         return StepResult(plan.step, tuple(sampled), seconds, plan.num_tokens, failed)
 
     def _run(
         self,
         chunks: Sequence[Chunk],
-        batch: Batch,
+        inputs: ModelInputs,
         on_layers: OnLayers | None,
         failed: dict[bytes, str],
     ) -> list[Sampled]:
         try:
-            logits = self.model.forward(batch, self.pool, self._reporter(chunks, on_layers))
+            inputs.layer_done = self._reporter(chunks, on_layers)
+            logits = self.model.execute(inputs).next_token_logits
+            if logits is None:
+                raise InternalError("the model gives no logits")
         except Exception as error:  # whatever it is, the loop must go on
             failed.update({c.request: f"forward pass: {_describe(error)}" for c in chunks})
             return []
@@ -65,15 +122,16 @@ class Executor:
 
     def _admit(
         self, chunks: Sequence[Chunk], failed: dict[bytes, str]
-    ) -> tuple[Sequence[Chunk], Batch | None]:
+    ) -> tuple[Sequence[Chunk], ModelInputs | None]:
         """Chunks the kernels can take, laid out; the others are failed."""
+        prepare = self.model.prepare_initial_token_inputs
         chunks = _without(chunks, self._misfit, failed)
-        batch = make_batch(chunks, self._block_size) if chunks else None
-        if batch is None or self._in_range(batch.tokens, batch.block_tables):
-            return chunks, batch
+        inputs = prepare(chunks) if chunks else None
+        if inputs is None or self._in_range(inputs.tokens, inputs.block_tables):
+            return chunks, inputs
         # Only now, as it is rare, look for the culprits one by one.
         chunks = _without(chunks, self._stray, failed)
-        return chunks, make_batch(chunks, self._block_size) if chunks else None
+        return chunks, prepare(chunks) if chunks else None
 
     def _misfit(self, chunk: Chunk) -> str | None:
         end = chunk.start + len(chunk.tokens)
@@ -86,13 +144,13 @@ class Executor:
     def _stray(self, chunk: Chunk) -> str | None:
         if self._in_range(chunk.tokens, chunk.block_table):
             return None
-        vocab = self.model.config.vocab_size
+        vocab = self.model.vocab_size
         return f"token ids outside 0..{vocab - 1} or blocks outside 0..{self._blocks - 1}"
 
     def _in_range(self, tokens: I32, blocks: I32) -> bool:
         return bool(
             tokens.min() >= 0
-            and tokens.max() < self.model.config.vocab_size
+            and tokens.max() < self.model.vocab_size
             and blocks.min() >= 0
             and blocks.max() < self._blocks
         )
@@ -120,29 +178,6 @@ def _without(
     return [c for c in chunks if c.request not in faults]
 
 
-def make_batch(chunks: Sequence[Chunk], block_size: int) -> Batch:
-    """Lay chunks out as rows: positions, cache slots, padded tables, offsets."""
-    lengths = np.array([len(c.tokens) for c in chunks], np.int32)
-    starts = np.array([c.start for c in chunks], np.int32)
-    offsets = np.zeros(len(chunks) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    tables = np.zeros((len(chunks), max(len(c.block_table) for c in chunks)), np.int32)
-    for row, chunk in zip(tables, chunks, strict=True):
-        row[: len(chunk.block_table)] = chunk.block_table
-    sequence = np.repeat(np.arange(len(chunks)), lengths)
-    positions = np.arange(offsets[-1], dtype=np.int32) + (starts - offsets[:-1])[sequence]
-    blocks = tables[sequence, positions // block_size].astype(np.int64)
-    sampling = [i for i, c in enumerate(chunks) if c.sample is not None]
-    return Batch(
-        tokens=np.concatenate([c.tokens for c in chunks]).astype(np.int32, copy=False),
-        positions=positions,
-        slots=blocks * block_size + positions % block_size,
-        block_tables=tables,
-        row_offsets=offsets,
-        logit_rows=(offsets[1:][sampling] - 1).astype(np.int64),
-    )
-
-
 def sample_rows(logits: F32, chunks: Sequence[Chunk], failed: dict[bytes, str]) -> list[Sampled]:
     """Draw a token per row of ``logits``; rows that cannot be drawn from go to ``failed``."""
     sampled = []
@@ -165,3 +200,28 @@ def sample_rows(logits: F32, chunks: Sequence[Chunk], failed: dict[bytes, str]) 
 
 def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def token_steps(
+    outputs: Mapping[RequestID, TextGenerationOutput],
+) -> list[dict[RequestID, TextGenerationOutput]]:
+    """Outputs of :meth:`TextGenerationPipeline.next_token` step by step, one token each.
+
+    A request that is absent from a later step has ended, or found no room for a token.
+    """
+    longest = max((len(output.tokens) for output in outputs.values()), default=0)
+    return [
+        {r: _step(output, i) for r, output in outputs.items() if i < len(output.tokens)}
+        for i in range(longest)
+    ]
+
+
+def _step(output: TextGenerationOutput, index: int) -> TextGenerationOutput:
+    last = index == len(output.tokens) - 1
+    logprobs = output.log_probabilities
+    return replace(
+        output,
+        tokens=output.tokens[index : index + 1],
+        final_status=output.final_status if last else GenerationStatus.ACTIVE,
+        log_probabilities=None if logprobs is None else logprobs[index : index + 1],
+    )

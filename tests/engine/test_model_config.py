@@ -9,7 +9,7 @@ from baton.engine.model_config import (
     load_generation_config,
     load_model_config,
 )
-from baton.engine.models.registry import MODELS
+from baton.engine.models.registry import ARCHITECTURES
 from baton.proto.errors import CheckpointError
 
 BASE = {
@@ -101,7 +101,7 @@ def test_unsupported_architecture_is_named_with_the_supported_ones(tmp_path):
     message = str(caught.value)
     assert "MambaForCausalLM" in message
     assert all(name in message for name in SUPPORTED_ARCHITECTURES)
-    assert set(SUPPORTED_ARCHITECTURES) == set(MODELS)
+    assert set(SUPPORTED_ARCHITECTURES) == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ class Sequences:
 
     def step(self, which: list[int], budget: int) -> None:
         chunks = [self.chunk(i, budget) for i in which]
-        result = self.runner.executor.execute(StepPlan(0, tuple(chunks)))
+        result = self.runner.pipeline.execute(StepPlan(0, tuple(chunks)))
         assert not result.failed
         for i, chunk in zip(which, chunks, strict=True):
             self.done[i] += len(chunk.tokens)
@@ -90,21 +90,21 @@ def logits_of(runner: Runner, tokens: np.ndarray, rows: np.ndarray, budget: int)
     size = runner.card.layout.block_size
     table = np.random.default_rng(3).permutation(runner.num_blocks).astype(np.int32)
     table = table[: -(-len(tokens) // size)]
-    captured, original = [], runner.executor.model.forward
+    captured, original = [], runner.pipeline.model.execute
 
-    def forward(batch, pool, layer_done=None):
-        logits = original(batch, pool, layer_done)
-        captured.append(logits.copy())
-        return logits
+    def execute(inputs):
+        outputs = original(inputs)
+        captured.append(outputs.next_token_logits.copy())
+        return outputs
 
-    runner.executor.model.forward = forward
+    runner.pipeline.model.execute = execute
     runner.pool.fill(np.nan)
     cuts = sorted({*range(0, len(tokens), budget), *(int(r) + 1 for r in rows), len(tokens)})
     for start, end in pairwise(cuts):
         sample = SampleSpec(GREEDY, end, EMPTY, end) if end - 1 in rows else None
         chunk = Chunk(b"x", start, tokens[start:end], table, sample)
-        assert not runner.executor.execute(StepPlan(0, (chunk,))).failed
-    runner.executor.model.forward = original
+        assert not runner.pipeline.execute(StepPlan(0, (chunk,))).failed
+    runner.pipeline.model.execute = original
     return np.concatenate([c for c in captured if len(c)])
 
 
@@ -148,11 +148,11 @@ def test_bits_do_not_depend_on_chunks_blocks_or_neighbours(references, name):
         np.testing.assert_array_equal(alone, chunked)
     runner = load(name, 16, backend="cpu")
     everyone = Sequences(runner, [references[name][f"prompt_{i}"] for i in (2, 6, 4)], 0)
-    logits = []
-    forward = runner.executor.model.forward
-    runner.executor.model.forward = lambda *args: logits.append(forward(*args)) or logits[-1]
+    outputs = []
+    execute = runner.pipeline.model.execute
+    runner.pipeline.model.execute = lambda *args: outputs.append(execute(*args)) or outputs[-1]
     everyone.step([0, 1, 2], UNBOUNDED)
-    np.testing.assert_array_equal(alone[0], logits[0][1])
+    np.testing.assert_array_equal(alone[0], outputs[0].next_token_logits[1])
 
 
 def test_rows_do_not_see_later_tokens_or_other_sequences(references):

@@ -57,16 +57,17 @@ def run(runner, tokens, start=0, sample=True):
     table = np.arange(-(-end // runner.card.layout.block_size), dtype=np.int32)
     spec = SampleSpec(SamplingParams(temperature=0), end, EMPTY, end) if sample else None
     kept = []
-    forward = runner.executor.model.forward
+    execute = runner.pipeline.model.execute
 
-    def keep(*args):
-        kept.append(forward(*args).copy())
-        return kept[-1]
+    def keep(inputs):
+        outputs = execute(inputs)
+        kept.append(outputs.next_token_logits.copy())
+        return outputs
 
-    runner.executor.model.forward = keep
+    runner.pipeline.model.execute = keep
     chunk = Chunk(b"x", start, np.asarray(tokens, np.int32), table, spec)
-    result = runner.executor.execute(StepPlan(0, (chunk,)))
-    runner.executor.model.forward = forward
+    result = runner.pipeline.execute(StepPlan(0, (chunk,)))
+    runner.pipeline.model.execute = execute
     assert not result.failed
     return result.sampled[0].token if sample else None, kept[0]
 

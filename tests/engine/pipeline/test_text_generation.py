@@ -3,12 +3,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.engine.executor import make_batch
+from baton.engine.pipeline.model import lay_out
 from baton.engine.plan import Chunk, SampleSpec, StepPlan
 from baton.engine.runner import RunnerConfig, load_runner
 from baton.proto.sampling import SamplingParams
 
-DATA = Path(__file__).resolve().parents[1] / "data" / "checkpoints"
+DATA = Path(__file__).resolve().parents[2] / "data" / "checkpoints"
 EMPTY = np.empty(0, np.int32)
 GREEDY = SamplingParams(temperature=0)
 
@@ -26,13 +26,13 @@ def chunk(name, tokens=(5, 6, 7), start=0, table=(3, 9), params=GREEDY, **more):
 
 
 def execute(runner, *chunks, on_layers=None):
-    return runner.executor.execute(StepPlan(7, chunks), on_layers)
+    return runner.pipeline.execute(StepPlan(7, chunks), on_layers)
 
 
 def test_batch_lays_chunks_out_as_rows():
-    batch = make_batch(
+    batch = lay_out(
         [chunk(b"a", (1, 2, 3), 5, (4, 7)), chunk(b"b", (8,), 0, (2,)), chunk(b"c", (9,), 3, (6,))],
-        block_size=4,
+        np.empty((1, 8, 2, 1, 4, 2), np.float32),
     )
     assert batch.tokens.tolist() == [1, 2, 3, 8, 9]
     assert batch.positions.tolist() == [5, 6, 7, 0, 3]
@@ -119,7 +119,7 @@ def test_a_failing_pass_fails_its_requests_and_not_the_executor(runner, monkeypa
         raise MemoryError("no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr(runner.executor.model, "forward", out_of_memory)
+        patched.setattr(runner.pipeline.model, "execute", out_of_memory)
         assert set(execute(runner, chunk(b"a"), chunk(b"b", table=(1,))).failed) == {b"a", b"b"}
     assert len(execute(runner, chunk(b"a")).sampled) == 1
 
@@ -137,7 +137,7 @@ def test_finished_layers_are_reported_while_the_step_runs(runner):
     result = execute(runner, streaming, chunk(b"b", table=(1, 2)), on_layers=on_layers)
     assert not result.failed
     assert seen == [(b"a", 1), (b"a", 2), (b"a", 3)]
-    runner.executor.layer_group = 2
+    runner.pipeline.layer_group = 2
     runner.pool.fill(np.nan)
     seen.clear()
     monitored = []

@@ -1,0 +1,104 @@
+"""How a model folder makes vectors, and whether it is meant to.
+
+The sentence-transformers layout says it in two files: ``modules.json`` lists the stages, and
+the pooling stage has a ``config.json`` of its own. A stage that cannot be run is refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..proto.errors import CheckpointError
+from .safetensors import read_json
+
+GENERATE, EMBED = "generate", "embed"
+TASKS = (GENERATE, EMBED)
+
+_POOLINGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+}
+_NAMES = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+
+
+class EmbeddingSettings(msgspec.Struct, frozen=True):
+    """``pooling``: "mean" over the tokens, or the "cls" (first) or "last" token alone.
+
+    ``normalize``: vectors get length 1. ``max_length``: tokens of a text by
+    ``sentence_bert_config.json``, 0 when it says nothing.
+    """
+
+    pooling: str
+    normalize: bool
+    max_length: int = 0
+
+    @property
+    def numerics(self) -> str:
+        """Part of the name of all that decides a result's bits."""
+        return f"embed-{self.pooling}{'-unit' if self.normalize else ''}"
+
+
+class _Module(msgspec.Struct):
+    type: str
+    path: str = ""
+
+
+class _SentenceConfig(msgspec.Struct):
+    max_seq_length: int | None = None
+
+
+def load_embedding_settings(folder: Path) -> EmbeddingSettings | None:
+    """What ``modules.json`` says, None without it; CheckpointError for what cannot be run."""
+    path = folder / "modules.json"
+    if not path.is_file():
+        return None
+    stages = {_kind(module): module for module in _modules(path)}
+    unknown = stages.keys() - {"Transformer", "Pooling", "Normalize"}
+    if unknown or "Pooling" not in stages:
+        problem = f"the stage {min(unknown)}" if unknown else "embeddings without pooling"
+        raise CheckpointError(f"{path}: {problem} cannot be served")
+    return EmbeddingSettings(
+        pooling=_pooling(folder / stages["Pooling"].path / "config.json"),
+        normalize="Normalize" in stages,
+        max_length=_max_length(folder / "sentence_bert_config.json"),
+    )
+
+
+def _modules(path: Path) -> list[_Module]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[_Module])
+    except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _kind(module: _Module) -> str:
+    return module.type.rpartition(".")[2]
+
+
+def _pooling(path: Path) -> str:
+    raw: dict[str, Any] = read_json(path)
+    modes = [mode for key, mode in _POOLINGS.items() if raw.get(key) is True]
+    named = raw.get("pooling_mode")
+    if isinstance(named, str):
+        modes = [_NAMES[named]] if named in _NAMES else []
+    others = [key for key, on in raw.items() if on is True and key.startswith("pooling_mode_")]
+    if len(modes) != 1 or len(others) > 1:
+        known = ", ".join(_POOLINGS)
+        raise CheckpointError(f"{path}: exactly one of {known} must be on, and nothing beside it")
+    return modes[0]
+
+
+def _max_length(path: Path) -> int:
+    if not path.is_file():
+        return 0
+    try:
+        length = msgspec.convert(read_json(path), _SentenceConfig).max_seq_length
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if length is not None and length < 1:
+        raise CheckpointError(f"{path}: max_seq_length {length} must be positive")
+    return length or 0

@@ -1,0 +1,20 @@
+"""How models are run: the interfaces of contexts.md, and the pipelines workers compute with."""
+
+from .embeddings import EmbeddingsPipeline
+from .generators import AudioGenerator, EmbeddingsGenerator, EmbeddingsOutput
+from .model import KVCacheMixin, KVManager, ModelInputs, ModelOutputs, PipelineModel
+from .text_generation import TextGenerationPipeline, token_steps
+
+__all__ = [
+    "AudioGenerator",
+    "EmbeddingsGenerator",
+    "EmbeddingsOutput",
+    "EmbeddingsPipeline",
+    "KVCacheMixin",
+    "KVManager",
+    "ModelInputs",
+    "ModelOutputs",
+    "PipelineModel",
+    "TextGenerationPipeline",
+    "token_steps",
+]

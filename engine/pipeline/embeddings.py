@@ -1,0 +1,116 @@
+"""Texts to vectors: one forward pass over a batch, pooling, length 1.
+
+Invariant: a text's vector depends on its own tokens alone, not on the batch. Keys and values
+live no longer than a layer, so one layer's worth of memory serves all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from ...proto.contexts import TextContext
+from ...proto.ids import RequestID
+from ...proto.layout import KVLayout
+from ..embedding_config import EmbeddingSettings
+from ..plan import Chunk
+from .generators import EmbeddingsOutput
+from .model import F32, I32, PipelineModel, lay_out, make_pool
+
+_I64 = npt.NDArray[np.int64]
+_SMALLEST_NORM = np.float32(1e-12)
+
+
+class EmbeddingsPipeline:
+    """An embedding model with its pooling; used from one thread.
+
+    ``layout``: KV blocks of the model.
+    """
+
+    def __init__(self, model: PipelineModel, layout: KVLayout, settings: EmbeddingSettings) -> None:
+        self.model = model
+        self.settings = settings
+        self.layers_done = 0  # since start; another thread may read it
+        self._layout = layout
+        self._pool = self._scratch(1)
+
+    def encode(self, batch: Mapping[RequestID, TextContext]) -> dict[RequestID, EmbeddingsOutput]:
+        """The vectors of the batch; left out are contexts the model cannot take.
+
+        Those are empty ones, longer ones than it serves, ids outside its vocabulary, and what
+        gives values that are no numbers.
+        """
+        texts = {r: c.tokens.all.astype(np.int32) for r, c in batch.items() if self._fits(c)}
+        if not texts:
+            return {}
+        chunks = self._chunks(texts)
+        inputs = lay_out(chunks, self._pool)
+        inputs.logit_rows = self._wanted(inputs.row_offsets)
+        inputs.layer_done = self._layer_done
+        states = self.model.execute(inputs).hidden_states
+        if states is None:
+            return {}
+        vectors = self._pooled(states, inputs.row_offsets)
+        usable = np.isfinite(vectors.sum(axis=1)).tolist()
+        return {
+            request_id: EmbeddingsOutput(vector)
+            for request_id, vector, good in zip(texts, vectors, usable, strict=True)
+            if good
+        }
+
+    def _fits(self, context: TextContext) -> bool:
+        tokens = context.tokens.all
+        if not 0 < len(tokens) <= self.model.max_length:
+            return False
+        return bool(tokens.min() >= 0 and tokens.max() < self.model.vocab_size)
+
+    def _chunks(self, texts: Mapping[RequestID, I32]) -> list[Chunk]:
+        """Each text in blocks of its own."""
+        used, chunks = 0, []
+        for tokens in texts.values():
+            blocks = self._layout.blocks_for(len(tokens))
+            table = np.arange(used, used + blocks, dtype=np.int32)
+            used += blocks
+            chunks.append(Chunk(b"", 0, tokens, table))
+        if used > self._pool.shape[1]:
+            self._pool = self._scratch(1 << (used - 1).bit_length())
+        return chunks
+
+    def _scratch(self, blocks: int) -> F32:
+        """A pool whose layers are all the same memory."""
+        one = KVLayout(
+            num_layers=1,
+            num_kv_heads=self._layout.num_kv_heads,
+            head_dim=self._layout.head_dim,
+            block_size=self._layout.block_size,
+        )
+        layer = make_pool(one, blocks)
+        shape = (self._layout.num_layers, *layer.shape[1:])
+        return np.lib.stride_tricks.as_strided(layer, shape, (0, *layer.strides[1:]))
+
+    def _wanted(self, offsets: I32) -> _I64:
+        match self.settings.pooling:
+            case "mean":
+                return np.arange(offsets[-1], dtype=np.int64)
+            case "cls":
+                return offsets[:-1].astype(np.int64)
+            case _:  # the last token
+                return offsets[1:].astype(np.int64) - 1
+
+    def _pooled(self, states: F32, offsets: I32) -> F32:
+        """One vector per text, float32 ``[S, dim]``."""
+        if self.settings.pooling == "mean":
+            rows = pairwise(offsets.tolist())
+            vectors = np.stack([states[start:end].mean(axis=0) for start, end in rows])
+        else:
+            vectors = states.copy()
+        if self.settings.normalize:
+            norms = np.sqrt(np.square(vectors).sum(axis=1, keepdims=True))
+            vectors /= np.maximum(norms, _SMALLEST_NORM)
+        return vectors
+
+    def _layer_done(self, _layer_end: int) -> None:
+        self.layers_done += 1

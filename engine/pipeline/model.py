@@ -1,0 +1,197 @@
+"""What a model is to those who run it: rows in, logits or hidden states out.
+
+Invariant: a model knows no request. It gets rows grouped by sequence, each with its place in
+the KV cache; who they belong to and what becomes of the result is the pipeline's business.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...proto.layout import KVLayout
+from ...proto.outputs import TokenLogProbs
+from ..cache import PagedCache
+from ..kernels.backend import Backend
+from ..kernels.memory import aligned_zeros
+from ..plan import Chunk
+
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+LayerDone = Callable[[int], None]
+
+
+@dataclass(slots=True)
+class ModelInputs:
+    """Rows of one forward pass, grouped by sequence.
+
+    ``tokens``, ``positions``: int32 ``[T]``. ``slots``: int64 ``[T]``, cache slot of each
+    row. ``block_tables``: int32 ``[S, N]``, padded with 0. ``row_offsets``: int32 ``[S+1]``.
+    ``logit_rows``: int64 ``[R]``, ascending, rows whose results are wanted. ``pool``: KV pool
+    ``[L, NB, 2, Hk, BS, D]``, written at ``slots``, read through the block tables.
+    ``layer_done(n)``: told that keys and values of layers ``0 .. n`` are final.
+    """
+
+    tokens: I32
+    positions: I32
+    slots: I64
+    block_tables: I32
+    row_offsets: I32
+    logit_rows: I64
+    pool: F32
+    layer_done: LayerDone | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class ModelOutputs:
+    """Results of the wanted rows, float32, valid until the model's next call.
+
+    ``next_token_logits``: ``[R, vocab]``, of the last row of each sequence that samples.
+    ``logits``: ``[T, vocab]``, of all rows, from models that give them. ``hidden_states``:
+    ``[R, hidden]``, behind the last norm, from embedding models.
+    """
+
+    next_token_logits: F32 | None = None
+    logits: F32 | None = None
+    hidden_states: F32 | None = None
+
+
+class PipelineModel(ABC):
+    """A loaded model; one thread calls it."""
+
+    max_length: int
+    """Positions served."""
+    vocab_size: int
+    weights_bytes: int
+
+    @abstractmethod
+    def execute(self, inputs: ModelInputs) -> ModelOutputs:
+        """Run the rows; ValueError for ids, positions or blocks out of range."""
+
+    @abstractmethod
+    def prepare_initial_token_inputs(self, contexts: Sequence[Chunk]) -> ModelInputs:
+        """Lay chunks of contexts out as rows.
+
+        A chunk is the snapshot of a context that another thread may read while the context
+        grows.
+        """
+
+    @abstractmethod
+    def prepare_next_token_inputs(self, next_tokens: I32, prev_inputs: ModelInputs) -> ModelInputs:
+        """One row for the next token of each sequence; its block table must have room for it.
+
+        ``next_tokens``: int32 ``[S]``, in the order of ``prev_inputs``.
+        """
+
+    def compute_log_probabilities(
+        self,
+        inputs: ModelInputs,
+        outputs: ModelOutputs,
+        next_tokens: Sequence[int],
+        batch_top_n: Sequence[int],
+        batch_echo: Sequence[bool],
+    ) -> list[TokenLogProbs | None]:
+        """Log-probs of the drawn tokens and of the ``batch_top_n`` likeliest; 0 gives None."""
+        raise NotImplementedError(f"{type(self).__name__} computes no log-probabilities")
+
+    def estimate_memory_footprint(self) -> int:
+        """Bytes left for KV memory on this machine with the weights loaded."""
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(slots=True, frozen=True)
+class KVManager:
+    """The KV memory of one modality: ``pool`` float32 ``[L, NB, 2, Hk, BS, D]`` and its shape."""
+
+    layout: KVLayout
+    pool: F32
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+        return int(self.pool.shape[1])
+
+    def new_cache(self) -> PagedCache:
+        """Books over all blocks; one at a time may hand out a pool's blocks."""
+        return PagedCache(self.num_blocks, self.layout.block_size)
+
+
+class KVCacheMixin:
+    """A model with a paged KV cache, described by ``kv_layout``."""
+
+    kv_layout: KVLayout
+
+    def estimate_kv_cache_size(self, available_bytes: int) -> int:
+        """Bytes of the whole blocks that ``available_bytes`` hold."""
+        block = self.kv_layout.block_bytes * self.kv_layout.num_layers
+        return max(0, available_bytes) // block * block
+
+    def load_kv_manager(self, session: Backend, available_bytes: int) -> KVManager:
+        """KV memory on the device of ``session``; what models of one modality have one of.
+
+        Raises ValueError when not even a block fits.
+        """
+        layout = self.kv_layout
+        size = self.estimate_kv_cache_size(available_bytes)
+        if not size:
+            raise ValueError(f"{available_bytes} bytes hold no KV block")
+        blocks = size // (layout.block_bytes * layout.num_layers)
+        return KVManager(layout, make_pool(layout, blocks))
+
+
+def make_pool(layout: KVLayout, blocks: int) -> F32:
+    """KV pool, float32 ``[L, NB, 2, Hk, BS, D]`` of zeros, aligned to cache lines.
+
+    Zeros cost nothing until touched, and a block sent before it is full leaks no old memory.
+    """
+    shape = (layout.num_layers, blocks, *layout.block_shape)
+    return aligned_zeros(4 * math.prod(shape)).view(np.float32).reshape(shape)
+
+
+def lay_out(chunks: Sequence[Chunk], pool: F32) -> ModelInputs:
+    """Lay chunks out as rows: positions, cache slots, padded tables, offsets."""
+    block_size = pool.shape[4]
+    lengths = np.array([len(c.tokens) for c in chunks], np.int32)
+    starts = np.array([c.start for c in chunks], np.int32)
+    offsets = np.zeros(len(chunks) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    tables = np.zeros((len(chunks), max(len(c.block_table) for c in chunks)), np.int32)
+    for row, chunk in zip(tables, chunks, strict=True):
+        row[: len(chunk.block_table)] = chunk.block_table
+    sequence = np.repeat(np.arange(len(chunks)), lengths)
+    positions = np.arange(offsets[-1], dtype=np.int32) + (starts - offsets[:-1])[sequence]
+    blocks = tables[sequence, positions // block_size].astype(np.int64)
+    sampling = [i for i, c in enumerate(chunks) if c.sample is not None]
+    return ModelInputs(
+        tokens=np.concatenate([c.tokens for c in chunks]).astype(np.int32, copy=False),
+        positions=positions,
+        slots=blocks * block_size + positions % block_size,
+        block_tables=tables,
+        row_offsets=offsets,
+        logit_rows=(offsets[1:][sampling] - 1).astype(np.int64),
+        pool=pool,
+    )
+
+
+def lay_out_next(next_tokens: I32, before: ModelInputs) -> ModelInputs:
+    """The row behind each sequence's last one: :func:`lay_out` without looking at chunks."""
+    count, block_size = len(next_tokens), before.pool.shape[4]
+    rows = np.arange(count)
+    positions = before.positions[before.row_offsets[1:] - 1] + np.int32(1)
+    blocks = before.block_tables[rows, positions // block_size].astype(np.int64)
+    return ModelInputs(
+        tokens=next_tokens,
+        positions=positions,
+        slots=blocks * block_size + positions % block_size,
+        block_tables=before.block_tables,
+        row_offsets=np.arange(count + 1, dtype=np.int32),
+        logit_rows=rows,
+        pool=before.pool,
+    )

@@ -1,0 +1,80 @@
+"""Scheduler and executor in one thread: plan, compute, apply, again.
+
+Workers run the same scheduler and the same pipeline on two threads. Prompts are token ids.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from ..proto.contexts import TextContext
+from ..proto.errors import InternalError
+from ..proto.hashing import cache_salt
+from .cache import PagedCache
+from .events import Event
+from .plan import OnLayers, StepPlan, StepResult
+from .scheduler import Scheduler, SchedulerConfig
+from .sequence import Sequence
+
+
+class _Books(Protocol):
+    def new_cache(self) -> PagedCache: ...
+
+
+class PlanRunner(Protocol):
+    """What computes a plan: a pipeline."""
+
+    @property
+    def kv(self) -> _Books:
+        """Makes the books over its KV blocks."""
+        ...
+
+    def execute(self, plan: StepPlan, on_layers: OnLayers | None = None) -> StepResult:
+        """Run a plan and sample."""
+        ...
+
+
+class StepLoop:
+    """Continuous batching over one pipeline. ``fingerprint``: of the model, keys block hashes."""
+
+    def __init__(
+        self,
+        pipeline: PlanRunner,
+        config: SchedulerConfig | None = None,
+        fingerprint: str = "",
+    ) -> None:
+        self.pipeline = pipeline
+        self.cache = pipeline.kv.new_cache()
+        self.scheduler = Scheduler(config or SchedulerConfig(), self.cache)
+        self._fingerprint = fingerprint
+        self._added = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished."""
+        return self.scheduler.has_work
+
+    def add(self, context: TextContext) -> bytes:
+        """Queue a request and return its key; its tokens and status appear in ``context``."""
+        self._added += 1
+        request = self._added.to_bytes(16, "big")
+        salt = cache_salt(self._fingerprint, context.cache_salt)
+        sequence = Sequence(request, context, block_size=self.cache.block_size, salt=salt)
+        self.scheduler.add(sequence, time.monotonic())
+        return request
+
+    def abort(self, request: bytes) -> None:
+        """Drop a request and free its blocks; harmless when it has left."""
+        self.scheduler.abort(request)
+
+    def step(self, on_layers: OnLayers | None = None) -> list[Event]:
+        """Compute one step; without work nothing happens."""
+        plan = self.scheduler.plan(time.monotonic())
+        if plan is not None:
+            result = self.pipeline.execute(plan, on_layers)
+            return self.scheduler.apply(result, time.monotonic())
+        events = self.scheduler.take_events()
+        if not events and self.has_work:
+            raise InternalError("requests wait and none of them can run")
+        return events

@@ -1,0 +1,71 @@
+"""Fresh random embedding checkpoints written by transformers, computed by both."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from baton.engine.kernels import load_backend
+from baton.engine.runner import RunnerConfig, load_embedder
+from baton.proto.contexts import TextContext
+from baton.proto.ids import RequestID
+from baton.proto.tokens import TokenBuffer
+
+pytestmark = pytest.mark.oracle
+pytest.importorskip("torch", reason="torch is not installed; run make test-oracle")
+pytest.importorskip("transformers", reason="transformers is not installed; run make test-oracle")
+
+
+def _script():
+    path = Path(__file__).with_name("make_embedders.py")
+    spec = importlib.util.spec_from_file_location("make_embedders", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["make_embedders"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+maker = _script()
+SEED = int(np.random.SeedSequence().entropy % (1 << 31))
+
+
+def backends():
+    try:
+        load_backend("cpu")
+    except Exception:
+        return ["numpy"]
+    return ["numpy", "cpu"]
+
+
+def embed(folder, texts, **settings):
+    pipeline = load_embedder(RunnerConfig(model=str(folder), **settings)).pipeline
+    batch = {
+        RequestID(str(i)): TextContext(max_length=4096, tokens=TokenBuffer(text.astype(np.int64)))
+        for i, text in enumerate(texts)
+    }
+    return np.stack([out.embeddings for out in pipeline.encode(batch).values()])
+
+
+@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+@pytest.mark.parametrize(
+    ("make", "architecture", "changes"),
+    [
+        (maker.make_bert, "", {}),
+        (maker.make_bert, "", {"hidden_size": 72, "num_attention_heads": 6, "type_vocab_size": 1}),
+        (maker.make_qwen3, "Qwen3ForCausalLM", {}),
+        (maker.make_qwen3, "Qwen3ForCausalLM", {"num_key_value_heads": 4, "head_dim": 8}),
+    ],
+)
+def test_vectors_equal_transformers(
+    tmp_path, make, architecture, changes, pooling, normalize, backend
+):
+    model = make(SEED, **changes)
+    maker.save(model, tmp_path, pooling, normalize=normalize, architecture=architecture)
+    texts = maker.texts_of(SEED, model.config.vocab_size)
+    expected = maker.vectors_of(model, texts, pooling, normalize=normalize)
+    found = embed(tmp_path, texts, backend=backend, block_size=8)
+    np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5, err_msg=f"seed {SEED}")
