@@ -17,8 +17,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from typing import Any, Generic
 
 import numpy as np
@@ -49,45 +48,13 @@ from ..proto.messages import (
 )
 from ..runtime.expiry import Expiring
 from .credit import CreditPool
+from .grants import GrantState, GrantTable, IllegalTransition, Peer, Slot
 from .store import A, BlockStore
 
 PING_S = 0.5
 """How often a prefill worker that seems to be disconnected is called."""
 REMEMBER_DEAD = 1024
 """Incarnations of dead senders remembered, so that a zombie's Reserve takes no blocks."""
-Peer = bytes
-"""Routing identity of a prefill worker's control connection."""
-
-
-class GrantState(Enum):
-    """Life of a slot."""
-
-    FREE = "free"
-    GRANTED = "granted"  # blocks reserved, nothing arrived
-    FILLING = "filling"  # frames arrive
-    OWNED = "owned"  # committed: the decode scheduler holds the blocks
-    REVOKING = "revoking"  # device path: waiting for the sender's fence
-
-
-TRANSITIONS: dict[tuple[GrantState, str], GrantState] = {
-    (GrantState.FREE, "reserve"): GrantState.GRANTED,
-    (GrantState.GRANTED, "frame"): GrantState.FILLING,
-    (GrantState.FILLING, "frame"): GrantState.FILLING,
-    (GrantState.GRANTED, "own"): GrantState.OWNED,  # everything was cached
-    (GrantState.FILLING, "own"): GrantState.OWNED,
-    (GrantState.GRANTED, "free"): GrantState.FREE,
-    (GrantState.FILLING, "free"): GrantState.FREE,
-    (GrantState.OWNED, "free"): GrantState.FREE,
-    (GrantState.GRANTED, "revoke"): GrantState.REVOKING,
-    (GrantState.FILLING, "revoke"): GrantState.REVOKING,
-    (GrantState.REVOKING, "free"): GrantState.FREE,
-}
-
-
-class IllegalTransition(ProtocolError):
-    """A grant was asked to do what its state forbids; always our own bug."""
-
-    code = "illegal_transition"
 
 
 @dataclass(slots=True, frozen=True)
@@ -119,34 +86,6 @@ class Evict:
 Output = Reply | Handover[A] | Evict
 
 
-@dataclass(slots=True)
-class _Slot(Generic[A]):
-    """One grant's table entry, reused over generations."""
-
-    index: int
-    generation: int = 0
-    state: GrantState = GrantState.FREE
-    reserve: Reserve | None = None
-    peer: Peer = b""
-    allocation: A | None = None
-    arrived: npt.NDArray[np.bool_] | None = None  # bool [layers, blocks]: cells that came intact
-    damaged: dict[int, int] = field(default_factory=dict)  # frame index -> bytes
-    frames: dict[int, int] = field(default_factory=dict)  # frame index -> checksum
-    sizes: int = 0  # intact bytes
-    commit: Commit | None = None
-    refusals: int = 0
-    expires: float = 0.0
-    progress_at: float = 0.0
-    asked_at: float = 0.0
-    credit: int = 0
-
-    def step(self, event: str) -> None:
-        target = TRANSITIONS.get((self.state, event))
-        if target is None:
-            raise IllegalTransition(f"grant {self.index}: {event} in state {self.state.value}")
-        self.state = target
-
-
 @dataclass(slots=True, frozen=True)
 class ReceiverConfig:
     """Limits of the receiving side.
@@ -176,13 +115,10 @@ class Receiver(Generic[A]):
     def __init__(
         self, incarnation: int, layout: KVLayout, store: BlockStore[A], config: ReceiverConfig
     ) -> None:
-        self._incarnation = incarnation
         self._layout = layout
         self._store = store
         self._config = config
-        self._slots: list[_Slot[A]] = []
-        self._free: list[int] = []
-        self._live: dict[bytes, _Slot[A]] = {}  # one grant per request: the highest attempt's
+        self._grants: GrantTable[A] = GrantTable(incarnation)
         self._highest: Expiring[bytes, int] = Expiring()  # attempt; lower ones are past
         self._tombs: Expiring[bytes, int] = Expiring()  # attempts up to this one are aborted
         self._committed: Expiring[tuple[bytes, int], Committed] = Expiring()
@@ -208,7 +144,7 @@ class Receiver(Generic[A]):
         if self._committed.get(key, now):
             # Nobody reserves what is committed, unless a router reused the attempt's number.
             return [Reply(peer, Aborted(request=message.request, attempt=message.attempt))]
-        slot = self._live.get(message.request)
+        slot = self._grants.live.get(message.request)
         if slot and self.holds(message):
             slot.peer = peer
             self._unblock(slot, now)
@@ -218,7 +154,7 @@ class Receiver(Generic[A]):
 
     def holds(self, message: Reserve) -> bool:
         """Whether ``message`` asks again for a grant that stands; it takes no new blocks."""
-        slot = self._live.get(message.request)
+        slot = self._grants.live.get(message.request)
         return (
             slot is not None and slot.reserve is not None and _same_reserve(slot.reserve, message)
         )
@@ -241,7 +177,7 @@ class Receiver(Generic[A]):
             )
         expires = now + message.deadline
         self._highest.put(message.request, message.attempt, expires)
-        slot = self._take_slot()
+        slot = self._grants.take()
         slot.step("reserve")
         slot.reserve, slot.peer, slot.allocation = message, peer, allocation
         slot.expires, slot.progress_at, slot.asked_at = expires, now, now
@@ -250,17 +186,17 @@ class Receiver(Generic[A]):
         slot.arrived[:, : allocation.cached_blocks] = True
         missing = (blocks - allocation.cached_blocks) * self._layout.num_layers
         slot.credit = self._credits.open(slot.index, missing * self._layout.block_bytes)
-        self._live[message.request] = slot
+        self._grants.live[message.request] = slot
         return self._grant_message(slot)
 
-    def _unblock(self, slot: _Slot[A], now: float) -> None:
+    def _unblock(self, slot: Slot[A], now: float) -> None:
         """A sender that has to ask and sends nothing waits for credit that lost frames hold."""
         stuck = now >= slot.progress_at + self._config.patience
         if stuck and slot.commit is None and slot.state is not GrantState.OWNED:
             slot.progress_at = now
             slot.credit = self._credits.expect_again(slot.index, self._absent_bytes(slot))
 
-    def _absent_bytes(self, slot: _Slot[A]) -> int:
+    def _absent_bytes(self, slot: Slot[A]) -> int:
         absent = 0 if slot.arrived is None else int(np.count_nonzero(~slot.arrived))
         return absent * self._layout.block_bytes
 
@@ -269,7 +205,7 @@ class Receiver(Generic[A]):
         done = self._committed.get((message.request, message.attempt), now)
         if done:
             return [Reply(peer, done)]
-        slot = self._find(message.grant)
+        slot = self._grants.find(message.grant)
         foreign = slot is None or slot.reserve is None or slot.reserve.attempt != message.attempt
         if slot is None or foreign or slot.state is GrantState.REVOKING:
             return [Reply(peer, self._stale(message.grant, message.request, message.attempt))]
@@ -283,7 +219,7 @@ class Receiver(Generic[A]):
         return self._try_own(slot, now)
 
     @staticmethod
-    def _fault(slot: _Slot[A], commit: Commit) -> str:
+    def _fault(slot: Slot[A], commit: Commit) -> str:
         """Why a manifest can never be right for its grant; empty when it can."""
         reserve, cells = slot.reserve, slot.arrived
         if slot.state not in (GrantState.GRANTED, GrantState.FILLING):
@@ -302,15 +238,14 @@ class Receiver(Generic[A]):
         # A Reserve that comes late would hold blocks for nobody.
         self._bury(message.request, message.attempt, now, self._config.tombstone)
         answer = Reply(peer, Released(request=message.request, attempt=message.attempt))
-        slot = self._live.get(message.request)
-        held = slot and slot.reserve and slot.reserve.attempt == message.attempt
-        if slot and held and slot.state in (GrantState.GRANTED, GrantState.FILLING):
+        slot = self._grants.find_attempt(message.request, message.attempt)
+        if slot and slot.state in (GrantState.GRANTED, GrantState.FILLING):
             self._free_slot(slot)
         return [answer, *self._credit_outputs()]
 
     def on_fence(self, message: Fence) -> list[Output[A]]:
         """Device path: the sender has stopped writing, so the blocks may be freed."""
-        slot = self._find(message.grant)
+        slot = self._grants.find(message.grant)
         if slot is None or slot.state is not GrantState.REVOKING:
             self.stale += 1
             return []
@@ -325,7 +260,7 @@ class Receiver(Generic[A]):
         Raises ProtocolError when the frame does not fit its own grant: wrong bounds or
         size, overlapping cells, more bytes than the credit.
         """
-        slot = self._find(frame.grant)
+        slot = self._grants.find(frame.grant)
         if slot is None or slot.state not in (GrantState.GRANTED, GrantState.FILLING):
             self.stale += 1
             return None
@@ -338,7 +273,7 @@ class Receiver(Generic[A]):
         allocation = slot.allocation
         return None if allocation is None else allocation.block_table[first:last]
 
-    def _check_bounds(self, slot: _Slot[A], frame: KVFrame) -> None:
+    def _check_bounds(self, slot: Slot[A], frame: KVFrame) -> None:
         cells = slot.arrived
         layers = range(frame.layer_start, frame.layer_start + frame.layer_count)
         blocks = range(frame.block_start, frame.block_start + frame.block_count)
@@ -357,7 +292,7 @@ class Receiver(Generic[A]):
 
     def on_frame(self, frame: KVFrame, *, intact: bool, now: float) -> list[Output[A]]:
         """A located frame was checked and, if intact, written into the pool."""
-        slot = self._find(frame.grant)
+        slot = self._grants.find(frame.grant)
         if slot is None or slot.arrived is None:
             self.stale += 1
             return []
@@ -377,7 +312,7 @@ class Receiver(Generic[A]):
         outputs = self._credit_outputs()
         return outputs + (self._try_own(slot, now) if slot.commit else [])
 
-    def _try_own(self, slot: _Slot[A], now: float) -> list[Output[A]]:
+    def _try_own(self, slot: Slot[A], now: float) -> list[Output[A]]:
         commit, cells = slot.commit, slot.arrived
         if commit is None or cells is None or slot.allocation is None:
             return []
@@ -404,7 +339,7 @@ class Receiver(Generic[A]):
         return [Reply(slot.peer, answer), handover, *self._credit_outputs()]
 
     @staticmethod
-    def _manifest_agrees(slot: _Slot[A], commit: Commit) -> bool:
+    def _manifest_agrees(slot: Slot[A], commit: Commit) -> bool:
         digest = 0
         for checksum in slot.frames.values():
             digest ^= checksum
@@ -414,7 +349,7 @@ class Receiver(Generic[A]):
             commit.digest,
         )
 
-    def _refuse_frames(self, slot: _Slot[A], missing: list[int]) -> list[Output[A]]:
+    def _refuse_frames(self, slot: Slot[A], missing: list[int]) -> list[Output[A]]:
         """Ask for frames again; their bytes get fresh credit."""
         commit = slot.commit
         if commit is None:
@@ -436,7 +371,7 @@ class Receiver(Generic[A]):
         slot.commit = None
         return [Reply(slot.peer, message)]
 
-    def _fail(self, slot: _Slot[A], code: str, text: str) -> list[Output[A]]:
+    def _fail(self, slot: Slot[A], code: str, text: str) -> list[Output[A]]:
         commit = slot.commit
         if commit is None:
             return []
@@ -459,7 +394,7 @@ class Receiver(Generic[A]):
         An owned request is left to its owner, who calls :meth:`close`.
         """
         self._bury(request, attempt, now, keep)
-        slot = self._live.get(request)
+        slot = self._grants.live.get(request)
         if slot and slot.reserve and slot.reserve.attempt <= attempt:
             return [*self._drop(slot), *self._credit_outputs()]
         return []
@@ -470,9 +405,8 @@ class Receiver(Generic[A]):
 
     def close(self, request: bytes, attempt: int) -> None:
         """The owner is done with an owned request (its blocks are freed by the owner)."""
-        slot = self._live.get(request)
-        held = slot and slot.reserve and slot.reserve.attempt == attempt
-        if slot and held and slot.state is GrantState.OWNED:
+        slot = self._grants.find_attempt(request, attempt)
+        if slot and slot.state is GrantState.OWNED:
             self._free_slot(slot)
 
     def peer_dead(self, incarnation: int) -> list[Output[A]]:
@@ -480,7 +414,7 @@ class Receiver(Generic[A]):
         self._dead[incarnation] = None
         while len(self._dead) > REMEMBER_DEAD:
             self._dead.popitem(last=False)
-        for slot in self._taken():
+        for slot in self._grants.taken():
             theirs = slot.reserve is not None and slot.reserve.incarnation == incarnation
             if theirs and slot.state is not GrantState.OWNED:
                 self._free_slot(slot)
@@ -498,7 +432,7 @@ class Receiver(Generic[A]):
     def tick(self, now: float) -> list[Output[A]]:
         """Evaluate deadlines and the patience with incomplete manifests."""
         outputs: list[Output[A]] = []
-        for slot in self._taken():
+        for slot in self._grants.taken():
             if slot.state is GrantState.OWNED:
                 continue
             ends = min(slot.expires, self._gone.get(slot.peer, math.inf))
@@ -516,7 +450,7 @@ class Receiver(Generic[A]):
         self._forget(now)
         return outputs + self._credit_outputs()
 
-    def _ask(self, slot: _Slot[A]) -> Reply:
+    def _ask(self, slot: Slot[A]) -> Reply:
         """Is this grant still wanted? Its sender may have given it up unheard."""
         if slot.state is GrantState.REVOKING:
             return self._revoke(slot)
@@ -532,39 +466,22 @@ class Receiver(Generic[A]):
     @property
     def granted(self) -> int:
         """Grants whose blocks wait for KV."""
-        return sum(slot.state is not GrantState.OWNED for slot in self._taken())
+        return sum(slot.state is not GrantState.OWNED for slot in self._grants.taken())
 
     def held(self) -> list[A]:
         """Allocations that belong to grants (for integrity checks)."""
-        return [slot.allocation for slot in self._taken() if slot.allocation is not None]
+        return [slot.allocation for slot in self._grants.taken() if slot.allocation is not None]
 
     # ------------------------------------------------------------------ slots
 
-    def _taken(self) -> list[_Slot[A]]:
-        """All grants; of a request whose old one is being revoked there are two."""
-        return [slot for slot in self._slots if slot.state is not GrantState.FREE]
-
-    def _take_slot(self) -> _Slot[A]:
-        if not self._free:
-            self._slots.append(_Slot(len(self._slots)))
-            return self._slots[-1]
-        return self._slots[self._free.pop()]
-
-    def _find(self, grant: GrantRef) -> _Slot[A] | None:
-        if grant.incarnation != self._incarnation or not 0 <= grant.slot < len(self._slots):
-            return None
-        slot = self._slots[grant.slot]
-        live = slot.generation == grant.generation and slot.state is not GrantState.FREE
-        return slot if live else None
-
-    def _grant_message(self, slot: _Slot[A]) -> Grant:
+    def _grant_message(self, slot: Slot[A]) -> Grant:
         reserve, allocation = slot.reserve, slot.allocation
         if reserve is None or allocation is None:
             raise IllegalTransition(f"grant {slot.index} is described while {slot.state.value}")
         return Grant(
             request=reserve.request,
             attempt=reserve.attempt,
-            grant=GrantRef(self._incarnation, slot.index, slot.generation),
+            grant=self._grants.ref(slot),
             cached_tokens=allocation.cached_blocks * self._layout.block_size,
             credit=slot.credit,
         )
@@ -572,13 +489,13 @@ class Receiver(Generic[A]):
     def _credit_outputs(self) -> list[Output[A]]:
         outputs: list[Output[A]] = []
         for index, credit in self._credits.top_up():
-            slot = self._slots[index]
+            slot = self._grants.at(index)
             slot.credit = credit
-            grant = GrantRef(self._incarnation, index, slot.generation)
-            outputs.append(Reply(slot.peer, Credit(grant=grant, credit=credit)))
+            message = Credit(grant=self._grants.ref(slot), credit=credit)
+            outputs.append(Reply(slot.peer, message))
         return outputs
 
-    def _drop(self, slot: _Slot[A]) -> list[Output[A]]:
+    def _drop(self, slot: Slot[A]) -> list[Output[A]]:
         """End a grant before its natural end."""
         if slot.reserve is None:
             return []
@@ -593,20 +510,15 @@ class Receiver(Generic[A]):
             self._free_slot(slot)
         return []
 
-    def _revoke(self, slot: _Slot[A]) -> Reply:
-        grant = GrantRef(self._incarnation, slot.index, slot.generation)
+    def _revoke(self, slot: Slot[A]) -> Reply:
+        grant = self._grants.ref(slot)
         return Reply(slot.peer, Revoke(grant=grant))
 
-    def _free_slot(self, slot: _Slot[A]) -> None:
-        slot.step("free")
+    def _free_slot(self, slot: Slot[A]) -> None:
+        self._grants.free(slot)
         self._credits.close(slot.index)
         if slot.allocation is not None:
             self._store.free(slot.allocation)
-        if slot.reserve and self._live.get(slot.reserve.request) is slot:
-            del self._live[slot.reserve.request]
-        index, generation = slot.index, slot.generation + 1
-        self._slots[index] = _Slot(index, generation)
-        self._free.append(index)
 
     def _is_past(self, request: bytes, attempt: int, now: float) -> bool:
         aborted = self._tombs.get(request, now) or 0
@@ -637,7 +549,7 @@ def _same_reserve(held: Reserve, asked: Reserve) -> bool:
 def check_receiver(receiver: Receiver[Any], owned: Collection[bytes]) -> None:
     """Raise unless slots, live table and states agree and credit keeps its budget."""
     receiver._credits.check_integrity()
-    live = receiver._live
+    live = receiver._grants.live
     for request, slot in live.items():
         if slot.reserve is None or slot.reserve.request != request:
             raise IllegalTransition(f"live table names a foreign slot {slot.index}")

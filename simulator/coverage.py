@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
-from ..kv_transfer import receiver, sender
+from ..kv_transfer import grants, sender
 from ..router import registry, request
 
 K = TypeVar("K")
@@ -54,7 +54,7 @@ class Coverage:
 
     def __init__(self) -> None:
         self._tables: dict[str, _Noting[Any, Any]] = {
-            "receiver": _Noting(receiver.TRANSITIONS),
+            "receiver": _Noting(grants.TRANSITIONS),
             "sender": _Noting(sender.TRANSITIONS),
             "request": _Noting(request.TRANSITIONS),
         }
@@ -65,7 +65,7 @@ class Coverage:
 
     def install(self) -> None:
         """Put the noting tables where the machines look."""
-        receiver.TRANSITIONS = self._tables["receiver"]
+        grants.TRANSITIONS = self._tables["receiver"]
         sender.TRANSITIONS = self._tables["sender"]
         request.TRANSITIONS = self._tables["request"]
         registry.WORKER_TRANSITIONS = dict(self._workers)
@@ -88,7 +88,7 @@ class Coverage:
 def observed() -> Iterator[Coverage]:
     """Note the steps of every machine made meanwhile."""
     before = (
-        receiver.TRANSITIONS,
+        grants.TRANSITIONS,
         sender.TRANSITIONS,
         request.TRANSITIONS,
         registry.WORKER_TRANSITIONS,
@@ -98,7 +98,7 @@ def observed() -> Iterator[Coverage]:
     try:
         yield coverage
     finally:
-        receiver.TRANSITIONS, sender.TRANSITIONS = before[0], before[1]
+        grants.TRANSITIONS, sender.TRANSITIONS = before[0], before[1]
         request.TRANSITIONS, registry.WORKER_TRANSITIONS = before[2], before[3]
 
 

@@ -8,12 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from baton.kv_transfer.grants import TRANSITIONS, GrantState, IllegalTransition
 from baton.kv_transfer.receiver import (
-    TRANSITIONS,
     Evict,
-    GrantState,
     Handover,
-    IllegalTransition,
     Receiver,
     Reply,
     check_receiver,
@@ -358,7 +356,7 @@ def test_device_path_frees_only_after_the_fence():
 def test_every_transition_of_the_table_is_legal_and_others_raise():
     receiver, _ = make_receiver()
     grant_of(receiver)
-    slot = next(iter(receiver._live.values()))
+    slot = next(iter(receiver._grants.live.values()))
     for state in GrantState:
         for event in {event for _, event in TRANSITIONS}:
             slot.state = state

@@ -40,7 +40,7 @@ def generation_not_raised_and_digest_not_compared(monkeypatch):
     def make(original):
         def free(self, slot):
             original(self, slot)
-            self._slots[slot.index].generation -= 1
+            self._grants.at(slot.index).generation -= 1
 
         return free
 
@@ -164,7 +164,7 @@ def what_is_given_back_is_said_once(monkeypatch):
 def duplicate_reserve_allocates_again(monkeypatch):
     def make(original):
         def reserve(self, peer, message, now):
-            self._live.pop(message.request, None)
+            self._grants.live.pop(message.request, None)
             return original(self, peer, message, now)
 
         return reserve

@@ -1,0 +1,132 @@
+"""The table of a decode worker's grants: slots with generations, each in one state.
+
+Invariants: a slot's generation rises whenever it is freed, so a :class:`GrantRef` of before
+finds nothing; states change along :data:`TRANSITIONS` only; of a request one grant is live.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Generic
+
+import numpy as np
+import numpy.typing as npt
+
+from ..proto.errors import ProtocolError
+from ..proto.messages import Commit, GrantRef, Reserve
+from .store import A
+
+Peer = bytes
+"""Routing identity of a prefill worker's control connection."""
+
+
+class GrantState(Enum):
+    """Life of a slot."""
+
+    FREE = "free"
+    GRANTED = "granted"  # blocks reserved, nothing arrived
+    FILLING = "filling"  # frames arrive
+    OWNED = "owned"  # committed: the decode scheduler holds the blocks
+    REVOKING = "revoking"  # device path: waiting for the sender's fence
+
+
+TRANSITIONS: dict[tuple[GrantState, str], GrantState] = {
+    (GrantState.FREE, "reserve"): GrantState.GRANTED,
+    (GrantState.GRANTED, "frame"): GrantState.FILLING,
+    (GrantState.FILLING, "frame"): GrantState.FILLING,
+    (GrantState.GRANTED, "own"): GrantState.OWNED,  # everything was cached
+    (GrantState.FILLING, "own"): GrantState.OWNED,
+    (GrantState.GRANTED, "free"): GrantState.FREE,
+    (GrantState.FILLING, "free"): GrantState.FREE,
+    (GrantState.OWNED, "free"): GrantState.FREE,
+    (GrantState.GRANTED, "revoke"): GrantState.REVOKING,
+    (GrantState.FILLING, "revoke"): GrantState.REVOKING,
+    (GrantState.REVOKING, "free"): GrantState.FREE,
+}
+
+
+class IllegalTransition(ProtocolError):
+    """A grant was asked to do what its state forbids; always our own bug."""
+
+    code = "illegal_transition"
+
+
+@dataclass(slots=True)
+class Slot(Generic[A]):
+    """One grant's table entry, reused over generations."""
+
+    index: int
+    generation: int = 0
+    state: GrantState = GrantState.FREE
+    reserve: Reserve | None = None
+    peer: Peer = b""
+    allocation: A | None = None
+    arrived: npt.NDArray[np.bool_] | None = None  # bool [layers, blocks]: cells that came intact
+    damaged: dict[int, int] = field(default_factory=dict)  # frame index -> bytes
+    frames: dict[int, int] = field(default_factory=dict)  # frame index -> checksum
+    sizes: int = 0  # intact bytes
+    commit: Commit | None = None
+    refusals: int = 0
+    expires: float = 0.0
+    progress_at: float = 0.0
+    asked_at: float = 0.0
+    credit: int = 0
+
+    def step(self, event: str) -> None:
+        """Change state; IllegalTransition where the state forbids it."""
+        target = TRANSITIONS.get((self.state, event))
+        if target is None:
+            raise IllegalTransition(f"grant {self.index}: {event} in state {self.state.value}")
+        self.state = target
+
+
+class GrantTable(Generic[A]):
+    """All slots of one decode incarnation, and which of them is a request's live one."""
+
+    def __init__(self, incarnation: int) -> None:
+        self._incarnation = incarnation
+        self._slots: list[Slot[A]] = []
+        self._free: list[int] = []
+        self.live: dict[bytes, Slot[A]] = {}  # by request: the grant of its highest attempt
+
+    def take(self) -> Slot[A]:
+        """A free slot."""
+        if not self._free:
+            self._slots.append(Slot(len(self._slots)))
+            return self._slots[-1]
+        return self._slots[self._free.pop()]
+
+    def free(self, slot: Slot[A]) -> None:
+        """End a grant; its slot starts anew under the next generation."""
+        slot.step("free")
+        if slot.reserve and self.live.get(slot.reserve.request) is slot:
+            del self.live[slot.reserve.request]
+        self._slots[slot.index] = Slot(slot.index, slot.generation + 1)
+        self._free.append(slot.index)
+
+    def find(self, grant: GrantRef) -> Slot[A] | None:
+        """The slot of a grant that has not ended."""
+        if grant.incarnation != self._incarnation or not 0 <= grant.slot < len(self._slots):
+            return None
+        slot = self._slots[grant.slot]
+        live = slot.generation == grant.generation and slot.state is not GrantState.FREE
+        return slot if live else None
+
+    def find_attempt(self, request: bytes, attempt: int) -> Slot[A] | None:
+        """The live grant of a request, if it is this attempt's."""
+        slot = self.live.get(request)
+        held = slot is not None and slot.reserve is not None and slot.reserve.attempt == attempt
+        return slot if held else None
+
+    def taken(self) -> list[Slot[A]]:
+        """All grants; of a request whose old one is being revoked there are two."""
+        return [slot for slot in self._slots if slot.state is not GrantState.FREE]
+
+    def at(self, index: int) -> Slot[A]:
+        """The slot of an index."""
+        return self._slots[index]
+
+    def ref(self, slot: Slot[A]) -> GrantRef:
+        """How a slot's grant is called on the wire."""
+        return GrantRef(self._incarnation, slot.index, slot.generation)
