@@ -28,7 +28,10 @@ from ..proto.errors import BatonError
 
 _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 _MIN_SHM = 64 << 20
-_REQUIRED = ("numpy", "msgspec", "pyzmq", "uvloop", "structlog", "tokenizers", "jinja2", "xxhash")
+_REQUIRED = (
+    "numpy", "msgspec", "pyzmq", "uvloop", "structlog", "tokenizers", "jinja2", "llguidance",
+    "xxhash",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,15 @@
 
 These structs never leave the process; arrays are shared, not copied. The scheduler makes
 them on the I/O thread, the executor reads them on the compute thread, and neither touches
-an object the other may change: ``tokens``, ``block_table`` and ``history`` are snapshots.
+an object the other may change: ``tokens``, ``block_table`` and ``history`` are snapshots, and
+a ``mask`` is advanced only between the steps of its request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,16 @@ from ..proto.sampling import SamplingParams
 Int32 = npt.NDArray[np.int32]
 OnLayers = Callable[[bytes, int], None]
 """Called with a request and the end of its layers whose keys and values are final."""
+Bools = npt.NDArray[np.bool_]
+
+
+@runtime_checkable
+class TokenMask(Protocol):
+    """A grammar's say in the next token; asked on the compute thread, while a step runs."""
+
+    def allowed(self) -> Bools:
+        """Which tokens may come next, bool ``[vocab]``."""
+        ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,6 +42,7 @@ class SampleSpec:
     ``prompt_length``: boundary inside ``history`` between prompt and generated.
     ``banned``: token ids that may not be drawn (EOS before ``min_new_tokens``).
     ``logprobs``: 0 = off, n = also the n most likely tokens.
+    ``mask``: what a grammar leaves to draw from, or None.
     """
 
     params: SamplingParams
@@ -38,6 +51,7 @@ class SampleSpec:
     prompt_length: int
     banned: tuple[int, ...] = ()
     logprobs: int = 0
+    mask: TokenMask | None = None
 
 
 @dataclass(slots=True, frozen=True)

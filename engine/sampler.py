@@ -18,7 +18,7 @@ from ..proto.outputs import TokenLogProbs
 from ..proto.sampling import SamplingParams
 from .kernels.draw import draw
 from .philox import uniform
-from .plan import SampleSpec
+from .plan import Bools, SampleSpec
 
 F32 = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.intp]
@@ -30,8 +30,8 @@ _PIECE = 64
 def sample(logits: F32, spec: SampleSpec) -> tuple[int, TokenLogProbs | None]:
     """Draw a token from ``logits[vocab]`` (left unchanged), with log-probs if asked for.
 
-    Raises :class:`InternalError` when the history does not fit the vocabulary or bans and
-    processors leave no token.
+    Raises :class:`InternalError` when the history does not fit the vocabulary or bans,
+    processors and a grammar leave no token; and what a mask raises.
     """
     token = _draw(_adjusted(logits, spec), spec)
     return token, log_probs(logits, token, spec.logprobs) if spec.logprobs else None
@@ -53,18 +53,29 @@ def log_probs(logits: F32, token: int, top: int) -> TokenLogProbs:
 
 
 def _adjusted(logits: F32, spec: SampleSpec) -> F32:
-    """Logits after penalties, processors and bans; the input itself when there are none."""
-    params = spec.params
-    if not (params.needs_penalties or params.logits_processors or spec.banned):
+    """Logits after penalties, processors, bans and mask; the input itself without any."""
+    params, mask = spec.params, spec.mask
+    if not (params.needs_penalties or params.logits_processors or spec.banned or mask is not None):
         return logits
     adjusted = logits.copy()
     if params.needs_penalties:
         _penalize(adjusted, spec)
     for processor in params.logits_processors or ():
         processor(adjusted)
-    if spec.banned:
+    if mask is not None:
+        adjusted[~_left(mask.allowed(), spec.banned)] = -np.inf
+    elif spec.banned:
         adjusted[np.asarray(spec.banned)] = -np.inf
     return adjusted
+
+
+def _left(allowed: Bools, banned: tuple[int, ...]) -> Bools:
+    """What a grammar and bans leave; a grammar that allows nothing else lifts the bans."""
+    if not banned:
+        return allowed
+    left = allowed.copy()
+    left[np.asarray(banned)] = False
+    return left if left.any() else allowed
 
 
 def _penalize(logits: F32, spec: SampleSpec) -> None:

@@ -21,7 +21,13 @@ def sample_reference(logits: F32, spec: SampleSpec) -> int:
     _penalties(logits, spec)
     for processor in params.logits_processors or ():
         processor(logits)
-    for token in spec.banned:
+    banned = set(spec.banned)
+    if spec.mask is not None:
+        allowed = {token for token, yes in enumerate(spec.mask.allowed()) if yes}
+        if allowed <= banned:  # the end is all the grammar leaves
+            banned = set()
+        banned |= set(range(len(logits))) - allowed
+    for token in banned:
         logits[token] = -np.inf
     best = int(np.argmax(logits))
     if params.top_k == 1 or np.float32(params.temperature) == 0:

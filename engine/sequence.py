@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..proto.contexts import TextContext
+from ..proto.contexts import Matcher, TextContext
 from ..proto.hashing import block_hashes
 from ..proto.outputs import TokenLogProbs
 from ..proto.status import GenerationStatus
 from .cache import Allocation
-from .plan import Chunk, Int32, SampleSpec
+from .plan import Chunk, Int32, SampleSpec, TokenMask
 
 _NO_HISTORY: Int32 = np.empty(0, np.int32)
 
@@ -33,7 +33,7 @@ class Sequence:
 
     __slots__ = (
         "aborted", "admitted", "allocation", "arrival", "block_size", "cached_tokens", "context",
-        "end_length", "eos", "first_token", "hashes", "min_length", "needs_history",
+        "end_length", "eos", "first_token", "hashes", "mask", "min_length", "needs_history",
         "num_computed_tokens", "num_tokens", "priority", "prompt_length", "rank", "request",
         "salt", "stream_from",
     )  # fmt: skip
@@ -73,6 +73,12 @@ class Sequence:
         self.min_length = context.prompt_length + params.min_new_tokens
         self.eos = () if context.ignore_eos else tuple(sorted(context.eos_token_ids))
         self.needs_history = params.needs_penalties
+        self.mask = None if context.matcher is None else _mask_of(context.matcher)
+
+    def constrain(self, matcher: Matcher) -> None:
+        """Draw from what a grammar allows from here on; ``matcher`` has seen all tokens so far."""
+        self.context.set_matcher(matcher)
+        self.mask = _mask_of(matcher)
 
     @property
     def remaining_tokens(self) -> int:
@@ -120,4 +126,10 @@ class Sequence:
             self.prompt_length,
             self.eos if position < self.min_length else (),
             self.context.log_probabilities,
+            self.mask,
         )
+
+
+def _mask_of(matcher: Matcher) -> TokenMask | None:
+    """A matcher's say in what is drawn; one that only refuses has none."""
+    return matcher if isinstance(matcher, TokenMask) else None

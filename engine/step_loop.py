@@ -9,7 +9,7 @@ import time
 from typing import Protocol
 
 from ..proto.contexts import TextContext
-from ..proto.errors import InternalError
+from ..proto.errors import InputError, InternalError
 from ..proto.hashing import cache_salt
 from .cache import PagedCache
 from .events import Event
@@ -56,7 +56,12 @@ class StepLoop:
         return self.scheduler.has_work
 
     def add(self, context: TextContext) -> bytes:
-        """Queue a request and return its key; its tokens and status appear in ``context``."""
+        """Queue a request and return its key; its tokens and status appear in ``context``.
+
+        A ``json_schema`` is compiled before, by who has a tokenizer: see :mod:`.grammar`.
+        """
+        if context.json_schema is not None and context.matcher is None:
+            raise InputError("the context has a json_schema and no matcher that follows it")
         self._added += 1
         request = self._added.to_bytes(16, "big")
         salt = cache_salt(self._fingerprint, context.cache_salt)

@@ -43,6 +43,9 @@ MAX_ENDPOINT_BYTES = 512
 DEFAULT_DEADLINE_S = 600.0
 MAX_DEADLINE_S = 86_400.0
 MAX_CACHE_SALT_CHARS = 256
+MAX_JSON_SCHEMA_CHARS = 128 << 10
+MAX_JSON_SCHEMA_DEPTH = 64
+"""Deepest nesting of brackets in a JSON schema."""
 
 # What numbers and texts of a message may be; far above what is ever right, so that what a user
 # can ask wrongly still gets an answer that says so.

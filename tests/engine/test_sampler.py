@@ -12,7 +12,23 @@ from baton.proto.sampling import SamplingParams
 EMPTY = np.empty(0, np.int32)
 
 
-def spec_of(position=0, history=EMPTY, prompt_length=0, banned=(), logprobs=0, **params):
+class Mask:
+    """A grammar that stands still."""
+
+    def __init__(self, allowed):
+        self.row = np.asarray(allowed, np.bool_)
+
+    def allowed(self):
+        return self.row.copy()
+
+
+def only(size, *tokens):
+    row = np.zeros(size, np.bool_)
+    row[list(tokens)] = True
+    return Mask(row)
+
+
+def spec_of(position=0, history=EMPTY, prompt_length=0, banned=(), logprobs=0, mask=None, **params):
     params.setdefault("seed", 1)
     return SampleSpec(
         SamplingParams(**params),
@@ -21,6 +37,7 @@ def spec_of(position=0, history=EMPTY, prompt_length=0, banned=(), logprobs=0, *
         prompt_length,
         banned,
         logprobs,
+        mask,
     )
 
 
@@ -48,16 +65,23 @@ def frequencies(logits, count=4000, **spec):
     repetition=st.sampled_from([1.0, 1.3, 0.5]),
     frequency=st.sampled_from([0.0, 0.4, -1.0]),
     presence=st.sampled_from([0.0, 0.6]),
+    allowed=st.sampled_from([None, 0.1, 0.5, 0.9]),
 )
 def test_equals_the_reference(
-    data, size, scale, rounded, temperature, top_k, top_p, min_p, repetition, frequency, presence
-):
+    data, size, scale, rounded, temperature, top_k, top_p, min_p, repetition, frequency, presence,
+    allowed,
+):  # fmt: skip
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
     logits = (scale * rng.standard_normal(size)).astype(np.float32)
     if rounded:
         logits = np.round(logits)  # many ties
     history = rng.integers(0, size, data.draw(st.integers(0, 30)))
+    mask = None
+    if allowed is not None:
+        mask = Mask(rng.random(size) < allowed)
+        mask.row[rng.integers(0, size)] = True
     spec = spec_of(
+        mask=mask,
         position=data.draw(st.integers(0, 1 << 40)),
         history=history,
         prompt_length=len(history) // 2,
@@ -72,7 +96,9 @@ def test_equals_the_reference(
         seed=data.draw(st.integers(0, (1 << 64) - 1)),
     )
     untouched = logits.copy()
-    assert sample(logits, spec)[0] == sample_reference(logits, spec)
+    token = sample(logits, spec)[0]
+    assert token == sample_reference(logits, spec)
+    assert mask is None or mask.row[token]
     np.testing.assert_array_equal(logits, untouched)
 
 
@@ -171,6 +197,37 @@ def test_banned_tokens_are_not_drawn():
     assert frequencies([5, 4, 3], banned=(1,), count=200)[1] == 0
     with pytest.raises(InternalError):
         draw([5, 4, 3], banned=(0, 1, 2))
+
+
+def test_only_what_a_grammar_allows_is_drawn():
+    logits = [5, 4, 3, 2]
+    assert draw(logits, mask=only(4, 2, 3), temperature=0) == 2
+    assert np.flatnonzero(frequencies(logits, mask=only(4, 1, 3), count=300)).tolist() == [1, 3]
+    with pytest.raises(InternalError, match="no token is left"):
+        draw(logits, mask=only(4))
+
+
+def test_filters_see_only_what_a_grammar_allows():
+    logits = np.log([0.5, 0.2, 0.2, 0.1])
+    mask = only(4, 1, 2, 3)
+    shares = frequencies(logits, mask=mask)
+    np.testing.assert_allclose(shares, [0, 0.4, 0.4, 0.2], atol=0.03)
+    assert np.flatnonzero(frequencies(logits, mask=mask, top_k=2, count=200)).tolist() == [1, 2]
+    assert np.flatnonzero(frequencies(logits, mask=mask, top_p=0.7, count=200)).tolist() == [1, 2]
+    assert np.flatnonzero(frequencies(logits, mask=mask, min_p=0.6, count=200)).tolist() == [1, 2]
+
+
+def test_bans_hold_beside_a_grammar_unless_it_leaves_nothing_else():
+    assert draw([5, 4, 3], banned=(0,), mask=only(3, 0, 2), temperature=0) == 2
+    assert draw([5, 4, 3], banned=(1,), mask=only(3, 1), temperature=0) == 1
+
+
+def test_log_probs_do_not_know_the_grammar():
+    logits = np.log(np.array([0.1, 0.6, 0.3], np.float32))
+    token, logprobs = sample(logits, spec_of(mask=only(3, 0), logprobs=1))
+    assert token == 0
+    assert logprobs.logprob == pytest.approx(np.log(0.1), abs=1e-6)
+    assert list(logprobs.top) == [1]
 
 
 def test_logits_processors_run_on_a_copy():
