@@ -1,0 +1,110 @@
+"""Work with a time limit beside a loop: a thread cannot be stopped, but nobody need wait for it.
+
+Invariant: every submitted item is answered once, on the loop's thread, with a result, an
+exception, or TimeoutError; a thread that overran its limit takes nothing new and its late
+result is dropped. Items run one after the other; only a running item's time is counted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from ..proto.errors import CapacityError
+from .compute import ComputeThread
+from .loop import Loop, Timer
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+MAX_OVERRUN = 2
+"""Threads that may overrun at a time; with so many, new items are refused."""
+
+
+@dataclass(slots=True, eq=False)
+class _Run(Generic[Item]):
+    item: Item
+    timer: Timer
+
+
+class TimeLimited(Generic[Item, Result]):
+    """Runs ``function(item)`` on a thread, for at most ``limit()`` seconds as far as it matters.
+
+    ``on_done(item, result)`` gets the result, what the function raised, TimeoutError, or
+    CapacityError when too many threads overrun. No thread exists before the first item.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        function: Callable[[Item], Result],
+        on_done: Callable[[Item, Result | Exception], object],
+        limit: Callable[[], float],
+        *,
+        name: str,
+    ) -> None:
+        self._loop = loop
+        self._function = function
+        self._on_done = on_done
+        self._limit = limit
+        self._name = name
+        self._queue: deque[Item] = deque()
+        self._running: _Run[Item] | None = None
+        self._thread: ComputeThread[_Run[Item], Result] | None = None
+        self._overrun: list[ComputeThread[_Run[Item], Result]] = []
+
+    def submit(self, item: Item) -> None:
+        """Queue an item; from the loop's thread. The answer never comes within this call."""
+        self._queue.append(item)
+        self._next()
+
+    def stop(self) -> None:
+        """Answer nothing more; a running item is left alone."""
+        self._queue.clear()
+        if self._running is not None:
+            self._running.timer.cancel()
+            self._running = None
+        for thread in (self._thread, *self._overrun):
+            if thread is not None:
+                thread.stop(0)
+        self._thread, self._overrun = None, []
+
+    def _next(self) -> None:
+        if self._running is not None or not self._queue:
+            return
+        item = self._queue.popleft()
+        if self._thread is None:
+            self._overrun = [thread for thread in self._overrun if not thread.stop(0)]
+            if len(self._overrun) >= MAX_OVERRUN:
+                self._loop.post(lambda: self._refuse(item))
+                return
+            self._thread = ComputeThread(
+                self._loop, lambda run: self._function(run.item), self._done, name=self._name
+            )
+        self._running = _Run(item, self._loop.call_later(self._limit(), self._expire))
+        self._thread.submit(self._running)
+
+    def _done(self, run: _Run[Item], result: Result | Exception) -> None:
+        if run is not self._running:
+            return  # too late
+        run.timer.cancel()
+        self._running = None
+        self._next()
+        self._on_done(run.item, result)
+
+    def _expire(self) -> None:
+        run, thread = self._running, self._thread
+        if run is None or thread is None:
+            return
+        thread.stop(0)  # ends when it can
+        self._overrun.append(thread)
+        self._running = self._thread = None
+        self._next()
+        self._on_done(run.item, TimeoutError(f"{self._name}: over the time limit"))
+
+    def _refuse(self, item: Item) -> None:
+        error = CapacityError(f"{self._name}: earlier work overruns its time", retry_after=1.0)
+        self._next()
+        self._on_done(item, error)
