@@ -18,6 +18,7 @@ from typing import ClassVar
 from ..engine.cache import Allocation
 from ..engine.events import Event as EngineEvent
 from ..engine.events import Failed, Finished, TokenEvent
+from ..engine.grammar import CompileGrammar, GrammarDone, grammar_task
 from ..engine.models.registry import read_context
 from ..engine.scheduler import Scheduler
 from ..engine.sequence import Sequence
@@ -25,7 +26,7 @@ from ..engine.step_time import StepTime
 from ..kv_transfer.receiver import Evict, Handover, Receiver, Reply, check_receiver
 from ..kv_transfer.receiver import Output as Received
 from ..proto.contexts import TextContext
-from ..proto.errors import InternalError
+from ..proto.errors import BatonError, InternalError
 from ..proto.hashing import cache_salt
 from ..proto.ids import RequestID
 from ..proto.limits import PROTOCOL_VERSION
@@ -76,6 +77,7 @@ class _Live:
     deadline: float
     prompt_length: int
     logprobs: deque[TokenLogProbs]  # of the newest tokens, while they are asked for
+    compiling: bool = False  # its grammar is not there yet, so the engine does not know it
 
 
 class DecodeCore(WorkerCore):
@@ -242,7 +244,9 @@ class DecodeCore(WorkerCore):
             )
             check_emitted(commit.context, commit.emitted, self._card)
             sequence = self._sequence(key, context, commit, handover, now)
-            self._scheduler.adopt(sequence)
+            task = grammar_task(context)
+            if task is None:
+                self._scheduler.adopt(sequence)
         except Exception as error:  # whatever is wrong with it, its blocks must not stay
             self._scheduler.cache.free(handover.allocation)
             self.receiver.close(*key)
@@ -256,6 +260,7 @@ class DecodeCore(WorkerCore):
             deadline,
             len(commit.context.tokens),
             deque(commit.logprobs or (), maxlen=LOGPROBS_KEPT),
+            compiling=task is not None,
         )
         self._live[key] = live
         self._deadlines.put(key, deadline)
@@ -263,7 +268,20 @@ class DecodeCore(WorkerCore):
         run = TokenRun(
             key[0], key[1], len(context.tokens) - 1, commit.emitted[-1:], commit.logprobs
         )
-        return [ToRouter(live.router, Tokens(runs=[run]))]
+        said = ToRouter(live.router, Tokens(runs=[run]))
+        return [said] if task is None else [said, CompileGrammar(key, task)]
+
+    def _on_grammar(self, event: GrammarDone, now: float) -> list[Action]:
+        """The matcher of a request, which may have ended meanwhile, or the error that ends it."""
+        live = self._live.get(event.key)
+        if live is None or not live.compiling:
+            return []
+        if isinstance(event.result, BatonError):
+            return self._end(live, now, code=event.result.code, message=str(event.result))
+        live.sequence.constrain(event.result)
+        live.compiling = False
+        self._scheduler.adopt(live.sequence)
+        return []
 
     def _sequence(
         self,
@@ -308,7 +326,11 @@ class DecodeCore(WorkerCore):
         del self._live[live.key]
         self._deadlines.drop(live.key)
         self._by_sequence.pop(live.sequence.request, None)
-        self._scheduler.abort(live.sequence.request)
+        allocation = live.sequence.allocation
+        if not live.compiling:
+            self._scheduler.abort(live.sequence.request)
+        elif allocation is not None:
+            self._scheduler.cache.free(allocation)
         self.receiver.close(*live.key)
 
     # ------------------------------------------------------------------ engine
@@ -420,9 +442,12 @@ class DecodeCore(WorkerCore):
 
     def check_integrity(self) -> None:
         """Raise InternalError unless every block and byte of credit has exactly one place."""
-        self._scheduler.check_integrity(self.receiver.held())
+        compiling = [live.sequence for live in self._live.values() if live.compiling]
+        held = [s.allocation for s in compiling if s.allocation is not None]
+        self._scheduler.check_integrity([*self.receiver.held(), *held])
         check_receiver(self.receiver, {request for request, _ in self._live})
-        if self._scheduler.requests != set(self._by_sequence):
+        expected = set(self._by_sequence) - {s.request for s in compiling}
+        if self._scheduler.requests != expected:
             raise InternalError("the engine runs for nobody, or not for somebody")
 
     HANDLERS: ClassVar[Mapping[type, Handler]] = {
@@ -431,6 +456,7 @@ class DecodeCore(WorkerCore):
         PeerGone: _on_peer_gone,
         FrameStored: _on_frame,
         StepDone: _on_step,
+        GrammarDone: _on_grammar,
         Tick: _on_tick,
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..engine.grammar import CompileGrammar, GrammarDone
 from ..engine.plan import StepPlan, StepResult
 from ..proto.messages import KVFrame, Message
 from ..runtime.actions import (
@@ -71,7 +72,8 @@ Event = (
     | PeerGone
     | FrameStored
     | StepDone
+    | GrammarDone
     | Tick
     | DrainRequested
 )
-Action = ToRouter | ToPeer | RunStep | Note | Exit
+Action = ToRouter | ToPeer | RunStep | CompileGrammar | Note | Exit

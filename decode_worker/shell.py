@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..engine.grammar import CompileGrammar, GrammarCompiler, GrammarDone, as_result
 from ..engine.plan import StepPlan, StepResult, failed_step
 from ..engine.runner import Runner
 from ..engine.scheduler import Scheduler, SchedulerConfig
@@ -29,6 +30,7 @@ from ..runtime.loop import Loop
 from ..runtime.membership import Membership
 from ..runtime.process import EXIT_RESTART, TICK_S
 from ..runtime.sockets import Context, RouterChannel
+from ..runtime.time_limit import TimeLimited
 from . import events
 from .config import DecodeWorkerConfig
 from .core import DecodeCore, GrantStore
@@ -60,6 +62,15 @@ class DecodeShell:
         )
         self._outgoing: dict[bytes, list[Message]] = {}
         self._compute = ComputeThread(loop, runner.pipeline.execute, self._on_result)
+        card, folder = runner.card, config.runner.model
+        compiler = GrammarCompiler(folder, card.vocab_size, card.eos_token_ids)
+        self._grammars = TimeLimited(
+            loop,
+            lambda wanted: compiler.compile(wanted.task),
+            self._on_grammar,
+            compiler.time_limit,
+            name="grammar",
+        )
         self.core = self._make_core(config, runner, member)
         self._writer = FrameWriter(runner.backend, runner.pool)
         identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
@@ -98,6 +109,7 @@ class DecodeShell:
     def close(self) -> None:
         """Stop computing, then close the sockets."""
         self._compute.stop()
+        self._grammars.stop()
         self._links.close()
         self._control.close()
         self._data.close()
@@ -114,6 +126,8 @@ class DecodeShell:
                     self._outgoing.setdefault(peer, []).append(message)
                 case events.RunStep(plan=plan):
                     self._compute.submit(plan)
+                case CompileGrammar():
+                    self._grammars.submit(action)
                 case Note(event=name, fields=fields):
                     _log.info(name, **fields)
                 case Exit(reason=reason, restart=restart):
@@ -169,6 +183,9 @@ class DecodeShell:
             _log.error("engine.step_failed", error=repr(result))
             result = failed_step(plan, result)
         self.feed(events.StepDone(result))
+
+    def _on_grammar(self, wanted: CompileGrammar, answer: object) -> None:
+        self.feed(GrammarDone(wanted.key, as_result(answer)))
 
     def _tick(self) -> None:
         self.feed(Tick(self._pipeline.layers_done))

@@ -18,6 +18,7 @@ import msgspec
 
 from ..engine.events import ChunkDone, Failed, Finished, Prefilled, TokenEvent
 from ..engine.events import Event as EngineEvent
+from ..engine.grammar import CompileGrammar, GrammarDone, grammar_task
 from ..engine.scheduler import Scheduler
 from ..engine.step_time import StepTime
 from ..kv_transfer import sender as handoff
@@ -177,7 +178,9 @@ class PrefillCore(WorkerCore):
         if job.ended is not None:  # a replay whose last token the client has already
             return [accepted, *self._finished(job, job.ended, now)]
         self._jobs.queue(job)
-        return [accepted]
+        task = grammar_task(job.context)
+        job.compiling = task is not None
+        return [accepted] if task is None else [accepted, CompileGrammar(key, task)]
 
     def _drop_lower(self, key: Key, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -239,7 +242,10 @@ class PrefillCore(WorkerCore):
                 actions += self._begin(job, now)
 
     def _begin(self, job: Job, now: float) -> list[Action]:
-        """Reserve blocks, if the link to its decode worker allows."""
+        """Reserve blocks, if the link to its decode worker allows and its grammar is there."""
+        if job.compiling:
+            self._jobs.park(job, _grammar_place(job))
+            return []
         endpoint = job.assign.decode
         link = self._links.get(endpoint)
         if link is not None and (hopeless := link.hopeless(now)):
@@ -247,8 +253,20 @@ class PrefillCore(WorkerCore):
         if link is not None and link.is_ready:
             self._jobs.start(job)
             return self._reserve(job, link, now)
-        self._jobs.park(job)
+        self._jobs.park(job, endpoint)
         return self._links.connect(endpoint, now)
+
+    def _on_grammar(self, event: GrammarDone, now: float) -> list[Action]:
+        """The matcher of a job, which may have ended meanwhile, or the error that ends it."""
+        job = self._jobs.get(event.key)
+        if job is None or not job.compiling:
+            return []
+        if isinstance(event.result, BatonError):
+            return self._end(job, now, event.result.code, str(event.result))
+        job.compiling = False
+        job.sequence.constrain(event.result)
+        self._jobs.wake(_grammar_place(job))
+        return []
 
     def _reserve(self, job: Job, link: Link, now: float) -> list[Action]:
         self._serial += 1
@@ -611,5 +629,11 @@ class PrefillCore(WorkerCore):
         LayersDone: _on_layers,
         StepDone: _on_step,
         Packed: _on_packed,
+        GrammarDone: _on_grammar,
         Tick: _on_tick,
     }
+
+
+def _grammar_place(job: Job) -> str:
+    """Where a job parks until its grammar is compiled."""
+    return f"grammar of {job.sequence.request.hex()}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..engine.grammar import CompileGrammar, GrammarDone
 from ..engine.plan import Int32, StepPlan, StepResult
 from ..kv_transfer import sender as handoff
 from ..kv_transfer.sender import Key
@@ -130,6 +131,9 @@ class RunStep:
 
 Event = (
     FromRouter | RouterUp | RouterDown | FromPeer | PeerUp | PeerDown | DataUp | DataDown
-    | LayersDone | StepDone | Packed | Tick | DrainRequested
+    | LayersDone | StepDone | Packed | GrammarDone | Tick | DrainRequested
 )  # fmt: skip
-Action = ToRouter | ToPeer | Connect | OpenData | Disconnect | PackFrame | RunStep | Note | Exit
+Action = (
+    ToRouter | ToPeer | Connect | OpenData | Disconnect | PackFrame | RunStep | CompileGrammar
+    | Note | Exit
+)  # fmt: skip

@@ -50,6 +50,8 @@ class Job:
     tries: int = 0
     arrival: int = 0  # its place among all jobs
     waits: bool = False  # in the queue
+    place: str = ""  # what news it is parked for
+    compiling: bool = False  # its grammar is not there yet
     token_end: int = 0  # of the chunk in the running step
     last_chunk: bool = False
     last_logprobs: TokenLogProbs | None = None

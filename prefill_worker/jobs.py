@@ -1,8 +1,9 @@
 """The jobs of a prefill worker: found by name, in order of arrival, by deadline.
 
-Invariants: a queued job is in exactly one place: ready, waiting for a time, or waiting for a
-link; a job in any other state holds one execution slot; sums and indexes fit the jobs. The
-cost of an event does not grow with the jobs that have nothing to do with it. Pure.
+Invariants: a queued job is in exactly one place: ready, waiting for a time, or parked for news
+(of a link or its grammar); a job in any other state holds one execution slot; sums and indexes
+fit the jobs. The cost of an event does not grow with the jobs that have nothing to do with it.
+Pure.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Jobs:
         self._deadlines: Agenda[Key] = Agenda()
         self._ready: Agenda[Key] = Agenda()  # by arrival
         self._later: Agenda[Key] = Agenda()  # by the time they may try again
-        self._parked: dict[str, dict[Key, None]] = {}  # by the link they wait for
+        self._parked: dict[str, dict[Key, None]] = {}  # by the news they wait for
         self._wanted: Counter[str] = Counter()  # jobs per decode endpoint
         self._arrivals = 0
         self.active = 0  # execution slots taken
@@ -117,13 +118,14 @@ class Jobs:
         key_ = self._ready.pop(math.inf)
         return None if key_ is None else self._jobs[key_]
 
-    def park(self, job: Job) -> None:
-        """Wait for news of the link to its decode worker."""
-        self._parked.setdefault(job.assign.decode, {})[job.key] = None
+    def park(self, job: Job, place: str) -> None:
+        """Wait for news: of the link to an endpoint, or of what else ``place`` names."""
+        job.place = place
+        self._parked.setdefault(place, {})[job.key] = None
 
-    def wake(self, endpoint: str) -> None:
-        """There is news of this link."""
-        for key in self._parked.pop(endpoint, ()):
+    def wake(self, place: str) -> None:
+        """There is news of this."""
+        for key in self._parked.pop(place, ()):
             self._ready.put(key, self._jobs[key].arrival)
 
     def start(self, job: Job) -> None:
@@ -140,11 +142,11 @@ class Jobs:
         self.waiting_tokens -= job.sequence.num_tokens
         self._ready.drop(job.key)
         self._later.drop(job.key)
-        parked = self._parked.get(job.assign.decode)
+        parked = self._parked.get(job.place)
         if parked is not None:
             parked.pop(job.key, None)
             if not parked:
-                del self._parked[job.assign.decode]
+                del self._parked[job.place]
 
     # ------------------------------------------------------------------ integrity
 

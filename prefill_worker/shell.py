@@ -6,6 +6,7 @@ are final; the compute thread owns the model and writes the blocks of the step i
 
 from __future__ import annotations
 
+from ..engine.grammar import CompileGrammar, GrammarCompiler, GrammarDone, as_result
 from ..engine.plan import StepPlan, StepResult, failed_step
 from ..engine.runner import Runner
 from ..engine.scheduler import Scheduler, SchedulerConfig
@@ -26,6 +27,7 @@ from ..runtime.loop import Loop
 from ..runtime.membership import Membership
 from ..runtime.process import EXIT_RESTART, TICK_S
 from ..runtime.sockets import Context, RouterChannel
+from ..runtime.time_limit import TimeLimited
 from . import events
 from .config import PrefillWorkerConfig
 from .core import PrefillCore, PrefillLimits
@@ -56,6 +58,15 @@ class PrefillShell:
             PrefillToDecode, digest=envelope_digest
         )
         self._compute = ComputeThread(loop, self._execute, self._on_result)
+        card, folder = runner.card, config.runner.model
+        compiler = GrammarCompiler(folder, card.vocab_size, card.eos_token_ids)
+        self._grammars = TimeLimited(
+            loop,
+            lambda wanted: compiler.compile(wanted.task),
+            self._on_grammar,
+            compiler.time_limit,
+            name="grammar",
+        )
         self._packer = FramePacker(runner.backend, runner.pool)
         self.core = self._make_core(config, runner, member)
         identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
@@ -107,6 +118,7 @@ class PrefillShell:
     def close(self) -> None:
         """Stop computing, then close the sockets."""
         self._compute.stop()
+        self._grammars.stop()
         self._peers.close()
         self._links.close()
         self._control.close()
@@ -128,6 +140,8 @@ class PrefillShell:
                 self._pack(action)
             case events.RunStep(plan=plan):
                 self._compute.submit(plan)
+            case CompileGrammar():
+                self._grammars.submit(action)
             case events.Connect(endpoint=endpoint):
                 self._peers.connect(endpoint)
             case events.OpenData(endpoint=endpoint, data_endpoint=address):
@@ -173,6 +187,9 @@ class PrefillShell:
             _log.error("engine.step_failed", error=repr(result))
             result = failed_step(plan, result)
         self.feed(events.StepDone(result))
+
+    def _on_grammar(self, wanted: CompileGrammar, answer: object) -> None:
+        self.feed(GrammarDone(wanted.key, as_result(answer)))
 
     def _hear(self, peer: bytes, frames: Frames) -> None:
         """The endpoint of a prefill worker only says who it is."""

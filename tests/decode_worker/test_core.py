@@ -11,10 +11,12 @@ import pytest
 from baton.decode_worker.core import DecodeCore, GrantStore
 from baton.decode_worker.events import FrameStored, FromPeer, PeerGone, RunStep, StepDone, ToPeer
 from baton.engine.cache import PagedCache
+from baton.engine.grammar import CompileGrammar, GrammarDone
 from baton.engine.plan import Sampled, StepPlan, StepResult
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.step_time import StepTime
 from baton.kv_transfer.receiver import Receiver, ReceiverConfig
+from baton.proto.errors import InputError
 from baton.proto.hashing import block_hashes, cache_salt
 from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.limits import PROTOCOL_VERSION
@@ -628,3 +630,98 @@ def test_tables_forget(bench):
     bench.now += 1000.0
     bench.feed(Tick())
     assert bench.core.remembered == 0
+
+
+# ------------------------------------------------------------------ grammars
+
+
+class Digits:
+    """A grammar of tokens; what it was shown."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def consume_token(self, token: int) -> bool:
+        self.seen.append(token)
+        return token < 50
+
+    def allowed(self) -> np.ndarray:
+        return np.arange(100) < 50
+
+
+STRUCTURED = msgspec.structs.replace(make_context(), json_schema='{"type":"integer"}')
+
+
+def test_a_request_runs_once_its_grammar_is_rebuilt(bench):
+    bench.run(context=STRUCTURED)
+    assert bench.streamed() == [(10, 42)]
+    (wanted,) = bench.other
+    assert isinstance(wanted, CompileGrammar)
+    assert (wanted.key, wanted.task.emitted) == ((KEY, 1), (42,))
+    assert wanted.task.eos == frozenset({0})
+    bench.later(0.5)
+    assert not bench.plans
+    assert not bench.core.idle
+    matcher = Digits()
+    bench.feed(GrammarDone(wanted.key, matcher))
+    assert bench.plans[0].chunks[0].sample.mask is matcher
+    bench.step()
+    assert (bench.streamed(), matcher.seen) == ([(11, 43)], [43])
+    bench.feed(GrammarDone(wanted.key, Digits()))  # said twice
+    for _ in range(6):
+        bench.step()
+    assert bench.one(Terminal).status == "maximum_length"
+    assert bench.cache.pool.used == 0
+
+
+def test_nobody_waits_for_anothers_grammar(bench):
+    bench.run(context=STRUCTURED)
+    bench.run(OTHER)
+    bench.step()
+    assert (11, 43) in bench.streamed()
+
+
+def test_a_grammar_that_cannot_be_rebuilt_ends_its_request(bench):
+    bench.run(context=STRUCTURED)
+    bench.feed(GrammarDone((KEY, 1), InputError("json_schema: not like this")))
+    terminal = bench.one(Terminal)
+    assert (terminal.code, terminal.position) == ("input", 11)
+    assert bench.cache.pool.used == 0
+    assert bench.core.idle
+
+
+def test_an_abort_while_the_grammar_is_rebuilt_frees_its_blocks(bench):
+    bench.run(context=STRUCTURED)
+    bench.hear(Abort(request=KEY, attempt=1))
+    assert bench.one(Aborted).attempt == 1
+    assert bench.cache.pool.used == 0
+    bench.feed(GrammarDone((KEY, 1), Digits()))
+    assert not bench.plans
+    assert bench.core.idle
+
+
+def test_a_deadline_passes_while_the_grammar_is_rebuilt(bench):
+    bench.run(context=STRUCTURED, deadline=0.5)
+    bench.later(1.0)
+    assert bench.one(Terminal).code == "deadline_exceeded"
+    assert bench.cache.pool.used == 0
+
+
+def test_a_new_router_hears_of_a_request_whose_grammar_is_rebuilt(bench):
+    bench.run(context=STRUCTURED)
+    bench.take(Tokens)
+    bench.hear(Adopt(request=KEY, position=10), "router-2")
+    assert bench.streamed() == [(10, 42)]
+
+
+def test_a_token_its_grammar_refuses_fails_the_request_alone(bench):
+    bench.run(context=STRUCTURED)
+    bench.run(OTHER)
+    bench.step()
+    bench.feed(GrammarDone((KEY, 1), Digits()))
+    bench.step(token=60)
+    bench.step(token=60)
+    terminal = bench.one(Terminal)
+    assert (terminal.request, terminal.code) == (KEY, "internal")
+    bench.step()
+    assert bench.cache.pool.used > 0

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import pytest
 
 from baton.engine.cache import PagedCache
+from baton.engine.grammar import CompileGrammar, GrammarDone
 from baton.engine.plan import Sampled, StepPlan, StepResult
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.step_time import StepTime
@@ -29,6 +31,7 @@ from baton.prefill_worker.events import (
     StepDone,
     ToPeer,
 )
+from baton.proto.errors import InputError
 from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.messages import (
     Abort,
@@ -913,3 +916,114 @@ def test_a_new_connection_hears_what_waits_for_an_answer(bench):
     bench.answer(opened())
     bench.committed(bench.commit())
     bench.assert_empty()
+
+
+# ------------------------------------------------------------------ grammars
+
+
+class Digits:
+    """A grammar of tokens; what it was shown."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def consume_token(self, token: int) -> bool:
+        self.seen.append(token)
+        return token < 50
+
+    def allowed(self) -> np.ndarray:
+        return np.arange(100) < 50
+
+
+def structured(**shape) -> WireContext:
+    return msgspec.structs.replace(make_context(**shape), json_schema='{"type":"integer"}')
+
+
+def test_a_grammar_is_compiled_before_a_slot_is_taken(bench):
+    bench.open()
+    bench.assign(context=structured())
+    assert bench.one(Accepted).attempt == 1
+    (wanted,) = bench.did(CompileGrammar)
+    assert wanted.key == (KEY, 1)
+    assert (wanted.task.schema, wanted.task.eos) == ('{"type":"integer"}', frozenset({0}))
+    bench.later(1.0)
+    assert not bench.to_peer(Reserve)
+    matcher = Digits()
+    bench.feed(GrammarDone(wanted.key, matcher))
+    bench.open()
+    bench.grant()
+    assert bench.plans[0].chunks[0].sample.mask is matcher
+    bench.step()
+    assert matcher.seen == [42]
+    bench.committed(bench.commit())
+    bench.assert_empty()
+
+
+def test_nobody_waits_for_anothers_grammar():
+    bench = Bench(max_active=1)
+    bench.assign(context=structured())
+    bench.assign(key=b"s" * 16)
+    bench.open()
+    (reserve,) = bench.to_peer(Reserve)
+    assert reserve.request == b"s" * 16
+    bench.grant(reserve)
+    bench.feed(GrammarDone((KEY, 1), Digits()))
+    bench.step()
+    bench.committed(bench.commit())
+    (reserve,) = bench.to_peer(Reserve)
+    assert reserve.request == KEY
+
+
+def test_a_bad_schema_ends_its_request_alone(bench):
+    bench.assign(context=structured())
+    bench.assign(key=b"s" * 16)
+    bench.feed(GrammarDone((KEY, 1), InputError("json_schema: not like this")))
+    terminal = bench.one(Terminal)
+    assert (terminal.request, terminal.code) == (KEY, "input")
+    assert "not like this" in terminal.message
+    assert terminal.position == 10
+    bench.open()
+    (reserve,) = bench.to_peer(Reserve)
+    assert reserve.request == b"s" * 16
+
+
+def test_an_abort_while_the_grammar_compiles(bench):
+    bench.open()
+    bench.assign(context=structured())
+    bench.hear(Abort(request=KEY, attempt=1))
+    assert bench.one(Aborted).attempt == 1
+    bench.feed(GrammarDone((KEY, 1), Digits()))
+    bench.feed(GrammarDone((KEY, 1), InputError("late")))
+    assert not bench.take(Terminal)
+    assert not bench.to_peer(Reserve)
+    bench.assert_empty()
+
+
+def test_a_deadline_passes_while_the_grammar_compiles(bench):
+    bench.open()
+    bench.assign(context=structured(), deadline=0.5)
+    bench.later(1.0)
+    assert bench.one(Terminal).code == "deadline_exceeded"
+    bench.feed(GrammarDone((KEY, 1), Digits()))
+    bench.assert_empty()
+
+
+def test_a_replay_compiles_behind_its_tokens(bench):
+    bench.open()
+    bench.assign(context=structured(), emitted=[42, 43])
+    (wanted,) = bench.did(CompileGrammar)
+    assert wanted.task.emitted == (42, 43)
+
+
+def test_a_replay_that_had_ended_compiles_nothing(bench):
+    bench.assign(context=structured(), emitted=[42, 0])
+    assert not bench.did(CompileGrammar)
+    assert bench.one(Terminal).status == "end_of_sequence"
+
+
+def test_a_grammar_and_a_missing_link_are_both_waited_for(bench):
+    bench.assign(context=structured())
+    bench.feed(GrammarDone((KEY, 1), Digits()))
+    assert not bench.to_peer(Reserve)
+    bench.open()
+    assert len(bench.to_peer(Reserve)) == 1
