@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from pathlib import Path
 
 from ..client import Client, Generation
+from ..client.model import RequestOptions
 from ..proto.errors import InputError
 from .cluster import add_address, connect
 from .sampling import add_sampling, sampling_of
@@ -20,6 +21,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add_address(parser)
     add_sampling(parser, max_new_tokens=128)
     parser.add_argument("--target-endpoint", metavar="ADDRESS", help="use this worker")
+    parser.add_argument("--json-schema", metavar="FILE", help="answer with an instance of it")
     parser.add_argument("--deadline", type=float, metavar="SECONDS", help="end it by then")
     parser.set_defaults(run=run)
 
@@ -38,8 +40,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _start(client: Client, prompt: str, arguments: argparse.Namespace) -> Generation:
     params = sampling_of(arguments)
-    target: Any = arguments.target_endpoint
+    options: RequestOptions = {
+        "target_endpoint": arguments.target_endpoint,
+        "deadline": arguments.deadline,
+        "json_schema": _schema(arguments.json_schema),
+    }
     if arguments.chat:
-        message = {"role": "user", "content": prompt}
-        return client.chat([message], params, target_endpoint=target, deadline=arguments.deadline)
-    return client.generate(prompt, params, target_endpoint=target, deadline=arguments.deadline)
+        return client.chat([{"role": "user", "content": prompt}], params, **options)
+    return client.generate(prompt, params, **options)
+
+
+def _schema(file: str | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} cannot be read: {error}") from None

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from ..proto.contexts import TextContext
 from ..proto.errors import DeadlineExceeded, InputError, InternalError
 from ..proto.ids import RequestID
+from ..proto.json_schema import json_schema_text
 from ..proto.layout import ModelCard
 from ..proto.limits import MAX_REQUEST_ID_CHARS
 from ..proto.messages import Described
@@ -47,7 +48,8 @@ class RequestOptions(TypedDict, total=False):
     elsewhere, ``fallback=True`` lets the router choose when that worker cannot take it.
     ``deadline``: seconds. ``pool``: which workers. ``request_id``: default a random one.
     ``log_probabilities``: of each token and that many most likely ones. ``cache_salt``:
-    prefix cache shared only with requests of the same salt.
+    prefix cache shared only with requests of the same salt. ``json_schema``: JSON text or a
+    mapping; the answer's text is an instance of it.
     """
 
     target_endpoint: str | None
@@ -58,6 +60,7 @@ class RequestOptions(TypedDict, total=False):
     request_id: str | None
     log_probabilities: int
     cache_salt: str
+    json_schema: str | Mapping[str, Any] | None
 
 
 @dataclass(slots=True, frozen=True)
@@ -167,6 +170,9 @@ def prepare_context(context: TextContext, sampling: Sampling, options: RequestOp
     target = options.get("target_endpoint")
     if target is not None:
         wire = msgspec.structs.replace(wire, target_endpoint=target)
+    schema = options.get("json_schema")
+    if schema is not None:
+        wire = msgspec.structs.replace(wire, json_schema=json_schema_text(schema))
     name = options.get("request_id") or str(context.request_id)
     return Prepared(_spec(wire, options, name), Assembler(None, show_text=False))
 
@@ -180,7 +186,7 @@ def _prepare(
     show_text: bool,
 ) -> Prepared:
     params = _params(sampling, model.defaults)
-    stop = params.stop or []
+    stop, schema = params.stop or [], options.get("json_schema")
     wire = build_wire_context(
         tokens,
         model.card,
@@ -189,6 +195,7 @@ def _prepare(
         log_probabilities=options.get("log_probabilities", 0),
         target_endpoint=options.get("target_endpoint"),
         cache_salt=options.get("cache_salt", ""),
+        json_schema=None if schema is None else json_schema_text(schema),
     )
     detokenizer = None
     if stop or (show_text and params.detokenize):

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from .endpoints import check_target_endpoint
 from .errors import InputError
+from .json_schema import check_json_schema
 from .layout import ModelCard
 from .limits import (
     MAX_CACHE_SALT_CHARS,
@@ -17,6 +18,7 @@ from .limits import (
     MAX_EOS_SEQUENCE_TOKENS,
     MAX_EOS_SEQUENCES,
     MAX_EOS_TOKEN_IDS,
+    MAX_JSON_SCHEMA_CHARS,
     MAX_LOG_PROBABILITIES,
 )
 from .sampling import MAX_SEED, SamplingParams
@@ -35,6 +37,7 @@ def build_wire_context(
     log_probabilities: int = 0,
     target_endpoint: str | None = None,
     cache_salt: str = "",
+    json_schema: str | None = None,
 ) -> WireContext:
     """Checked wire form of a request.
 
@@ -42,9 +45,11 @@ def build_wire_context(
     a fixed spelling. They and ``params.stop_token_ids`` become ``eos_sequences``, which
     stop also under ``ignore_eos``; the model's own ids are ``eos_token_ids``.
     ``max_length``: total tokens; default what ``max_new_tokens`` and the model allow.
-    Raises InputError as :func:`check_wire_context`.
+    ``json_schema``: JSON text. Raises InputError as :func:`check_wire_context`.
     """
     prompt = _int32_tokens(tokens)
+    if json_schema is not None:
+        check_json_schema(json_schema)
     limit = card.max_length if max_length is None else max_length
     if params.max_new_tokens is not None:
         limit = min(limit, len(prompt) + params.max_new_tokens)
@@ -61,6 +66,7 @@ def build_wire_context(
         ignore_eos=params.ignore_eos,
         target_endpoint=target_endpoint,
         cache_salt=cache_salt,
+        json_schema=json_schema,
     )
     check_wire_context(wire, card)
     return wire
@@ -182,7 +188,7 @@ def _check_lengths(wire: WireContext, card: ModelCard) -> None:
 
 def _check_features(wire: WireContext, card: ModelCard) -> None:
     if wire.json_schema is not None:
-        raise InputError("json_schema is not supported yet")
+        _check_grammar(wire, wire.json_schema, card)
     if wire.log_probabilities_echo:
         raise InputError("log_probabilities_echo is not supported yet")
     if wire.lora_name is not None:
@@ -190,6 +196,18 @@ def _check_features(wire: WireContext, card: ModelCard) -> None:
     _check_numbers(wire)
     if wire.model_name and wire.model_name != card.name:
         raise InputError(f"model {wire.model_name[:80]!r} is not served here, {card.name!r} is")
+
+
+def _check_grammar(wire: WireContext, schema: str, card: ModelCard) -> None:
+    """Size, and that an answer can end; the schema itself is read where it is compiled."""
+    if len(schema) > MAX_JSON_SCHEMA_CHARS:
+        raise InputError(
+            f"json_schema has {len(schema)} characters, at most {MAX_JSON_SCHEMA_CHARS} are allowed"
+        )
+    if wire.ignore_eos or wire.sampling.ignore_eos:
+        raise InputError("json_schema goes not with ignore_eos: a complete answer must end")
+    if not any(0 <= token < card.vocab_size for token in wire.eos_token_ids):
+        raise InputError("json_schema needs an end-of-sequence id the model can generate")
 
 
 def _check_numbers(wire: WireContext) -> None:

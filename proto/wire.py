@@ -22,6 +22,7 @@ from .limits import (
     MAX_NAMED_ARRAYS,
     MAX_STOP_SEQUENCES,
     MAX_STOP_TOKEN_IDS,
+    MAX_TEXT_CHARS,
     MAX_VISION_TOKEN_IDS,
 )
 
@@ -42,6 +43,7 @@ TokenId = Annotated[int, Meta(ge=-INT32, lt=INT32)]
 Number = Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
 """What a user may ask wrongly, so that a check can say what is wrong with it."""
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 StopStrings = Annotated[list[Name], Meta(max_length=MAX_STOP_SEQUENCES)]
 StopTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)]
 EosTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_EOS_TOKEN_IDS)]
@@ -83,6 +85,7 @@ class WireContext(
 
     ``tokens``: int32 ``[prompt_length]``, inline or as a frame of its own.
     ``eos_sequences``: token sequences that end the request (stop strings, user stop ids).
+    ``json_schema``: JSON text the generated text must be an instance of.
     """
 
     tokens: TokenArray
@@ -94,7 +97,7 @@ class WireContext(
     log_probabilities: Number = 0
     log_probabilities_echo: bool = False
     ignore_eos: bool = False
-    json_schema: str | None = None
+    json_schema: Text | None = None
     target_endpoint: Name | None = None
     cache_salt: Name = ""
     lora_name: Name | None = None

@@ -1,0 +1,276 @@
+"""Answers that are instances of a JSON schema, whatever happens to the workers meanwhile.
+
+Temperature 1 on the embedded model, which knows nothing of JSON: what it does right, the
+grammar made it do.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import jsonschema
+import pytest
+
+from baton.client import AsyncClient
+from baton.client.output import Output
+from baton.proto.contexts import TextContext
+from baton.proto.errors import BatonError, DeadlineExceeded, InputError
+from baton.proto.sampling import SamplingParams
+from baton.proto.status import GenerationStatus
+
+from ..engine.schemas import BOOL, SCHEMAS, SMALL, array, record
+from .conftest import command_environment, wait_until
+
+pytestmark = pytest.mark.cluster
+
+PROMPT = "Say it as JSON: "
+MOST = 500
+# Bounds that take so many tokens to reach that a worker dies in between.
+LONG_SCHEMAS = {
+    f"long {i}": record(rows=array(record(id=SMALL, on=BOOL), 16, 18)) for i in range(4)
+}
+WORK = {**SCHEMAS, **LONG_SCHEMAS}
+
+
+@pytest.fixture(scope="module")
+def pools(shared_cluster):
+    """Small pools, so that requests are preempted as well."""
+    return shared_cluster(prefill=1, decode=2, kv_memory="64MiB", decode_kv_blocks=256)
+
+
+@pytest.fixture
+def clean(pools):
+    pools.wait_ready()
+    yield pools
+    wait_until(
+        lambda: all(w["kv_blocks_used"] == 0 for w in pools.workers().values()),
+        what="all blocks to be free",
+    )
+
+
+@pytest.fixture
+def client(clean):
+    with clean.client() as client:
+        yield client
+
+
+def params(seed: int, **fields) -> SamplingParams:
+    fields = {"max_new_tokens": MOST, "temperature": 1.0, **fields}
+    return SamplingParams(seed=seed, **fields)
+
+
+def run_all(address: str, work=WORK, disturb=None) -> dict[str, list[Output]]:
+    """One request per schema, all at once; ``disturb`` sees what came so far."""
+    outputs: dict[str, list[Output]] = {name: [] for name in work}
+    errors: dict[str, BatonError] = {}
+
+    async def follow(client: AsyncClient, seed: int, name: str) -> None:
+        options = {"json_schema": work[name], "log_probabilities": 1}
+        try:
+            async for output in client.generate(PROMPT, params(seed), **options):
+                outputs[name].append(output)
+        except BatonError as error:
+            errors[name] = error
+
+    async def body() -> None:
+        async with (
+            asyncio.timeout(90),
+            AsyncClient(address) as client,
+            asyncio.TaskGroup() as group,
+        ):
+            for seed, name in enumerate(work):
+                group.create_task(follow(client, seed, name))
+            if disturb is not None:
+                group.create_task(disturb(outputs))
+
+    asyncio.run(body())
+    assert errors == {}
+    return outputs
+
+
+def tokens(outputs: list[Output]) -> list[int]:
+    return [token for output in outputs for token in output.tokens]
+
+
+def text(outputs: list[Output]) -> str:
+    return "".join(output.text or "" for output in outputs)
+
+
+def log_probs(outputs: list[Output]) -> list[float]:
+    return [
+        value
+        for output in outputs
+        for entry in output.log_probabilities or ()
+        for value in entry.token_log_probabilities
+    ]
+
+
+def check(answers: dict[str, list[Output]], least: float) -> None:
+    """Whatever ended by itself is an instance; ``least`` of all did."""
+    finished = [
+        name
+        for name, outputs in answers.items()
+        if outputs[-1].final_status is GenerationStatus.END_OF_SEQUENCE
+    ]
+    for name in finished:
+        jsonschema.validate(json.loads(text(answers[name])), WORK[name])
+        assert len(log_probs(answers[name])) == len(tokens(answers[name]))
+    assert len(finished) >= least * len(answers), set(answers) - set(finished)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pools):
+    return run_all(pools.address)
+
+
+def test_every_finished_answer_is_an_instance(undisturbed):
+    assert len(SCHEMAS) == 50
+    check(undisturbed, least=0.9)
+
+
+def test_a_killed_decode_worker_changes_no_token(clean, undisturbed):
+    async def disturb(outputs: dict[str, list[Output]]) -> None:
+        while sum(len(tokens(outputs[name])) >= 20 for name in LONG_SCHEMAS) < len(LONG_SCHEMAS):
+            await asyncio.sleep(0.002)
+        os.kill(pid, signal.SIGKILL)
+
+    def replayed() -> int:
+        with clean.client() as client:
+            return client.status()["router"]["requests"]["replayed"]
+
+    pid, before = clean.pids()["decode-0"], replayed()
+    answers = run_all(clean.address, disturb=disturb)
+    assert replayed() > before, "nothing ran on the lost worker"
+    for name, outputs in answers.items():
+        assert tokens(outputs) == tokens(undisturbed[name]), name
+        assert log_probs(outputs) == log_probs(undisturbed[name]), name
+    check(answers, least=0.9)
+    clean.wait_replaced("decode-0", pid)
+
+
+def test_preempted_answers_change_no_token(cluster, undisturbed):
+    small = cluster(prefill=1, decode=1, decode_kv_blocks=64, max_batch=16)
+    answers = run_all(small.address)
+    with small.client() as client:
+        (worker,) = [w for w in client.status()["workers"] if w["role"] == "decode"]
+    assert worker["preemptions"] > 0
+    for name, outputs in answers.items():
+        assert tokens(outputs) == tokens(undisturbed[name]), name
+
+
+# ------------------------------------------------------------------ beside other options
+
+SCHEMA = record(
+    word={"enum": ["left", "right"]}, n={"type": "integer", "maximum": 99, "minimum": 1}
+)
+
+
+def test_text_mappings_and_contexts_say_the_same(client):
+    def answer(prompt, sampling, **options):
+        return tokens(list(client.generate(prompt, sampling, **options)))
+
+    expected = answer(PROMPT, params(1), json_schema=SCHEMA)
+    assert answer(PROMPT, params(1), json_schema=json.dumps(SCHEMA)) == expected
+    model = client.describe().card
+    ids = client._model().tokenizer.encode(PROMPT)
+    context = TextContext(
+        max_length=model.max_length,
+        tokens=ids,
+        eos_token_ids=set(model.eos_token_ids),
+        json_schema=json.dumps(SCHEMA),
+        sampling_params=params(1),
+    )
+    assert answer(context, None) == expected
+
+
+def test_greedy_chat_answers(client):
+    messages = [{"role": "user", "content": "left or right?"}]
+    for _ in range(2):
+        outputs = list(client.chat(messages, params(0, temperature=0), json_schema=SCHEMA))
+        jsonschema.validate(json.loads(text(outputs)), SCHEMA)
+
+
+def test_a_minimum_length_does_not_break_an_instance(client):
+    outputs = list(client.generate(PROMPT, params(2, min_new_tokens=200), json_schema=SCHEMA))
+    assert outputs[-1].final_status is GenerationStatus.END_OF_SEQUENCE
+    jsonschema.validate(json.loads(text(outputs)), SCHEMA)
+
+
+def test_a_stop_string_ends_inside_an_instance(client):
+    outputs = list(client.generate(PROMPT, params(3, stop=['"n"']), json_schema=SCHEMA))
+    assert outputs[-1].final_status is GenerationStatus.END_OF_SEQUENCE
+    assert text(outputs).lstrip().startswith("{")
+    assert '"n"' not in text(outputs)
+    assert '"word"' in text(outputs)
+
+
+def test_the_longest_answer_is_cut(client):
+    outputs = list(client.generate(PROMPT, params(4, max_new_tokens=5), json_schema=SCHEMA))
+    assert outputs[-1].final_status is GenerationStatus.MAXIMUM_LENGTH
+    assert len(tokens(outputs)) == 5
+
+
+def test_cancelled_answers_leave_nothing(client):
+    for count in range(6):
+        generation = client.generate(PROMPT, params(count), json_schema=WORK["long 0"])
+        for _ in range(count % 3):  # the first ones while the grammar is compiled
+            next(generation)
+        generation.close()
+    outputs = list(client.generate(PROMPT, params(1), json_schema=SCHEMA))
+    jsonschema.validate(json.loads(text(outputs)), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ('{"type":"array","uniqueItems":true}', "uniqueItems"),
+        ('{"type":"string","pattern":"(("}', "unclosed group"),
+        ('{"$ref":"#/nowhere"}', "nowhere"),
+        ("{", "not JSON"),
+        ('{"a":' * 65, "levels"),
+        ({"description": "x" * (128 << 10)}, "characters"),
+    ],
+)
+def test_a_bad_schema_is_one_input_error(client, schema, message):
+    running = client.generate(PROMPT, params(5), json_schema=WORK["long 1"])
+    first = next(running)
+    for _ in range(2):
+        with pytest.raises(InputError, match=message):
+            list(client.generate(PROMPT, params(1), json_schema=schema))
+    outputs = [first, *running]
+    if outputs[-1].final_status is GenerationStatus.END_OF_SEQUENCE:
+        jsonschema.validate(json.loads(text(outputs)), WORK["long 1"])
+
+
+def test_a_bad_schema_inside_a_context_is_refused_by_the_cluster(client):
+    for schema in ("{", '{"a":' * 65, '{"type":"colour"}'):
+        context = TextContext(max_length=64, tokens=[5, 6], eos_token_ids={2}, json_schema=schema)
+        with pytest.raises(InputError, match="json_schema"):
+            list(client.generate(context))
+
+
+def test_ignore_eos_is_refused(client):
+    with pytest.raises(InputError, match="ignore_eos"):
+        client.generate(PROMPT, params(1, ignore_eos=True), json_schema=SCHEMA)
+
+
+def test_a_deadline_holds(client):
+    endless = {"type": "array", "items": {"type": "integer"}, "minItems": 5000}
+    with pytest.raises(DeadlineExceeded):
+        list(client.generate(PROMPT, params(1, max_new_tokens=1900), json_schema=endless,
+                             deadline=0.2))  # fmt: skip
+
+
+def test_the_command_line(clean, tmp_path):
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(SCHEMA))
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "baton.cli", "generate", PROMPT, "--json-schema", str(file),
+         f"--address={clean.address}", "--seed=3", "--temperature=1"],
+        capture_output=True, text=True, timeout=60, env=command_environment(clean.folder),
+        check=True,
+    )  # fmt: skip
+    jsonschema.validate(json.loads(done.stdout), SCHEMA)
