@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from baton import __version__
 
 from ..proto.errors import BatonError, ConfigError
-from . import chat, demo, doctor, drain, generate, serve, status, wait_ready
+from . import chat, demo, doctor, drain, embed, generate, serve, status, wait_ready
 
-VERBS = (serve, demo, generate, chat, status, wait_ready, drain, doctor)
+VERBS = (serve, demo, generate, chat, embed, status, wait_ready, drain, doctor)
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

@@ -21,6 +21,7 @@ ENV_PREFIX = "BATON_"
 
 HELP = {
     "model": "folder of the checkpoint (empty: the embedded demo model)",
+    "task": "generate or embed (empty: what the model is made for); embed needs no decode workers",
     "prefill": "number of prefill workers",
     "decode": "number of decode workers",
     "address": "where clients connect, ipc://PATH or tcp://HOST:PORT (empty: a path of this user)",

@@ -13,6 +13,9 @@ from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
+import numpy as np
+import numpy.typing as npt
+
 from ..proto.contexts import TextContext
 from ..proto.errors import BatonError, ConnectionLost, InputError, InternalError
 from ..proto.ids import RequestID
@@ -20,6 +23,7 @@ from ..proto.messages import Describe, Described, Drain, Drained, Message, Statu
 from ..runtime.loop import Loop
 from ..runtime.security import CurveKeys
 from .connection import Connection, Sink
+from .embedding import Embedding, embed_specs
 from .events import Ended, NewTokens
 from .model import (
     DESCRIBED_FILES,
@@ -30,6 +34,7 @@ from .model import (
     RequestOptions,
     Sampling,
     ServedModel,
+    TokensOrText,
     described,
     prepare,
     prepare_context,
@@ -91,6 +96,28 @@ class AsyncClient:
         request_id = options["request_id"] = options.get("request_id") or str(RequestID())
         preparing = self._prepare_chat(messages, variables or {}, sampling_params, options)
         return self._start(request_id, preparing)
+
+    async def embed(
+        self, texts: Sequence[TokensOrText], **options: Unpack[RequestOptions]
+    ) -> npt.NDArray[np.float32]:
+        """As :meth:`baton.client.Client.embed`; cancelling the task cancels the requests."""
+        model = await self._model()
+        specs = await asyncio.to_thread(embed_specs, texts, options, model)
+        job = Embedding(specs, model.card.embedding_size)
+        news: asyncio.Queue[NewTokens | Ended] = asyncio.Queue()
+        connection, sink = self._connected(), news.put_nowait
+        try:
+            while not job.done:
+                for spec in job.start():
+                    connection.start(spec, sink)
+                ended = await news.get()
+                if isinstance(ended, Ended):
+                    job.take(ended)
+        except BaseException:
+            for name in list(job.running):
+                connection.stop(name, sink)
+            raise
+        return job.vectors
 
     # ------------------------------------------------------------------ questions
 

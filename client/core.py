@@ -266,6 +266,7 @@ class ClientCore:
                 prefill=terminal.prefill,
                 decode=terminal.decode,
                 cached_tokens=terminal.cached_tokens,
+                embedding=terminal.embedding,
             )
         )
 

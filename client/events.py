@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from ..proto.errors import BatonError
 from ..proto.messages import Message
 from ..proto.outputs import TokenLogProbs
@@ -105,7 +108,10 @@ class NewTokens:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Ended:
-    """The one end of a request: a status when it finished, an error when it failed."""
+    """The one end of a request: a status when it finished, an error when it failed.
+
+    ``embedding``: float32 ``[dim]``, of a request to embed.
+    """
 
     request_id: str
     position: int
@@ -114,6 +120,7 @@ class Ended:
     prefill: str = ""
     decode: str = ""
     cached_tokens: int = 0
+    embedding: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(slots=True, frozen=True)

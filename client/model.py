@@ -174,7 +174,7 @@ def prepare_context(context: TextContext, sampling: Sampling, options: RequestOp
     if schema is not None:
         wire = msgspec.structs.replace(wire, json_schema=json_schema_text(schema))
     name = options.get("request_id") or str(context.request_id)
-    return Prepared(_spec(wire, options, name), Assembler(None, show_text=False))
+    return Prepared(make_spec(wire, options, name), Assembler(None, show_text=False))
 
 
 def _prepare(
@@ -201,10 +201,11 @@ def _prepare(
     if stop or (show_text and params.detokenize):
         detokenizer = IncrementalDetokenizer(model.tokenizer, stop)
     assembler = Assembler(detokenizer, show_text=show_text and params.detokenize)
-    return Prepared(_spec(wire, options, options.get("request_id")), assembler)
+    return Prepared(make_spec(wire, options, options.get("request_id")), assembler)
 
 
-def _spec(wire: WireContext, options: RequestOptions, name: str | None) -> RequestSpec:
+def make_spec(wire: WireContext, options: RequestOptions, name: str | None) -> RequestSpec:
+    """A request with a name of its own unless it has one."""
     request_id = str(RequestID()) if name is None else name
     if not 0 < len(request_id) <= MAX_REQUEST_ID_CHARS:
         raise InputError(f"request_id must have 1 to {MAX_REQUEST_ID_CHARS} characters")

@@ -10,9 +10,12 @@ import json
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
+
+import numpy as np
+import numpy.typing as npt
 
 from ..proto.contexts import TextContext
 from ..proto.errors import BatonError, ConnectionLost, InternalError
@@ -20,7 +23,8 @@ from ..proto.messages import Describe, Described, Drain, Drained, Message, Statu
 from ..runtime.loop import Loop
 from ..runtime.security import CurveKeys
 from .connection import Connection, Sink
-from .events import Ended, NewTokens
+from .embedding import Embedding, embed_specs
+from .events import Ended, NewTokens, RequestSpec
 from .model import (
     DESCRIBED_FILES,
     Description,
@@ -30,6 +34,7 @@ from .model import (
     RequestOptions,
     Sampling,
     ServedModel,
+    TokensOrText,
     described,
     prepare,
     prepare_context,
@@ -140,6 +145,49 @@ class Client:
         return Generation(
             self, self._background, prepare_text(tokens, sampling_params, options, model)
         )
+
+    def embed(
+        self, texts: Sequence[TokensOrText], **options: Unpack[RequestOptions]
+    ) -> npt.NDArray[np.float32]:
+        """Vectors of all texts (or token ids), float32 ``[len(texts), dim]``, in their order.
+
+        ``options``: target_endpoint, pin, fallback, deadline and pool. Raises the error of
+        the first text that fails, TaskMismatch where a text model is served.
+        """
+        model = self._model()
+        job = Embedding(embed_specs(texts, options, model), model.card.embedding_size)
+        news: queue.SimpleQueue[NewTokens | Ended] = queue.SimpleQueue()
+        sink: Sink = news.put
+        try:
+            while not job.done:
+                self._start_all(job.start(), sink)
+                ended = news.get()
+                if isinstance(ended, Ended):
+                    job.take(ended)
+        except BaseException:
+            self._stop_all(job.running, sink)
+            raise
+        return job.vectors
+
+    def _start_all(self, specs: Sequence[RequestSpec], sink: Sink) -> None:
+        connection = self._background.connection
+
+        def start() -> None:
+            for spec in specs:
+                connection.start(spec, sink)
+
+        if specs:
+            self._background.post(start)
+
+    def _stop_all(self, names: Iterable[str], sink: Sink) -> None:
+        connection, running = self._background.connection, list(names)
+
+        def stop() -> None:
+            for name in running:
+                connection.stop(name, sink)
+
+        with contextlib.suppress(ConnectionLost):
+            self._background.post(stop)
 
     # ------------------------------------------------------------------ questions
 

@@ -8,6 +8,7 @@ import msgspec
 
 from baton import __version__
 
+from ..engine.embedding_config import EMBED
 from .config import kv_size
 from .core import Say
 from .plan import ClusterPlan
@@ -59,6 +60,9 @@ def facts(plan: ClusterPlan, *, hint: bool, context: int = 0) -> BannerFacts:
     local = "this user only (ipc socket files, mode 0600)"
     if plan.address.startswith("tcp://") or plan.settings.transport == "tcp":
         local = "this machine only (loopback, no keys)"
+    embeds = plan.settings.task == EMBED
+    words = "embed 'Who are you?'" if embeds else "generate --chat 'Who are you?'"
+    verb, _, rest = words.partition(" ")
     return BannerFacts(
         version=__version__,
         model=plan.model,
@@ -67,8 +71,8 @@ def facts(plan: ClusterPlan, *, hint: bool, context: int = 0) -> BannerFacts:
         security=local,
         context=context,
         block_size=plan.settings.block_size,
-        kv_memory=_kv_memory(plan),
-        hint=f"baton generate --address {plan.address} --chat 'Who are you?'" if hint else "",
+        kv_memory="" if embeds else _kv_memory(plan),
+        hint=f"baton {verb} --address {plan.address} {rest}" if hint else "",
     )
 
 

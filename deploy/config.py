@@ -12,12 +12,14 @@ from pathlib import Path
 
 import msgspec
 
+from ..engine.embedding_config import TASKS
 from ..proto.errors import ConfigError
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?)", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 TRANSPORTS = ("ipc", "tcp")
 BACKENDS = ("auto", "cpu", "numpy")
+SERVED_TASKS = ("", *TASKS)
 LOG_LEVELS = ("info", "warning", "error")
 _MAY_BE_ZERO = (
     "kv_blocks", "prefill_kv_blocks", "decode_kv_blocks", "chunk_budget", "decode_chunk_budget",
@@ -29,6 +31,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Settings of ``baton serve``; sizes in bytes as text ("512MiB"), durations in seconds."""
 
     model: str = ""
+    task: str = ""
     prefill: int = 1
     decode: int = 1
     address: str = ""
@@ -63,6 +66,7 @@ def check(settings: ServeSettings) -> ServeSettings:
     _require_choice(settings, "transport", TRANSPORTS)
     _require_choice(settings, "backend", BACKENDS)
     _require_choice(settings, "log_level", LOG_LEVELS)
+    _require(settings.task in SERVED_TASKS, "task", f"must be one of {', '.join(TASKS)}")
     for prefix in ("", "prefill_", "decode_"):
         blocks, memory = f"{prefix}kv_blocks", f"{prefix}kv_memory"
         parse_size(getattr(settings, memory), memory)

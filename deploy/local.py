@@ -18,7 +18,8 @@ import msgspec
 import zmq
 
 from ..engine.checkpoint import load_checkpoint
-from ..engine.runner import DEFAULT_KV_BYTES
+from ..engine.embedding_config import EMBED
+from ..engine.runner import DEFAULT_KV_BYTES, model_task
 from ..proto.errors import BatonError
 from ..runtime.lifecycle import on_stop_signal
 from ..runtime.loop import Loop
@@ -71,7 +72,16 @@ def check_model(settings: ServeSettings) -> None:
     A folder without a tokenizer is served: prompts then are token ids, and a client that
     gives text is told so.
     """
-    load_checkpoint(model_folder(settings))
+    model_task(load_checkpoint(model_folder(settings)), settings.task)
+
+
+def with_task(settings: ServeSettings) -> ServeSettings:
+    """The settings as the model needs them: what embeds has no decode workers."""
+    try:
+        task = model_task(load_checkpoint(model_folder(settings)), settings.task)
+    except BatonError:
+        return settings  # the workers say what is wrong
+    return settings if task != EMBED else msgspec.structs.replace(settings, task=task, decode=0)
 
 
 def served_context(settings: ServeSettings) -> int:
@@ -98,6 +108,7 @@ def default_kv_bytes(settings: ServeSettings) -> int:
 
 def make_plan(settings: ServeSettings, folder: RunFolder | None) -> ClusterPlan:
     """Choose addresses and resolve the plan; without a folder (``--dry-run``) a placeholder."""
+    settings = with_task(settings)
     client = client_address(settings.address, claim=folder is not None)
     if settings.transport == "tcp":
         addresses = tcp_addresses(settings, client, free_ports(ports_needed(settings)))

@@ -179,6 +179,7 @@ def _runner(settings: ServeSettings, role: str, kv_default: int) -> RunnerConfig
         num_blocks=blocks,
         kv_bytes=memory or kv_default,
         max_length=settings.max_length,
+        task=settings.task,
     )
 
 

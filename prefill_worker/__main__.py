@@ -6,15 +6,19 @@ import os
 
 import zmq
 
-from ..engine.runner import load_runner
+from ..engine.checkpoint import load_checkpoint
+from ..engine.embedding_config import GENERATE
+from ..engine.runner import load_embedder, load_runner, model_task
 from ..proto.ids import new_incarnation
+from ..proto.layout import ModelCard
 from ..runtime.lifecycle import on_stop_signal
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
 from ..runtime.membership import Membership, WorkerIdentity
 from ..runtime.process import LoadProgress, leave, run_process, settle
-from ..runtime.sockets import RouterChannel
+from ..runtime.sockets import Context, RouterChannel
 from .config import PrefillWorkerConfig
+from .embed_shell import EmbedShell
 from .shell import PrefillShell
 
 _log = get_logger()
@@ -22,10 +26,42 @@ _log = get_logger()
 
 def serve(config: PrefillWorkerConfig) -> int:
     """Load the model, join the cluster, run until drained or told to stop."""
-    runner = load_runner(config.runner, LoadProgress())
     loop = Loop()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    shell = _text(config, loop, context) if _is_text(config) else _embed(config, loop, context)
+    on_stop_signal(loop, lambda times: shell.drain() if times == 1 else loop.stop())
+    settle()
+    shell.start()
+    loop.run()
+    shell.close()
+    context.destroy(linger=0)
+    return shell.exit_code
+
+
+def _is_text(config: PrefillWorkerConfig) -> bool:
+    checkpoint = load_checkpoint(config.runner.model)
+    return model_task(checkpoint, config.runner.task) == GENERATE
+
+
+def _text(config: PrefillWorkerConfig, loop: Loop, context: Context) -> PrefillShell:
+    runner = load_runner(config.runner, LoadProgress())
     control = RouterChannel(context, config.endpoint)
+    member = _member(config, runner.card, control)
+    shell = PrefillShell(config, runner, member, control, loop, context)
+    _ready(member, runner.num_blocks)
+    return shell
+
+
+def _embed(config: PrefillWorkerConfig, loop: Loop, context: Context) -> EmbedShell:
+    runner = load_embedder(config.runner, LoadProgress())
+    control = RouterChannel(context, config.endpoint)
+    member = _member(config, runner.card, control)
+    shell = EmbedShell(config, runner, member, control, loop, context)
+    _ready(member, 0)
+    return shell
+
+
+def _member(config: PrefillWorkerConfig, card: ModelCard, control: RouterChannel) -> Membership:
     identity = WorkerIdentity(
         worker=config.worker_id,
         role="prefill",
@@ -33,23 +69,19 @@ def serve(config: PrefillWorkerConfig) -> int:
         pid=os.getpid(),
         endpoint=control.endpoint,
         pool=config.pool,
-        model=runner.card,
+        model=card,
         max_batch=config.max_active,
     )
-    member = Membership(identity, tuple(config.routers))
-    shell = PrefillShell(config, runner, member, control, loop, context)
-    on_stop_signal(loop, lambda times: shell.drain() if times == 1 else loop.stop())
-    settle()
-    shell.start()
+    return Membership(identity, tuple(config.routers))
+
+
+def _ready(member: Membership, kv_blocks: int) -> None:
+    card = member.identity.model
     _log.info(
-        "worker.ready", endpoint=control.endpoint, kv_blocks=runner.num_blocks,
-        numerics=runner.card.numerics,
-        max_length=runner.card.max_length,
+        "worker.ready", endpoint=member.identity.endpoint, kv_blocks=kv_blocks, task=card.task,
+        numerics=card.numerics,
+        max_length=card.max_length,
     )  # fmt: skip
-    loop.run()
-    shell.close()
-    context.destroy(linger=0)
-    return shell.exit_code
 
 
 def main() -> None:

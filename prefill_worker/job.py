@@ -10,6 +10,7 @@ from ..engine.sequence import Sequence
 from ..kv_transfer import sender as handoff
 from ..kv_transfer.sender import Key
 from ..proto.contexts import TextContext
+from ..proto.errors import TaskMismatch
 from ..proto.hashing import cache_salt
 from ..proto.ids import RequestID
 from ..proto.layout import ModelCard
@@ -138,6 +139,8 @@ class Job:
 
 def make_job(key: Key, router: str, assign: Assign, card: ModelCard, now: float) -> Job:
     """A queued job. Raises InputError or ValueError for a context that cannot be run."""
+    if assign.context.task != card.task:
+        raise TaskMismatch(f"{card.name!r} gives no vectors")
     request_id = RequestID(assign.request_id)
     context = read_context(card.architecture, assign.context, request_id, assign.emitted)
     sequence = Sequence(

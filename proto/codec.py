@@ -37,6 +37,7 @@ from .limits import (
     INLINE_ARRAY_BYTES,
     MAX_ARRAY_FRAMES,
     MAX_CONTROL_BYTES,
+    MAX_EMBEDDING_SIZE,
     MAX_KV_FRAME_BYTES,
     MAX_KV_HEADER_BYTES,
     MAX_MESSAGES_PER_FRAME,
@@ -128,9 +129,9 @@ class EnvelopeDecoder(Generic[T]):
     ) -> None:
         self._decoder: msgspec.msgpack.Decoder[list[T]] = msgspec.msgpack.Decoder(list[union])  # type: ignore[valid-type]
         members = get_args(union) or (union,)
-        self._carriers = frozenset(
-            cls for cls in members if "context" in getattr(cls, "__struct_fields__", ())
-        )
+        fields = {cls: getattr(cls, "__struct_fields__", ()) for cls in members}
+        self._carriers = frozenset(cls for cls in members if "context" in fields[cls])
+        self._vectors = frozenset(cls for cls in members if "embedding" in fields[cls])
         self._max_bytes = max_bytes
         self._digest = digest
         self.damaged = 0
@@ -170,11 +171,13 @@ class EnvelopeDecoder(Generic[T]):
 
     def _attach_arrays(self, messages: list[T], frames: Sequence[Frame]) -> None:
         """Replace the ext in each context by its array; each frame belongs to one array."""
-        carriers = self._carriers
+        carriers, vectors = self._carriers, self._vectors
         used = 0
-        if carriers:
+        if carriers or vectors:
             for message in messages:
-                if type(message) in carriers:
+                if type(message) in vectors:
+                    used += _attach_vector(message, frames)
+                elif type(message) in carriers:
                     used += attach_arrays(message.context, frames)  # type: ignore[attr-defined]
         self._check_used(used, frames)
 
@@ -246,6 +249,18 @@ _ARRAY_FIELDS: dict[type[WireContext], tuple[str, ...]] = {
     ),
 }
 """Where the other kinds hold arrays, besides ``tokens``."""
+
+
+def _attach_vector(message: object, frames: Sequence[Frame]) -> int:
+    """Put the vector in place of its ext; it must be what it says it is."""
+    ext = message.embedding  # type: ignore[attr-defined]
+    if ext is None:
+        return 0
+    array, used = _array_of(ext, frames)
+    if array.dtype != np.float32 or array.ndim != 1 or len(array) > MAX_EMBEDDING_SIZE:
+        raise DecodeFailed(f"a vector is {array.dtype} of shape {array.shape}")
+    msgspec.structs.force_setattr(message, "embedding", array)  # type: ignore[arg-type]
+    return used
 
 
 def _check_harmless(messages: list[T]) -> None:

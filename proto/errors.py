@@ -4,6 +4,7 @@
 
     BatonError
     ├── InputError (ValueError)      the request is wrong; its message may be shown to the user
+    │   ├── TaskMismatch             text was asked of an embedding model, or the other way round
     │   ├── EndpointUnknown          target_endpoint names no registered worker
     │   └── DuplicateRequest         the same id was submitted with another content
     ├── CapacityError                no room now; carries retry_after in seconds
@@ -47,6 +48,12 @@ class InputError(BatonError, ValueError):
     """The request is wrong; the message may be shown to the user."""
 
     code = "input"
+
+
+class TaskMismatch(InputError):
+    """The served model embeds and does not generate, or the other way round."""
+
+    code = "task_mismatch"
 
 
 class EndpointUnknown(InputError):

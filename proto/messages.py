@@ -25,6 +25,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from .equality import same
 from .layout import ModelCard
 from .limits import (
     MAX_ATTEMPT,
@@ -38,7 +39,7 @@ from .limits import (
     MAX_TEXT_CHARS,
 )
 from .outputs import TokenLogProbs
-from .wire import AnyWireContext, TokenId
+from .wire import AnyArray, AnyWireContext, TokenId
 
 # A decoder refuses a message with a value outside these, so no arithmetic behind it overflows.
 Word = Annotated[int, Meta(ge=0)]
@@ -93,7 +94,7 @@ class Tokens(Message, frozen=True, kw_only=True):
     runs: Annotated[list[TokenRun], Meta(max_length=MAX_LIST_ITEMS)]
 
 
-class Terminal(Message, frozen=True, kw_only=True):
+class Terminal(Message, frozen=True, kw_only=True, eq=False):
     """Worker to router and router to client: the one end of a request.
 
     ``status`` is a GenerationStatus value for a finished request and ``None`` for a failed
@@ -111,6 +112,14 @@ class Terminal(Message, frozen=True, kw_only=True):
     cached_tokens: Count = 0
     prefill: Name = ""  # client: which workers served it
     decode: Name = ""
+    embedding: AnyArray | None = None  # float32 [dim], of a request to embed
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return all(same(getattr(self, n), getattr(other, n)) for n in self.__struct_fields__)
+
+    __hash__ = None  # type: ignore[assignment]  # holds an array
 
 
 # --------------------------------------------------------------------------- client -> router
@@ -396,7 +405,7 @@ class Assign(Message, frozen=True, kw_only=True):
     request_id: Name = ""
     context: AnyWireContext
     emitted: TokenIds = []  # replay: tokens already streamed; generation goes on behind them
-    decode: Name  # control endpoint of the decode worker
+    decode: Name = ""  # control endpoint of the decode worker; none is needed to embed
     decode_incarnation: Word = 0
     deadline: Remaining
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .endpoints import check_target_endpoint
-from .errors import InputError
+from .errors import InputError, TaskMismatch
 from .json_schema import check_json_schema
 from .layout import ModelCard
 from .limits import (
@@ -72,11 +72,29 @@ def build_wire_context(
     return wire
 
 
+def build_embed_context(
+    tokens: npt.ArrayLike, card: ModelCard, *, target_endpoint: str | None = None
+) -> WireContext:
+    """Checked wire form of a request to embed; ``tokens`` and errors as above."""
+    text = _int32_tokens(tokens)
+    wire = WireContext(
+        tokens=text,
+        max_length=len(text),
+        model_name=card.name,
+        target_endpoint=target_endpoint,
+        task="embed",
+    )
+    check_wire_context(wire, card)
+    return wire
+
+
 def check_wire_shape(wire: WireContext) -> None:
     """What can be said of a request before any worker told the model; raises InputError."""
     _check_kind(wire)
     _check_array(wire.tokens)
-    if not 0 < len(wire.tokens) < wire.max_length <= MAX_CONTEXT_TOKENS:
+    if wire.task not in ("generate", "embed"):
+        raise InputError(f"task is {wire.task[:80]!r}; known are generate and embed")
+    if not 0 < len(wire.tokens) <= wire.max_length - _least_new(wire) < MAX_CONTEXT_TOKENS:
         raise InputError(
             f"{len(wire.tokens)} prompt tokens do not fit a max_length of {wire.max_length}"
         )
@@ -99,7 +117,8 @@ def check_emitted(wire: WireContext, emitted: Sequence[int], card: ModelCard | N
 def check_wire_context(wire: WireContext, card: ModelCard) -> None:
     """Raise one InputError that says what is wrong with a request, or return."""
     _check_kind(wire)
-    _check_tokens(wire.tokens, card)
+    _check_task(wire, card)
+    _check_tokens(wire, card)
     _check_lengths(wire, card)
     _check_features(wire, card)
     _check_ends(wire, card)
@@ -153,12 +172,29 @@ def _check_array(tokens: Int32) -> None:
         )
 
 
-def _check_tokens(tokens: Int32, card: ModelCard) -> None:
+def _check_task(wire: WireContext, card: ModelCard) -> None:
+    if wire.task == card.task:
+        return
+    if card.task == "embed":
+        raise TaskMismatch(f"{card.name!r} is an embedding model and generates no text; use embed")
+    text = f"{card.name!r} is a text model and gives no vectors; serve it with --task embed"
+    raise TaskMismatch(text)
+
+
+def _least_new(wire: WireContext) -> int:
+    """Tokens a request must have room for behind its prompt."""
+    return 0 if wire.task == "embed" else 1
+
+
+def _check_tokens(wire: WireContext, card: ModelCard) -> None:
+    tokens = wire.tokens
     _check_array(tokens)
     count = len(tokens)
     if count == 0:
         raise InputError("the prompt is empty")
-    if count > card.max_length - 1:
+    if wire.task == "embed" and count > card.max_length:
+        raise InputError(f"the text has {count} tokens, but at most {card.max_length} are served")
+    if wire.task != "embed" and count > card.max_length - 1:
         raise InputError(
             f"the prompt has {count} tokens, but at most {card.max_length - 1} are served "
             f"(a context of {card.max_length}, by the model and the KV memory, less one new token)"
@@ -175,7 +211,7 @@ def _check_lengths(wire: WireContext, card: ModelCard) -> None:
     count = len(wire.tokens)
     if wire.max_length > min(card.max_length, MAX_CONTEXT_TOKENS):
         raise InputError(f"max_length {wire.max_length} is more than the served {card.max_length}")
-    if wire.max_length <= count:
+    if wire.max_length < count + _least_new(wire):
         raise InputError(
             f"max_length {wire.max_length} leaves no room behind the prompt of {count} tokens"
         )

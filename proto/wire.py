@@ -86,6 +86,7 @@ class WireContext(
     ``tokens``: int32 ``[prompt_length]``, inline or as a frame of its own.
     ``eos_sequences``: token sequences that end the request (stop strings, user stop ids).
     ``json_schema``: JSON text the generated text must be an instance of.
+    ``task``: "generate", or "embed": then the end of the request brings its vector.
     """
 
     tokens: TokenArray
@@ -101,6 +102,7 @@ class WireContext(
     target_endpoint: Name | None = None
     cache_salt: Name = ""
     lora_name: Name | None = None
+    task: Name = "generate"
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):

@@ -90,12 +90,12 @@ class Lifecycle:
     def place(self, request: Request, now: float) -> None:
         """Choose workers for a queued request and assign it."""
         try:
-            pair = self.placement.choose(request)
-            if pair is not None and request.unchecked:
-                card = self.registry.card or pair[0].card
+            card = self.registry.card
+            if request.unchecked and card is not None:
                 check_wire_context(request.context, card)
                 check_emitted(request.context, request.emitted, card)
                 request.unchecked = False
+            pair = self.placement.choose(request)
         except BatonError as error:
             self.fail(request, error, now)
             return
@@ -103,7 +103,9 @@ class Lifecycle:
             self._wait(request, now)
             return
         prefill, decode = request.prefill, request.decode = pair
-        prefill.requests[request.key] = decode.requests[request.key] = request
+        prefill.requests[request.key] = request
+        if decode is not None:
+            decode.requests[request.key] = request
         self.placement.placed(request)
         request.grace_until = NEVER
         request.step(Step.ASSIGN)
@@ -114,16 +116,17 @@ class Lifecycle:
     def assign(self, request: Request, now: float) -> None:
         """Send the Assign, and again later unless it is answered."""
         prefill, decode = request.prefill, request.decode
-        if prefill is None or decode is None:
+        if prefill is None:
             return
+        endpoint = decode.endpoint if decode else None
         message = Assign(
             request=request.key,
             attempt=request.attempt,
             request_id=request.request_id,
-            context=msgspec.structs.replace(request.context, target_endpoint=decode.endpoint),
+            context=msgspec.structs.replace(request.context, target_endpoint=endpoint),
             emitted=request.emitted.tolist(),
-            decode=decode.endpoint,
-            decode_incarnation=decode.incarnation,
+            decode=endpoint or "",
+            decode_incarnation=decode.incarnation if decode else 0,
             deadline=request.deadline - now,
         )
         self.out.append(ToWorker(prefill.identity, message))
@@ -181,7 +184,7 @@ class Lifecycle:
             return
         hint = max(1.0, self.admission.retry_after())
         where = f" in pool {request.pool!r}" if request.pool else ""
-        reason = f"no prefill and decode worker is ready{where}"
+        reason = f"no {' and '.join(request.roles)} worker is ready{where}"
         self.fail(request, CapacityError(reason, retry_after=hint), now)
 
     # ------------------------------------------------------------------ workers' shares
@@ -292,6 +295,7 @@ class Lifecycle:
             cached_tokens=terminal.cached_tokens,
             prefill=terminal.prefill or (prefill.id if prefill else ""),
             decode=terminal.decode or (decode.id if decode and request.handed else ""),
+            embedding=terminal.embedding if request.embeds else None,
         )
         self.release(request)
         request.pending = None

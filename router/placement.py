@@ -13,8 +13,8 @@ from .policy import NO_HASHES, Policy
 from .registry import Registry, Worker
 from .request import Request
 
-Pair = tuple[Worker, Worker]
-"""Prefill worker, decode worker."""
+Pair = tuple[Worker, Worker | None]
+"""Prefill worker, decode worker; none is needed to embed."""
 
 
 class Placement:
@@ -55,28 +55,29 @@ class Placement:
 
         Raises WorkerLost when the request may not leave a worker that is gone.
         """
-        decodes = self._candidates(request, "decode")
+        roles = request.roles
+        decodes = self._candidates(request, "decode") if "decode" in roles else None
         prefills = self._candidates(request, "prefill")
-        if not decodes or not prefills:
+        if decodes == [] or not prefills:
             return None
         hashes = self._hashes(request)
-        decode = self._policy.choose(decodes, hashes)
+        decode = self._policy.choose(decodes, hashes) if decodes else None
         prefill = self._policy.choose(prefills, hashes)
         return prefill, decode
 
     def placed(self, request: Request) -> None:
-        """Count the request's work on its two workers."""
+        """Count the request's work on its workers."""
         prefill, decode = request.prefill, request.decode
-        if prefill is None or decode is None:
-            return
         hashes = request.hashes or NO_HASHES
         tokens = request.next
-        request.prefill_cost = tokens
-        request.decode_cost = tokens + request.remaining
-        prefill.outstanding += request.prefill_cost
-        decode.outstanding += request.decode_cost
-        self._policy.placed(prefill, hashes, tokens)
-        self._policy.placed(decode, hashes, tokens)
+        if prefill is not None:
+            request.prefill_cost = tokens
+            prefill.outstanding += request.prefill_cost
+            self._policy.placed(prefill, hashes, tokens)
+        if decode is not None:
+            request.decode_cost = tokens + request.remaining
+            decode.outstanding += request.decode_cost
+            self._policy.placed(decode, hashes, tokens)
         request.hashes = None  # kilobytes, and cheap to make again
 
     def forget(self, worker: Worker) -> None:
@@ -98,8 +99,8 @@ class Placement:
 
     def kept_apart(self, request: Request) -> bool:
         """Whether it waits only because other suspects run on the workers."""
-        roles = ("prefill", "decode")
-        return request.suspect and all(self._registry.ready(r, request.pool) for r in roles)
+        ready = all(self._registry.ready(role, request.pool) for role in request.roles)
+        return request.suspect and ready
 
     def _pinned(self, request: Request, endpoint: str) -> list[Worker] | None:
         """The pinned worker, none while it is only busy, or None when the pin is void."""
@@ -113,7 +114,7 @@ class Placement:
         return None
 
     def _hashes(self, request: Request) -> list[bytes]:
-        if not self._policy.wants_hashes:
+        if not self._policy.wants_hashes or request.embeds:  # vectors leave no cache behind
             return []
         if request.hashes is None:
             size = self._config.block_tokens

@@ -143,6 +143,11 @@ class Registry:
 
     # ------------------------------------------------------------------ look up
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles of the workers the served model needs."""
+        return roles_for("generate" if self.card is None else self.card.task)
+
     def by_identity(self, identity: bytes) -> Worker | None:
         """The worker behind a connection, or None before its Hello."""
         return self._by_identity.get(identity)
@@ -190,7 +195,7 @@ class Registry:
 
     def check_pool(self, pool: str | None) -> None:
         """Raise InputError for a pool no worker is or was in, when there are others to ask."""
-        if pool is None or not self.ready("prefill") or not self.ready("decode"):
+        if pool is None or not all(self.ready(role) for role in self.roles):
             return
         pools = {worker.pool for worker in self.listed()}
         if pool not in pools:
@@ -358,7 +363,12 @@ class Registry:
         self.card = shortest((worker.card for worker in self._live.values()), self.card)
         self.slots = sum(worker.max_batch for worker in self.ready("decode"))
         if not self.ever_ready:
-            self.ever_ready = bool(self.ready("prefill")) and bool(self.ready("decode"))
+            self.ever_ready = all(self.ready(role) for role in self.roles)
+
+
+def roles_for(task: str) -> tuple[str, ...]:
+    """Roles of the workers a task needs: vectors need no decode worker."""
+    return ("prefill",) if task == "embed" else ("prefill", "decode")
 
 
 def shortest(cards: Iterable[ModelCard], default: ModelCard | None = None) -> ModelCard | None:

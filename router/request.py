@@ -23,9 +23,11 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from ..proto.errors import InternalError
+from ..proto.limits import MAX_EMBEDDING_SIZE
 from ..proto.messages import Terminal, TokenRun
 from ..proto.outputs import TokenLogProbs
 from ..proto.wire import WireContext
+from .registry import roles_for
 
 if TYPE_CHECKING:
     from .clients import Client
@@ -161,6 +163,16 @@ class Request:
             raise InternalError(f"request cannot {step.value} when {self.state.value}") from None
 
     @property
+    def embeds(self) -> bool:
+        """Whether a vector is asked for instead of text."""
+        return self.context.task == "embed"
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles of the workers it needs."""
+        return roles_for(self.context.task)
+
+    @property
     def done(self) -> bool:
         """Whether its terminal is known."""
         return self.state is State.ENDED or self.state is State.FORGOTTEN
@@ -219,6 +231,8 @@ def context_bytes(context: WireContext) -> int:
     per_token = 4 + (160 + 100 * likely if likely else 0)
     total = RECORD_BYTES + context.tokens.nbytes + per_token * new_tokens(context)
     total += 40 * len(context.eos_token_ids)
+    if context.task == "embed":
+        total += 4 * MAX_EMBEDDING_SIZE
     for sequence in context.eos_sequences:
         total += 96 + 40 * len(sequence)
     if context.json_schema is not None:

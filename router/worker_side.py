@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
-from ..proto.errors import BatonError, HandoffFailed
+from ..proto.errors import BatonError, HandoffFailed, InternalError
 from ..proto.messages import (
     Aborted,
     Accepted,
@@ -192,18 +192,22 @@ class WorkerSide:
         """What a run can bring about beyond its tokens; rare after the first."""
         request.heard = True
         if not request.started:
-            request.started = True
-            workers = len(self._life.registry.ready("prefill"))
-            self._life.admission.started(request, workers, now)
-            if request.submitted_at != NEVER:
-                waited = now - request.submitted_at
-                self._life.first_tokens.add(waited, now)
-                if request.prefill is not None:
-                    request.prefill.latency.add(waited, now)
+            self._started(request, now)
         pending = request.pending
         if pending is not None and request.next >= pending.position:
             self._flush(touched)
             self._finish(request, pending, now)
+
+    def _started(self, request: Request, now: float) -> None:
+        """Its prompt was computed: the first token, or the vector, is here."""
+        request.started = True
+        workers = len(self._life.registry.ready("prefill"))
+        self._life.admission.started(request, workers, now)
+        if request.submitted_at != NEVER:
+            waited = now - request.submitted_at
+            self._life.first_tokens.add(waited, now)
+            if request.prefill is not None:
+                request.prefill.latency.add(waited, now)
 
     def _irregular(
         self, worker: Worker, request: Request | None, run: TokenRun, now: float
@@ -293,6 +297,13 @@ class WorkerSide:
         if message.code == HandoffFailed.code:
             self._recovery.lost(request, message.message or "the handoff failed", now)
             return
+        if request.embeds and message.code is None:
+            if message.embedding is None:
+                error = InternalError("the worker ended the request without a vector")
+                self._life.fail(request, error, now)
+                return
+            if not request.started:
+                self._started(request, now)
         self._life.end(request, message, now)
 
     def _acknowledge(self, worker: Worker, message: Terminal) -> None:

@@ -24,6 +24,7 @@ from baton.proto.errors import (
     ProtocolError,
     VersionMismatch,
 )
+from baton.proto.limits import MAX_EMBEDDING_SIZE
 from baton.proto.messages import (
     ClientToRouter,
     Commit,
@@ -37,6 +38,7 @@ from baton.proto.messages import (
     RouterToClient,
     RouterToWorker,
     Submit,
+    Terminal,
     WorkerToRouter,
 )
 from baton.proto.wire import WireContext, WireImage, WireVisionContext
@@ -92,8 +94,12 @@ def values(info):
 
 
 def struct_values(cls):
-    info = inspect.type_info(cls)
-    return st.builds(cls, **{field.name: values(field.type) for field in info.fields})
+    fields = {field.name: values(field.type) for field in inspect.type_info(cls).fields}
+    if "embedding" in fields:
+        fields["embedding"] = st.sampled_from([None, 0, 1, 255, 384, 4096]).map(
+            lambda size: None if size is None else np.arange(size, dtype=np.float32)
+        )
+    return st.builds(cls, **fields)
 
 
 def _largest(info):
@@ -142,6 +148,31 @@ def test_large_arrays_are_not_copied():
     tokens = EnvelopeDecoder(ClientToRouter).decode(received)[0].context.tokens
     assert np.shares_memory(tokens, np.frombuffer(received[1], np.int32))
     assert not tokens.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "vector",
+    [
+        np.zeros(3, np.int32),
+        np.zeros(3, np.float64),
+        np.zeros((3, 1), np.float32),
+        np.zeros(MAX_EMBEDDING_SIZE + 1, np.float32),
+    ],
+)
+def test_a_vector_is_what_it_should_be(vector):
+    frames = encoder.encode([Terminal(request=b"r", embedding=vector)])
+    with pytest.raises(DecodeFailed, match="a vector is"):
+        decode(frames, RouterToClient)
+
+
+def test_a_large_vector_is_a_frame_of_its_own():
+    vector = np.arange(MAX_EMBEDDING_SIZE, dtype=np.float32)
+    frames = encoder.encode([Terminal(request=b"r", embedding=vector), Ping()])
+    assert len(frames) == 2
+    assert np.shares_memory(np.frombuffer(frames[1], np.float32), vector)
+    terminal, _ = decode(frames, RouterToClient)
+    assert np.array_equal(terminal.embedding, vector)
+    assert not terminal.embedding.flags.writeable
 
 
 def test_arrays_are_read_only_whatever_the_frame_is():

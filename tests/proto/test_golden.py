@@ -68,7 +68,9 @@ def sample(info, name="", full=True):
         inspect.BoolType: True,
         inspect.StrType: name,
         inspect.BytesType: name.encode(),
-        inspect.ExtType: np.arange(seed, seed + 5, dtype=np.int32),
+        inspect.ExtType: np.arange(
+            seed, seed + 5, dtype=np.float32 if name == "embedding" else np.int32
+        ),
     }[type(info)]
 
 

@@ -10,8 +10,9 @@ from baton.proto import (
     build_wire_context,
     check_wire_context,
 )
+from baton.proto.errors import TaskMismatch
 from baton.proto.layout import KVLayout, ModelCard
-from baton.proto.requests import check_wire_shape
+from baton.proto.requests import build_embed_context, check_emitted, check_wire_shape
 from baton.proto.wire import WireSampling
 
 CARD = ModelCard(
@@ -146,3 +147,49 @@ def test_other_kinds_are_refused_while_no_model_takes_them(context):
     for check in (check_wire_shape, lambda wire: check_wire_context(wire, CARD)):
         with pytest.raises(InputError, match=f"takes a {type(context).__name__}, only text"):
             check(wire)
+
+
+class TestEmbed:
+    card = msgspec.structs.replace(CARD, task="embed", embedding_size=8)
+
+    def embed(self, tokens=(1, 2, 3), **fields):
+        return msgspec.structs.replace(build_embed_context(tokens, self.card), **fields)
+
+    def test_a_text_may_fill_the_whole_context(self):
+        assert self.embed(range(64)).max_length == 64
+        with pytest.raises(InputError, match="at most 64 are served"):
+            self.embed(range(65))
+        check_wire_shape(self.embed(range(64)))
+        with pytest.raises(InputError, match="do not fit"):
+            check_wire_shape(self.embed(max_length=2))
+        with pytest.raises(InputError, match="no room"):
+            check_wire_context(self.embed(max_length=2), self.card)
+
+    def test_text_still_needs_room_for_a_token(self):
+        with pytest.raises(InputError, match="do not fit"):
+            check_wire_shape(changed(max_length=3))
+
+    @pytest.mark.parametrize(
+        ("tokens", "message"), [((), "empty"), ((1000,), "outside"), ((-1,), "outside")]
+    )
+    def test_tokens_are_looked_at(self, tokens, message):
+        with pytest.raises(InputError, match=message):
+            self.embed(tokens)
+
+    def test_each_model_does_its_own_task(self):
+        with pytest.raises(TaskMismatch, match="text model"):
+            build_embed_context([1, 2], CARD)
+        with pytest.raises(TaskMismatch, match="embedding model"):
+            check_wire_context(build(), self.card)
+        with pytest.raises(InputError, match="known are generate and embed"):
+            check_wire_shape(self.embed(task="sing"))
+        with pytest.raises(TaskMismatch):
+            check_wire_context(self.embed(task="sing"), self.card)
+
+    def test_nothing_was_ever_emitted(self):
+        check_emitted(self.embed(), [], self.card)
+        with pytest.raises(InputError):
+            check_emitted(self.embed(), [5], self.card)
+
+    def test_models_of_different_tasks_do_not_meet(self):
+        assert CARD.mismatch(self.card) == ("task", "generate", "embed")

@@ -1,0 +1,30 @@
+"""``baton embed TEXT...``: one vector per text, as JSON lines on standard output."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from ..proto.errors import InputError
+from .cluster import add_address, connect
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser("embed", help="vectors of texts, one JSON array per line")
+    parser.add_argument("texts", metavar="TEXT", nargs="*", help="without any, lines of stdin")
+    add_address(parser)
+    parser.add_argument("--deadline", type=float, metavar="SECONDS", help="end it by then")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the vectors in the texts' order."""
+    texts = arguments.texts or sys.stdin.read().splitlines()
+    if not all(texts):
+        raise InputError("an empty text has no vector")
+    with connect(arguments) as client:
+        for vector in client.embed(texts, deadline=arguments.deadline):
+            print(json.dumps([round(float(value), 8) for value in vector]))
+    return 0

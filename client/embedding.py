@@ -1,0 +1,87 @@
+"""Many texts to vectors: a window of requests in flight, their vectors in the texts' order.
+
+Invariant: at most :data:`WINDOW` requests are in flight; the first that fails ends the call,
+and those still running are cancelled. Knows no thread and no event loop: the two clients feed
+it ends and start what it hands out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..proto.errors import InputError, InternalError, TaskMismatch
+from ..proto.requests import build_embed_context
+from .events import Ended, RequestSpec
+from .model import RequestOptions, ServedModel, TokensOrText, make_spec
+
+F32 = npt.NDArray[np.float32]
+WINDOW = 256
+"""Requests in flight; more would only wait in the cluster instead of here."""
+_OPTIONS = frozenset({"target_endpoint", "deadline", "pool", "pin", "fallback"})
+
+
+def embed_specs(
+    texts: Sequence[TokensOrText], options: RequestOptions, model: ServedModel
+) -> list[RequestSpec]:
+    """Requests for all texts (or token ids). Raises InputError for what cannot be embedded."""
+    unknown = options.keys() - _OPTIONS
+    if unknown:
+        raise InputError(f"embed takes no {min(unknown)}")
+    if isinstance(texts, str):
+        raise InputError("embed takes a list of texts, not one text")
+    if model.card.task != "embed":
+        raise TaskMismatch(f"{model.card.name!r} is a text model and gives no vectors")
+    return [_spec(text, options, model) for text in texts]
+
+
+def _spec(text: TokensOrText, options: RequestOptions, model: ServedModel) -> RequestSpec:
+    tokens: Any = model.tokenizer.encode(text) if isinstance(text, str) else np.asarray(text)
+    wire = build_embed_context(tokens, model.card, target_endpoint=options.get("target_endpoint"))
+    return make_spec(wire, options, None)
+
+
+class Embedding:
+    """One call of ``embed``: what to start, and what has arrived. ``size``: of a vector."""
+
+    def __init__(self, specs: Sequence[RequestSpec], size: int) -> None:
+        self._waiting: Iterator[RequestSpec] = iter(specs)
+        self._rows: Mapping[str, int] = {spec.request_id: row for row, spec in enumerate(specs)}
+        self._vectors = np.empty((len(specs), size), np.float32)
+        self._left = len(specs)
+        self.running: set[str] = set()
+
+    @property
+    def done(self) -> bool:
+        """Whether all vectors are here."""
+        return not self._left
+
+    def start(self) -> list[RequestSpec]:
+        """Requests to start now."""
+        started = []
+        while len(self.running) < WINDOW:
+            spec = next(self._waiting, None)
+            if spec is None:
+                break
+            self.running.add(spec.request_id)
+            started.append(spec)
+        return started
+
+    def take(self, ended: Ended) -> None:
+        """One has ended. Raises its error."""
+        self.running.discard(ended.request_id)
+        if ended.error is not None:
+            raise ended.error
+        vector = ended.embedding
+        if vector is None or vector.shape != self._vectors.shape[1:]:
+            raise InternalError(f"the router ended a request with {ended.status!r} and no vector")
+        self._vectors[self._rows[ended.request_id]] = vector
+        self._left -= 1
+
+    @property
+    def vectors(self) -> F32:
+        """All vectors, float32 ``[n, dim]``, in the texts' order."""
+        return self._vectors

@@ -1,0 +1,358 @@
+"""The decisions of a prefill worker that serves an embedding model: queue, batch, answer.
+
+A request needs nobody else: it is computed in one step among others, and its terminal carries
+the vector. Invariants: every Assign is answered, and every job ends by one terminal or an
+Abort; a request whose vector is missing from a batch's result gets an error of its own.
+
+Knows no socket, clock or thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ..engine.models.registry import read_context
+from ..engine.step_time import StepTime
+from ..proto.contexts import TextContext
+from ..proto.errors import BatonError, DeadlineExceeded, InternalError
+from ..proto.ids import RequestID
+from ..proto.messages import (
+    Abort,
+    Aborted,
+    Accepted,
+    Assign,
+    Busy,
+    Message,
+    RequestState,
+    Terminal,
+    TokenRun,
+    Tokens,
+    WorkerLoad,
+)
+from ..proto.requests import check_wire_context
+from ..proto.status import GenerationStatus
+from ..runtime.actions import (
+    DrainRequested,
+    Exit,
+    FromRouter,
+    Note,
+    RouterDown,
+    RouterUp,
+    Tick,
+    ToRouter,
+)
+from ..runtime.agenda import Agenda
+from ..runtime.attempts import Attempts, Key
+from ..runtime.expiry import Expiring
+from ..runtime.membership import EngineState, Membership, moved_to
+from ..runtime.worker import Handler, WorkerCore
+from .job import sequence_key
+
+F32 = npt.NDArray[np.float32]
+TOMBSTONE_S = 600.0
+"""How long an Abort holds against an Assign that comes late."""
+BUSY_RETRY_S = 0.2
+
+
+@dataclass(slots=True, frozen=True)
+class RunBatch:
+    """Give the batch to the compute thread; ``tokens`` of all contexts."""
+
+    batch: Mapping[RequestID, TextContext]
+    tokens: int
+
+
+@dataclass(slots=True, frozen=True)
+class BatchDone:
+    """What became of the batch that ran: vectors float32 ``[dim]``, or why there are none."""
+
+    vectors: Mapping[RequestID, F32]
+    seconds: float
+    failure: str = ""
+
+
+Event = FromRouter | RouterUp | RouterDown | BatchDone | Tick | DrainRequested
+Action = ToRouter | RunBatch | Note | Exit
+
+
+@dataclass(slots=True, frozen=True)
+class EmbedLimits:
+    """``token_budget``: tokens of a batch, 0 for no limit; one text may be longer.
+
+    ``max_batch``: texts of a batch. ``max_queue``: jobs beyond which an Assign is Busy.
+    """
+
+    token_budget: int = 512
+    max_batch: int = 16
+    max_queue: int = 1024
+
+
+@dataclass(slots=True)
+class EmbedJob:
+    """One attempt of a request, from Assign to its end here; ``name`` is unique to it."""
+
+    key: Key
+    router: str
+    request_id: str
+    deadline: float
+    context: TextContext
+    name: RequestID
+
+    @property
+    def tokens(self) -> int:
+        """Length of the text."""
+        return len(self.context.tokens)
+
+
+class EmbedCore(WorkerCore):
+    """State machine of one embedding worker."""
+
+    def __init__(
+        self, member: Membership, limits: EmbedLimits, times: StepTime | None = None
+    ) -> None:
+        super().__init__(member)
+        self._limits = limits
+        self._card = member.identity.model
+        self._times = times or StepTime()
+        self._jobs: Attempts[EmbedJob] = Attempts()
+        self._queue: dict[Key, EmbedJob] = {}  # in order of arrival
+        self._running: dict[RequestID, Key] | None = None
+        self._running_tokens = 0
+        self._deadlines: Agenda[Key] = Agenda()
+        self._answered: Expiring[Key, bool] = Expiring()  # ended: repeat the answer
+        self._aborted: Expiring[bytes, int] = Expiring()  # attempts up to this one are over
+        self._steps = 0
+        self._step_s = 0.0
+        self._waiting_tokens = 0
+        self._computed_tokens = 0
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take one event; the returned actions are to be performed in order."""
+        actions: list[Action] = self.HANDLERS[type(event)](self, event, now)
+        if self._running is None and self._queue:
+            self._run(actions, now)
+        return actions
+
+    # ------------------------------------------------------------------ what routers say
+
+    def _assigned(self, router: str, message: Message, now: float) -> list[Any]:
+        return self._assign(router, message, now) if isinstance(message, Assign) else []
+
+    def _assign(self, router: str, message: Assign, now: float) -> list[Action]:
+        request, attempt = key = (message.request, message.attempt)
+        accepted = ToRouter(router, Accepted(request=request, attempt=attempt))
+        job = self._jobs.get(key)
+        if job is not None:
+            job.router = router
+            return [accepted]
+        if self._member.has_ended(*key):
+            return [accepted]
+        if self._answered.get(key, now) or attempt <= (self._aborted.get(request, now) or 0):
+            # A router that lost its memory would wait for it for ever.
+            return [ToRouter(router, Aborted(request=request, attempt=attempt))]
+        self._drop(request, attempt - 1)
+        if self._member.draining or len(self._queue) >= self._limits.max_queue:
+            reason = "draining" if self._member.draining else "queue full"
+            busy = Busy(request=request, attempt=attempt, reason=reason, retry_after=BUSY_RETRY_S)
+            return [ToRouter(router, busy)]
+        return [accepted, *self._take(router, message, now)]
+
+    def _take(self, router: str, message: Assign, now: float) -> list[ToRouter]:
+        key = (message.request, message.attempt)
+        deadline = now + message.deadline
+        name = RequestID(sequence_key(key).hex())
+        try:
+            check_wire_context(message.context, self._card)
+            context = read_context(self._card.architecture, message.context, name)
+        except (BatonError, ValueError) as error:
+            code = error.code if isinstance(error, BatonError) else "input"
+            terminal = Terminal(
+                request=key[0],
+                attempt=key[1],
+                code=code,
+                message=str(error),
+                request_id=message.request_id,
+            )
+            return self._member.end(router, terminal, now, deadline)
+        job = EmbedJob(key, router, message.request_id, deadline, context, name)
+        self._jobs[key] = self._queue[key] = job
+        self._waiting_tokens += job.tokens
+        self._deadlines.put(key, deadline)
+        return []
+
+    def _drop(self, request: bytes, last: int) -> list[EmbedJob]:
+        """Forget a request's attempts up to ``last`` without a word; those that were here."""
+        dropped = self._jobs.of(request, last)
+        for job in dropped:
+            self._remove(job)
+        self._member.forget(request, last)
+        return dropped
+
+    def _remove(self, job: EmbedJob) -> None:
+        del self._jobs[job.key]
+        self._deadlines.drop(job.key)
+        if self._queue.pop(job.key, None) is not None:
+            self._waiting_tokens -= job.tokens
+
+    def _abort(self, router: str, message: Abort, now: float) -> list[Any]:
+        request, attempt = message.request, message.attempt
+        dropped = self._drop(request, attempt)
+        if attempt >= (self._aborted.get(request, now) or 0):
+            self._aborted.put(request, attempt, now + TOMBSTONE_S)
+        running = self._running is not None and any(job.name in self._running for job in dropped)
+        answer = ToRouter(router, Aborted(request=request, attempt=attempt))
+        freed = self._freed((request, attempt), now, running=running)
+        return [*freed, answer, *self._maybe_drained()]
+
+    def _adopt(self, router: str, request: bytes, position: int) -> list[Any]:
+        """Its vector goes to this router from now on; an empty run says: it is here."""
+        job = self._jobs.newest(request)
+        if job is None:
+            return list(self._member.adopt(router, request, position))
+        moved = moved_to(router, job.router, request)
+        job.router = router
+        run = TokenRun(request, job.key[1], job.tokens, [])
+        return [*moved, ToRouter(router, Tokens(runs=[run]))]
+
+    def _peer_dead(self, endpoint: str, incarnation: int, now: float) -> list[Any]:
+        return []  # nobody else is needed
+
+    def _held(self) -> list[RequestState]:
+        return [
+            RequestState(*job.key, job.tokens, job.tokens, router=job.router)
+            for job in self._jobs.values()
+        ]
+
+    # ------------------------------------------------------------------ batches
+
+    def _run(self, actions: list[Action], now: float) -> None:
+        """Start a batch of the jobs that came first."""
+        limits, tokens = self._limits, 0
+        batch: list[EmbedJob] = []
+        for job in list(self._queue.values()):
+            if now >= job.deadline:
+                actions += self._late(job, "the deadline passed in the queue", now)
+                continue
+            over = limits.token_budget and tokens + job.tokens > limits.token_budget
+            if batch and (over or len(batch) >= limits.max_batch):
+                break
+            batch.append(job)
+            tokens += job.tokens
+        if not batch:
+            return
+        for job in batch:
+            del self._queue[job.key]
+        self._waiting_tokens -= tokens
+        self._running = {job.name: job.key for job in batch}
+        self._running_tokens = tokens
+        self._step_s = self._times.predict(tokens)
+        actions.append(RunBatch({job.name: job.context for job in batch}, tokens))
+
+    def _on_done(self, event: BatchDone, now: float) -> list[Action]:
+        running, self._running = self._running or {}, None
+        self._steps += 1
+        self._computed_tokens += self._running_tokens
+        if not event.failure:
+            self._times.learn(self._running_tokens, event.seconds)
+        self._step_s = 0.0
+        actions: list[Action] = []
+        for name, key in running.items():
+            job = self._jobs.get(key)
+            if job is not None:
+                actions += self._finish(job, event.vectors.get(name), event.failure, now)
+        return [*actions, *self._step_over(now), *self._maybe_drained()]
+
+    def _finish(
+        self, job: EmbedJob, vector: F32 | None, failure: str, now: float
+    ) -> list[ToRouter]:
+        if vector is not None and vector.shape == (self._card.embedding_size,):
+            status = GenerationStatus.END_OF_SEQUENCE.value
+            return self._end(job, now, status=status, embedding=vector)
+        message = failure or "the model gave no vector for this text"
+        return self._end(job, now, code=InternalError.code, message=message)
+
+    # ------------------------------------------------------------------ ends
+
+    def _late(self, job: EmbedJob, message: str, now: float) -> list[ToRouter]:
+        return self._end(job, now, code=DeadlineExceeded.code, message=message)
+
+    def _end(
+        self,
+        job: EmbedJob,
+        now: float,
+        *,
+        status: str | None = None,
+        code: str | None = None,
+        message: str = "",
+        embedding: F32 | None = None,
+    ) -> list[ToRouter]:
+        """Send the terminal, and keep it until it is acknowledged."""
+        terminal = Terminal(
+            request=job.key[0],
+            attempt=job.key[1],
+            position=job.tokens,
+            status=status,
+            code=code,
+            message=message,
+            request_id=job.request_id,
+            prefill=self._member.identity.worker,
+            embedding=embedding,
+        )
+        self._answered.put(job.key, True, job.deadline)  # noqa: FBT003
+        self._remove(job)
+        return self._member.end(job.router, terminal, now, job.deadline, job.tokens, job.tokens)
+
+    # ------------------------------------------------------------------ time and drain
+
+    def _on_tick(self, event: Tick, now: float) -> list[Any]:
+        engine = EngineState(self._steps + event.layers, self._running is not None, self._step_s)
+        actions: list[Any] = list(self._member.tick(now, engine, self.load))
+        for key in self._deadlines.due(now):
+            job = self._jobs.get(key)
+            if job is not None:
+                actions += self._late(job, "the deadline passed", now)
+        self._answered.expire(now)
+        self._aborted.expire(now)
+        return [*actions, *self._maybe_drained()]
+
+    @property
+    def _requests(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def is_drained(self) -> bool:
+        """Draining and nothing left."""
+        return self._member.draining and not self._jobs and not self._member.unacknowledged
+
+    def check_integrity(self) -> None:
+        """Raise InternalError unless queue and sums fit the jobs."""
+        if not self._queue.keys() <= self._jobs.keys():
+            raise InternalError("a queued job is none")
+        waiting = sum(job.tokens for job in self._queue.values())
+        if waiting != self._waiting_tokens:
+            raise InternalError(f"{waiting} tokens wait, not {self._waiting_tokens}")
+        if len(self._deadlines) != len(self._jobs):
+            raise InternalError("a job has no deadline, or a deadline no job")
+        running = set((self._running or {}).values())
+        if any(key not in running and key not in self._queue for key in self._jobs):
+            raise InternalError("a job neither waits nor runs")
+
+    def load(self) -> WorkerLoad:
+        """Figures for heartbeats."""
+        return WorkerLoad(
+            requests_running=len(self._running or ()),
+            requests_waiting=len(self._queue),
+            tokens_waiting=self._waiting_tokens,
+            prompt_tokens=self._computed_tokens,
+        )
+
+    HANDLERS: ClassVar[Mapping[type, Handler]] = {
+        **WorkerCore.HANDLERS,
+        BatchDone: _on_done,
+        Tick: _on_tick,
+    }

@@ -1,0 +1,157 @@
+"""Sockets, clock and threads around :class:`.embed_core.EmbedCore`.
+
+The I/O thread owns all sockets and the core; the compute thread owns the model.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from ..engine.pipeline import EmbeddingsGenerator
+from ..engine.runner import EmbeddingRunner
+from ..engine.step_time import StepTime
+from ..kv_transfer.checksums import envelope_digest
+from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
+from ..proto.contexts import TextContext
+from ..proto.errors import ProtocolError
+from ..proto.ids import RequestID
+from ..proto.messages import PrefillToDecode, Rejected
+from ..proto.tokens import TokenBuffer
+from ..runtime.actions import DrainRequested, Exit, Note, Tick, ToRouter
+from ..runtime.channel import Frames
+from ..runtime.compute import ComputeThread
+from ..runtime.links import RouterLinks
+from ..runtime.log import get_logger
+from ..runtime.loop import Loop
+from ..runtime.membership import Membership
+from ..runtime.process import EXIT_RESTART, TICK_S
+from ..runtime.sockets import Context, RouterChannel
+from .config import PrefillWorkerConfig
+from .embed_core import Action, BatchDone, EmbedCore, EmbedLimits, Event, RunBatch
+from .endpoint import answer
+
+_log = get_logger()
+
+
+class EmbedShell:
+    """One prefill worker process that serves an embedding model."""
+
+    def __init__(
+        self,
+        config: PrefillWorkerConfig,
+        runner: EmbeddingRunner,
+        member: Membership,
+        control: RouterChannel,
+        loop: Loop,
+        context: Context,
+    ) -> None:
+        self._loop = loop
+        self._control = control
+        self._member = member
+        self._pipeline = runner.pipeline
+        self._encoder = EnvelopeEncoder(digest=envelope_digest)
+        self._decoder: EnvelopeDecoder[PrefillToDecode] = EnvelopeDecoder(
+            PrefillToDecode, digest=envelope_digest
+        )
+        times = StepTime()
+        _warm_up(runner.pipeline, times)
+        limits = EmbedLimits(
+            token_budget=config.token_budget,
+            max_batch=config.max_active,
+            max_queue=config.max_queue,
+        )
+        self.core = EmbedCore(member, limits, times)
+        self._compute = ComputeThread(loop, self._encode, self._on_result)
+        identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
+        self._links = RouterLinks(
+            loop, context, config.routers, identity, self.feed, dropped=member.dropped
+        )
+        self._drain_grace_s = config.drain_grace_s
+        self.exit_code = 0
+
+    def start(self) -> None:
+        """Listen and begin to tick."""
+        self._control.attach(self._loop, self._hear)
+        self._loop.on_turn_end(self._links.flush)
+        self._tick()
+
+    def close(self) -> None:
+        """Stop computing, then close the sockets."""
+        self._compute.stop()
+        self._links.close()
+        self._control.close()
+
+    # ------------------------------------------------------------------ events
+
+    def feed(self, event: Event) -> None:
+        """Let the core decide and perform what it wants."""
+        for action in self.core.handle(event, self._loop.now()):
+            self._perform(action)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case ToRouter(router=router, message=message):
+                self._links.send(router, message)
+            case RunBatch():
+                self._compute.submit(action)
+            case Note(event=name, fields=fields):
+                _log.info(name, **fields)
+            case Exit(reason=reason, restart=restart):
+                self._exit(reason, EXIT_RESTART if restart else 1)
+
+    def drain(self) -> None:
+        """Take no new work; end when the last request has left, or the grace period is over."""
+        self.feed(DrainRequested())
+        self._loop.call_later(self._drain_grace_s, lambda: self._exit("grace_over", 0))
+
+    def _encode(self, run: RunBatch) -> BatchDone:
+        """On the compute thread."""
+        began = time.perf_counter()
+        outputs = self._pipeline.encode(run.batch)
+        vectors = {request_id: output.embeddings for request_id, output in outputs.items()}
+        return BatchDone(vectors, time.perf_counter() - began)
+
+    def _on_result(self, _run: RunBatch, result: BatchDone | Exception) -> None:
+        if isinstance(result, Exception):
+            _log.error("engine.step_failed", error=repr(result))
+            result = BatchDone({}, 0.0, f"forward pass: {type(result).__name__}: {result}")
+        self.feed(result)
+
+    def _hear(self, peer: bytes, frames: Frames) -> None:
+        """The endpoint of a prefill worker only says who it is."""
+        try:
+            messages: list[PrefillToDecode] = self._decoder.decode(frames)
+            replies = [answer(self._member.identity, message) for message in messages]
+        except ProtocolError as error:
+            self._member.dropped[f"peer_{error.code}"] += 1
+            _log.warning("endpoint.malformed", error=str(error))
+            replies = [Rejected(code=error.code, message=str(error))]
+        said = [reply for reply in replies if reply is not None]
+        if said:
+            self._control.send(peer, self._encoder.encode(said))
+
+    def _tick(self) -> None:
+        self.feed(Tick(self._pipeline.layers_done))
+        if self.core.is_drained:
+            self._exit("drained", 0)
+        else:
+            self._loop.call_later(TICK_S, self._tick)
+
+    def _exit(self, reason: str, code: int) -> None:
+        say = _log.error if code else _log.info
+        say("worker.exit", reason=reason)
+        self.exit_code = code
+        self._links.flush()
+        self._loop.stop()
+
+
+def _warm_up(pipeline: EmbeddingsGenerator, times: StepTime) -> None:
+    """Run one token through the model before any request does, and learn from it."""
+    name = RequestID("warm-up")
+    context = TextContext(max_length=2, tokens=TokenBuffer(np.zeros(1, np.int64)), request_id=name)
+    for _ in range(2):  # the first touches memory, the second is typical
+        began = time.perf_counter()
+        pipeline.encode({name: context})
+        times.learn(1, time.perf_counter() - began)

@@ -1,0 +1,160 @@
+"""Vectors from a real cluster: prefill workers alone, exact, and in spite of what dies."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from baton.client import AsyncClient
+from baton.engine.runner import RunnerConfig, load_embedder
+from baton.proto.contexts import TextContext
+from baton.proto.errors import DeadlineExceeded, InputError, TaskMismatch
+from baton.proto.ids import RequestID
+from baton.proto.tokens import TokenBuffer
+from baton.text.tokenizer import Tokenizer
+
+from .conftest import command_environment, wait_until
+
+pytestmark = pytest.mark.cluster
+DATA = Path(__file__).resolve().parents[1] / "data"
+TEXTS = ["the cat sat on the mat", "a", "sitting, waited.", "mat " * 20, "zebra 12345"]
+
+
+def expected(name, texts, task=""):
+    """The same vectors, computed here."""
+    folder = DATA / name
+    tokenizer = Tokenizer.from_folder(folder)
+    pipeline = load_embedder(RunnerConfig(model=str(folder), task=task)).pipeline
+    ids = [tokenizer.encode(t) if isinstance(t, str) else np.asarray(t) for t in texts]
+    batch = {
+        RequestID(str(i)): TextContext(max_length=4096, tokens=TokenBuffer(t.astype(np.int64)))
+        for i, t in enumerate(ids)
+    }
+    return np.stack([out.embeddings for out in pipeline.encode(batch).values()])
+
+
+@pytest.fixture
+def embedder(start_cluster):
+    """Start an embedding model on prefill workers; ended cleanly with the test."""
+    started = []
+
+    def start(name="embedders/bert", prefill=1, **settings):
+        one = start_cluster(prefill=prefill, model=DATA / name, **settings)
+        one.size = (prefill, 0)
+        started.append(one)
+        return one.wait_ready()
+
+    yield start
+    for one in started:
+        one.end_clean()
+
+
+@pytest.mark.parametrize("name", ["embedders/bert", "embedders/qwen3"])
+def test_vectors_are_those_of_the_engine_alone(embedder, name):
+    cluster = embedder(name, prefill=2)
+    assert sorted(cluster.pids()) == ["prefill-0", "prefill-1", "router"]
+    wanted = expected(name, TEXTS)
+    with cluster.client() as client:
+        found = client.embed(TEXTS)
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, wanted)
+        many = client.embed(TEXTS * 150)  # more than may be in flight at a time
+        np.testing.assert_array_equal(many, np.tile(wanted, (150, 1)))
+        ids = [[5, 6, 7], np.array([9, 8], np.int32)]
+        np.testing.assert_array_equal(client.embed(ids), expected(name, ids))
+        assert client.embed([]).shape == (0, 32)
+        status = client.status()
+        assert status["handoffs"]["count"] == 0
+        wait_until(
+            lambda: {w["requests_running"] for w in cluster.workers().values()} == {0},
+            what="idle workers",
+        )
+
+    async def ask():
+        async with AsyncClient(cluster.address, connect_timeout=20) as client:
+            return await client.embed(TEXTS)
+
+    np.testing.assert_array_equal(asyncio.run(ask()), wanted)
+
+
+def test_what_is_asked_of_the_wrong_model_is_one_clear_error(embedder, start_cluster):
+    with embedder().client() as client:
+        with pytest.raises(TaskMismatch, match="embedding model"):
+            list(client.generate("the cat"))
+        with pytest.raises(InputError, match="at most 100 are served"):
+            client.embed(["fits", [5] * 101])
+        with pytest.raises(InputError, match="outside the vocabulary"):
+            client.embed([[96]])
+        with pytest.raises(InputError, match="empty"):
+            client.embed([[]])
+        with pytest.raises(InputError, match="list of texts"):
+            client.embed("one text")
+        with pytest.raises(InputError, match="log_probabilities"):
+            client.embed(["a"], log_probabilities=2)
+        with pytest.raises(DeadlineExceeded):
+            client.embed(["a"], deadline=-1.0)
+        assert client.embed(["a"]).shape == (1, 32)
+    text = start_cluster(model=DATA / "checkpoints" / "qwen3").wait_ready()
+    with text.client() as client, pytest.raises(TaskMismatch, match="text model"):
+        client.embed([[5, 6]])
+    text.end_clean()
+
+
+def test_a_text_model_embeds_when_it_is_served_for_that(embedder):
+    cluster = embedder("checkpoints/qwen3", task="embed")
+    ids = [[5, 6, 7], [8] * 40]
+    pipeline = load_embedder(
+        RunnerConfig(model=str(DATA / "checkpoints" / "qwen3"), task="embed")
+    ).pipeline
+    batch = {
+        RequestID(str(i)): TextContext(max_length=99, tokens=TokenBuffer(np.array(t)))
+        for i, t in enumerate(ids)
+    }
+    wanted = np.stack([out.embeddings for out in pipeline.encode(batch).values()])
+    with cluster.client() as client:
+        np.testing.assert_array_equal(client.embed(ids), wanted)
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "router"])
+def test_deaths_cost_no_vector(embedder, victim):
+    cluster = embedder(prefill=2)
+    wanted = expected("embedders/bert", TEXTS)
+    rounds, results = 60, []
+    with cluster.client() as client:
+        client.embed(TEXTS)
+
+        def ask():
+            results.extend(client.embed(TEXTS) for _ in range(rounds))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        wait_until(lambda: len(results) > 5, what="the first vectors")
+        pid = cluster.pids()[victim]
+        os.kill(pid, signal.SIGKILL)
+        asking.join(60)
+        assert not asking.is_alive()
+    assert len(results) == rounds
+    for found in results:
+        np.testing.assert_array_equal(found, wanted)
+    wait_until(lambda: cluster.pids().get(victim) not in (None, pid), what=f"another {victim}")
+    cluster.wait_ready()
+
+
+def test_the_command_prints_vectors(embedder):
+    cluster = embedder()
+    command = [sys.executable, "-P", "-m", "baton.cli", "embed", *TEXTS[:2]]
+    answer = subprocess.run(
+        [*command, "--address", cluster.address],
+        env=command_environment(cluster.folder),
+        capture_output=True,
+        check=True,
+    )
+    vectors = np.array([json.loads(line) for line in answer.stdout.splitlines()])
+    np.testing.assert_allclose(vectors, expected("embedders/bert", TEXTS[:2]), atol=1e-7)

@@ -1,0 +1,40 @@
+"""What is served for which task: an embedding model has no decode workers."""
+
+from pathlib import Path
+
+import pytest
+
+from baton.deploy import banner
+from baton.deploy.config import ServeSettings, check
+from baton.deploy.local import check_model, make_plan
+from baton.proto.errors import ConfigError
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+
+
+def plan_of(model, **settings):
+    return make_plan(ServeSettings(model=str(DATA / model), **settings), folder=None)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_an_embedding_model_has_no_decode_workers(transport):
+    plan = plan_of("embedders/bert", prefill=2, decode=3, transport=transport)
+    assert plan.worker_names == ("prefill-0", "prefill-1")
+    assert {spec.config.runner.task for spec in plan.processes[1:]} == {"embed"}
+    facts = banner.facts(plan, hint=True)
+    assert "baton embed --address" in facts.hint
+    assert facts.kv_memory == ""
+
+
+def test_a_text_model_has_both_pools_unless_it_is_told_to_embed():
+    plan = plan_of("checkpoints/qwen3")
+    assert plan.worker_names == ("prefill-0", "decode-0")
+    assert "baton generate --address" in banner.facts(plan, hint=True).hint
+    assert plan_of("checkpoints/qwen3", task="embed").worker_names == ("prefill-0",)
+
+
+def test_tasks_a_model_cannot_do_are_refused_before_anything_starts():
+    with pytest.raises(ConfigError, match="cannot generate"):
+        check_model(ServeSettings(model=str(DATA / "embedders/bert"), task="generate"))
+    with pytest.raises(ConfigError, match="task must be one of"):
+        check(ServeSettings(task="sing"))
