@@ -62,13 +62,18 @@ def params(seed: int, **fields) -> SamplingParams:
     return SamplingParams(seed=seed, **fields)
 
 
-def run_all(address: str, work=WORK, disturb=None) -> dict[str, list[Output]]:
-    """One request per schema, all at once; ``disturb`` sees what came so far."""
+def run_all(address: str, work=WORK, disturb=None, at=None) -> dict[str, list[Output]]:
+    """One request per schema, all at once; ``disturb`` sees what came so far.
+
+    ``at``: endpoint of the decode worker that the long ones begin on.
+    """
     outputs: dict[str, list[Output]] = {name: [] for name in work}
     errors: dict[str, BatonError] = {}
 
     async def follow(client: AsyncClient, seed: int, name: str) -> None:
         options = {"json_schema": work[name], "log_probabilities": 1}
+        if name in LONG_SCHEMAS:
+            options["target_endpoint"] = at
         try:
             async for output in client.generate(PROMPT, params(seed), **options):
                 outputs[name].append(output)
@@ -142,7 +147,8 @@ def test_a_killed_decode_worker_changes_no_token(clean, undisturbed):
             return client.status()["router"]["requests"]["replayed"]
 
     pid, before = clean.pids()["decode-0"], replayed()
-    answers = run_all(clean.address, disturb=disturb)
+    endpoint = clean.workers()["decode-0"]["endpoint"]
+    answers = run_all(clean.address, disturb=disturb, at=endpoint)
     assert replayed() > before, "nothing ran on the lost worker"
     for name, outputs in answers.items():
         assert tokens(outputs) == tokens(undisturbed[name]), name
