@@ -47,6 +47,7 @@ class TextGenerationPipeline:
         self.layers_done = 0  # since start; another thread may read it
         self.layer_group = layer_group or max(1, -(-len(kv.pool) // 4))
         self._blocks, self._block_size = kv.num_blocks, kv.layout.block_size
+        self._last: tuple[Sequence[Chunk], ModelInputs] | None = None  # the step before
         self._loop: StepLoop | None = None
         self._keys: dict[RequestID, bytes] = {}
 
@@ -124,14 +125,23 @@ class TextGenerationPipeline:
         self, chunks: Sequence[Chunk], failed: dict[bytes, str]
     ) -> tuple[Sequence[Chunk], ModelInputs | None]:
         """Chunks the kernels can take, laid out; the others are failed."""
-        prepare = self.model.prepare_initial_token_inputs
         chunks = _without(chunks, self._misfit, failed)
-        inputs = prepare(chunks) if chunks else None
+        inputs = self._prepare(chunks) if chunks else None
         if inputs is None or self._in_range(inputs.tokens, inputs.block_tables):
             return chunks, inputs
         # Only now, as it is rare, look for the culprits one by one.
         chunks = _without(chunks, self._stray, failed)
-        return chunks, prepare(chunks) if chunks else None
+        return chunks, self._prepare(chunks) if chunks else None
+
+    def _prepare(self, chunks: Sequence[Chunk]) -> ModelInputs:
+        """Rows of the chunks: made of the last step's where each goes on behind it."""
+        if self._last is not None and _go_on(chunks, self._last[0]):
+            tokens = np.concatenate([c.tokens for c in chunks])
+            inputs = self.model.prepare_next_token_inputs(tokens, self._last[1])
+        else:
+            inputs = self.model.prepare_initial_token_inputs(chunks)
+        self._last = chunks, inputs
+        return inputs
 
     def _misfit(self, chunk: Chunk) -> str | None:
         end = chunk.start + len(chunk.tokens)
@@ -167,6 +177,21 @@ class TextGenerationPipeline:
                     on_layers(request, layer_end)
 
         return layer_done
+
+
+def _go_on(chunks: Sequence[Chunk], before: Sequence[Chunk]) -> bool:
+    """Whether each chunk is the one token behind its predecessor, in the same blocks."""
+    if len(chunks) != len(before):
+        return False
+    for chunk, last in zip(chunks, before, strict=True):
+        if (
+            chunk.block_table is not last.block_table
+            or chunk.start != last.start + len(last.tokens)
+            or len(chunk.tokens) != 1
+            or chunk.sample is None
+        ):
+            return False
+    return True
 
 
 def _without(

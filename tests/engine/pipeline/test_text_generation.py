@@ -151,3 +151,49 @@ def test_last_layer_skips_rows_nobody_samples(runner):
     both = {s.request: s.token for s in execute(runner, a, b).sampled}
     silent = chunk(b"b", (9, 8, 7, 6, 5), table=(1, 2), params=None)
     assert {s.request: s.token for s in execute(runner, a, silent).sampled} == {b"a": both[b"a"]}
+
+
+def same_inputs(one, two):
+    names = ("tokens", "positions", "slots", "block_tables", "row_offsets", "logit_rows")
+    return all(
+        np.array_equal(getattr(one, n), getattr(two, n))
+        and getattr(one, n).dtype == getattr(two, n).dtype
+        for n in names
+    )
+
+
+def test_decode_steps_are_made_of_the_step_before_and_only_then(runner, monkeypatch):
+    """Whatever way the rows are made, they are those of the chunks laid out anew."""
+    model, made, ways = runner.pipeline.model, [], []
+    execute, following = model.execute, model.prepare_next_token_inputs
+    monkeypatch.setattr(model, "execute", lambda inputs: made.append(inputs) or execute(inputs))
+    monkeypatch.setattr(
+        model, "prepare_next_token_inputs", lambda *a: ways.append("next") or following(*a)
+    )
+    tables = [np.array(t, np.int32) for t in ((3, 9), (1, 2), (5, 6))]
+
+    def step(*chunks, by_next):
+        before = len(ways)
+        assert not execute_plan(chunks).failed
+        assert (len(ways) > before) == by_next
+        assert same_inputs(made[-1], lay_out(chunks, runner.pool))
+
+    def execute_plan(chunks):
+        return runner.pipeline.execute(StepPlan(7, chunks))
+
+    def row(name, tokens, start, table, params=GREEDY):
+        spec = SampleSpec(params, start + len(tokens), EMPTY, 1) if params else None
+        return Chunk(name, start, np.array(tokens, np.int32), table, spec)
+
+    a, b, c = tables
+    step(row(b"a", (5, 6, 7), 0, a), row(b"b", (8,), 0, b), by_next=False)
+    step(row(b"a", (9,), 3, a), row(b"b", (4,), 1, b), by_next=True)
+    step(row(b"a", (3,), 4, a), row(b"b", (2,), 2, b), by_next=True)
+    step(row(b"b", (2,), 3, b), row(b"a", (3,), 5, a), by_next=False)  # another order
+    step(row(b"b", (2,), 4, b), by_next=False)  # one has ended
+    step(row(b"b", (7,), 5, b), by_next=True)
+    step(row(b"b", (7,), 5, b), by_next=False)  # the same again
+    step(row(b"b", (7, 8), 6, b), by_next=False)  # two tokens
+    step(row(b"c", (7,), 0, c, params=None), by_next=False)
+    step(row(b"c", (7,), 1, c), by_next=True)
+    step(row(b"c", (7,), 2, c.copy()), by_next=False)  # other blocks, for all that is known
