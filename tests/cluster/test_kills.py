@@ -72,13 +72,17 @@ def strike(cluster, sig: int, *names: str, after: int):
     ids=lambda value: value.name if isinstance(value, signal.Signals) else str(value),
 )
 def test_streams_survive_the_loss_of_a_worker(whole, undisturbed, name, sig, after):
-    before, pid = lost_requests(whole), whole.pids()[name]
-    streams = run(whole.address, WORK, strike(whole, sig, name, after=after))
-    report(f"{name} {sig.name}", streams)
-    assert tokens(streams) == undisturbed
-    assert lost_requests(whole) > before, "nothing ran on the lost worker"
-    whole.wait_replaced(name, pid)
-    assert not alive(pid)
+    before = lost_requests(whole)
+    for _ in range(3):  # on a busy machine the blow may come when all is over
+        pid = whole.pids()[name]
+        streams = run(whole.address, WORK, strike(whole, sig, name, after=after))
+        report(f"{name} {sig.name}", streams)
+        assert tokens(streams) == undisturbed
+        whole.wait_replaced(name, pid)
+        assert not alive(pid)
+        if lost_requests(whole) > before:
+            return
+    pytest.fail("nothing ran on the lost worker")
 
 
 def test_streams_wait_for_the_only_prefill_workers_to_come_back(whole, undisturbed):
