@@ -124,6 +124,7 @@ class Connection:
         if self._closed:
             return
         self._closed = True
+        self._outbox.drop(None)  # a flush is still to come
         self._channel.close()
         self._context.destroy(linger=0)
         sinks, self._sinks = self._sinks, {}

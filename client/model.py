@@ -15,13 +15,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ..proto.codec import EnvelopeEncoder
 from ..proto.contexts import TextContext
 from ..proto.errors import DeadlineExceeded, InputError, InternalError
 from ..proto.ids import RequestID
 from ..proto.json_schema import json_schema_text
 from ..proto.layout import ModelCard
 from ..proto.limits import MAX_REQUEST_ID_CHARS
-from ..proto.messages import Described
+from ..proto.messages import Described, Submit
 from ..proto.requests import build_wire_context
 from ..proto.sampling import (
     SamplingParams,
@@ -212,7 +213,7 @@ def make_spec(wire: WireContext, options: RequestOptions, name: str | None) -> R
     deadline = options.get("deadline")
     if deadline is not None and not deadline > 0:
         raise DeadlineExceeded(f"the deadline of {deadline:g} s is over already")
-    return RequestSpec(
+    spec = RequestSpec(
         request_id=request_id,
         context=wire,
         deadline=deadline,
@@ -220,6 +221,17 @@ def make_spec(wire: WireContext, options: RequestOptions, name: str | None) -> R
         pin=options.get("pin", "prefer"),
         fallback=options.get("fallback", False),
     )
+    _check_sendable(spec)
+    return spec
+
+
+def _check_sendable(spec: RequestSpec) -> None:
+    """InputError for what no message can carry; it would be tried again and again in vain."""
+    try:
+        message = Submit(request_id=spec.request_id, context=spec.context, pool=spec.pool)
+        EnvelopeEncoder().encode([message])
+    except Exception as error:  # whatever the user put in: huge numbers, foreign objects
+        raise InputError(f"the request cannot be sent: {error}") from error
 
 
 def _params(sampling: Sampling, defaults: SamplingParamsGenerationConfigDefaults) -> SamplingParams:

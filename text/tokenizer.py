@@ -120,8 +120,10 @@ class Tokenizer:
         """
         try:
             encoding = self._core.encode(text, add_special_tokens=add_special_tokens)
-        except (UnicodeEncodeError, TypeError) as error:
-            raise InputError(f"the text cannot be tokenized: {error}") from None
+        except (UnicodeEncodeError, TypeError):
+            raise InputError(
+                "the text cannot be tokenized: it is not valid Unicode (bytes that are no UTF-8?)"
+            ) from None
         return np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:

@@ -57,6 +57,21 @@ def wait_for(condition, timeout=5.0):
         time.sleep(0.002)
 
 
+def test_what_no_message_can_carry_is_refused_at_once(client):
+    with pytest.raises(InputError, match="cannot be sent"):
+        client.generate([1, 2, 3], greedy(10**20))
+
+
+def test_closing_with_words_still_to_be_sent_is_no_fault(cluster, capsys):
+    for _ in range(20):
+        client = Client(cluster.address)
+        client.describe()
+        with client.generate([1, 2, 3], greedy(8)):
+            pass
+        client.close()
+    assert "callback_failed" not in "".join(capsys.readouterr())
+
+
 @pytest.mark.parametrize("prompt", [[1, 2, 3], (1, 2, 3), np.array([1, 2, 3])])
 def test_token_ids(client, prompt):
     outputs = list(client.generate(prompt, greedy(8)))
