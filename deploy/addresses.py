@@ -53,6 +53,11 @@ def client_address(wanted: str, *, claim: bool = True) -> str:
         raise ConfigError(f"address: {problem}") from problem
     if address.startswith("inproc://"):
         raise ConfigError("address must start with ipc:// or tcp://")
+    path = ipc_path(address)
+    if path is not None:
+        if path.name.startswith("@") or path.name == "*":  # Linux lets everybody connect there
+            raise ConfigError(f"{address} is no file; give ipc://PATH")
+        address = f"ipc://{path.absolute()}"  # the other verbs run in other folders
     check_bind(address, None)
     if claim:
         _check_free(address)
@@ -63,7 +68,12 @@ def _make_private_folder() -> None:
     """The default's folder: ours alone, or not used."""
     folder = Path(default_address().removeprefix("ipc://")).parent
     if folder == _private_folder():
-        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        except FileExistsError:
+            pass  # no folder: said below
+        except OSError as problem:
+            raise ConfigError(f"cannot make {folder}: {problem.strerror}") from problem
     check_folder(folder)
 
 

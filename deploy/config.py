@@ -7,6 +7,7 @@ mean "choose for me". :func:`check` finds what the types cannot say.
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -21,6 +22,7 @@ TRANSPORTS = ("ipc", "tcp")
 BACKENDS = ("auto", "cpu", "numpy")
 SERVED_TASKS = ("", *TASKS)
 LOG_LEVELS = ("info", "warning", "error")
+_MOST = 2**31 - 1
 _MAY_BE_ZERO = (
     "kv_blocks", "prefill_kv_blocks", "decode_kv_blocks", "chunk_budget", "decode_chunk_budget",
     "max_length", "grace", "stats_interval",
@@ -63,6 +65,11 @@ def check(settings: ServeSettings) -> ServeSettings:
         _require(getattr(settings, name) >= 1, name, "must be at least 1")
     for name in _MAY_BE_ZERO:
         _require(getattr(settings, name) >= 0, name, "must not be negative")
+    for name in ServeSettings.__struct_fields__:
+        value = getattr(settings, name)
+        _require(not isinstance(value, int) or value <= _MOST, name, f"must be at most {_MOST}")
+    for name in ("grace", "stats_interval"):
+        _require(math.isfinite(getattr(settings, name)), name, "must be a finite number")
     _require_choice(settings, "transport", TRANSPORTS)
     _require_choice(settings, "backend", BACKENDS)
     _require_choice(settings, "log_level", LOG_LEVELS)

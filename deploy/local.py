@@ -256,7 +256,7 @@ class LocalCluster:
     def _carry_out(self, action: Action) -> None:
         match action:
             case Start(name):
-                self._start(name)
+                self._try_start(name)
             case Terminate(name) if name in self._children:
                 self._children[name].terminate()
             case Kill(name) if name in self._children:
@@ -266,6 +266,14 @@ class LocalCluster:
             case End(code):
                 self._exit_code = code
                 self._loop.stop()
+
+    def _try_start(self, name: str) -> None:
+        """Start a child; what the system refuses (no space, no process) is the child's end."""
+        try:
+            self._start(name)
+        except OSError as problem:
+            why = f"cannot be started: {problem}"
+            self._loop.post(lambda: self._decide(Exited(name, 1, why, refused=True)))
 
     def _start(self, name: str) -> None:
         spec = self._specs[name]

@@ -31,15 +31,17 @@ class RunFolder:
     def __init__(self, parent: Path | None = None) -> None:
         base = parent or Path(tempfile.gettempdir())
         try:
-            new = Path(tempfile.mkdtemp(prefix="baton-new-", dir=base))
+            new = Path(tempfile.mkdtemp(prefix="baton-new-", dir=base.absolute()))
         except OSError as problem:
-            raise ConfigError(
-                f"cannot make a run folder in {base}: {problem.strerror}"
-            ) from problem
-        self._lock = os.open(new / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Only a locked folder gets the name a sweep looks for.
-        self.path = new.rename(new.with_name(new.name.replace("baton-new-", PREFIX)))
+            raise _no_folder(base, problem) from problem
+        try:
+            self._lock = os.open(new / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Only a locked folder gets the name a sweep looks for.
+            self.path = new.rename(new.with_name(new.name.replace("baton-new-", PREFIX)))
+        except OSError as problem:
+            shutil.rmtree(new, ignore_errors=True)
+            raise _no_folder(base, problem) from problem
 
     def ipc(self, name: str) -> str:
         """``ipc://`` address of a socket file in this folder; ConfigError when it is too long."""
@@ -68,6 +70,10 @@ class RunFolder:
         """Remove the folder and the sockets it names."""
         _remove(self.path)
         os.close(self._lock)
+
+
+def _no_folder(base: Path, problem: OSError) -> ConfigError:
+    return ConfigError(f"cannot make a run folder in {base}: {problem.strerror}")
 
 
 def sweep(parent: Path | None = None) -> list[Path]:

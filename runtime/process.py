@@ -33,7 +33,8 @@ _log = get_logger()
 def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -> int:
     """Parse ``--config FILE [--parent PID]``, prepare the process, serve.
 
-    A :class:`BatonError` ends it with one line and exit code 1, no traceback.
+    A :class:`BatonError`, or too little memory, ends it with one line and exit code 1, no
+    traceback.
     """
     lifecycle.limit_blas_threads(1)
     lifecycle.recycle_large_buffers()
@@ -54,6 +55,9 @@ def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -
         code = serve(config)
     except BatonError as error:
         _log.error("process.failed", code=error.code, error=str(error))
+        return 1
+    except MemoryError as error:
+        _log.error("process.failed", code="capacity", error=f"not enough memory: {error}")
         return 1
     except KeyboardInterrupt:
         return 130

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.deploy import run_folder
 from baton.deploy.run_folder import RunFolder, remove_dead_socket, socket_in_use, sweep
 from baton.proto.errors import ConfigError
 
@@ -76,3 +77,13 @@ def test_a_long_folder_is_a_clear_error(tmp_path: Path):
     with pytest.raises(ConfigError, match="TMPDIR"):
         folder.ipc("router")
     folder.close()
+
+
+def test_a_folder_that_cannot_be_locked_is_not_left_behind(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", refuse)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        RunFolder(tmp_path)
+    assert list(tmp_path.iterdir()) == []
