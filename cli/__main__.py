@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 failed (one line says what to do), 2 bad usage, 130 interr
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +13,7 @@ from baton import __version__
 
 from ..proto.errors import BatonError, ConfigError
 from . import chat, demo, doctor, drain, embed, generate, serve, status, wait_ready
+from .streams import prepare_streams, silence_output
 
 VERBS = (serve, demo, generate, chat, embed, status, wait_ready, drain, doctor)
 
@@ -38,9 +38,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
+    prepare_streams()
     arguments = build_parser().parse_args(argv)
     try:
-        return int(arguments.run(arguments))
+        code = int(arguments.run(arguments))
+        sys.stdout.flush()  # a full disk or a gone reader shows itself here at the latest
+        return code
     except BatonError as problem:
         if arguments.debug:
             raise
@@ -49,13 +52,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has seen enough; keep the interpreter from complaining.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence_output()  # whoever read it has seen enough
         return 0
+    except OSError as problem:
+        if arguments.debug:
+            raise
+        silence_output()
+        print(f"baton: {problem.strerror or problem}{_place(problem)}", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def _hint(problem: BatonError) -> str:
     return "" if problem.retry_after is None else f" (try again in {problem.retry_after:.1f} s)"
+
+
+def _place(problem: OSError) -> str:
+    return "" if problem.filename is None else f": {problem.filename}"
 
 
 if __name__ == "__main__":

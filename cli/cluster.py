@@ -12,6 +12,7 @@ from ..deploy.addresses import trusted_default_address
 from ..deploy.report import ClusterReport
 from ..proto.endpoints import check_endpoint
 from ..proto.errors import ConfigError, InputError
+from .numbers import seconds
 
 ADDRESS_VARIABLE = "BATON_ADDRESS"
 TIMEOUT = 5.0
@@ -26,7 +27,7 @@ def add_address(parser: argparse.ArgumentParser, timeout: float = TIMEOUT) -> No
     )
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=seconds,
         default=timeout,
         metavar="SECONDS",
         help=f"how long to wait for the cluster [{timeout:g}]",

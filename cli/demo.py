@@ -118,7 +118,7 @@ def show(client: Client, question: str) -> None:
         said = describe(output.prefill, output.decode, wait_handoff(client, handoffs))
     else:  # nothing was left to hand over
         said = f"{output.prefill} read the prompt and ended the answer"
-    print(f"\n  [{said}]\n  [{timing.line()}]")
+    print(f"\n  [{said}]\n  [{timing.line()}]", flush=True)
 
 
 def wait_handoff(client: Client, before: int) -> HandoffRecord:

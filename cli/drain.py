@@ -9,6 +9,7 @@ from ..client import Client
 from ..deploy.report import DRAINED, ClusterReport, WorkerReport
 from ..proto.errors import BatonError, CapacityError, RequestFailed
 from .cluster import add_address, connect, parsed
+from .numbers import seconds
 
 _PAUSE = 0.2
 _FOREVER = float("inf")
@@ -22,7 +23,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("--wait", action="store_true", help="return when the worker has left")
     parser.add_argument(
         "--wait-timeout",
-        type=float,
+        type=seconds,
         default=_FOREVER,
         metavar="SECONDS",
         help="how long --wait waits for it at most [no limit]",

@@ -8,6 +8,7 @@ import sys
 
 from ..proto.errors import InputError
 from .cluster import add_address, connect
+from .numbers import seconds
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -15,7 +16,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser = verbs.add_parser("embed", help="vectors of texts, one JSON array per line")
     parser.add_argument("texts", metavar="TEXT", nargs="*", help="without any, lines of stdin")
     add_address(parser)
-    parser.add_argument("--deadline", type=float, metavar="SECONDS", help="end it by then")
+    parser.add_argument("--deadline", type=seconds, metavar="SECONDS", help="end it by then")
     parser.set_defaults(run=run)
 
 

@@ -10,6 +10,7 @@ from ..client import Client, Generation
 from ..client.model import RequestOptions
 from ..proto.errors import InputError
 from .cluster import add_address, connect
+from .numbers import seconds
 from .sampling import add_sampling, sampling_of
 
 
@@ -22,7 +23,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add_sampling(parser, max_new_tokens=128)
     parser.add_argument("--target-endpoint", metavar="ADDRESS", help="use this worker")
     parser.add_argument("--json-schema", metavar="FILE", help="answer with an instance of it")
-    parser.add_argument("--deadline", type=float, metavar="SECONDS", help="end it by then")
+    parser.add_argument("--deadline", type=seconds, metavar="SECONDS", help="end it by then")
     parser.set_defaults(run=run)
 
 

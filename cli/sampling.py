@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 
 from ..proto.sampling import SamplingParamsInput
+from .numbers import whole
 
 _FLAGS = (
     ("--temperature", float, "T", "0 always takes the likeliest token"),
     ("--top-p", float, "P", "keep the likeliest tokens up to this mass"),
-    ("--top-k", int, "K", "keep so many of the likeliest tokens; -1 keeps all"),
+    ("--top-k", whole, "K", "keep so many of the likeliest tokens; -1 keeps all"),
     ("--min-p", float, "P", "drop tokens less likely than this share of the likeliest"),
     ("--seed", int, "N", "the same seed gives the same answer"),
 )
@@ -20,7 +21,7 @@ def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     group = parser.add_argument_group("sampling", "defaults: the model's generation config")
     group.add_argument(
         "--max-new-tokens",
-        type=int,
+        type=whole,
         default=max_new_tokens,
         metavar="N",
         help=f"most tokens to generate [{max_new_tokens}]",

@@ -6,8 +6,9 @@ import argparse
 import json
 
 from ..deploy.banner import mebibytes
-from ..deploy.report import ClusterReport, HandoffRecord, WorkerReport
+from ..deploy.report import DRAINED, ClusterReport, HandoffRecord, WorkerReport
 from .cluster import add_address, connect, parsed
+from .numbers import count
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -16,7 +17,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add_address(parser)
     parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
     parser.add_argument(
-        "--handoffs", type=int, default=16, metavar="N", help="recent handoffs listed [16]"
+        "--handoffs", type=count, default=16, metavar="N", help="recent handoffs listed [16]"
     )
     parser.set_defaults(run=run)
 
@@ -93,8 +94,10 @@ def _dropped(report: ClusterReport) -> list[str]:
 
 def _worker_line(worker: WorkerReport) -> str:
     blocks = f"{worker.kv_blocks_used}/{worker.kv_blocks_total}"
+    left = not worker.alive and worker.reason == DRAINED
+    state = "left" if left else worker.state
     return (
-        f"{worker.id:<12} {worker.state:<9} {worker.pid:>7} {worker.requests_running:>7} "
+        f"{worker.id:<12} {state:<9} {worker.pid:>7} {worker.requests_running:>7} "
         f"{worker.requests_waiting:>7} {blocks:>12}  {worker.endpoint}"
     )
 

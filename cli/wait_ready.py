@@ -9,6 +9,7 @@ from ..client import Client
 from ..deploy.report import ClusterReport
 from ..proto.errors import ConnectionLost
 from .cluster import add_address, connect, parsed
+from .numbers import count
 
 _PAUSE = 0.1
 
@@ -17,8 +18,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register the verb."""
     parser = verbs.add_parser("wait-ready", help="wait until a cluster can serve")
     add_address(parser, timeout=60.0)
-    parser.add_argument("--prefill", type=int, default=1, help="prefill workers needed [1]")
-    parser.add_argument("--decode", type=int, default=1, help="decode workers needed [1]")
+    parser.add_argument("--prefill", type=count, default=1, help="prefill workers needed [1]")
+    parser.add_argument("--decode", type=count, default=1, help="decode workers needed [1]")
     parser.set_defaults(run=run)
 
 

@@ -46,7 +46,19 @@ def test_serve_help_names_every_setting_and_the_precedence(capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["juggle"], ["serve", "--prefill", "two"], ["drain"], ["generate", "x", "--top-k", "y"]],
+    [
+        [],
+        ["juggle"],
+        ["serve", "--prefill", "two"],
+        ["drain"],
+        ["generate", "x", "--top-k", "y"],
+        ["generate", "x", "--max-new-tokens", "1" + "0" * 20],
+        ["generate", "x", "--deadline", "nan"],
+        ["status", "--timeout", "-1"],
+        ["status", "--handoffs", "-1"],
+        ["drain", "decode-0", "--wait-timeout", "nan"],
+        ["wait-ready", "--prefill", "-1"],
+    ],
 )
 def test_bad_usage_is_2(arguments, capsys):
     with pytest.raises(SystemExit) as end:
@@ -60,8 +72,12 @@ def test_bad_usage_is_2(arguments, capsys):
     [
         (["serve", "--decode", "0"], 2, "decode must be at least 1"),
         (["serve", "--policy", "dice"], 2, "known are"),
+        (["serve", "--grace", "inf"], 2, "grace must be a finite number"),
+        (["serve", "--kv-blocks", "1" + "0" * 20], 2, "kv_blocks must be at most"),
         (["serve", "--address", "tcp://0.0.0.0:7000"], 2, "refusing to listen"),
         (["serve", "--address", "pigeon://x"], 2, "tcp://, ipc://"),
+        (["serve", "--address", "ipc://@x"], 2, "is no file"),
+        (["serve", "--address", "ipc://*"], 2, "is no file"),
         (["serve", "--address", "ipc:///no/such/folder/s.sock"], 2, "does not exist"),
         (["serve", "/no/such/model"], 1, "no such model folder"),
         (["serve", "--config", "/no/such/file.toml"], 2, "cannot read"),
@@ -95,6 +111,12 @@ def test_dry_run_prints_the_plan_and_starts_nothing(address, tmp_path, capsys):
     assert plan["processes"][1]["config"]["runner"]["block_size"] == 8
     assert plan["address"] == address
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_relative_address_is_made_absolute(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["serve", "--dry-run", "--address", "ipc://x.sock"]) == 0
+    assert json.loads(capsys.readouterr().out)["address"] == f"ipc://{tmp_path}/x.sock"
 
 
 def test_a_default_folder_that_others_may_write_to_is_not_trusted(tmp_path, monkeypatch, capsys):
@@ -148,7 +170,9 @@ def test_status_table_shows_workers_and_handoffs():
             WorkerReport(
                 id="decode-0", role="decode", pid=12, state="ready", kv_blocks_used=3,
                 kv_blocks_total=64, endpoint="ipc:///d",
-            )
+            ),
+            WorkerReport(id="decode-1", role="decode", state="dead", reason="drained"),
+            WorkerReport(id="decode-2", role="decode", state="dead", reason="silent"),
         ],
         handoffs=HandoffTotals(
             count=2, bytes_sent=2048, bytes_received=2048,
@@ -158,6 +182,8 @@ def test_status_table_shows_workers_and_handoffs():
     text = "\n".join(status.describe(report))
     for part in ("decode-0", "3/64", "ipc:///d", "handoffs: 2, 2.0 KiB sent", "4 blocks over zmq"):
         assert part in text
+    states = dict(line.split()[:2] for line in text.splitlines() if line.startswith("decode-"))
+    assert states == {"decode-0": "ready", "decode-1": "left", "decode-2": "dead"}
 
 
 def test_status_shows_waiting_times_and_what_was_dropped_when_there_is_any():
