@@ -34,7 +34,7 @@ help:  ## this list
 
 setup: $(VENV)/.installed  ## make the virtual environment and build the kernels
 
-demo: $(VENV)/.installed  ## a cluster on this machine answers three prompts
+demo: $(VENV)/.installed  ## a cluster on this machine answers four prompts
 	@$(BIN)/baton demo
 
 test: check  ## everything that must pass before a merge
