@@ -36,6 +36,7 @@ from .model import (
     ServedModel,
     TokensOrText,
     described,
+    encode_chat,
     prepare,
     prepare_context,
     prepare_text,
@@ -205,7 +206,7 @@ class AsyncClient:
         model = await self._model()
 
         def render() -> Prepared:
-            tokens = model.tokenizer.encode_chat(messages, **variables)
+            tokens = encode_chat(messages, model, variables)
             return prepare_text(tokens, sampling, options, model)
 
         return await asyncio.to_thread(render)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..proto.errors import InputError, InternalError, TaskMismatch
 from ..proto.requests import build_embed_context
 from .events import Ended, RequestSpec
-from .model import RequestOptions, ServedModel, TokensOrText, make_spec
+from .model import RequestOptions, ServedModel, TokensOrText, encode, make_spec
 
 F32 = npt.NDArray[np.float32]
 WINDOW = 256
@@ -39,7 +39,7 @@ def embed_specs(
 
 
 def _spec(text: TokensOrText, options: RequestOptions, model: ServedModel) -> RequestSpec:
-    tokens: Any = model.tokenizer.encode(text) if isinstance(text, str) else np.asarray(text)
+    tokens: Any = encode(text, model) if isinstance(text, str) else np.asarray(text)
     wire = build_embed_context(tokens, model.card, target_endpoint=options.get("target_endpoint"))
     return make_spec(wire, options, None)
 

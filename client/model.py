@@ -36,6 +36,7 @@ from ..text.tokenizer import TOKENIZER_FILES, Tokenizer
 from .events import RequestSpec
 from .output import Assembler
 
+Int32 = npt.NDArray[np.int32]
 TokensOrText = str | Sequence[int] | npt.NDArray[Any]
 Prompt = TokensOrText | TextContext
 Sampling = SamplingParams | SamplingParamsInput | None
@@ -152,8 +153,23 @@ def prepare(
 ) -> Prepared:
     """Make a request of text or token ids. Raises InputError for what cannot be served."""
     if isinstance(prompt, str):
-        return prepare_text(model.tokenizer.encode(prompt), sampling, options, model)
+        return prepare_text(encode(prompt, model), sampling, options, model)
     return _prepare(_ids(prompt), sampling, options, model, show_text=False)
+
+
+def encode(text: str, model: ServedModel, *, add_special_tokens: bool = True) -> Int32:
+    """Token ids of a text; InputError for one that is longer than the model can be served."""
+    return model.tokenizer.encode(
+        text, add_special_tokens=add_special_tokens, max_tokens=model.card.max_length
+    )
+
+
+def encode_chat(
+    messages: Sequence[Mapping[str, Any]], model: ServedModel, variables: Mapping[str, Any]
+) -> Int32:
+    """Token ids of a conversation as the model's template renders it."""
+    prompt = model.tokenizer.render_chat(messages, **variables)
+    return encode(prompt, model, add_special_tokens=False)
 
 
 def prepare_text(

@@ -36,6 +36,7 @@ from .model import (
     ServedModel,
     TokensOrText,
     described,
+    encode_chat,
     prepare,
     prepare_context,
     prepare_text,
@@ -141,7 +142,7 @@ class Client:
         ``messages``: mappings with ``role`` and ``content``. ``variables``: for the template.
         """
         model = self._model()
-        tokens = model.tokenizer.encode_chat(messages, **(variables or {}))
+        tokens = encode_chat(messages, model, variables or {})
         return Generation(
             self, self._background, prepare_text(tokens, sampling_params, options, model)
         )

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TOKENIZER_FILES", "Tokenizer"]
 
+MAX_CHARS_PER_TOKEN = 64
+"""More than any tokenizer averages over a text, long runs of one character excepted."""
+
 _BYTE_OF_CHAR: dict[str, int] = {}
 
 
@@ -108,16 +111,24 @@ class Tokenizer:
         """Number of tokens with the added ones."""
         return int(self._core.get_vocab_size(with_added_tokens=True))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> npt.NDArray[np.int32]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int = 0
+    ) -> npt.NDArray[np.int32]:
         """Token ids of ``text``, int32 ``[n]``.
 
         Special tokens written out in ``text`` become their ids. With ``add_special_tokens``
         the tokenizer adds what the model expects around a plain prompt, often a BOS id.
 
         Raises:
-            InputError: ``text`` holds a lone surrogate.
+            InputError: ``text`` holds a lone surrogate, or is so long that it cannot be
+                ``max_tokens`` (0: any number) in any language; that is found without
+                tokenizing, which takes seconds for a few megabytes.
 
         """
+        if max_tokens and len(text) > MAX_CHARS_PER_TOKEN * max_tokens:
+            raise InputError(
+                f"a text of {len(text)} characters is more than the {max_tokens} tokens served"
+            )
         try:
             encoding = self._core.encode(text, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError):

@@ -62,6 +62,15 @@ def test_what_no_message_can_carry_is_refused_at_once(client):
         client.generate([1, 2, 3], greedy(10**20))
 
 
+def test_a_text_beyond_any_context_is_refused_without_tokenizing(client):
+    """Three megabytes take seconds and half a gigabyte to tokenize."""
+    limit = 64 * client.describe().card.max_length
+    with pytest.raises(InputError, match=f"a text of {limit + 1} characters"):
+        client.generate("x" * (limit + 1))
+    with pytest.raises(InputError, match="characters"):
+        client.chat([{"role": "user", "content": "x" * (limit + 1)}])
+
+
 def test_closing_with_words_still_to_be_sent_is_no_fault(cluster, capsys):
     for _ in range(20):
         client = Client(cluster.address)
