@@ -130,7 +130,11 @@ SCENARIOS: dict[str, Scenario] = {
     "names": Scenario(names=0.7, crashes=1, cancels=0.1),
     "clients": Scenario(crashes=3, victims=("client",), cancels=0.2),
     "routers": Scenario(
-        shape=Shape(routers=2, clients=4), crashes=2, victims=EVERYONE, cancels=0.1
+        shape=Shape(routers=2, clients=4),
+        crashes=2,
+        victims=EVERYONE,
+        cancels=0.1,
+        allowed=UNLUCKY,
     ),
     "all": Scenario(
         crashes=3,
