@@ -127,7 +127,8 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "poison": Scenario(poison=1, load_s=0.5),
     "poisons": Scenario(poison=3, load_s=0.5, allowed=UNLUCKY),
-    "names": Scenario(names=0.7, crashes=1, cancels=0.1),
+    # A name is in use until its cancelled request has ended.
+    "names": Scenario(names=0.7, crashes=1, cancels=0.1, allowed=frozenset({"duplicate_request"})),
     "clients": Scenario(crashes=3, victims=("client",), cancels=0.2),
     "routers": Scenario(
         shape=Shape(routers=2, clients=4),
