@@ -12,15 +12,10 @@ import numpy as np
 from ..engine.pipeline import EmbeddingsGenerator
 from ..engine.runner import EmbeddingRunner
 from ..engine.step_time import StepTime
-from ..kv_transfer.checksums import envelope_digest
-from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
 from ..proto.contexts import TextContext
-from ..proto.errors import ProtocolError
 from ..proto.ids import RequestID
-from ..proto.messages import PrefillToDecode, Rejected
 from ..proto.tokens import TokenBuffer
 from ..runtime.actions import DrainRequested, Exit, Note, Tick, ToRouter
-from ..runtime.channel import Frames
 from ..runtime.compute import ComputeThread
 from ..runtime.links import RouterLinks
 from ..runtime.log import get_logger
@@ -30,7 +25,7 @@ from ..runtime.process import EXIT_RESTART, TICK_S
 from ..runtime.sockets import Context, RouterChannel
 from .config import PrefillWorkerConfig
 from .embed_core import Action, BatchDone, EmbedCore, EmbedLimits, Event, RunBatch
-from .endpoint import answer
+from .endpoint import Endpoint
 
 _log = get_logger()
 
@@ -51,10 +46,7 @@ class EmbedShell:
         self._control = control
         self._member = member
         self._pipeline = runner.pipeline
-        self._encoder = EnvelopeEncoder(digest=envelope_digest)
-        self._decoder: EnvelopeDecoder[PrefillToDecode] = EnvelopeDecoder(
-            PrefillToDecode, digest=envelope_digest
-        )
+        self._endpoint = Endpoint(member, control)
         times = StepTime()
         _warm_up(runner.pipeline, times)
         limits = EmbedLimits(
@@ -73,7 +65,7 @@ class EmbedShell:
 
     def start(self) -> None:
         """Listen and begin to tick."""
-        self._control.attach(self._loop, self._hear)
+        self._control.attach(self._loop, self._endpoint.hear)
         self._loop.on_turn_end(self._links.flush)
         self._tick()
 
@@ -118,19 +110,6 @@ class EmbedShell:
             _log.error("engine.step_failed", error=repr(result))
             result = BatchDone({}, 0.0, f"forward pass: {type(result).__name__}: {result}")
         self.feed(result)
-
-    def _hear(self, peer: bytes, frames: Frames) -> None:
-        """The endpoint of a prefill worker only says who it is."""
-        try:
-            messages: list[PrefillToDecode] = self._decoder.decode(frames)
-            replies = [answer(self._member.identity, message) for message in messages]
-        except ProtocolError as error:
-            self._member.dropped[f"peer_{error.code}"] += 1
-            _log.warning("endpoint.malformed", error=str(error))
-            replies = [Rejected(code=error.code, message=str(error))]
-        said = [reply for reply in replies if reply is not None]
-        if said:
-            self._control.send(peer, self._encoder.encode(said))
 
     def _tick(self) -> None:
         self.feed(Tick(self._pipeline.layers_done))

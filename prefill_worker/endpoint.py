@@ -5,9 +5,17 @@ Nobody reserves blocks here; who tries has taken it for a decode worker and is t
 
 from __future__ import annotations
 
+from ..kv_transfer.checksums import envelope_digest
+from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
+from ..proto.errors import ProtocolError
 from ..proto.limits import PROTOCOL_VERSION
-from ..proto.messages import Message, Ping, Pong, Probe, ProbeReply, Rejected
-from ..runtime.membership import WorkerIdentity
+from ..proto.messages import Message, Ping, Pong, PrefillToDecode, Probe, ProbeReply, Rejected
+from ..runtime.channel import Frames
+from ..runtime.log import get_logger
+from ..runtime.membership import Membership, WorkerIdentity
+from ..runtime.sockets import RouterChannel
+
+_log = get_logger()
 
 
 def answer(me: WorkerIdentity, message: Message) -> Message | None:
@@ -28,3 +36,28 @@ def answer(me: WorkerIdentity, message: Message) -> Message | None:
         case _:
             text = f"{type(message).__name__} is for a decode worker, {me.worker} is none"
             return Rejected(code="protocol", message=text)
+
+
+class Endpoint:
+    """The listening side of a prefill worker, whatever it computes."""
+
+    def __init__(self, member: Membership, channel: RouterChannel) -> None:
+        self._member = member
+        self._channel = channel
+        self._encoder = EnvelopeEncoder(digest=envelope_digest)
+        self._decoder: EnvelopeDecoder[PrefillToDecode] = EnvelopeDecoder(
+            PrefillToDecode, digest=envelope_digest
+        )
+
+    def hear(self, peer: bytes, frames: Frames) -> None:
+        """Answer an envelope; what cannot be read is counted and refused."""
+        try:
+            messages = self._decoder.decode(frames)
+            replies = [answer(self._member.identity, message) for message in messages]
+        except ProtocolError as error:
+            self._member.dropped[f"peer_{error.code}"] += 1
+            _log.warning("endpoint.malformed", error=str(error))
+            replies = [Rejected(code=error.code, message=str(error))]
+        said = [reply for reply in replies if reply is not None]
+        if said:
+            self._channel.send(peer, self._encoder.encode(said))

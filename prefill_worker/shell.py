@@ -12,14 +12,9 @@ from ..engine.runner import Runner
 from ..engine.scheduler import Scheduler, SchedulerConfig
 from ..engine.step_time import StepTime
 from ..engine.warm_up import warm_up
-from ..kv_transfer.checksums import envelope_digest
 from ..kv_transfer.frames import FramePacker
 from ..kv_transfer.sender import Sender, SenderConfig
-from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
-from ..proto.errors import ProtocolError
-from ..proto.messages import PrefillToDecode, Rejected
 from ..runtime.actions import DrainRequested, Exit, Note, Tick, ToRouter
-from ..runtime.channel import Frames
 from ..runtime.compute import ComputeThread
 from ..runtime.links import RouterLinks
 from ..runtime.log import get_logger
@@ -31,7 +26,7 @@ from ..runtime.time_limit import TimeLimited
 from . import events
 from .config import PrefillWorkerConfig
 from .core import PrefillCore, PrefillLimits
-from .endpoint import answer
+from .endpoint import Endpoint
 from .peers import PeerLinks
 
 _log = get_logger()
@@ -53,10 +48,7 @@ class PrefillShell:
         self._control = control
         self._member = member
         self._pipeline = runner.pipeline
-        self._encoder = EnvelopeEncoder(digest=envelope_digest)
-        self._decoder: EnvelopeDecoder[PrefillToDecode] = EnvelopeDecoder(
-            PrefillToDecode, digest=envelope_digest
-        )
+        self._endpoint = Endpoint(member, control)
         self._compute = ComputeThread(loop, self._execute, self._on_result)
         card, folder = runner.card, config.runner.model
         compiler = GrammarCompiler(folder, card.vocab_size, card.eos_token_ids)
@@ -111,7 +103,7 @@ class PrefillShell:
 
     def start(self) -> None:
         """Listen and begin to tick."""
-        self._control.attach(self._loop, self._hear)
+        self._control.attach(self._loop, self._endpoint.hear)
         self._loop.on_turn_end(self._flush)
         self._tick()
 
@@ -190,19 +182,6 @@ class PrefillShell:
 
     def _on_grammar(self, wanted: CompileGrammar, answer: object) -> None:
         self.feed(GrammarDone(wanted.key, as_result(answer)))
-
-    def _hear(self, peer: bytes, frames: Frames) -> None:
-        """The endpoint of a prefill worker only says who it is."""
-        try:
-            messages: list[PrefillToDecode] = self._decoder.decode(frames)
-            replies = [answer(self._member.identity, message) for message in messages]
-        except ProtocolError as error:
-            self._member.dropped[f"peer_{error.code}"] += 1
-            _log.warning("endpoint.malformed", error=str(error))
-            replies = [Rejected(code=error.code, message=str(error))]
-        said = [reply for reply in replies if reply is not None]
-        if said:
-            self._control.send(peer, self._encoder.encode(said))
 
     def _tick(self) -> None:
         self.feed(Tick(self._pipeline.layers_done))

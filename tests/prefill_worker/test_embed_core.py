@@ -135,7 +135,7 @@ def test_without_a_budget_the_batch_alone_bounds():
     assert worker.running() == [2, 3, 4, 5]
 
 
-def test_a_missing_result_is_an_error_of_its_own_request():
+def test_v16_a_missing_result_is_an_error_of_its_own_request():
     worker = Worker()
     worker.assign(1)
     worker.assign(2)
