@@ -1,4 +1,4 @@
-"""Speed of model execution through the executor, beside transformers and the machine's limits.
+"""Speed of model execution through the executor, beside its peers and plain passes of the machine.
 
 ``python -m baton.benchmarks.engine [--models m25,m125] [--peer-python PATH] [--vllm-python
 PATH]``. One thread everywhere; medians of wall time. All sides take turns, and so does the
@@ -101,7 +101,7 @@ class Machine:
         self._out = np.empty((PROMPT, wide), np.float32)
 
     def rate(self, measure: str) -> float:
-        """Tokens per second at the limit, as the machine is just now."""
+        """Tokens per second of the bare passes, as the machine is just now."""
         gemm = 2 * self._x.size * self._weights.shape[1] / timed(self._multiply, 4)
         if measure == "prefill":
             return PROMPT / (self._shape.prefill_flops(PROMPT) / gemm)
@@ -218,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     """Print the figures of all models asked for."""
     args = parse(argv)
     os.environ.update(ONE_THREAD)
-    columns = "".join(f"{name:>18}" for name in ("the limit", *peers(args)))
+    columns = "".join(f"{name:>18}" for name in ("bare passes", *peers(args)))
     print(f"{'tokens/s':12} {'':9} {'engine':>9} {columns}")
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         for name in args.models.split(","):

@@ -9,6 +9,7 @@ machine slows all columns alike; only ratios carry over to other machines.
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from ..proto.layout import KVLayout
 
 Call = Callable[[], object]
 
+COLD_ROWS = (1, 2, 4, 6, 8, 12, 16)
+COLD_BYTES = 400 << 20
 ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 128, 512)
 # model: (in, out) of qkv, attention out, gate+up, down, head
 SHAPES = {
@@ -119,6 +122,29 @@ def attention_row(backend: Backend, name: str, rows: int, context: int, peak: fl
     )
 
 
+def cold_weights_row(backend: Backend, shape: tuple[int, int]) -> None:
+    """GB/s at which weights that no cache holds are used, by rows, beside a dot product."""
+    rng, (into, out) = np.random.default_rng(0), shape
+    weight = rng.standard_normal((out, into), dtype=np.float32)
+    packed = [backend.pack_linear([weight]) for _ in range(COLD_BYTES // weight.nbytes)]
+    big = np.ones(COLD_BYTES // 16, np.float32)
+    figures = [f"dot {big.nbytes / min(_timed(lambda: big @ big) for _ in range(7)) / 1e9:.1f}"]
+    for rows in COLD_ROWS:
+        x, y = (
+            rng.standard_normal((rows, into), dtype=np.float32),
+            np.empty((rows, out), np.float32),
+        )
+        times = [_timed(partial(backend.linear, x, p, y)) for _ in range(3) for p in packed]
+        figures.append(f"{rows} rows {weight.nbytes / statistics.median(times) / 1e9:.1f}")
+    print(f"cold f32 weights {into}x{out}  GB/s  {'  '.join(figures)}", flush=True)
+
+
+def _timed(call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
 def move_row(backend: Backend, blocks: int) -> None:
     """Six layers of blocks of m25 to a contiguous payload and back."""
     rng = np.random.default_rng(0)
@@ -166,6 +192,8 @@ def main() -> None:
     for name, shapes in SHAPES.items():
         for width, out in shapes:
             linear_rows(backend, name, width, out, peak)
+    for shape in ((512, 2816), (768, 4096)):
+        cold_weights_row(backend, shape)
     for name in HEADS:
         for rows, context in ((512, 512), (512, 2048), (1, 512), (1, 2048)):
             attention_row(backend, name, rows, context, peak)
