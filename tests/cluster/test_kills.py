@@ -101,7 +101,8 @@ def test_streams_survive_the_death_of_the_router(whole, undisturbed):
     report("router killed", streams)
     assert tokens(streams) == undisturbed
     assert whole.pids()["router"] != pid
-    assert set(whole.workers()) == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
+    names = {"prefill-0", "prefill-1", "decode-0", "decode-1"}
+    wait_until(lambda: set(whole.workers()) == names, what="all workers to register again")
     assert tokens(run(whole.address, WORK[:2])) == undisturbed[:2]
 
 
