@@ -51,11 +51,11 @@ class CpuBackend:
     row_independent = True
 
     def __init__(self, isa: str | None = None) -> None:
-        usable = {name: (index, panel) for index, name, panel in _cpu.instruction_sets()}
+        usable = {name: (index, panels) for index, name, *panels in _cpu.instruction_sets()}
         chosen = next(iter(usable)) if isa is None else isa
         if chosen not in usable:
             raise ValueError(f"instruction set {isa!r} is not one of {', '.join(usable)}")
-        self._isa, self._panel = usable[chosen]
+        self._isa, (self._panel_floats, self._panel_halves) = usable[chosen]
         self.numerics = f"cpu-{REVISION}-{chosen}"
 
     def pack_linear(self, parts: Sequence[Weights], bias: F32 | None = None) -> CpuLinear:
@@ -67,7 +67,8 @@ class CpuBackend:
             raise ValueError("weights must be matrices with the same number of columns")
         rows, columns = sum(len(part) for part in parts), int(parts[0].shape[1])
         bf16 = all(part.dtype == np.uint16 for part in parts)
-        padded = -(-rows // self._panel) * self._panel
+        panel = self._panel_halves if bf16 else self._panel_floats
+        padded = -(-rows // panel) * panel
         panels = aligned_zeros(padded * columns * (2 if bf16 else 4))
         start = 0
         for part in parts:

@@ -9,12 +9,36 @@
 /* Rows times heads of a group that walk the tiles together. */
 #define QUERIES_TOGETHER 96
 
+/* Queries of one micro kernel, and the keys or dims it takes at once. */
+#define QUERY_ROWS 6
+#define STRIP (TILE_VECTORS * LANES)
+
+#define STRIPS_OF(NV)                                                                              \
+    MICRO(strip1_##NV, float, 1, 1, NV, LOAD_FLOATS, 0)                                            \
+    MICRO(strip2_##NV, float, 2, 1, NV, LOAD_FLOATS, 0)                                            \
+    MICRO(strip3_##NV, float, 3, 1, NV, LOAD_FLOATS, 0)                                            \
+    MICRO(strip4_##NV, float, 4, 1, NV, LOAD_FLOATS, 0)                                            \
+    MICRO(strip5_##NV, float, 5, 1, NV, LOAD_FLOATS, 0)                                            \
+    MICRO(strip6_##NV, float, 6, 1, NV, LOAD_FLOATS, 0)
+#define STRIP_ROWS(NV) {strip1_##NV, strip2_##NV, strip3_##NV, strip4_##NV, strip5_##NV, strip6_##NV}
+
+STRIPS_OF(1)
+STRIPS_OF(2)
+#if TILE_VECTORS == 4
+STRIPS_OF(3)
+STRIPS_OF(4)
+static Micro *const strips[TILE_VECTORS][QUERY_ROWS] = {STRIP_ROWS(1), STRIP_ROWS(2), STRIP_ROWS(3),
+                                                        STRIP_ROWS(4)};
+#else
+static Micro *const strips[TILE_VECTORS][QUERY_ROWS] = {STRIP_ROWS(1), STRIP_ROWS(2)};
+#endif
+
 typedef struct {
     const Attention *a;
     int64_t count;     /* queries: rows * group, row-major */
     int64_t padded;    /* dim rounded up to whole vectors */
     float *q;          /* [count, dim], scaled */
-    float *keys;       /* transposed tile: [TILE_KEYS / PANEL, dim, PANEL] */
+    float *keys;       /* transposed tile: [TILE_KEYS / STRIP, dim, STRIP] */
     float *values;     /* tile, [TILE_KEYS, padded], where it must be copied */
     float *scores;     /* [count, TILE_KEYS] */
     float *sums;       /* [count, padded] */
@@ -47,20 +71,20 @@ static void find_tile(const Attention *a, const int32_t *table, int64_t kv_head,
 static void transpose_keys(const Walk *w, const Tile *tile) {
     int64_t dim = w->a->dim;
     for (int j = 0; j < tile->to; j += LANES) {
-        float *to = w->keys + j / PANEL * PANEL * dim + j % PANEL;
+        float *to = w->keys + j / STRIP * STRIP * dim + j % STRIP;
         int64_t d = 0;
-        for (; d + LANES <= dim; d += LANES) v_transpose(tile->key + j, d, to + d * PANEL, PANEL);
+        for (; d + LANES <= dim; d += LANES) v_transpose(tile->key + j, d, to + d * STRIP, STRIP);
         for (; d < dim; d++)
-            for (int i = 0; i < LANES; i++) to[d * PANEL + i] = tile->key[j + i][d];
+            for (int i = 0; i < LANES; i++) to[d * STRIP + i] = tile->key[j + i][d];
     }
 }
 
 static void score(const Walk *w, const Tile *tile, int64_t first, int64_t rows) {
     int64_t dim = w->a->dim;
-    for (int j = 0; j < tile->to; j += PANEL) {
+    for (int j = 0; j < tile->to; j += STRIP) {
         int vectors = (tile->to - j + LANES - 1) / LANES;
-        if (vectors > PANEL_VECTORS) vectors = PANEL_VECTORS;
-        micro[vectors - 1][rows - 1](w->q + first * dim, dim, w->keys + j * dim, PANEL, 0, dim,
+        if (vectors > TILE_VECTORS) vectors = TILE_VECTORS;
+        strips[vectors - 1][rows - 1](w->q + first * dim, dim, w->keys + j * dim, STRIP, 0, dim,
                                      zeros, 0, w->scores + first * TILE_KEYS + j, TILE_KEYS);
     }
 }
@@ -105,11 +129,11 @@ static void copy_values(const Walk *w, const Tile *tile) {
 /* sums += weights of keys from..to times their values, which lie `step` apart */
 static void add_values(const Walk *w, int64_t first, int64_t rows, int from, int to,
                        const float *values, int64_t step) {
-    for (int64_t d = 0; d < w->padded; d += PANEL) {
+    for (int64_t d = 0; d < w->padded; d += STRIP) {
         int64_t vectors = (w->padded - d) / LANES;
-        if (vectors > PANEL_VECTORS) vectors = PANEL_VECTORS;
+        if (vectors > TILE_VECTORS) vectors = TILE_VECTORS;
         float *sums = w->sums + first * w->padded + d;
-        micro[vectors - 1][rows - 1](w->scores + first * TILE_KEYS + from, TILE_KEYS, values + d,
+        strips[vectors - 1][rows - 1](w->scores + first * TILE_KEYS + from, TILE_KEYS, values + d,
                                      step, 0, to - from, sums, w->padded, sums, w->padded);
     }
 }
@@ -134,11 +158,11 @@ static inline int64_t lowest(const Attention *a, int64_t position) {
 static void walk_tile(const Walk *w, int64_t row, int64_t start, const Tile *tile) {
     const Attention *a = w->a;
     int64_t group = a->heads / a->kv_heads;
-    int copied = w->count > 2 * MAX_ROWS || w->padded != a->dim;
+    int copied = w->count > 2 * QUERY_ROWS || w->padded != a->dim;
     transpose_keys(w, tile);
     if (copied) copy_values(w, tile);
-    for (int64_t first = 0; first < w->count; first += MAX_ROWS) {
-        int64_t rows = w->count - first < MAX_ROWS ? w->count - first : MAX_ROWS;
+    for (int64_t first = 0; first < w->count; first += QUERY_ROWS) {
+        int64_t rows = w->count - first < QUERY_ROWS ? w->count - first : QUERY_ROWS;
         int some = 0;
         for (int64_t i = first; i < first + rows; i++)
             some |= a->positions[row + i / group] >= start;

@@ -3,8 +3,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define PANEL (PANEL_VECTORS * LANES)
-
 #include "matrix.h"
 
 #include "elementwise.h"
@@ -17,7 +15,8 @@
 
 const Kernels TABLE = {
     .name = TABLE_NAME,
-    .panel = PANEL,
+    .panel_floats = FLOAT_VECTORS * LANES,
+    .panel_halves = HALF_VECTORS * LANES,
     .pack = pack,
     .linear = linear,
     .rms_norm = rms_norm,

@@ -44,14 +44,14 @@ static const Kernels *chosen(PyObject *index) {
     return NULL;
 }
 
-/* instruction_sets() -> [(index, name, panel width)], best first */
+/* instruction_sets() -> [(index, name, panel width of f32, of bf16)], best first */
 static PyObject *py_instruction_sets(PyObject *self, PyObject *none) {
     (void)self, (void)none;
     PyObject *list = PyList_New(0);
     for (int i = 0; list && i < CHOICES; i++) {
         if (!choices[i].usable) continue;
         const Kernels *k = choices[i].kernels;
-        PyObject *item = Py_BuildValue("(isi)", i, k->name, k->panel);
+        PyObject *item = Py_BuildValue("(isii)", i, k->name, k->panel_floats, k->panel_halves);
         if (!item || PyList_Append(list, item) < 0) Py_CLEAR(list);
         Py_XDECREF(item);
     }
@@ -59,6 +59,12 @@ static PyObject *py_instruction_sets(PyObject *self, PyObject *none) {
 }
 
 /* ---- matrices ---- */
+
+/* `columns` rounded up to whole panels. */
+static int64_t whole_panels(const Kernels *k, int64_t columns, int64_t bf16) {
+    int64_t panel = bf16 ? k->panel_halves : k->panel_floats;
+    return (columns + panel - 1) / panel * panel;
+}
 
 /* pack(isa, part, panels, in_features, start): part as columns start.. of uint8 panels */
 static PyObject *py_pack(PyObject *self, PyObject *const *a, Py_ssize_t n) {
@@ -79,7 +85,7 @@ static PyObject *py_pack(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     }
     if (!part) return refuse(&arrays);
     int64_t out = part->shape[0], in = part->shape[1];
-    int64_t wide = (start + out + k->panel - 1) / k->panel * k->panel;
+    int64_t wide = whole_panels(k, start + out, bf16);
     if ((bf16 && !from_bf16) || start < 0 || wide * in * (bf16 ? 2 : 4) > panels->len) {
         PyErr_SetString(PyExc_ValueError, "panels are too small, or of the wrong type");
         return refuse(&arrays);
@@ -104,7 +110,7 @@ static PyObject *py_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     if (a[4] != Py_None && !(bias = take(&arrays, a[4], "bias", 'f', 1, 0)))
         return refuse(&arrays);
     int64_t rows = x->shape[0], in = x->shape[1], out = y->shape[1];
-    int64_t wide = (out + k->panel - 1) / k->panel * k->panel;
+    int64_t wide = whole_panels(k, out, bf16);
     if (in == 0) {
         PyErr_SetString(PyExc_ValueError, "x has no columns");
         return refuse(&arrays);

@@ -10,8 +10,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Widest row group of the matrix micro kernel; 1..MAX_ROWS are instantiated. */
-#define MAX_ROWS 6
 /* Keys of an attention tile; tiles are aligned to absolute positions. */
 #define TILE_KEYS 64
 /* Entries of a block of the sums a draw is decided by, and spare floats behind its scratch. */
@@ -57,7 +55,7 @@ typedef struct {
 
 typedef struct {
     const char *name;
-    int panel; /* columns of a packed weight panel */
+    int panel_floats, panel_halves; /* columns of a packed panel of f32 and bf16 weights */
     /* pack rows of w[out, in] as columns start.. of the panels; source and target both bf16 or f32 */
     void (*pack)(const void *w, int from_bf16, void *panels, int to_bf16, int64_t start,
                  int64_t out, int64_t in);

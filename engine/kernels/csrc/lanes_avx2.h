@@ -1,6 +1,11 @@
 /* 8 float lanes of AVX2 with FMA. */
 #define LANES 8
-#define PANEL_VECTORS 2
+#define CHAINS 12       /* sums the registers hold beside what is added to them */
+#define MATRIX_ROWS 6  /* most rows in one pass over weights */
+#define GROUP_ROWS 6   /* rows of a pass where one is not enough */
+#define FLOAT_VECTORS 2 /* vectors of a panel of float32 weights */
+#define HALF_VECTORS 2  /* the same of bfloat16 */
+#define TILE_VECTORS 2  /* vectors of an attention tile at once */
 
 typedef __m256 vf;
 

@@ -1,6 +1,11 @@
 /* 16 float lanes of AVX-512. */
 #define LANES 16
-#define PANEL_VECTORS 4
+#define CHAINS 24       /* sums the registers hold beside what is added to them */
+#define MATRIX_ROWS 12  /* most rows in one pass over weights */
+#define GROUP_ROWS 8   /* rows of a pass where one is not enough */
+#define FLOAT_VECTORS 1 /* vectors of a panel of float32 weights */
+#define HALF_VECTORS 2  /* the same of bfloat16 */
+#define TILE_VECTORS 4  /* vectors of an attention tile at once */
 
 typedef __m512 vf;
 

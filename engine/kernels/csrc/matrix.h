@@ -2,6 +2,10 @@
  *
  * Invariant: an output is one chain of fused multiply-adds over k = 0, 1, 2 ..., starting at the
  * bias, whichever rows and panels share the loop and wherever the chain is cut and stored.
+ *
+ * Few rows wait for weights, so the loop is shaped by memory: a panel is one cache line wide
+ * where the vectors allow it, and as many panels as the registers hold are read side by side,
+ * since a core fetches several streams faster than one.
  */
 
 /* Columns of one micro kernel are P panels, pstep apart, of NV vectors each. */
@@ -9,29 +13,30 @@
     static void NAME(const float *x, int64_t ldx, const TYPE *w, int64_t ldw, int64_t pstep,       \
                      int64_t k, const float *init, int64_t ldi, float *y, int64_t ldy) {           \
         vf sum[MR][P][NV];                                                                         \
-        _Pragma("GCC unroll 8") for (int m = 0; m < MR; m++)                                       \
+        const int64_t width = (NV)*LANES;                                                          \
+        _Pragma("GCC unroll 16") for (int m = 0; m < MR; m++)                                      \
             _Pragma("GCC unroll 8") for (int p = 0; p < P; p++)                                    \
                 _Pragma("GCC unroll 8") for (int j = 0; j < NV; j++)                               \
-                    sum[m][p][j] = v_load(init + m * ldi + p * PANEL + j * LANES);                 \
+                    sum[m][p][j] = v_load(init + m * ldi + p * width + j * LANES);                 \
         for (int64_t i = 0; i < k; i++) {                                                          \
             vf b[P][NV];                                                                           \
             _Pragma("GCC unroll 8") for (int p = 0; p < P; p++) {                                  \
                 const TYPE *at = w + i * ldw + p * pstep;                                          \
-                for (int line = 0; line < (AHEAD ? NV * LANES : 0); line += 64 / (int)sizeof *w)   \
-                    __builtin_prefetch(at + AHEAD + line);                                         \
+                for (int line = 0; line < (AHEAD ? width : 0); line += 64 / (int)sizeof *w)        \
+                    __builtin_prefetch(at + AHEAD * width + line);                                 \
                 LOAD(at, b[p], NV);                                                                \
             }                                                                                      \
-            _Pragma("GCC unroll 8") for (int m = 0; m < MR; m++) {                                 \
+            _Pragma("GCC unroll 16") for (int m = 0; m < MR; m++) {                                \
                 vf row = v_set(x[m * ldx + i]);                                                    \
                 _Pragma("GCC unroll 8") for (int p = 0; p < P; p++)                                \
                     _Pragma("GCC unroll 8") for (int j = 0; j < NV; j++)                           \
                         sum[m][p][j] = v_fma(row, b[p][j], sum[m][p][j]);                          \
             }                                                                                      \
         }                                                                                          \
-        _Pragma("GCC unroll 8") for (int m = 0; m < MR; m++)                                       \
+        _Pragma("GCC unroll 16") for (int m = 0; m < MR; m++)                                      \
             _Pragma("GCC unroll 8") for (int p = 0; p < P; p++)                                    \
                 _Pragma("GCC unroll 8") for (int j = 0; j < NV; j++)                               \
-                    v_store(y + m * ldy + p * PANEL + j * LANES, sum[m][p][j]);                    \
+                    v_store(y + m * ldy + p * width + j * LANES, sum[m][p][j]);                    \
     }
 
 #define LOAD_FLOATS(at, b, NV)                                                                     \
@@ -45,51 +50,48 @@ typedef void Micro(const float *x, int64_t ldx, const float *w, int64_t ldw, int
 typedef void MicroHalf(const float *x, int64_t ldx, const uint16_t *w, int64_t ldw, int64_t pstep,
                        int64_t k, const float *init, int64_t ldi, float *y, int64_t ldy);
 
-/* The matrix kernels read FAR ahead: the processor's own prefetcher stops at each page. */
-#define FAR (32 * PANEL)
+/* Rows of a panel that are fetched ahead: the processor's own prefetcher stops at each page. */
+#define FETCH 32
 
-/* One and two rows take several panels at once: their few chains could not fill the pipeline. */
-#define WIDE1 (8 / PANEL_VECTORS)
-#define WIDE2 (4 / PANEL_VECTORS)
+/* Panels that R rows take side by side: what the registers hold, and no more than the fetches
+ * have use for. */
+#define SIDE 3
+#define BESIDE(R, NV)                                                                              \
+    (CHAINS / ((R) * (NV)) > SIDE ? SIDE : CHAINS / ((R) * (NV)) < 1 ? 1 : CHAINS / ((R) * (NV)))
 
-#define ROWS(NV, LOAD)                                                                             \
-    MICRO(micro1x##NV, float, 1, 1, NV, LOAD, 0)                                                   \
-    MICRO(micro2x##NV, float, 2, 1, NV, LOAD, 0)                                                   \
-    MICRO(micro3x##NV, float, 3, 1, NV, LOAD, 0)                                                   \
-    MICRO(micro4x##NV, float, 4, 1, NV, LOAD, 0)                                                   \
-    MICRO(micro5x##NV, float, 5, 1, NV, LOAD, 0)                                                   \
-    MICRO(micro6x##NV, float, 6, 1, NV, LOAD, 0)
-#define ROWS_OF(NV) {micro1x##NV, micro2x##NV, micro3x##NV, micro4x##NV, micro5x##NV, micro6x##NV}
+#define PANELS_OF(R)                                                                               \
+    MICRO(floats_##R, float, R, BESIDE(R, FLOAT_VECTORS), FLOAT_VECTORS, LOAD_FLOATS, FETCH)       \
+    MICRO(floats1_##R, float, R, 1, FLOAT_VECTORS, LOAD_FLOATS, FETCH)                             \
+    MICRO(halves_##R, uint16_t, R, BESIDE(R, HALF_VECTORS), HALF_VECTORS, LOAD_PAIRS, FETCH)       \
+    MICRO(halves1_##R, uint16_t, R, 1, HALF_VECTORS, LOAD_PAIRS, FETCH)
 
-ROWS(1, LOAD_FLOATS)
-ROWS(2, LOAD_FLOATS)
-#if PANEL_VECTORS == 4
-ROWS(3, LOAD_FLOATS)
-ROWS(4, LOAD_FLOATS)
-static Micro *const micro[PANEL_VECTORS][MAX_ROWS] = {ROWS_OF(1), ROWS_OF(2), ROWS_OF(3),
-                                                      ROWS_OF(4)};
+PANELS_OF(1)
+PANELS_OF(2)
+PANELS_OF(3)
+PANELS_OF(4)
+PANELS_OF(5)
+PANELS_OF(6)
+#if MATRIX_ROWS == 6
+#define EACH(NAME) {NAME##1, NAME##2, NAME##3, NAME##4, NAME##5, NAME##6}
 #else
-static Micro *const micro[PANEL_VECTORS][MAX_ROWS] = {ROWS_OF(1), ROWS_OF(2)};
+PANELS_OF(7)
+PANELS_OF(8)
+PANELS_OF(9)
+PANELS_OF(10)
+PANELS_OF(11)
+PANELS_OF(12)
+#define EACH(NAME)                                                                                 \
+    {NAME##1, NAME##2, NAME##3, NAME##4,  NAME##5,  NAME##6,                                       \
+     NAME##7, NAME##8, NAME##9, NAME##10, NAME##11, NAME##12}
 #endif
 
-#define STREAM(NAME, TYPE, LOAD)                                                                   \
-    MICRO(NAME##1, TYPE, 1, 1, PANEL_VECTORS, LOAD, FAR)                                           \
-    MICRO(NAME##2, TYPE, 2, 1, PANEL_VECTORS, LOAD, FAR)                                           \
-    MICRO(NAME##3, TYPE, 3, 1, PANEL_VECTORS, LOAD, FAR)                                           \
-    MICRO(NAME##4, TYPE, 4, 1, PANEL_VECTORS, LOAD, FAR)                                           \
-    MICRO(NAME##5, TYPE, 5, 1, PANEL_VECTORS, LOAD, FAR)                                           \
-    MICRO(NAME##6, TYPE, 6, 1, PANEL_VECTORS, LOAD, FAR)                                           \
-    MICRO(NAME##1wide, TYPE, 1, WIDE1, PANEL_VECTORS, LOAD, FAR)                                   \
-    MICRO(NAME##2wide, TYPE, 2, WIDE2, PANEL_VECTORS, LOAD, FAR)
-STREAM(floats, float, LOAD_FLOATS)
-STREAM(halves, uint16_t, LOAD_PAIRS)
+static Micro *const many_floats[MATRIX_ROWS] = EACH(floats_);
+static Micro *const lone_floats[MATRIX_ROWS] = EACH(floats1_);
+static MicroHalf *const many_halves[MATRIX_ROWS] = EACH(halves_);
+static MicroHalf *const lone_halves[MATRIX_ROWS] = EACH(halves1_);
 
-static Micro *const stream_floats[MAX_ROWS] = {floats1, floats2, floats3,
-                                               floats4, floats5, floats6};
-static MicroHalf *const stream_halves[MAX_ROWS] = {halves1, halves2, halves3,
-                                                   halves4, halves5, halves6};
-static Micro *const wide_floats[2] = {floats1wide, floats2wide};
-static MicroHalf *const wide_halves[2] = {halves1wide, halves2wide};
+/* Columns of a panel. */
+static inline int64_t panel_of(int bf16) { return (bf16 ? HALF_VECTORS : FLOAT_VECTORS) * LANES; }
 
 /* Place of column c of a panel row; bfloat16 rows are stored in pair order. */
 static inline int64_t place(int64_t c, int bf16) {
@@ -102,13 +104,14 @@ static void pack(const void *w, int from_bf16, void *panels, int to_bf16, int64_
                  int64_t out, int64_t in) {
     const float *floats = w;
     const uint16_t *halves = w;
+    const int64_t panel = panel_of(to_bf16);
     for (int64_t c = start; c < start + out;) {
-        int64_t base = c / PANEL * PANEL, stop = base + PANEL;
+        int64_t base = c / panel * panel, stop = base + panel;
         if (stop > start + out) stop = start + out;
         for (int64_t k = 0; k < in; k++)
             for (int64_t n = c; n < stop; n++) {
                 int64_t from = (n - start) * in + k;
-                int64_t to = (base * in) + k * PANEL + place(n - base, to_bf16);
+                int64_t to = (base * in) + k * panel + place(n - base, to_bf16);
                 if (to_bf16) {
                     ((uint16_t *)panels)[to] = halves[from];
                 } else {
@@ -129,69 +132,81 @@ typedef struct {
     const float *bias; /* padded to whole panels, or NULL */
     float *y;
     int64_t rows, in, out;
+    int64_t width;     /* of a panel */
+    int64_t groups;    /* of rows that share a pass over the weights */
 } Linear;
 
-/* Weights of a panel that are used for all rows before the next ones are touched. */
+/* Weights that are used for all groups of rows before the next ones are touched. */
 #define SLICE_BYTES (256 << 10)
 
-static const float zeros[64 * WIDE1 * WIDE2];
+static const float zeros[SIDE * 2 * LANES];
 
 typedef struct {
-    int64_t panel, k, depth; /* columns panel * PANEL .., terms k .. k + depth */
-    int wide;                /* panels at once */
+    int64_t panel, beside; /* columns panel * width .., of as many panels */
+    int64_t k, depth;      /* terms k .. k + depth */
 } Slice;
 
-/* One group of up to MAX_ROWS rows; terms after the first slice go on from what y holds. */
+/* One group of rows; terms after the first slice go on from what y holds. */
 static void slice_group(const Linear *l, const Slice *s, int64_t row, int64_t rows, float *y,
                         int64_t ldy) {
-    int64_t at = (s->panel * l->in + s->k) * PANEL, step = l->in * PANEL, m = rows - 1;
+    int64_t at = (s->panel * l->in + s->k) * l->width, step = l->in * l->width, m = rows - 1;
     const float *x = l->x + row * l->in + s->k;
-    const float *init = s->k ? y : l->bias ? l->bias + s->panel * PANEL : zeros;
+    const float *init = s->k ? y : l->bias ? l->bias + s->panel * l->width : zeros;
     int64_t ldi = s->k ? ldy : 0;
     if (l->bf16) {
-        MicroHalf *f = s->wide > 1 ? wide_halves[m] : stream_halves[m];
-        f(x, l->in, (const uint16_t *)l->panels + at, PANEL, step, s->depth, init, ldi, y, ldy);
+        MicroHalf *f = s->beside > 1 ? many_halves[m] : lone_halves[m];
+        f(x, l->in, (const uint16_t *)l->panels + at, l->width, step, s->depth, init, ldi, y, ldy);
     } else {
-        Micro *f = s->wide > 1 ? wide_floats[m] : stream_floats[m];
-        f(x, l->in, (const float *)l->panels + at, PANEL, step, s->depth, init, ldi, y, ldy);
+        Micro *f = s->beside > 1 ? many_floats[m] : lone_floats[m];
+        f(x, l->in, (const float *)l->panels + at, l->width, step, s->depth, init, ldi, y, ldy);
     }
 }
 
 /* Size of the next of `groups` groups that share `left` rows evenly. */
 static inline int64_t share(int64_t left, int64_t groups) { return (left + groups - 1) / groups; }
 
-static void full_panels(const Linear *l, int64_t panel, int wide) {
-    int64_t groups = (l->rows + MAX_ROWS - 1) / MAX_ROWS, rows;
-    int64_t deepest = groups > 1 ? SLICE_BYTES / (PANEL * (l->bf16 ? 2 : 4)) : l->in;
+static inline int64_t beside(const Linear *l, int64_t rows) {
+    return l->bf16 ? BESIDE(rows, HALF_VECTORS) : BESIDE(rows, FLOAT_VECTORS);
+}
+
+/* `count` panels, side by side for every group that can take so many. */
+static void full_panels(const Linear *l, int64_t panel, int64_t count) {
+    int64_t bytes = count * l->width * (l->bf16 ? 2 : 4), rows;
+    int64_t deepest = l->groups > 1 ? SLICE_BYTES / bytes : l->in;
     for (int64_t k = 0; k < l->in; k += deepest) {
-        Slice s = {panel, k, l->in - k < deepest ? l->in - k : deepest, wide};
-        for (int64_t g = groups, row = 0; g > 0; g--, row += rows) {
+        int64_t depth = l->in - k < deepest ? l->in - k : deepest, row = 0;
+        for (int64_t g = l->groups; g > 0; g--, row += rows) {
             rows = share(l->rows - row, g);
-            slice_group(l, &s, row, rows, l->y + row * l->out + panel * PANEL, l->out);
+            float *y = l->y + row * l->out + panel * l->width;
+            int64_t each = beside(l, rows) == count ? count : 1;
+            for (int64_t p = 0; p < count; p += each) {
+                Slice s = {panel + p, each, k, depth};
+                slice_group(l, &s, row, rows, y + p * l->width, l->out);
+            }
         }
     }
 }
 
 /* The last columns, fewer than a panel: computed as a whole panel beside y. */
 static void tail_panel(const Linear *l) {
-    float y[MAX_ROWS * PANEL];
-    int64_t start = l->out / PANEL * PANEL, rows;
-    Slice s = {l->out / PANEL, 0, l->in, 1};
-    for (int64_t row = 0; row < l->rows; row += rows) {
-        rows = l->rows - row < MAX_ROWS ? l->rows - row : MAX_ROWS;
-        slice_group(l, &s, row, rows, y, PANEL);
+    float y[MATRIX_ROWS * 2 * LANES];
+    int64_t start = l->out / l->width * l->width, rows, row = 0;
+    Slice s = {l->out / l->width, 1, 0, l->in};
+    for (int64_t g = l->groups; g > 0; g--, row += rows) {
+        rows = share(l->rows - row, g);
+        slice_group(l, &s, row, rows, y, l->width);
         for (int64_t m = 0; m < rows; m++)
-            memcpy(l->y + (row + m) * l->out + start, y + m * PANEL,
+            memcpy(l->y + (row + m) * l->out + start, y + m * l->width,
                    (size_t)(l->out - start) * sizeof(float));
     }
 }
 
 static void linear(const float *x, const void *panels, int bf16, const float *bias, float *y,
                    int64_t rows, int64_t in, int64_t out) {
-    Linear l = {x, panels, bf16, bias, y, rows, in, out};
-    int64_t full = out / PANEL, panel = 0;
-    int wide = rows == 1 ? WIDE1 : rows == 2 ? WIDE2 : 1;
-    for (; panel + wide <= full; panel += wide) full_panels(&l, panel, wide);
+    int64_t groups = rows <= MATRIX_ROWS ? 1 : (rows + GROUP_ROWS - 1) / GROUP_ROWS;
+    Linear l = {x, panels, bf16, bias, y, rows, in, out, panel_of(bf16), groups};
+    int64_t full = out / l.width, panel = 0, count = beside(&l, share(rows, groups));
+    for (; panel + count <= full; panel += count) full_panels(&l, panel, count);
     for (; panel < full; panel++) full_panels(&l, panel, 1);
-    if (full * PANEL < out) tail_panel(&l);
+    if (full * l.width < out) tail_panel(&l);
 }

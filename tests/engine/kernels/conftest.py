@@ -21,7 +21,7 @@ def instruction_sets() -> list[str]:
         return []
     from baton.engine.kernels import _cpu
 
-    return [name for _, name, _ in _cpu.instruction_sets()]
+    return [name for _, name, *_ in _cpu.instruction_sets()]
 
 
 ISAS = instruction_sets()

@@ -15,7 +15,7 @@ def compiled_draw(compiled):
     """``draw`` on one instruction set."""
     from baton.engine.kernels import _cpu
 
-    index = next(i for i, name, _ in _cpu.instruction_sets() if compiled.numerics.endswith(name))
+    index = next(i for i, name, *_ in _cpu.instruction_sets() if compiled.numerics.endswith(name))
     return lambda *arguments: _cpu.draw(index, *arguments)
 
 
