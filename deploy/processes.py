@@ -1,8 +1,11 @@
 """One child process: its start, its log lines, its end.
 
-A child is the leader of its own session, so a Ctrl-C at the terminal reaches the supervisor
-alone, and a kill reaches whatever the child itself started. It asks the kernel to die with
-its parent (``runtime.lifecycle``). Its standard error is a pipe of JSON lines.
+A child leads a process group of its own, so a Ctrl-C at the terminal reaches the supervisor
+alone, and a kill reaches whatever the child itself started. It stays in the supervisor's
+session: Linux shares the processors out by session first (autogroups), and with a session for
+each process a router on busy processors waits up to 100 ms until it may read a message. It asks
+the kernel to die with its parent (``runtime.lifecycle``). Its standard error is a pipe of JSON
+lines.
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ class Child:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=child_environment(os.environ),
-            start_new_session=True,
+            process_group=0,
         )
         if self._popen.stderr is None:
             raise OSError("no pipe to the child's standard error")
