@@ -63,13 +63,15 @@ class Note:
     fields: dict[str, object]
 
 
-def blocks_freed(request: bytes, attempt: int, now: float) -> Note:
+def blocks_freed(request: bytes, attempt: int, heard: float, now: float) -> Note:
     """An aborted attempt holds no KV blocks here any more.
 
-    ``at``: monotonic seconds, one clock for all processes of a host, so the line tells how
-    long the abort took from the router's ``request.cancelled`` on.
+    ``at`` and, when the Abort was read, ``heard``: monotonic seconds, one clock for all
+    processes of a host, so the lines tell how long the abort took from the router's
+    ``request.cancelled`` on, and how much of that a running step.
     """
-    return Note("request.freed", {"request": request.hex(), "attempt": attempt, "at": now})
+    fields = {"request": request.hex(), "attempt": attempt, "heard": heard, "at": now}
+    return Note("request.freed", fields)
 
 
 @dataclass(slots=True, frozen=True)

@@ -50,7 +50,7 @@ class WorkerCore(ABC):
     def __init__(self, member: Membership) -> None:
         self._member = member
         self._drained_said = False
-        self._freed_later: list[Key] = []  # aborted, but part of the running step
+        self._freed_later: list[tuple[Key, float]] = []  # aborted when, within the running step
 
     # ------------------------------------------------------------------ of the role
 
@@ -131,13 +131,13 @@ class WorkerCore(ABC):
     def _freed(self, key: Key, now: float, *, running: bool) -> list[Any]:
         """Note that an aborted attempt's blocks are free; after the step that uses them."""
         if not running:
-            return [blocks_freed(*key, now)]
-        self._freed_later.append(key)
+            return [blocks_freed(*key, now, now)]
+        self._freed_later.append((key, now))
         return []
 
     def _step_over(self, now: float) -> list[Any]:
         freed, self._freed_later = self._freed_later, []
-        return [blocks_freed(*key, now) for key in freed]
+        return [blocks_freed(*key, heard, now) for key, heard in freed]
 
     # ------------------------------------------------------------------ drain
 

@@ -52,7 +52,7 @@ from baton.proto.messages import (
 )
 from baton.proto.outputs import TokenLogProbs
 from baton.proto.wire import WireContext, WireSampling
-from baton.runtime.actions import DrainRequested, Exit, FromRouter, RouterUp, Tick, ToRouter
+from baton.runtime.actions import DrainRequested, Exit, FromRouter, Note, RouterUp, Tick, ToRouter
 from baton.runtime.membership import Membership, WorkerIdentity
 
 M = TypeVar("M", bound=Message)
@@ -360,9 +360,14 @@ def test_abort_of_a_running_request_frees_after_its_step(bench):
     assert bench.one(Aborted).attempt == 1
     assert bench.cache.pool.used
     bench.take(Tokens)
+    assert not [each for each in bench.other if isinstance(each, Note)]
+    heard, bench.now = bench.now, bench.now + 0.03
     bench.step()
     assert bench.cache.pool.used == 0
     assert not bench.take(Tokens) + bench.take(Terminal)
+    (note,) = [each for each in bench.other if isinstance(each, Note)]
+    assert note.event == "request.freed"
+    assert (note.fields["heard"], note.fields["at"]) == (heard, bench.now)
 
 
 def test_abort_of_an_unknown_request_is_answered_and_remembered(bench):
