@@ -14,7 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-ORDER = ("codec", "kernels", "engine", "handoff", "loop", "router", "cluster")
+from .scratch import leave_on_signals
+
+ORDER = ("codec", "kernels", "engine", "handoff", "loop", "router", "cluster", "cancel")
 ORACLE_PYTHON = Path(".venv-oracle/bin/python")
 
 
@@ -28,6 +30,17 @@ def processor() -> str:
     return f"{name}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}"
 
 
+def run(command: list[str]) -> int:
+    """Run one measurement; whatever ends this process lets it clean up first."""
+    child = subprocess.Popen(command)
+    try:
+        return child.wait()
+    finally:
+        if child.poll() is None:
+            child.terminate()
+            child.wait()
+
+
 def main() -> int:
     """Run the measurements asked for; the exit code says whether all of them ran."""
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
@@ -35,6 +48,7 @@ def main() -> int:
     parser.add_argument("--peer-python", help="a Python with torch and transformers")
     parser.add_argument("--vllm-python", help="a Python with vLLM's CPU build")
     options = parser.parse_args()
+    leave_on_signals()
     unknown = [name for name in options.names if name not in ORDER]
     if unknown:
         parser.error(f"unknown measurement {unknown[0]!r}; known: {', '.join(ORDER)}")
@@ -48,7 +62,7 @@ def main() -> int:
             command += ["--peer-python", peer]
         if name == "engine" and options.vllm_python:
             command += ["--vllm-python", options.vllm_python]
-        if subprocess.run(command, check=False).returncode:
+        if run(command):
             failed.append(name)
     if failed:
         print(f"\nfailed: {', '.join(failed)}", flush=True)

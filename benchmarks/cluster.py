@@ -10,11 +10,7 @@ taking turns; a rate counts the tokens after the first of each stream.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -22,17 +18,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ..client import Client
 from ..engine.llm import LLMEngine
 from ..engine.runner import RunnerConfig, load_runner
-from ..proto.errors import BatonError
 from ..proto.sampling import SamplingParams
 from ..runtime.lifecycle import limit_blas_threads
 from .checkpoints import SHAPES, write_checkpoint
+from .scratch import scratch_folder
+from .served import Served
 
 PROMPT = 128
 Prompts = list[npt.NDArray[np.int32]]
-READY_S = 120.0
 
 
 def prompts_for(streams: int, vocab: int, seed: int) -> Prompts:
@@ -77,38 +72,18 @@ class Alone:
         """Nothing to end."""
 
 
-class Served:
-    """A real cluster, one prefill and one decode process."""
+class Cluster:
+    """A real one, one prefill and one decode process."""
 
     def __init__(self, folder: Path, scratch: Path) -> None:
-        address = f"ipc://{scratch}/bench.sock"
-        command = [sys.executable, "-P", "-m", "baton.cli", "serve", str(folder)]
-        flags = ["--prefill=1", "--decode=1", f"--address={address}"]
-        self._process = subprocess.Popen(
-            [*command, *flags], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(scratch)},
-        )  # fmt: skip
-        self._client = self._connect(address)
-
-    def _connect(self, address: str) -> Client:
-        client = Client(address, connect_timeout=READY_S)
-        until = time.monotonic() + READY_S
-        while time.monotonic() < until:
-            try:
-                workers = client.status()["workers"]
-            except BatonError:
-                workers = []
-            if len(workers) == 2:
-                return client
-            time.sleep(0.1)
-        raise RuntimeError("the cluster did not become ready")
+        self._served = Served(scratch, folder)
 
     def run(self, prompts: Prompts, params: SamplingParams) -> list[list[float]]:
         """Arrival times of all tokens at the client."""
         stamps: list[list[float]] = [[] for _ in prompts]
 
         def stream(index: int) -> None:
-            for output in self._client.generate(prompts[index], params):
+            for output in self._served.client.generate(prompts[index], params):
                 now = time.perf_counter()
                 stamps[index] += [now] * len(output.tokens)
 
@@ -121,17 +96,15 @@ class Served:
 
     def close(self) -> None:
         """End the cluster."""
-        self._client.close()
-        self._process.terminate()
-        self._process.wait(30)
+        self._served.close()
 
 
 def compare(name: str, streams: list[int], tokens: int, runs: int) -> None:
     """Print one model's rows."""
     shape = SHAPES[name]
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = write_checkpoint(Path(scratch) / name, shape, "F32")
-        alone, served = Alone(folder), Served(folder, Path(scratch))
+    with scratch_folder() as scratch:
+        folder = write_checkpoint(scratch / name, shape, "F32")
+        alone, served = Alone(folder), Cluster(folder, scratch)
         try:
             for count in streams:
                 _row(name, shape.vocab, alone, served, count, tokens, runs)
@@ -140,7 +113,7 @@ def compare(name: str, streams: list[int], tokens: int, runs: int) -> None:
 
 
 def _row(
-    name: str, vocab: int, alone: Alone, served: Served, streams: int, tokens: int, runs: int
+    name: str, vocab: int, alone: Alone, served: Cluster, streams: int, tokens: int, runs: int
 ) -> None:
     params = SamplingParams(temperature=0, max_new_tokens=tokens, ignore_eos=True)
     rates = []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import pickle
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -37,6 +36,7 @@ from ..proto.messages import (
     WorkerToRouter,
 )
 from ..proto.wire import WireContext, WireSampling, WireVisionContext
+from .scratch import scratch_folder
 
 Call = Callable[[], object]
 
@@ -260,7 +260,7 @@ def _round_trip_row() -> None:
     encoder = EnvelopeEncoder()
     decode = EnvelopeDecoder[ClientToRouter](ClientToRouter).decode
     payload = bytes(4 * 32768)
-    with tempfile.TemporaryDirectory() as folder, zmq.Context() as sockets:
+    with scratch_folder() as folder, zmq.Context() as sockets:
         router, dealer = sockets.socket(zmq.ROUTER), sockets.socket(zmq.DEALER)
         with router, dealer:
             router.bind(f"ipc://{folder}/s")

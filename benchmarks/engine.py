@@ -15,7 +15,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from ..engine.plan import Chunk, SampleSpec, StepPlan
 from ..engine.runner import RunnerConfig, load_runner
 from ..proto.sampling import SamplingParams
 from .checkpoints import SHAPES, Shape, write_checkpoint
+from .scratch import scratch_folder
 
 PROMPT, CONTEXT, BLOCK = 512, 128, 16
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -220,9 +220,9 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.update(ONE_THREAD)
     columns = "".join(f"{name:>18}" for name in ("bare passes", *peers(args)))
     print(f"{'tokens/s':12} {'':9} {'engine':>9} {columns}")
-    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+    with scratch_folder() as folder:
         for name in args.models.split(","):
-            run_model(args, SHAPES[name], Path(folder))
+            run_model(args, SHAPES[name], folder)
     return 0
 
 

@@ -15,10 +15,8 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
-from pathlib import Path
 
 import numpy as np
 import zmq
@@ -48,6 +46,7 @@ from ..proto.messages import (
 )
 from ..proto.wire import WireContext
 from ..runtime.lifecycle import limit_blas_threads, recycle_large_buffers
+from .scratch import scratch_folder
 
 # The 125M-parameter Llama of docs/benchmarks.md.
 LAYOUT = KVLayout(num_layers=12, num_kv_heads=4, head_dim=64, block_size=16)
@@ -222,13 +221,19 @@ class Prefill:
 
 def measure(tokens: list[int], frame_bytes: int, runs: int) -> None:
     """Start the receiving process and print the table."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", __spec__.name if __spec__ else "", "--receive", folder]
+    with scratch_folder() as folder:
+        command = [
+            sys.executable,
+            "-m",
+            __spec__.name if __spec__ else "",
+            "--receive",
+            str(folder),
+        ]
         child = subprocess.Popen([*command, "--tokens", str(max(tokens))])
         try:
-            while not Path(folder, "raw").exists():
+            while not (folder / "raw").exists():
                 time.sleep(0.02)
-            side = Prefill(folder, max(tokens), frame_bytes)
+            side = Prefill(str(folder), max(tokens), frame_bytes)
             print(f"handoff over ZeroMQ ipc, frames of {frame_bytes >> 10} KiB, {runs} pairs")
             print(
                 "blocks    tokens     MiB   handoff GB/s   raw GB/s   share    the limit, GB/s"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import zmq.asyncio
 
 from ..runtime.loop import Loop
 from ..runtime.sockets import DealerChannel, RouterChannel
+from .scratch import scratch_folder
 
 ROUNDS = 3000
 WARM_UP = 300
@@ -138,8 +138,8 @@ def measure(kind: str, folder: str) -> tuple[float, float]:
 
 def main() -> None:
     """Print the table."""
-    with tempfile.TemporaryDirectory() as folder:
-        rows = {kind: measure(kind, folder) for kind in SERVERS}
+    with scratch_folder() as folder:
+        rows = {kind: measure(kind, str(folder)) for kind in SERVERS}
     print("lone round trip over ipc, 64 bytes, both sides of one kind")
     for kind, (wall, cpu) in rows.items():
         ratio = wall / rows["blocking"][0]

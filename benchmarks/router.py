@@ -14,7 +14,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,6 +45,7 @@ from ..proto.messages import (
 from ..proto.wire import WireContext, WireSampling
 from ..router.config import AdmissionConfig, RouterConfig
 from ..runtime.config import dump
+from .scratch import scratch_folder
 
 BARS = {"requests/CPU-s": 25_000, "tokens/CPU-s, 16 runs": 400_000, "added p50 us": 300}
 PROMPT = 32
@@ -527,14 +527,14 @@ def main(arguments: list[str] | None = None) -> None:
         serve_proxy(options.proxy)
         return
     rounds = int(500 * options.seconds)
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch_folder() as folder:
         config = RouterConfig(
             client_address=f"ipc://{folder}/clients",
             worker_address=f"ipc://{folder}/workers",
             cluster_key="ab" * 32,
             admission=AdmissionConfig(max_context_bytes=4 << 30),
         )
-        path = Path(folder) / "router.json"
+        path = folder / "router.json"
         path.write_text(dump(config))
         with child(["baton.router", "--config", str(path)]) as pid:
             cluster = Cluster(config.client_address, config.worker_address)
@@ -543,8 +543,8 @@ def main(arguments: list[str] | None = None) -> None:
             many = measure_tokens(cluster, pid, options.seconds, STREAMS)
             p50 = statistics.median(measure_latency(cluster, rounds))
             cluster.close()
-        direct = direct_p50(folder, rounds)
-        proxy = proxy_figures(folder, options.seconds / 2, rounds)
+        direct = direct_p50(str(folder), rounds)
+        proxy = proxy_figures(str(folder), options.seconds / 2, rounds)
     report("requests/CPU-s", requests, proxy["requests"], BARS["requests/CPU-s"])
     report("tokens/CPU-s, 1 run", one, proxy["one"])
     report("tokens/CPU-s, 16 runs", many, proxy["many"], BARS["tokens/CPU-s, 16 runs"])

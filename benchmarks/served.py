@@ -1,0 +1,87 @@
+"""A real cluster, as a user starts it, for the time of a benchmark."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Self
+
+from ..client import Client
+from ..proto.errors import BatonError
+from ..runtime.lifecycle import die_with_parent
+
+READY_S = 120.0
+END_S = 30.0
+
+
+class Served:
+    """``baton serve`` with ``flags``, which ends with this process.
+
+    ``model``: a folder, or None for the embedded model. What it prints is in ``log``.
+    """
+
+    def __init__(
+        self,
+        scratch: Path,
+        model: Path | None = None,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        flags: tuple[str, ...] = (),
+    ) -> None:
+        self.address = f"ipc://{scratch}/bench.sock"
+        self.log = scratch / "serve.log"
+        command = [sys.executable, "-P", "-m", "baton.cli", "serve"]
+        command += [] if model is None else [str(model)]
+        command += [f"--prefill={prefill}", f"--decode={decode}", f"--address={self.address}"]
+        parent = os.getpid()
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*command, *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "TMPDIR": str(scratch)},
+                preexec_fn=lambda: die_with_parent(parent),  # no thread runs yet
+            )
+        try:
+            self.client = self._connect(prefill + decode)
+        except BaseException:
+            self._end()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the cluster."""
+        self.client.close()
+        self._end()
+
+    def _end(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _connect(self, workers: int) -> Client:
+        client = Client(self.address, connect_timeout=READY_S)
+        until = time.monotonic() + READY_S
+        while time.monotonic() < until and self._process.poll() is None:
+            try:
+                states = [worker["state"] for worker in client.status()["workers"]]
+            except BatonError:
+                states = []
+            if states.count("ready") == workers:
+                return client
+            time.sleep(0.1)
+        client.close()
+        raise RuntimeError(f"the cluster did not become ready: {self.log.read_text()[-500:]}")
