@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from ..proto.errors import BatonError, InternalError
 from ..proto.outputs import TokenLogProbs
 from ..proto.sampling import SamplingParams
 
@@ -96,16 +97,16 @@ class Sampled:
 
 @dataclass(slots=True, frozen=True)
 class StepResult:
-    """Outcome of a plan. ``error`` names the requests whose step failed and why."""
+    """Outcome of a plan. ``failed``: the requests whose step failed, and why."""
 
     step: int
     sampled: tuple[Sampled, ...]
     seconds: float
     num_tokens: int
-    failed: dict[bytes, str] = field(default_factory=dict)
+    failed: dict[bytes, BatonError] = field(default_factory=dict)
 
 
 def failed_step(plan: StepPlan, error: Exception) -> StepResult:
     """The result of a step that raised as a whole: all its requests fail, the engine goes on."""
-    text = f"{type(error).__name__}: {error}"
-    return StepResult(plan.step, (), 0.0, plan.num_tokens, {c.request: text for c in plan.chunks})
+    why = InternalError(f"{type(error).__name__}: {error}")
+    return StepResult(plan.step, (), 0.0, plan.num_tokens, {c.request: why for c in plan.chunks})

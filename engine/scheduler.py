@@ -24,7 +24,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ..proto.errors import CapacityError, InternalError
+from ..proto.errors import BatonError, CapacityError, InternalError
 from ..proto.messages import WorkerLoad
 from .cache import Allocation, PagedCache
 from .events import ChunkDone, Event, Failed, Finished, Prefilled, TokenEvent
@@ -279,7 +279,8 @@ class Scheduler:
             if sequence.aborted:
                 self._free(sequence)
             elif request in result.failed:
-                self._fail(sequence, InternalError.code, result.failed[request], events)
+                error = result.failed[request]
+                self._fail(sequence, error.code, str(error), events)
             else:
                 self._advance(sequence, count, sampled.get(request), now, events)
         return events
@@ -308,7 +309,8 @@ class Scheduler:
         try:
             sequence.accept(drawn.token, drawn.logprobs)
         except ValueError as error:  # a grammar refused the token: this request's failure only
-            self._fail(sequence, InternalError.code, str(error), events)
+            code = error.code if isinstance(error, BatonError) else InternalError.code
+            self._fail(sequence, code, str(error), events)
             return
         self._counters.generated_tokens += 1
         if sequence.first_token is None:

@@ -4,6 +4,7 @@
 
     BatonError
     ├── InputError (ValueError)      the request is wrong; its message may be shown to the user
+    │   ├── SchemaTooComplex         a json_schema takes more to compile or to follow than is let
     │   ├── TaskMismatch             text was asked of an embedding model, or the other way round
     │   ├── EndpointUnknown          target_endpoint names no registered worker
     │   └── DuplicateRequest         the same id was submitted with another content
@@ -48,6 +49,12 @@ class InputError(BatonError, ValueError):
     """The request is wrong; the message may be shown to the user."""
 
     code = "input"
+
+
+class SchemaTooComplex(InputError):
+    """A ``json_schema`` takes more time or memory than is let, at the start or in mid-answer."""
+
+    code = "schema_too_complex"
 
 
 class TaskMismatch(InputError):

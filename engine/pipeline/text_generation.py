@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...proto.contexts import TextContext
-from ...proto.errors import InternalError, error_from_code
+from ...proto.errors import BatonError, InputError, InternalError, error_from_code
 from ...proto.ids import RequestID
 from ...proto.outputs import TextGenerationOutput
 from ...proto.status import GenerationStatus
@@ -98,7 +98,7 @@ class TextGenerationPipeline:
         ``stream_layers``: keys and values of layers ``0 .. layer_end`` are in the pool.
         """
         began = time.perf_counter()
-        failed: dict[bytes, str] = {}
+        failed: dict[bytes, BatonError] = {}
         chunks, inputs = self._admit(plan.chunks, failed)
         sampled = [] if inputs is None else self._run(chunks, inputs, on_layers, failed)
         seconds = time.perf_counter() - began
@@ -109,7 +109,7 @@ class TextGenerationPipeline:
         chunks: Sequence[Chunk],
         inputs: ModelInputs,
         on_layers: OnLayers | None,
-        failed: dict[bytes, str],
+        failed: dict[bytes, BatonError],
     ) -> list[Sampled]:
         try:
             inputs.layer_done = self._reporter(chunks, on_layers)
@@ -117,12 +117,13 @@ class TextGenerationPipeline:
             if logits is None:
                 raise InternalError("the model gives no logits")
         except Exception as error:  # whatever it is, the loop must go on
-            failed.update({c.request: f"forward pass: {_describe(error)}" for c in chunks})
+            why = InternalError(f"forward pass: {_describe(error)}")
+            failed.update({c.request: why for c in chunks})
             return []
         return sample_rows(logits, [c for c in chunks if c.sample is not None], failed)
 
     def _admit(
-        self, chunks: Sequence[Chunk], failed: dict[bytes, str]
+        self, chunks: Sequence[Chunk], failed: dict[bytes, BatonError]
     ) -> tuple[Sequence[Chunk], ModelInputs | None]:
         """Chunks the kernels can take, laid out; the others are failed."""
         chunks = _without(chunks, self._misfit, failed)
@@ -195,15 +196,17 @@ def _go_on(chunks: Sequence[Chunk], before: Sequence[Chunk]) -> bool:
 
 
 def _without(
-    chunks: Sequence[Chunk], fault: Callable[[Chunk], str | None], failed: dict[bytes, str]
+    chunks: Sequence[Chunk], fault: Callable[[Chunk], str | None], failed: dict[bytes, BatonError]
 ) -> Sequence[Chunk]:
     """Chunks without a fault; the others go to ``failed``."""
     faults = {c.request: reason for c in chunks if (reason := fault(c)) is not None}
-    failed.update(faults)
+    failed.update({request: InternalError(reason) for request, reason in faults.items()})
     return [c for c in chunks if c.request not in faults]
 
 
-def sample_rows(logits: F32, chunks: Sequence[Chunk], failed: dict[bytes, str]) -> list[Sampled]:
+def sample_rows(
+    logits: F32, chunks: Sequence[Chunk], failed: dict[bytes, BatonError]
+) -> list[Sampled]:
     """Draw a token per row of ``logits``; rows that cannot be drawn from go to ``failed``."""
     sampled = []
     # A sum is finite only if every logit is: NaN and infinities survive addition.
@@ -212,12 +215,15 @@ def sample_rows(logits: F32, chunks: Sequence[Chunk], failed: dict[bytes, str]) 
         if chunk.sample is None:
             continue
         if not usable:
-            failed[chunk.request] = "the model produced non-finite logits"
+            failed[chunk.request] = InternalError("the model produced non-finite logits")
             continue
         try:
             token, logprobs = sample(row, chunk.sample)
+        except InputError as error:  # what a grammar says of itself
+            failed[chunk.request] = error
+            continue
         except Exception as error:  # one request's parameters, one failure
-            failed[chunk.request] = f"sampling: {_describe(error)}"
+            failed[chunk.request] = InternalError(f"sampling: {_describe(error)}")
             continue
         sampled.append(Sampled(chunk.request, token, logprobs))
     return sampled

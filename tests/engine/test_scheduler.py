@@ -21,7 +21,7 @@ from baton.engine.plan import Chunk, Sampled, StepPlan, StepResult
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequence import Sequence
 from baton.proto.contexts import TextContext
-from baton.proto.errors import InternalError
+from baton.proto.errors import BatonError, InternalError, SchemaTooComplex
 from baton.proto.sampling import SamplingParams
 
 VOCABULARY = 23
@@ -194,7 +194,7 @@ class Driver:
         self.check()
         return self.plan
 
-    def finish(self, failed: dict[bytes, str] | None = None) -> list[Event]:
+    def finish(self, failed: dict[bytes, BatonError] | None = None) -> list[Event]:
         assert self.plan is not None
         result, self.plan = self.function.execute(self.plan), None
         if failed:
@@ -483,27 +483,31 @@ def test_same_request_twice_is_refused() -> None:
         driver.scheduler.add(Sequence(key, LONG.context(), block_size=4), 0.0)
 
 
-def test_failed_step_fails_its_requests_alone() -> None:
+@pytest.mark.parametrize("error", [InternalError, SchemaTooComplex])
+def test_failed_step_fails_its_requests_alone(error: type[BatonError]) -> None:
     driver = Driver()
     bad, good = driver.add(LONG), driver.add(Request(prompt(7, 5)))
     driver.start()
-    driver.finish({bad: "out of luck"})
-    assert driver.streams[bad].end == "internal"
+    driver.finish({bad: error("out of luck")})
+    assert driver.streams[bad].end == error.code
     assert driver.cache.match(driver.streams[bad].sequence.hashes, 9) == []
     driver.run()
     assert driver.streams[good].tokens == driver.streams[good].request.alone()[0]
 
 
-def test_refused_token_fails_its_request_alone() -> None:
+@pytest.mark.parametrize("code", ["internal", "schema_too_complex"])
+def test_refused_token_fails_its_request_alone(code: str) -> None:
     class Refusal:
         def consume_token(self, token: int) -> bool:
-            return False
+            if code == "internal":
+                return False
+            raise SchemaTooComplex("cannot be followed")
 
     driver = Driver()
     bad, good = driver.add(LONG), driver.add(Request(prompt(7, 5)))
     driver.streams[bad].sequence.context.set_matcher(Refusal())
     driver.run()
-    assert driver.streams[bad].end == "internal"
+    assert driver.streams[bad].end == code
     assert driver.streams[good].tokens == driver.streams[good].request.alone()[0]
 
 
@@ -653,7 +657,7 @@ class Mix:
             if driver.start() is not None:
                 self.disturb()
                 hit = driver.plan.chunks[0].request if rng.random() < 0.02 else None
-                driver.finish({hit: "bad luck"} if hit else None)
+                driver.finish({hit: InternalError("bad luck")} if hit else None)
         while driver.grants:
             self.settle_grant()
         for _ in range(20_000):

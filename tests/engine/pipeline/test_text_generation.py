@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -6,6 +7,7 @@ import pytest
 from baton.engine.pipeline.model import lay_out
 from baton.engine.plan import Chunk, SampleSpec, StepPlan
 from baton.engine.runner import RunnerConfig, load_runner
+from baton.proto.errors import SchemaTooComplex
 from baton.proto.sampling import SamplingParams
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "checkpoints"
@@ -100,7 +102,7 @@ def test_non_finite_logits_fail_alone(runner):
     runner.pool[:, 3] = np.nan
     result = execute(runner, chunk(b"a", (9,), start=3), chunk(b"b", (9,), start=3, table=(1, 2)))
     assert list(result.failed) == [b"a"]
-    assert "non-finite" in result.failed[b"a"]
+    assert "non-finite" in str(result.failed[b"a"])
     assert [s.request for s in result.sampled] == [b"b"]
 
 
@@ -110,8 +112,22 @@ def test_an_error_in_sampling_fails_alone(runner):
 
     params = SamplingParams(logits_processors=[explode])
     result = execute(runner, chunk(b"a", params=params), chunk(b"b", table=(1, 2)))
-    assert result.failed == {b"a": "sampling: RuntimeError: no"}
     assert [s.request for s in result.sampled] == [b"b"]
+    (error,) = result.failed.values()
+    assert (error.code, str(error)) == ("internal", "sampling: RuntimeError: no")
+
+
+def test_a_grammar_that_gives_up_fails_alone_and_under_its_own_code(runner):
+    class Mask:
+        def allowed(self):
+            raise SchemaTooComplex("cannot be followed")
+
+    hard = chunk(b"a")
+    hard = replace(hard, sample=replace(hard.sample, mask=Mask()))
+    result = execute(runner, hard, chunk(b"b", table=(1, 2)))
+    assert [s.request for s in result.sampled] == [b"b"]
+    (error,) = result.failed.values()
+    assert (error.code, str(error)) == ("schema_too_complex", "cannot be followed")
 
 
 def test_a_failing_pass_fails_its_requests_and_not_the_executor(runner, monkeypatch):
