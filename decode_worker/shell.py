@@ -63,7 +63,7 @@ class DecodeShell:
         self._outgoing: dict[bytes, list[Message]] = {}
         self._compute = ComputeThread(loop, runner.pipeline.execute, self._on_result)
         card, folder = runner.card, config.runner.model
-        compiler = GrammarCompiler(folder, card.vocab_size, card.eos_token_ids)
+        compiler = self._compiler = GrammarCompiler(folder, card.vocab_size, card.eos_token_ids)
         self._grammars = TimeLimited(
             loop,
             lambda wanted: compiler.compile(wanted.task),
@@ -110,6 +110,7 @@ class DecodeShell:
         """Stop computing, then close the sockets."""
         self._compute.stop()
         self._grammars.stop()
+        self._compiler.close()
         self._links.close()
         self._control.close()
         self._data.close()

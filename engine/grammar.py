@@ -11,8 +11,9 @@ request runs, the thread of the scheduler advances it between steps.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -23,9 +24,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ..proto.contexts import Matcher, TextContext
-from ..proto.errors import BatonError, InputError, InternalError
+from ..proto.errors import (
+    BatonError,
+    CapacityError,
+    InputError,
+    InternalError,
+    SchemaTooComplex,
+)
 from ..proto.json_schema import check_json_schema
 from .plan import Bools
+from .schema_compiler import compile_schema, load_tokenizer, one_line
+from .schema_trial import SchemaCost, SchemaTrial
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -35,10 +44,12 @@ COMPILE_LIMIT_S = 10.0
 TOKENIZER_LIMIT_S = 60.0
 """What the first schema may take on top, to read the tokenizer."""
 CACHED_SCHEMAS = 64
-_MAX_LEXER_STATES = 32_000  # about 2 KiB each
+MAX_SCHEMAS_BYTES = 1 << 30
+"""Memory of all schemas that requests use or that are kept for the next ones."""
+_LEAST_SCHEMA_BYTES = 1 << 20  # for what a measurement does not see
+_SHARED_TOKENS = 16_384  # that answers may draw from one compiled schema before it is renewed
+_AGAIN_S = 0.25  # what may be compiled again between two tokens
 _MESSAGE_CHARS = 300
-# Blanks between JSON tokens are the model's choice, but a weak one must not write them for ever.
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,6 +70,13 @@ class CompileGrammar:
 
 
 @dataclass(slots=True, frozen=True)
+class DropGrammar:
+    """Nobody waits for this matcher any more; it is not answered."""
+
+    key: tuple[bytes, int]
+
+
+@dataclass(slots=True, frozen=True)
 class GrammarDone:
     """The matcher of a request, or why there is none."""
 
@@ -75,20 +93,61 @@ def grammar_task(context: TextContext) -> GrammarTask | None:
     return GrammarTask(context.json_schema, eos, tuple(emitted))
 
 
+class _Start:
+    """A compiled schema before the first token.
+
+    What its copies see of texts, they share, and there is a limit to it: so a new one takes the
+    place of one that many answers, or one strange answer, have used up.
+    """
+
+    __slots__ = ("__weakref__", "cost", "followed", "matcher", "schema", "tokenizer")
+
+    def __init__(self, tokenizer: LLTokenizer, schema: str, cost: SchemaCost) -> None:
+        self.tokenizer = tokenizer
+        self.schema = schema
+        self.cost = cost
+        self.matcher = compile_schema(tokenizer, schema)
+        self.followed = 0  # tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Memory it is taken for."""
+        return max(self.cost.nbytes, _LEAST_SCHEMA_BYTES)
+
+    @property
+    def used_up(self) -> bool:
+        """Whether the next request should have another."""
+        return self.followed >= _SHARED_TOKENS
+
+    def alone(self) -> LLMatcher | None:
+        """A state that shares nothing; None when compiling takes too long between two tokens."""
+        self.followed = _SHARED_TOKENS
+        if self.cost.seconds > _AGAIN_S:
+            return None
+        return compile_schema(self.tokenizer, self.schema)
+
+
 class GrammarMatcher:
     """Where one request stands in its grammar.
 
-    ``matcher``: a state of its own. ``size``: entries of a row of logits. ``eos``: ids that
+    ``start``: the compiled schema. ``size``: entries of a row of logits. ``eos``: ids that
     end the request; they are allowed exactly where the text so far is a whole instance.
     ``foreign``: ids llguidance takes for the end, whatever the request thinks of them.
     """
 
-    __slots__ = ("_ended", "_eos", "_eos_ids", "_foreign", "_foreign_ids", "_matcher", "_size")
+    __slots__ = (
+        "_alone", "_bits", "_ended", "_eos", "_eos_ids", "_foreign", "_foreign_ids", "_matcher",
+        "_size", "_start", "_tokens",
+    )  # fmt: skip
 
     def __init__(
-        self, matcher: LLMatcher, size: int, eos: Iterable[int], foreign: Iterable[int]
+        self, start: _Start, size: int, eos: Iterable[int], foreign: Iterable[int]
     ) -> None:
-        self._matcher = matcher
+        self._start = start
+        self._matcher = start.matcher.deep_copy()
+        self._alone = False  # shares nothing with other requests
+        self._tokens: list[int] = []  # accepted, without the one that ended
+        self._bits: bytes | None = None  # what may follow them, once it was asked for
         self._size = size
         self._eos = frozenset(eos)
         self._eos_ids = _ids(token for token in self._eos if 0 <= token < size)
@@ -97,27 +156,95 @@ class GrammarMatcher:
         self._ended = False
 
     def consume_token(self, token: int) -> bool:
-        """Advance by ``token``; False, for good, if the grammar does not allow it."""
+        """Advance by ``token``; False, and nothing changes, if the grammar does not allow it.
+
+        Raises SchemaTooComplex when the grammar has become too complex to tell.
+        """
         if self._ended or token in self._foreign:
             return False
         if token in self._eos:
             self._ended = bool(self._matcher.is_accepting())
             return self._ended
-        return 0 <= token < self._size and bool(self._matcher.consume_token(token))
+        if not 0 <= token < self._size or not self._fits(token):
+            return False
+        if not self._matcher.consume_token(token):
+            self._retreat()
+            if not self._matcher.consume_token(token):
+                raise self._too_complex()
+        self._tokens.append(token)
+        self._bits = None
+        self._start.followed += 1
+        return True
+
+    def rollback(self, count: int) -> None:
+        """Take back the last ``count`` tokens accepted; ValueError when there are fewer."""
+        kept = len(self._tokens) + self._ended - count
+        if count < 0 or kept < 0:
+            raise ValueError(f"cannot take back {count} tokens of a grammar")
+        self._ended = self._ended and not count
+        taken = len(self._tokens) - kept
+        if taken <= 0:
+            return
+        del self._tokens[kept:]
+        self._bits = None
+        if not self._matcher.rollback(taken):
+            self._stand_alone()
 
     def allowed(self) -> Bools:
         """Which tokens may come next, bool ``[size]``; the array is the caller's.
 
-        Raises InputError when the grammar has become too complex to tell.
+        Raises SchemaTooComplex when the grammar has become too complex to tell, InputError
+        when nothing can follow and the text is no instance.
         """
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        if self._matcher.is_error():
-            reason = _line(self._matcher.get_error())
-            raise InputError(f"json_schema cannot be followed any further: {reason}")
+        bits = np.frombuffer(self._following(), np.uint8)
         allowed = np.unpackbits(bits, count=self._size, bitorder="little").view(np.bool_)
         allowed[self._foreign_ids] = False
         allowed[self._eos_ids] = not self._ended and self._matcher.is_accepting()
+        if not self._ended and not allowed.any():
+            raise InputError("json_schema: nothing can follow, and the text is no instance")
         return allowed
+
+    def _following(self) -> bytes:
+        """One bit per token."""
+        if self._bits is None:
+            self._bits = self._matcher.compute_bitmask()
+            if self._matcher.is_error():
+                self._retreat()
+                self._bits = self._matcher.compute_bitmask()
+            if self._matcher.is_error():
+                raise self._too_complex()
+        return self._bits
+
+    def _fits(self, token: int) -> bool:
+        """Whether the grammar allows it, by what was asked before or by asking for it alone."""
+        if self._bits is not None:
+            return bool(self._bits[token >> 3] >> (token & 7) & 1)
+        return bool(self._matcher.validate_tokens([token]))
+
+    def _retreat(self) -> None:
+        """Others may have used up what is shared: go on without them."""
+        if self._alone:
+            raise self._too_complex()
+        self._stand_alone()
+
+    def _stand_alone(self) -> None:
+        """Rebuild the state from the tokens, on a schema compiled for this request."""
+        matcher = self._start.alone()
+        if matcher is None or not matcher.consume_tokens(self._tokens):
+            raise self._too_complex()
+        self._matcher, self._alone = matcher, True
+
+    def _too_complex(self) -> SchemaTooComplex:
+        self._bits = None
+        reason = one_line(self._matcher.get_error())
+        return SchemaTooComplex(f"json_schema cannot be followed any further: {reason}")
+
+
+def follow(matcher: Matcher, tokens: Sequence[int]) -> None:
+    """Advance by tokens somebody drew; InputError when they do not fit."""
+    for position, token in enumerate(tokens):
+        if not matcher.consume_token(token):
+            raise InputError(f"token {position} of the answer does not fit the json_schema")
 
 
 class GrammarCompiler:
@@ -133,13 +260,17 @@ class GrammarCompiler:
         vocab_size: int,
         eos_token_ids: Iterable[int],
         cached: int = CACHED_SCHEMAS,
+        max_bytes: int = MAX_SCHEMAS_BYTES,
     ) -> None:
         self._folder = Path(folder)
         self._vocab_size = vocab_size
         self._eos = sorted(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._cached = cached
-        self._known: OrderedDict[bytes, LLMatcher | InputError] = OrderedDict()
+        self._max_bytes = max_bytes
+        self._known: OrderedDict[bytes, _Start | InputError] = OrderedDict()
+        self._starts: weakref.WeakSet[_Start] = weakref.WeakSet()  # kept, or used by a request
         self._tokenizer: LLTokenizer | None = None
+        self._trial = SchemaTrial(self._folder, vocab_size, self._eos)
         self._lock = Lock()  # of what is kept; never held while something is compiled
         self.compiled = 0
 
@@ -150,80 +281,64 @@ class GrammarCompiler:
     def compile(self, task: GrammarTask) -> GrammarMatcher:
         """The matcher behind the emitted tokens.
 
-        Raises InputError for a schema that is wrong, unsatisfiable, too large or beyond what
-        llguidance can hold an answer to; and for tokens that do not fit it.
+        Raises InputError for a schema that is wrong, unsatisfiable or beyond what llguidance
+        can hold an answer to, and for tokens that do not fit it; SchemaTooComplex for one that
+        takes too much; CapacityError when others take all that there is.
         """
-        start = self._start(task.schema)
-        matcher = GrammarMatcher(start.deep_copy(), self._vocab_size, task.eos, self._eos)
-        for position, token in enumerate(task.emitted):
-            if not matcher.consume_token(token):
-                raise InputError(f"token {position} of the answer does not fit the json_schema")
+        matcher = GrammarMatcher(self._start(task.schema), self._vocab_size, task.eos, self._eos)
+        follow(matcher, task.emitted)
         return matcher
 
-    def _start(self, schema: str) -> LLMatcher:
+    def close(self) -> None:
+        """End the helper process."""
+        self._trial.close()
+
+    def _start(self, schema: str) -> _Start:
         """The state before the first token, compiled or kept; not to be advanced."""
         digest = blake2b(schema.encode(errors="surrogatepass"), digest_size=16).digest()
         with self._lock:
             known = self._known.get(digest)
             if known is not None:
                 self._known.move_to_end(digest)
-        if known is None:
-            known = self._compile(schema)
+        if known is None or (isinstance(known, _Start) and known.used_up):
+            known = self._make(schema, None if known is None else known.cost)
             with self._lock:
                 self._known[digest] = known
                 while len(self._known) > self._cached:
                     self._known.popitem(last=False)
         if isinstance(known, InputError):
-            raise InputError(str(known))
+            raise type(known)(str(known))
         return known
 
-    def _compile(self, schema: str) -> LLMatcher | InputError:
+    def _make(self, schema: str, cost: SchemaCost | None) -> _Start | InputError:
+        """A compiled schema, or what is wrong with it; ``cost`` if it was tried before."""
         try:
             check_json_schema(schema)
-            tokenizer = self._load()
+            if self._tokenizer is None:
+                self._tokenizer = load_tokenizer(self._folder, self._vocab_size, self._eos)
+            cost = cost or self._trial.cost(schema)
+            self._make_room(max(cost.nbytes, _LEAST_SCHEMA_BYTES))
+            self.compiled += 1
+            start = _Start(self._tokenizer, schema, cost)
         except InputError as error:
             return error
-        from llguidance import LLMatcher, LLParserLimits
+        self._starts.add(start)
+        return start
 
-        if schema.strip() in ("true", "false"):  # options need an object to stand in
-            schema = "{}" if schema.strip() == "true" else '{"enum":[]}'
-        self.compiled += 1
-        limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
-        try:
-            text = LLMatcher.grammar_from_json_schema(
-                schema, defaults={"whitespace_pattern": _WHITESPACE}
-            )
-            matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
-        except Exception as error:
-            return InputError(f"json_schema: {_line(str(error))}")
-        except BaseException as error:
-            if not type(error).__name__.startswith("Panic"):  # how a panic of the library arrives
-                raise
-            return InputError(f"json_schema cannot be compiled: {_line(str(error))}")
-        if matcher.is_error():
-            return InputError(f"json_schema: {_line(matcher.get_error())}")
-        return matcher
+    def _make_room(self, nbytes: int) -> None:
+        """Forget kept schemas until another fits beside those in use, or raise CapacityError."""
+        with self._lock:
+            oldest = [key for key, known in self._known.items() if isinstance(known, _Start)]
+            for key in oldest:
+                if self._taken() + nbytes <= self._max_bytes:
+                    return
+                del self._known[key]
+            if self._taken() + nbytes > self._max_bytes:
+                text = "the schemas of running requests take all memory there is for them"
+                raise CapacityError(text, retry_after=1.0)
 
-    def _load(self) -> LLTokenizer:
-        if self._tokenizer is not None:
-            return self._tokenizer
-        from llguidance import LLTokenizer
-
-        if not self._eos:
-            raise InputError("json_schema needs a model with an end-of-sequence id")
-        try:
-            content = (self._folder / "tokenizer.json").read_text(encoding="utf-8")
-            self._tokenizer = LLTokenizer(
-                content,
-                n_vocab=self._vocab_size,
-                eos_token=self._eos,
-                slices=LLTokenizer.json_slices(),
-            )
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"json_schema needs a tokenizer.json that fits the model: {_line(str(error))}"
-            ) from None
-        return self._tokenizer
+    def _taken(self) -> int:
+        return sum(start.nbytes for start in self._starts)
 
 
 def as_result(answer: object) -> Matcher | BatonError:
@@ -231,15 +346,11 @@ def as_result(answer: object) -> Matcher | BatonError:
     if isinstance(answer, GrammarMatcher | BatonError):
         return answer
     if isinstance(answer, TimeoutError):
-        return InputError(f"json_schema is too complex: not compiled within {COMPILE_LIMIT_S:g} s")
+        return SchemaTooComplex(
+            f"json_schema is too complex: not compiled within {COMPILE_LIMIT_S:g} s"
+        )
     return InternalError(f"compiling json_schema: {answer!r}"[:_MESSAGE_CHARS])
 
 
 def _ids(tokens: Iterable[int]) -> npt.NDArray[np.intp]:
     return np.array(sorted(tokens), np.intp)
-
-
-def _line(text: str) -> str:
-    """A foreign message on one line of bounded length."""
-    line = " ".join(text.replace("<non-verbose/>", "").split())
-    return line if len(line) <= _MESSAGE_CHARS else line[: _MESSAGE_CHARS - 1] + "…"

@@ -51,7 +51,7 @@ class PrefillShell:
         self._endpoint = Endpoint(member, control)
         self._compute = ComputeThread(loop, self._execute, self._on_result)
         card, folder = runner.card, config.runner.model
-        compiler = GrammarCompiler(folder, card.vocab_size, card.eos_token_ids)
+        compiler = self._compiler = GrammarCompiler(folder, card.vocab_size, card.eos_token_ids)
         self._grammars = TimeLimited(
             loop,
             lambda wanted: compiler.compile(wanted.task),
@@ -111,6 +111,7 @@ class PrefillShell:
         """Stop computing, then close the sockets."""
         self._compute.stop()
         self._grammars.stop()
+        self._compiler.close()
         self._peers.close()
         self._links.close()
         self._control.close()

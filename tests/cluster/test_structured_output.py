@@ -17,11 +17,12 @@ import pytest
 from baton.client import AsyncClient
 from baton.client.output import Output
 from baton.proto.contexts import TextContext
-from baton.proto.errors import BatonError, DeadlineExceeded, InputError
+from baton.proto.errors import BatonError, DeadlineExceeded, InputError, SchemaTooComplex
 from baton.proto.sampling import SamplingParams
 from baton.proto.status import GenerationStatus
 
 from ..engine.schemas import BOOL, SCHEMAS, SMALL, array, record
+from ..engine.test_hostile_schemas import HARM
 from .conftest import command_environment, wait_until
 
 pytestmark = pytest.mark.cluster
@@ -256,6 +257,33 @@ def test_a_bad_schema_inside_a_context_is_refused_by_the_cluster(client):
         context = TextContext(max_length=64, tokens=[5, 6], eos_token_ids={2}, json_schema=schema)
         with pytest.raises(InputError, match="json_schema"):
             list(client.generate(context))
+
+
+@pytest.mark.parametrize("name", ["chain of nests", "patterns at once"])
+def test_a_schema_that_would_end_a_worker_is_one_error(clean, client, name):
+    """Its stack, or its memory: nobody is restarted, and others never notice."""
+    before = clean.pids()
+    running = client.generate(PROMPT, params(5), json_schema=WORK["long 1"])
+    first = next(running)
+    for _ in range(2):
+        with pytest.raises(SchemaTooComplex, match="too complex"):
+            list(client.generate(PROMPT, params(1), json_schema=HARM[name]))
+    outputs = [first, *running]
+    if outputs[-1].final_status is GenerationStatus.END_OF_SEQUENCE:
+        jsonschema.validate(json.loads(text(outputs)), WORK["long 1"])
+    assert clean.pids() == before
+
+
+def test_a_schema_too_complex_in_mid_answer_is_one_error_behind_its_tokens(client):
+    """Too many properties that may be left out, but only behind some others: decode meets them."""
+    wide = {"type": "object", "properties": {f"p{i}": BOOL for i in range(3000)}}
+    received = []
+    with pytest.raises(SchemaTooComplex, match="any further"):
+        for output in client.generate(PROMPT, params(1), json_schema=record(a=SMALL, b=wide)):
+            received += output.tokens
+    assert len(received) > 3
+    with pytest.raises(SchemaTooComplex, match="any further"):
+        list(client.generate(PROMPT, params(1), json_schema=wide))  # prefill meets it
 
 
 def test_ignore_eos_is_refused(client):

@@ -1,0 +1,104 @@
+"""The one place that calls llguidance to read a tokenizer and to compile a schema.
+
+What it cannot hold an answer to, it says; but nothing bounds the time, the memory and the stack
+that a schema takes. So foreign ones are tried first (:mod:`.schema_trial`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..proto.errors import InputError, SchemaTooComplex
+from ..proto.json_schema import check_json_schema
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_MAX_LEXER_STATES = 32_000  # about 0.6 KiB each
+_MESSAGE_CHARS = 300
+# Blanks between JSON tokens are the model's choice, but a weak one must not write them for ever.
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+# Options that leave JSON what it is; the others change how it is spelled.
+_OPTIONS = frozenset({"coerce_one_of", "lenient", "whitespace_flexible"})
+
+
+def load_tokenizer(folder: Path, vocab_size: int, eos: Iterable[int]) -> LLTokenizer:
+    """The tokenizer of a model folder; InputError when no grammar can be laid over it."""
+    from llguidance import LLTokenizer
+
+    ids = sorted(token for token in eos if 0 <= token < vocab_size)
+    if not ids:
+        raise InputError("json_schema needs a model with an end-of-sequence id")
+    try:
+        content = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        return LLTokenizer(
+            content, n_vocab=vocab_size, eos_token=ids, slices=LLTokenizer.json_slices()
+        )
+    except (OSError, ValueError) as error:
+        reason = one_line(str(error))
+        raise InputError(
+            f"json_schema needs a tokenizer.json that fits the model: {reason}"
+        ) from None
+
+
+def compile_schema(tokenizer: LLTokenizer, schema: str) -> LLMatcher:
+    """The state before the first token.
+
+    Raises InputError for a schema that is wrong, unsatisfiable or beyond what llguidance can
+    hold an answer to, SchemaTooComplex for one that is too large for it.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    check_json_schema(schema)
+    _check_options(schema)
+    if schema.strip() in ("true", "false"):  # options need an object to stand in
+        schema = "{}" if schema.strip() == "true" else '{"enum":[]}'
+    limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+    try:
+        text = LLMatcher.grammar_from_json_schema(
+            schema, defaults={"whitespace_pattern": _WHITESPACE}
+        )
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+        first = b"" if matcher.is_error() else matcher.compute_bitmask()
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise InputError(f"json_schema: {one_line(str(error))}") from None
+    except BaseException as error:
+        if not type(error).__name__.startswith("Panic"):  # how a panic of the library arrives
+            raise
+        raise InputError(f"json_schema cannot be compiled: {one_line(str(error))}") from None
+    if matcher.is_error():
+        raise _refusal(matcher.get_error())
+    if not any(first):
+        raise InputError("json_schema: no instance of it can begin")
+    return matcher
+
+
+def _refusal(text: str) -> InputError:
+    """A complaint of llguidance as an error; what its limits say, by its words."""
+    line = one_line(text)
+    too_complex = any(word in line for word in ("too large", "too many", "Unable to determine"))
+    kind = SchemaTooComplex if too_complex else InputError
+    return kind(f"json_schema: {line}")
+
+
+def _check_options(schema: str) -> None:
+    """Raise InputError for options by which an answer would not be JSON any more."""
+    value = msgspec.json.decode(schema)
+    options = value.get("x-guidance") if isinstance(value, dict) else None
+    if options is None:
+        return
+    if not isinstance(options, dict) or not options.keys() <= _OPTIONS:
+        known = ", ".join(sorted(_OPTIONS))
+        raise InputError(f"json_schema: of the options of x-guidance only {known} are taken")
+
+
+def one_line(text: str) -> str:
+    """A foreign message on one line of bounded length."""
+    line = " ".join(text.replace("<non-verbose/>", "").split())
+    return line if len(line) <= _MESSAGE_CHARS else line[: _MESSAGE_CHARS - 1] + "…"

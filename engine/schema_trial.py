@@ -1,0 +1,251 @@
+"""Compiling a foreign schema where it can do no harm: in a process of its own.
+
+A few hundred characters can cost the library gigabytes, hours or more stack than a thread has,
+and nothing inside a process can stop it. So a helper process, which has read the tokenizer,
+forks for every schema; the fork compiles it under limits of memory, time and stack. What ends
+the fork is refused; what passes is compiled again by the worker, which knows then what it costs.
+
+Invariant: every trial is answered, in little more than its time, whatever the schema does; a
+helper whose worker is gone ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import msgspec
+
+from ..proto.errors import BatonError, CapacityError, InputError, SchemaTooComplex
+from ..runtime.lifecycle import die_with_parent
+from .schema_compiler import compile_schema, load_tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+STACK_BYTES = 2 << 20
+"""Stack of a trial; threads of a worker have several times as much."""
+MAX_SCHEMA_BYTES = 128 << 20
+"""Memory a compiled schema may take."""
+_SLACK_BYTES = 256 << 20  # address space that costs nothing: the allocator's arenas
+_START_S = 60.0  # for the helper to read the tokenizer
+_ANSWER_S = 1.0  # on top of the trial's own time
+
+
+class SchemaCost(msgspec.Struct, frozen=True, array_like=True):
+    """What a schema took: ``seconds`` to compile, ``nbytes`` of memory."""
+
+    seconds: float
+    nbytes: int
+
+
+class _Verdict(msgspec.Struct, array_like=True):
+    cost: SchemaCost | None = None
+    message: str = ""
+    too_complex: bool = False
+
+
+class SchemaTrial:
+    """The helper of one model folder, started by the first trial. Any thread may ask.
+
+    ``limit_s``: seconds a schema may take.
+    """
+
+    def __init__(
+        self, folder: Path, vocab_size: int, eos: Iterable[int], limit_s: float = 5.0
+    ) -> None:
+        self._command = [
+            sys.executable, "-P", "-m", __name__, str(folder), str(vocab_size),
+            ",".join(map(str, eos)), str(limit_s),
+        ]  # fmt: skip
+        self._limit_s = limit_s
+        self._helper: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()  # held while a schema is tried
+        self._closed = False
+
+    def cost(self, schema: str) -> SchemaCost:
+        """Try a schema. Raises InputError as :func:`.compile_schema`, or CapacityError.
+
+        SchemaTooComplex when it takes more than its time, memory or stack.
+        """
+        with self._lock:
+            try:
+                helper = self._started()
+                _write(helper.stdin, schema.encode())
+                answer = _read(helper.stdout, self._limit_s + _ANSWER_S)
+                verdict = msgspec.msgpack.decode(answer, type=_Verdict)
+            except (OSError, EOFError, TimeoutError, msgspec.MsgspecError) as error:
+                self._stop()
+                text = f"no json_schema can be tried now: {error!r}"
+                raise CapacityError(text, retry_after=1.0) from None
+        if verdict.cost is None:
+            raise (SchemaTooComplex if verdict.too_complex else InputError)(verdict.message)
+        return verdict.cost
+
+    def close(self) -> None:
+        """End the helper at once, also in the middle of a trial, which gets CapacityError."""
+        self._closed = True
+        self._stop()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._closed:
+            raise EOFError("closed")
+        if self._helper is not None and self._helper.poll() is None:
+            return self._helper
+        helper = self._helper = subprocess.Popen(  # noqa: S603 -- our own interpreter and module
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # a fork should find no threads
+        )
+        weakref.finalize(self, _end, helper)
+        _read(helper.stdout, _START_S)
+        return helper
+
+    def _stop(self) -> None:
+        helper, self._helper = self._helper, None
+        if helper is not None:
+            _end(helper)
+
+
+def _end(helper: subprocess.Popen[bytes]) -> None:
+    helper.kill()
+    helper.wait()
+
+
+# --------------------------------------------------------------------------- frames on the pipes
+
+
+def _write(pipe: IO[bytes] | None, content: bytes) -> None:
+    if pipe is None:
+        raise EOFError("no pipe")
+    content = len(content).to_bytes(4, "little") + content
+    view = memoryview(content)
+    while view:
+        view = view[os.write(pipe.fileno(), view) :]
+
+
+def _read(pipe: IO[bytes] | None, seconds: float | None = None) -> bytes:
+    """One frame. Raises EOFError, or TimeoutError after ``seconds``."""
+    if pipe is None:
+        raise EOFError("no pipe")
+    until = None if seconds is None else time.monotonic() + seconds
+    size = int.from_bytes(_exactly(pipe.fileno(), 4, until), "little")
+    return _exactly(pipe.fileno(), size, until)
+
+
+def _exactly(pipe: int, size: int, until: float | None) -> bytes:
+    content = b""
+    while len(content) < size:
+        left = None if until is None else max(0.0, until - time.monotonic())
+        if not select.select([pipe], [], [], left)[0]:
+            raise TimeoutError("no answer in time")
+        piece = os.read(pipe, size - len(content))
+        if not piece:
+            raise EOFError("the helper has ended")
+        content += piece
+    return content
+
+
+# --------------------------------------------------------------------------- the helper's side
+
+
+def main(arguments: list[str]) -> None:
+    """Read the tokenizer, then try what comes on standard input until it ends."""
+    folder, vocab_size, eos, limit_s = arguments
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker says when it is over
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ids = [int(token) for token in eos.split(",")]
+    tokenizer = load_tokenizer(Path(folder), int(vocab_size), ids)
+    _write(sys.stdout.buffer, b"ready")
+    while True:
+        schema = _read(sys.stdin.buffer).decode()
+        verdict = _fork(tokenizer, schema, float(limit_s))
+        _write(sys.stdout.buffer, msgspec.msgpack.encode(verdict))
+
+
+def _fork(tokenizer: LLTokenizer, schema: str, limit_s: float) -> _Verdict:
+    """Compile in a fork; its end, whatever it is, becomes a verdict."""
+    answers, into = os.pipe()
+    helper, child = os.getpid(), os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            os.close(answers)
+            die_with_parent(helper, signal.SIGKILL)
+            _bound(limit_s)
+            verdict = _on_small_stack(tokenizer, schema)
+            with os.fdopen(into, "wb", buffering=0) as pipe:
+                _write(pipe, msgspec.msgpack.encode(verdict))
+        os._exit(0)
+    os.close(into)
+    try:
+        with os.fdopen(answers, "rb", buffering=0) as pipe:
+            return msgspec.msgpack.decode(_read(pipe, limit_s), type=_Verdict)
+    except TimeoutError:
+        return _too_complex(f"it does not compile within {limit_s:g} s")
+    except (EOFError, msgspec.MsgspecError):
+        return _too_complex("it takes more memory, or nests deeper by its references, than is let")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _too_complex(reason: str) -> _Verdict:
+    return _Verdict(message=f"json_schema is too complex: {reason}", too_complex=True)
+
+
+def _bound(limit_s: float) -> None:
+    """Limits of this process."""
+    seconds = int(limit_s) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    room = _pages(0) + MAX_SCHEMA_BYTES + STACK_BYTES + _SLACK_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (room, room))
+
+
+def _on_small_stack(tokenizer: LLTokenizer, schema: str) -> _Verdict:
+    verdicts: list[_Verdict] = []
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=lambda: verdicts.append(_try(tokenizer, schema)))
+    thread.start()
+    thread.join()
+    return verdicts[0]
+
+
+def _try(tokenizer: LLTokenizer, schema: str) -> _Verdict:
+    before, began = _pages(1), time.perf_counter()
+    try:
+        matcher = compile_schema(tokenizer, schema)
+    except BatonError as error:
+        return _Verdict(message=str(error), too_complex=isinstance(error, SchemaTooComplex))
+    seconds, nbytes = time.perf_counter() - began, _pages(1) - before
+    del matcher
+    if nbytes > MAX_SCHEMA_BYTES:
+        return _too_complex(
+            f"it takes {nbytes >> 20} MiB, at most {MAX_SCHEMA_BYTES >> 20} are let"
+        )
+    return _Verdict(SchemaCost(seconds, max(nbytes, 0)))
+
+
+def _pages(index: int) -> int:
+    """Bytes of this process: 0 addressed, 1 resident."""
+    fields = Path("/proc/self/statm").read_bytes().split()
+    return int(fields[index]) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(EOFError, OSError):
+        main(sys.argv[1:])
