@@ -16,7 +16,7 @@ from baton.engine.plan import Sampled, StepPlan, StepResult
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.step_time import StepTime
 from baton.kv_transfer.receiver import Receiver, ReceiverConfig
-from baton.proto.errors import InputError
+from baton.proto.errors import InputError, InternalError
 from baton.proto.hashing import block_hashes, cache_salt
 from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.limits import PROTOCOL_VERSION
@@ -333,7 +333,7 @@ def test_a_failed_step_fails_its_requests_only(bench):
     bench.run()
     bench.run(OTHER)
     plan = bench.plans.pop(0)
-    failed = {chunk.request: "boom" for chunk in plan.chunks}
+    failed = {chunk.request: InternalError("boom") for chunk in plan.chunks}
     bench.feed(StepDone(StepResult(plan.step, (), 0.01, plan.num_tokens, failed)))
     terminal = bench.one(Terminal)
     assert (terminal.code, terminal.request, "boom" in terminal.message) == ("internal", KEY, True)
