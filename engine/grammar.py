@@ -11,6 +11,7 @@ request runs, the thread of the scheduler advances it between steps.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -154,6 +155,13 @@ class GrammarMatcher:
         self._foreign = frozenset(foreign) - self._eos
         self._foreign_ids = _ids(self._foreign)
         self._ended = False
+
+    def __deepcopy__(self, memo: dict[int, object]) -> GrammarMatcher:
+        """Another one at the same place."""
+        twin = copy.copy(self)
+        twin._matcher = self._matcher.deep_copy()
+        twin._tokens = self._tokens.copy()
+        return twin
 
     def consume_token(self, token: int) -> bool:
         """Advance by ``token``; False, and nothing changes, if the grammar does not allow it.

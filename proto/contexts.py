@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol, Self
+from typing import Annotated, Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,15 @@ class Matcher(Protocol):
 
     def consume_token(self, token: int) -> bool:
         """Advance by ``token``; False if the grammar does not allow it."""
+        ...
+
+
+@runtime_checkable
+class RevocableMatcher(Protocol):
+    """A matcher that can go back; a context with another one cannot be rolled back."""
+
+    def rollback(self, count: int) -> None:
+        """Take back the last ``count`` tokens; ValueError, and nothing changes, if it cannot."""
         ...
 
 
@@ -345,18 +354,29 @@ class TextContext(OldNames):
     def rollback(self, n: int) -> None:
         """Drop the last ``n`` tokens, their log-probabilities and an end they had caused.
 
-        ValueError, and nothing changes, when that would cut into the prompt or into tokens
-        already delivered.
+        A matcher goes back with them. ValueError, and nothing changes, when that would cut into
+        the prompt or into tokens already delivered, or when the matcher cannot go back.
         """
         tokens = self.tokens
         length = len(tokens) - n
         self._check_rollback(n, length)
+        self._unmatch(length)
         tokens.truncate(length)
         for index in [i for i in self._log_probabilities_data if i >= length]:
             del self._log_probabilities_data[index]
         self._carried_end = min(self._carried_end, length)
         if self.status in (GenerationStatus.END_OF_SEQUENCE, GenerationStatus.MAXIMUM_LENGTH):
             self.status = self._derive_status()
+
+    def _unmatch(self, length: int) -> None:
+        """Let the matcher forget the tokens from ``length`` on; it never saw a placeholder."""
+        matcher = self._matcher
+        count = int(np.count_nonzero(self.tokens.all[length:] != FUTURE_TOKEN))
+        if matcher is None or not count:
+            return
+        if not isinstance(matcher, RevocableMatcher):
+            raise InputError("cannot roll back: the context's matcher cannot go back")
+        matcher.rollback(count)
 
     def _check_rollback(self, n: int, length: int) -> None:
         carried = self._carried_start < self._carried_end

@@ -1,5 +1,6 @@
 """Schemas as masks over the embedded model's tokenizer: what is allowed, refused and kept."""
 
+import copy
 import json
 import threading
 
@@ -185,6 +186,92 @@ def test_a_rebuilt_matcher_stands_where_the_first_one_stood(name, compiler):
 def test_tokens_that_do_not_fit_are_refused(compiler):
     with pytest.raises(InputError, match="token 0 of the answer"):
         compiler.compile(task(INTEGER, emitted=[EOS[0]]))
+
+
+# ------------------------------------------------------------------ rollback
+
+
+@pytest.mark.parametrize("name", ["order", "linked list", "unicode names", "date", "digit"])
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_matcher_that_went_back_stands_where_it_stood(name, asked, compiler):
+    """From any place to any earlier one, also over the end, and on again from there."""
+    tokens = draw(compiler.compile(task(SCHEMAS[name])), seed=3, most=40)
+    rng = np.random.default_rng(4)
+    matcher, at = compiler.compile(task(SCHEMAS[name])), 0
+    for _ in range(30):
+        end = int(rng.integers(at, len(tokens) + 1))
+        for token in tokens[at:end]:
+            if asked:
+                matcher.allowed()
+            assert matcher.consume_token(token)
+        at = int(rng.integers(0, end + 1))
+        matcher.rollback(end - at)
+        fresh = compiler.compile(task(SCHEMAS[name], emitted=tokens[:at]))
+        np.testing.assert_array_equal(matcher.allowed(), fresh.allowed())
+
+
+def test_going_back_too_far_changes_nothing(compiler, tokenizer):
+    matcher = compiler.compile(task(INTEGER))
+    (one,) = tokenizer.encode("1").tolist()
+    assert matcher.consume_token(one) and matcher.consume_token(EOS[0])
+    for count in (-1, 3):
+        with pytest.raises(ValueError, match="take back"):
+            matcher.rollback(count)
+    assert not matcher.consume_token(one), "it has ended still"
+    matcher.rollback(1)
+    assert matcher.consume_token(one)
+
+
+def test_a_matcher_goes_back_from_where_it_could_not_go_on(compiler, tokenizer):
+    """The library's own state is lost then, so it is made again from the tokens."""
+    quote, *text = tokenizer.encode('"ab').tolist()
+    matcher = compiler.compile(task({"type": "string"}))
+    assert matcher.consume_token(quote)
+    before = matcher.allowed()
+    assert matcher.consume_token(text[0])
+    matcher._matcher.consume_token(1 << 20)
+    matcher.rollback(1)
+    np.testing.assert_array_equal(matcher.allowed(), before)
+
+
+def test_a_refused_token_changes_nothing(compiler, tokenizer):
+    matcher = compiler.compile(task(INTEGER))
+    (one, quote) = tokenizer.encode("1")[0], tokenizer.encode('"')[0]
+    before = matcher.allowed()
+    for asked in (True, False):
+        matcher = compiler.compile(task(INTEGER))
+        if asked:
+            matcher.allowed()
+        assert not matcher.consume_token(int(quote))
+        np.testing.assert_array_equal(matcher.allowed(), before)
+        assert matcher.consume_token(int(one))
+
+
+def test_a_context_rolls_back_with_its_grammar(compiler, tokenizer):
+    ctx = context(json_schema=INTEGER)
+    ctx.set_matcher(compiler.compile(grammar_task(ctx)))
+    (one,) = tokenizer.encode("1").tolist()
+    ctx.update(one)
+    mask = ctx.matcher.allowed()
+    ctx.update(one)
+    ctx.update(EOS[0])
+    ctx.rollback(2)
+    np.testing.assert_array_equal(ctx.matcher.allowed(), mask)
+    ctx.update(one)
+    ctx.update(EOS[1])
+    assert ctx.is_done
+
+
+def test_a_copied_context_has_a_grammar_of_its_own(compiler, tokenizer):
+    ctx = context(json_schema=INTEGER)
+    ctx.set_matcher(compiler.compile(grammar_task(ctx)))
+    (one,) = tokenizer.encode("1").tolist()
+    other = copy.deepcopy(ctx)
+    ctx.update(one)
+    ctx.update(EOS[0])
+    with pytest.raises(ValueError, match="does not allow"):
+        other.update(EOS[0])
+    other.update(one)
 
 
 # ------------------------------------------------------------------ schemas that are refused

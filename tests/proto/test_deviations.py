@@ -229,3 +229,54 @@ def test_v18_ignore_eos_hides_the_models_ids_and_not_the_users():
     other.update(6)
     other.update(7)
     assert other.status is EOS
+
+
+def test_v19_a_matcher_is_rolled_back_with_its_tokens_or_refuses():
+    class Matcher:
+        def __init__(self):
+            self.seen = []
+
+        def consume_token(self, token):
+            self.seen.append(token)
+            return True
+
+    class Revocable(Matcher):
+        def rollback(self, count):
+            if count > len(self.seen):
+                raise ValueError("too many")
+            del self.seen[len(self.seen) - count :]
+
+    ctx = context(eos_token_ids={9})
+    ctx.set_matcher(Revocable())
+    for token in (5, 6, 9):
+        ctx.update(token)
+    ctx.rollback(0)
+    ctx.rollback(2)
+    assert (ctx.matcher.seen, ctx.status, ctx.tokens.all.tolist()) == ([5], ACTIVE, [1, 2, 3, 4, 5])
+    ctx.update(7)
+    assert ctx.matcher.seen == [5, 7]
+    before = copy.deepcopy(ctx)
+    with pytest.raises(ValueError, match="prompt"):
+        ctx.rollback(3)
+    assert (ctx, ctx.matcher.seen) == (before, [5, 7])
+    ctx.matcher.seen.clear()
+    with pytest.raises(ValueError, match="too many"):
+        ctx.rollback(1)
+    assert ctx == before
+    ctx.set_matcher(Matcher())
+    ctx.rollback(0)
+    with pytest.raises(InputError, match="matcher cannot go back"):
+        ctx.rollback(1)
+    assert ctx == before
+
+
+def test_v19_a_placeholder_was_never_seen_by_the_matcher():
+    class Matcher:
+        def consume_token(self, token):
+            raise AssertionError("not asked")
+
+    ctx = context()
+    ctx.update_with_future_token()
+    ctx.set_matcher(Matcher())
+    ctx.rollback(1)
+    assert ctx.tokens.all.tolist() == [1, 2, 3, 4]
