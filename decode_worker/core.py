@@ -18,7 +18,7 @@ from typing import ClassVar
 from ..engine.cache import Allocation
 from ..engine.events import Event as EngineEvent
 from ..engine.events import Failed, Finished, TokenEvent
-from ..engine.grammar import CompileGrammar, GrammarDone, grammar_task
+from ..engine.grammar import GrammarDone, GrammarTask, grammar_task
 from ..engine.models.registry import read_context
 from ..engine.scheduler import Scheduler
 from ..engine.sequence import Sequence
@@ -63,6 +63,7 @@ from ..runtime.runs import LOGPROBS_KEPT, runs_again
 from ..runtime.worker import Handler, WorkerCore
 from .blocks import GrantStore as GrantStore
 from .events import Action, Event, FrameStored, FromPeer, PeerGone, RunStep, StepDone, ToPeer
+from .grammars import Grammars
 
 
 @dataclass(slots=True)
@@ -77,7 +78,7 @@ class _Live:
     deadline: float
     prompt_length: int
     logprobs: deque[TokenLogProbs]  # of the newest tokens, while they are asked for
-    compiling: bool = False  # its grammar is not there yet, so the engine does not know it
+    grammar: GrammarTask | None = None  # not there yet, so the engine does not know the request
 
 
 class DecodeCore(WorkerCore):
@@ -101,6 +102,7 @@ class DecodeCore(WorkerCore):
         self._live: Attempts[_Live] = Attempts()
         self._deadlines: Agenda[Key] = Agenda()
         self._by_sequence: dict[bytes, _Live] = {}
+        self._grammars = Grammars()
         self._progress = 0
         self._step_s = 0.0  # predicted, of the step that runs
         self._times = times or StepTime()
@@ -112,6 +114,8 @@ class DecodeCore(WorkerCore):
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take one event; the returned actions are to be performed in order."""
         actions: list[Action] = self.HANDLERS[type(event)](self, event, now)
+        if self._grammars:
+            actions += self._grammars.prune(self._wants_grammar)
         self._plan(actions, now)
         return actions
 
@@ -163,7 +167,8 @@ class DecodeCore(WorkerCore):
             case Reserve() as message:
                 if self._member.draining and not receiver.holds(message):
                     return [ToPeer(peer, _busy(message, "draining"))]
-                return self._received(receiver.on_reserve(peer, message, now), now)
+                actions = self._received(receiver.on_reserve(peer, message, now), now)
+                return actions + self._prepare(message)
             case Commit() as message:
                 return self._received(receiver.on_commit(peer, message, now), now)
             case Release() as message:
@@ -178,6 +183,14 @@ class DecodeCore(WorkerCore):
                 return [ToPeer(peer, Pong(nonce=nonce))]
             case _:
                 return []
+
+    def _prepare(self, message: Reserve) -> list[Action]:
+        """Compile a grammar while the KV of its request is computed and on its way."""
+        spec = message.grammar
+        if spec is None or not self.receiver.holds(message):
+            return []
+        task = GrammarTask(spec.schema, frozenset(spec.eos), tuple(spec.emitted))
+        return list(self._grammars.want((message.request, message.attempt), task))
 
     def _on_peer_gone(self, event: PeerGone, now: float) -> list[Action]:
         self.receiver.peer_gone(event.peer, now)
@@ -260,7 +273,7 @@ class DecodeCore(WorkerCore):
             deadline,
             len(commit.context.tokens),
             deque(commit.logprobs or (), maxlen=LOGPROBS_KEPT),
-            compiling=task is not None,
+            grammar=task,
         )
         self._live[key] = live
         self._deadlines.put(key, deadline)
@@ -269,19 +282,35 @@ class DecodeCore(WorkerCore):
             key[0], key[1], len(context.tokens) - 1, commit.emitted[-1:], commit.logprobs
         )
         said = ToRouter(live.router, Tokens(runs=[run]))
-        return [said] if task is None else [said, CompileGrammar(key, task)]
+        if task is None:
+            return [said]
+        return [said, *self._grammars.want(key, task), *self._constrain(live, task, now)]
 
     def _on_grammar(self, event: GrammarDone, now: float) -> list[Action]:
-        """The matcher of a request, which may have ended meanwhile, or the error that ends it."""
-        live = self._live.get(event.key)
-        if live is None or not live.compiling:
+        """A matcher, or why there is none; its request may not be here yet, or have ended."""
+        if not self._grammars.done(event.key, event.result):
             return []
-        if isinstance(event.result, BatonError):
-            return self._end(live, now, code=event.result.code, message=str(event.result))
-        live.sequence.constrain(event.result)
-        live.compiling = False
+        live = self._live.get(event.key)
+        if live is None or live.grammar is None:
+            return []
+        return self._constrain(live, live.grammar, now)
+
+    def _constrain(self, live: _Live, task: GrammarTask, now: float) -> list[Action]:
+        """Let a request run once its matcher is there, or end it with the matcher's error."""
+        result = self._grammars.take(live.key, task)
+        if result is None:
+            return []
+        if isinstance(result, BatonError):
+            return self._end(live, now, code=result.code, message=str(result))
+        live.sequence.constrain(result)
+        live.grammar = None
         self._scheduler.adopt(live.sequence)
         return []
+
+    def _wants_grammar(self, key: Key) -> bool:
+        """Whether a request waits for its matcher, or is expected to."""
+        live = self._live.get(key)
+        return self.receiver.expects(*key) if live is None else live.grammar is not None
 
     def _sequence(
         self,
@@ -327,7 +356,7 @@ class DecodeCore(WorkerCore):
         self._deadlines.drop(live.key)
         self._by_sequence.pop(live.sequence.request, None)
         allocation = live.sequence.allocation
-        if not live.compiling:
+        if live.grammar is None:
             self._scheduler.abort(live.sequence.request)
         elif allocation is not None:
             self._scheduler.cache.free(allocation)
@@ -442,10 +471,12 @@ class DecodeCore(WorkerCore):
 
     def check_integrity(self) -> None:
         """Raise InternalError unless every block and byte of credit has exactly one place."""
-        compiling = [live.sequence for live in self._live.values() if live.compiling]
+        compiling = [live.sequence for live in self._live.values() if live.grammar is not None]
         held = [s.allocation for s in compiling if s.allocation is not None]
         self._scheduler.check_integrity([*self.receiver.held(), *held])
         check_receiver(self.receiver, {request for request, _ in self._live})
+        if not all(self._wants_grammar(key) for key in self._grammars):
+            raise InternalError("a grammar compiles for nobody")
         expected = set(self._by_sequence) - {s.request for s in compiling}
         if self._scheduler.requests != expected:
             raise InternalError("the engine runs for nobody, or not for somebody")

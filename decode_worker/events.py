@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..engine.grammar import CompileGrammar, GrammarDone
+from ..engine.grammar import CompileGrammar, DropGrammar, GrammarDone
 from ..engine.plan import StepPlan, StepResult
 from ..proto.messages import KVFrame, Message
 from ..runtime.actions import (
@@ -76,4 +76,4 @@ Event = (
     | Tick
     | DrainRequested
 )
-Action = ToRouter | ToPeer | RunStep | CompileGrammar | Note | Exit
+Action = ToRouter | ToPeer | RunStep | CompileGrammar | DropGrammar | Note | Exit

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..engine.grammar import CompileGrammar, GrammarCompiler, GrammarDone, as_result
+from ..engine.grammar import CompileGrammar, DropGrammar, GrammarCompiler, GrammarDone, as_result
 from ..engine.plan import StepPlan, StepResult, failed_step
 from ..engine.runner import Runner
 from ..engine.scheduler import Scheduler, SchedulerConfig
@@ -129,6 +129,8 @@ class DecodeShell:
                     self._compute.submit(plan)
                 case CompileGrammar():
                     self._grammars.submit(action)
+                case DropGrammar(key=key):
+                    self._drop_grammar(key)
                 case Note(event=name, fields=fields):
                     _log.info(name, **fields)
                 case Exit(reason=reason, restart=restart):
@@ -184,6 +186,9 @@ class DecodeShell:
             _log.error("engine.step_failed", error=repr(result))
             result = failed_step(plan, result)
         self.feed(events.StepDone(result))
+
+    def _drop_grammar(self, key: tuple[bytes, int]) -> None:
+        self._grammars.drop(lambda wanted: wanted.key == key)
 
     def _on_grammar(self, wanted: CompileGrammar, answer: object) -> None:
         self.feed(GrammarDone(wanted.key, as_result(answer)))

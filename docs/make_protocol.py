@@ -35,6 +35,7 @@ PARTS = (
     wire.WireSampling,
     messages.TokenRun,
     messages.GrantRef,
+    messages.GrammarSpec,
     messages.RequestState,
     messages.WorkerLoad,
     messages.KVFrame,

@@ -61,6 +61,11 @@ class GrammarTask:
     eos: frozenset[int]
     emitted: tuple[int, ...] = ()
 
+    def leads_to(self, other: GrammarTask) -> bool:
+        """Whether this matcher becomes the other one by accepting further tokens."""
+        same = (self.schema, self.eos) == (other.schema, other.eos)
+        return same and other.emitted[: len(self.emitted)] == self.emitted
+
 
 @dataclass(slots=True, frozen=True)
 class CompileGrammar:

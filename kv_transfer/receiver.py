@@ -159,6 +159,11 @@ class Receiver(Generic[A]):
             slot is not None and slot.reserve is not None and _same_reserve(slot.reserve, message)
         )
 
+    def expects(self, request: bytes, attempt: int) -> bool:
+        """Whether the KV of this attempt is on its way into a grant that stands."""
+        slot = self._grants.find_attempt(request, attempt)
+        return slot is not None and slot.state in (GrantState.GRANTED, GrantState.FILLING)
+
     def _plausible(self, message: Reserve) -> bool:
         """Whether a worker of this model can mean it; nothing is allocated for others."""
         tokens, growth = message.num_tokens, message.growth

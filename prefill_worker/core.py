@@ -18,7 +18,7 @@ import msgspec
 
 from ..engine.events import ChunkDone, Failed, Finished, Prefilled, TokenEvent
 from ..engine.events import Event as EngineEvent
-from ..engine.grammar import CompileGrammar, GrammarDone, grammar_task
+from ..engine.grammar import CompileGrammar, DropGrammar, GrammarDone, grammar_task
 from ..engine.scheduler import Scheduler
 from ..engine.step_time import StepTime
 from ..kv_transfer import sender as handoff
@@ -178,7 +178,7 @@ class PrefillCore(WorkerCore):
         if job.ended is not None:  # a replay whose last token the client has already
             return [accepted, *self._finished(job, job.ended, now)]
         self._jobs.queue(job)
-        task = grammar_task(job.context)
+        task = job.grammar = grammar_task(job.context)
         job.compiling = task is not None
         return [accepted] if task is None else [accepted, CompileGrammar(key, task)]
 
@@ -207,6 +207,8 @@ class PrefillCore(WorkerCore):
         """End a job without a word to the router; its grant goes back."""
         self._jobs.remove(job)
         self._free(job)
+        if job.compiling:
+            return [DropGrammar(job.key)]
         if job.key in self._sender:
             return self._sender_actions(self._sender.release(job.key, now), now)
         return []
@@ -261,9 +263,9 @@ class PrefillCore(WorkerCore):
         job = self._jobs.get(event.key)
         if job is None or not job.compiling:
             return []
+        job.compiling = False
         if isinstance(event.result, BatonError):
             return self._end(job, now, event.result.code, str(event.result))
-        job.compiling = False
         job.sequence.constrain(event.result)
         self._jobs.wake(_grammar_place(job))
         return []

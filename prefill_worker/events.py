@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..engine.grammar import CompileGrammar, GrammarDone
+from ..engine.grammar import CompileGrammar, DropGrammar, GrammarDone
 from ..engine.plan import Int32, StepPlan, StepResult
 from ..kv_transfer import sender as handoff
 from ..kv_transfer.sender import Key
@@ -135,5 +135,5 @@ Event = (
 )  # fmt: skip
 Action = (
     ToRouter | ToPeer | Connect | OpenData | Disconnect | PackFrame | RunStep | CompileGrammar
-    | Note | Exit
+    | DropGrammar | Note | Exit
 )  # fmt: skip

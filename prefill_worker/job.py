@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from ..engine.grammar import GrammarTask
 from ..engine.models.registry import read_context
 from ..engine.sequence import Sequence
 from ..kv_transfer import sender as handoff
@@ -17,6 +18,7 @@ from ..proto.layout import ModelCard
 from ..proto.messages import (
     Assign,
     Commit,
+    GrammarSpec,
     GrantRef,
     HandoffReport,
     RequestState,
@@ -52,6 +54,7 @@ class Job:
     arrival: int = 0  # its place among all jobs
     waits: bool = False  # in the queue
     place: str = ""  # what news it is parked for
+    grammar: GrammarTask | None = None  # what its answer is held to
     compiling: bool = False  # its grammar is not there yet
     token_end: int = 0  # of the chunk in the running step
     last_chunk: bool = False
@@ -94,6 +97,7 @@ class Job:
             growth=min(sequence.remaining_tokens, growth),
             serial=serial,
             deadline=self.deadline - now,
+            grammar=None if self.grammar is None else _spec(self.grammar),
         )
 
     def commit_maker(self, worker: str, now: float) -> handoff.CommitMaker:
@@ -135,6 +139,10 @@ class Job:
             cached_tokens=self.sequence.cached_tokens,
             prefill=worker,
         )
+
+
+def _spec(task: GrammarTask) -> GrammarSpec:
+    return GrammarSpec(task.schema, sorted(task.eos), list(task.emitted))
 
 
 def make_job(key: Key, router: str, assign: Assign, card: ModelCard, now: float) -> Job:

@@ -6,7 +6,7 @@ are final; the compute thread owns the model and writes the blocks of the step i
 
 from __future__ import annotations
 
-from ..engine.grammar import CompileGrammar, GrammarCompiler, GrammarDone, as_result
+from ..engine.grammar import CompileGrammar, DropGrammar, GrammarCompiler, GrammarDone, as_result
 from ..engine.plan import StepPlan, StepResult, failed_step
 from ..engine.runner import Runner
 from ..engine.scheduler import Scheduler, SchedulerConfig
@@ -135,6 +135,8 @@ class PrefillShell:
                 self._compute.submit(plan)
             case CompileGrammar():
                 self._grammars.submit(action)
+            case DropGrammar(key=key):
+                self._drop_grammar(key)
             case events.Connect(endpoint=endpoint):
                 self._peers.connect(endpoint)
             case events.OpenData(endpoint=endpoint, data_endpoint=address):
@@ -180,6 +182,9 @@ class PrefillShell:
             _log.error("engine.step_failed", error=repr(result))
             result = failed_step(plan, result)
         self.feed(events.StepDone(result))
+
+    def _drop_grammar(self, key: tuple[bytes, int]) -> None:
+        self._grammars.drop(lambda wanted: wanted.key == key)
 
     def _on_grammar(self, wanted: CompileGrammar, answer: object) -> None:
         self.feed(GrammarDone(wanted.key, as_result(answer)))

@@ -33,13 +33,14 @@ from .limits import (
     MAX_COUNT,
     MAX_DROP_REASONS,
     MAX_DURATION_S,
+    MAX_JSON_SCHEMA_CHARS,
     MAX_KEY_BYTES,
     MAX_LIST_ITEMS,
     MAX_NAME_CHARS,
     MAX_TEXT_CHARS,
 )
 from .outputs import TokenLogProbs
-from .wire import AnyArray, AnyWireContext, TokenId
+from .wire import AnyArray, AnyWireContext, EosTokenIds, TokenId
 
 # A decoder refuses a message with a value outside these, so no arithmetic behind it overflows.
 Word = Annotated[int, Meta(ge=0)]
@@ -456,6 +457,14 @@ class Open(Message, frozen=True, kw_only=True):
     transports: Names
 
 
+class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a structured answer is held to, so that its grammar compiles while its KV travels."""
+
+    schema: Annotated[str, Meta(max_length=MAX_JSON_SCHEMA_CHARS)]
+    eos: EosTokenIds
+    emitted: TokenIds  # generated before this attempt
+
+
 class Reserve(Message, frozen=True, kw_only=True):
     """Ask for blocks. Repeated with the same key it repeats the same answer."""
 
@@ -468,6 +477,7 @@ class Reserve(Message, frozen=True, kw_only=True):
     serial: Word = 0  # per handoff started: a new one asks for a fresh grant
     layout_id: Word = 0
     deadline: Remaining
+    grammar: GrammarSpec | None = None
 
 
 class Commit(Message, frozen=True, kw_only=True):

@@ -1,8 +1,9 @@
 """Work with a time limit beside a loop: a thread cannot be stopped, but nobody need wait for it.
 
 Invariant: every submitted item is answered once, on the loop's thread, with a result, an
-exception, or TimeoutError; a thread that overran its limit takes nothing new and its late
-result is dropped. Items run one after the other; only a running item's time is counted.
+exception, or TimeoutError, unless it is dropped before; a thread that overran its limit takes
+nothing new and its late result is dropped. Items run one after the other; only a running item's
+time is counted.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ MAX_OVERRUN = 2
 class _Run(Generic[Item]):
     item: Item
     timer: Timer
+    wanted: bool = True
 
 
 class TimeLimited(Generic[Item, Result]):
@@ -51,6 +53,7 @@ class TimeLimited(Generic[Item, Result]):
         self._limit = limit
         self._name = name
         self._queue: deque[Item] = deque()
+        self._refused: deque[Item] = deque()  # to be told so
         self._running: _Run[Item] | None = None
         self._thread: ComputeThread[_Run[Item], Result] | None = None
         self._overrun: list[ComputeThread[_Run[Item], Result]] = []
@@ -60,9 +63,17 @@ class TimeLimited(Generic[Item, Result]):
         self._queue.append(item)
         self._next()
 
+    def drop(self, unwanted: Callable[[Item], bool]) -> None:
+        """Answer these no more; queued ones never run, a running one ends when it ends."""
+        self._queue = deque(item for item in self._queue if not unwanted(item))
+        self._refused = deque(item for item in self._refused if not unwanted(item))
+        if self._running is not None and unwanted(self._running.item):
+            self._running.wanted = False
+
     def stop(self) -> None:
         """Answer nothing more; a running item is left alone."""
         self._queue.clear()
+        self._refused.clear()
         if self._running is not None:
             self._running.timer.cancel()
             self._running = None
@@ -78,7 +89,8 @@ class TimeLimited(Generic[Item, Result]):
         if self._thread is None:
             self._overrun = [thread for thread in self._overrun if not thread.stop(0)]
             if len(self._overrun) >= MAX_OVERRUN:
-                self._loop.post(lambda: self._refuse(item))
+                self._refused.append(item)
+                self._loop.post(self._refuse)
                 return
             self._thread = ComputeThread(
                 self._loop, lambda run: self._function(run.item), self._done, name=self._name
@@ -92,7 +104,8 @@ class TimeLimited(Generic[Item, Result]):
         run.timer.cancel()
         self._running = None
         self._next()
-        self._on_done(run.item, result)
+        if run.wanted:
+            self._on_done(run.item, result)
 
     def _expire(self) -> None:
         run, thread = self._running, self._thread
@@ -102,9 +115,13 @@ class TimeLimited(Generic[Item, Result]):
         self._overrun.append(thread)
         self._running = self._thread = None
         self._next()
-        self._on_done(run.item, TimeoutError(f"{self._name}: over the time limit"))
+        if run.wanted:
+            self._on_done(run.item, TimeoutError(f"{self._name}: over the time limit"))
 
-    def _refuse(self, item: Item) -> None:
+    def _refuse(self) -> None:
+        """Refuse one, and go on with the next; what was dropped meanwhile hears nothing."""
         error = CapacityError(f"{self._name}: earlier work overruns its time", retry_after=1.0)
+        item = self._refused.popleft() if self._refused else None
         self._next()
-        self._on_done(item, error)
+        if item is not None:
+            self._on_done(item, error)

@@ -39,6 +39,7 @@ class Record:
     pin: str = "prefer"
     fallback: bool = False
     poison: bool = False
+    schema: str | None = None
     started: float = 0.0
     tokens: list[int] = field(default_factory=list)
     ends: list[client.Ended] = field(default_factory=list)
@@ -59,6 +60,7 @@ class Record:
             sampling=WireSampling(temperature=0.0, max_new_tokens=self.max_new_tokens),
             eos_token_ids=[EOS],
             target_endpoint=self.endpoint,
+            json_schema=self.schema,
         )
         return client.RequestSpec(
             request_id=self.request_id,

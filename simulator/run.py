@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from .faults import BLOCK_S, STOP_S, Storm
 from .invariants import Violation, check_forgotten, check_quiet, check_request
 from .network import Aim, Faults
 from .scenarios import Scenario
-from .toy_model import KILLS_DECODE, KILLS_PREFILL
+from .toy_model import KILLS_DECODE, KILLS_PREFILL, expected_tokens
 
 IDLE_S = 700.0
 """Longer than any table remembers."""
@@ -129,6 +130,8 @@ def _request(
         record.request_id = f"name-{number % 3}"
     if random.random() < scenario.deadlines:
         record.deadline = random.uniform(0.005, 1.5)
+    if scenario.structured and random.random() < scenario.structured:
+        record.schema = json.dumps(expected_tokens(record.prompt, record.max_new_tokens))
     if random.random() < scenario.pins:
         record.endpoint = random.choice(cluster.workers).endpoint
         record.pin = random.choice(("prefer", "strict"))

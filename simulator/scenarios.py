@@ -30,7 +30,8 @@ class Scenario:
     direction passes nothing for a while), ``drains``, ``jumps`` (a clock goes forward),
     ``slow`` (a client reads nothing for a while), ``misfits`` (a worker comes with another
     model). ``victims``: kinds of nodes they strike.
-    Chances per request: ``cancels``, ``pins``, ``deadlines``, ``names`` (an id used before).
+    Chances per request: ``cancels``, ``pins``, ``deadlines``, ``names`` (an id used before),
+    ``structured`` (answers follow a grammar, which takes a while to compile).
     ``poison``: requests that kill what runs them. ``allowed``: error codes a user may see.
     """
 
@@ -54,6 +55,7 @@ class Scenario:
     pins: float = 0.0
     deadlines: float = 0.0
     names: float = 0.0
+    structured: float = 0.0
     prompt: int = 60
     answer: int = 24
     allowed: frozenset[str] = frozenset()
@@ -129,6 +131,16 @@ SCENARIOS: dict[str, Scenario] = {
     "poisons": Scenario(poison=3, load_s=0.5, allowed=UNLUCKY),
     # A name is in use until its cancelled request has ended.
     "names": Scenario(names=0.7, crashes=1, cancels=0.1, allowed=frozenset({"duplicate_request"})),
+    "structured": Scenario(
+        structured=0.7,
+        shape=Shape(sizes=SCARCE),
+        cancels=0.3,
+        deadlines=0.1,
+        crashes=2,
+        faults=NOISE,
+        load_s=0.5,
+        allowed=UNLUCKY,
+    ),
     "clients": Scenario(crashes=3, victims=("client",), cancels=0.2),
     "routers": Scenario(
         shape=Shape(routers=2, clients=4),

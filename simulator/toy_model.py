@@ -8,12 +8,14 @@ wrong position. A poison token, found among the cells, kills the worker that rea
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from ..engine.grammar import GrammarTask, follow
 from ..engine.plan import Chunk, Sampled, StepPlan, StepResult
 from ..proto.layout import KVLayout, ModelCard
 
@@ -43,6 +45,24 @@ def toy_card(block_size: int = 4) -> ModelCard:
         eos_token_ids=[EOS],
         layout=layout,
     )
+
+
+class ToyMatcher:
+    """A grammar that allows one answer: its schema is the list of the answer's tokens.
+
+    A token that it was not shown, or was shown twice, makes it refuse the next one.
+    """
+
+    def __init__(self, task: GrammarTask) -> None:
+        self._answer: list[int] = json.loads(task.schema)
+        self._seen = 0
+        follow(self, task.emitted)
+
+    def consume_token(self, token: int) -> bool:
+        """Advance by the answer's next token."""
+        fits = self._answer[self._seen : self._seen + 1] == [token]
+        self._seen += fits
+        return fits
 
 
 def _cells(tokens: npt.NDArray[np.int32], start: int) -> npt.NDArray[np.float32]:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from ..decode_worker import events as decode
 from ..decode_worker.core import DecodeCore, GrantStore
 from ..engine.cache import PagedCache
+from ..engine.grammar import CompileGrammar, DropGrammar, GrammarDone
 from ..engine.kernels.reference import NumpyBackend
 from ..engine.plan import StepPlan
 from ..engine.scheduler import Scheduler, SchedulerConfig
@@ -31,9 +32,11 @@ from ..proto.errors import ProtocolError
 from ..proto.messages import Credit, DecodeToPrefill, KVFrame, Message, PrefillToDecode
 from ..router import events as routing
 from ..runtime.actions import DrainRequested, Exit, FromRouter, RouterDown, RouterUp, Tick, ToRouter
+from ..runtime.attempts import Key
 from ..runtime.membership import Membership, WorkerIdentity
+from .invariants import Violation
 from .nodes import DETECT_S, Node, RouterNode
-from .toy_model import KILLS_DECODE, KILLS_PREFILL, Poisoned, ToyExecutor, toy_card
+from .toy_model import KILLS_DECODE, KILLS_PREFILL, Poisoned, ToyExecutor, ToyMatcher, toy_card
 from .wire import Envelope, sealed_decoder
 
 if TYPE_CHECKING:
@@ -89,10 +92,12 @@ class WorkerNode(Node, Generic[C]):
         self.endpoint = f"ipc:///simulated/{name}"
         self.hangs = self.misfit = False
         self.preemptions = 0  # of earlier lives
+        self.grammars: dict[Key, object] = {}  # that compile
 
     def boot(self) -> None:
         """A fresh pool and a fresh core; then the routers."""
         self.hangs = False
+        self.grammars.clear()
         self.member = self._membership()
         self.make()
         for router in self.cluster.routers:
@@ -170,9 +175,29 @@ class WorkerNode(Node, Generic[C]):
         """What the shell would do, as far as both roles do it."""
         if isinstance(action, ToRouter):
             self.to_router(action.router, action.message)
+        elif isinstance(action, CompileGrammar):
+            self._compile(action)
+        elif isinstance(action, DropGrammar):
+            self.cluster.stats["grammars_dropped"] += 1
+            del self.grammars[action.key]
         elif isinstance(action, Exit) and self.alive:
             self.cluster.stats["exits"] += 1
             self.crash()
+
+    def _compile(self, wanted: CompileGrammar) -> None:
+        """As the shells: answered after a while, unless it is dropped."""
+        if wanted.key in self.grammars:
+            raise Violation(f"{self.name} compiles a grammar twice at a time")
+        ticket = self.grammars[wanted.key] = object()
+
+        def done() -> None:
+            if self.grammars.get(wanted.key) is ticket:
+                del self.grammars[wanted.key]
+                self.cluster.stats["grammars"] += 1
+                self.feed(GrammarDone(wanted.key, ToyMatcher(wanted.task)))
+
+        seconds = self.cluster.network.random.choice((0.001, 0.01, 0.1))
+        self.cluster.network.after(seconds, self.when_up(done))
 
     def run(self, plan: StepPlan, finish: Callable[[float], None]) -> None:
         """Call ``finish(seconds)`` when the step is done, unless the engine hangs."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from baton.engine.cache import PagedCache
-from baton.engine.grammar import CompileGrammar, GrammarDone
+from baton.engine.grammar import CompileGrammar, DropGrammar, GrammarDone
 from baton.engine.plan import Sampled, StepPlan, StepResult
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.step_time import StepTime
@@ -43,6 +43,7 @@ from baton.proto.messages import (
     Commit,
     Committed,
     Drained,
+    GrammarSpec,
     Grant,
     GrantRef,
     HandoffReport,
@@ -992,6 +993,7 @@ def test_an_abort_while_the_grammar_compiles(bench):
     bench.assign(context=structured())
     bench.hear(Abort(request=KEY, attempt=1))
     assert bench.one(Aborted).attempt == 1
+    assert bench.did(DropGrammar) == [DropGrammar((KEY, 1))]
     bench.feed(GrammarDone((KEY, 1), Digits()))
     bench.feed(GrammarDone((KEY, 1), InputError("late")))
     assert not bench.take(Terminal)
@@ -1004,6 +1006,7 @@ def test_a_deadline_passes_while_the_grammar_compiles(bench):
     bench.assign(context=structured(), deadline=0.5)
     bench.later(1.0)
     assert bench.one(Terminal).code == "deadline_exceeded"
+    assert bench.did(DropGrammar) == [DropGrammar((KEY, 1))]
     bench.feed(GrammarDone((KEY, 1), Digits()))
     bench.assert_empty()
 
@@ -1013,6 +1016,32 @@ def test_a_replay_compiles_behind_its_tokens(bench):
     bench.assign(context=structured(), emitted=[42, 43])
     (wanted,) = bench.did(CompileGrammar)
     assert wanted.task.emitted == (42, 43)
+
+
+def test_a_higher_attempt_drops_the_compile_of_the_lower_one(bench):
+    bench.assign(context=structured())
+    bench.assign(attempt=2, context=structured())
+    assert bench.did(DropGrammar) == [DropGrammar((KEY, 1))]
+    assert [wanted.key for wanted in bench.did(CompileGrammar)] == [(KEY, 1), (KEY, 2)]
+
+
+def test_a_compiled_grammar_is_not_dropped(bench):
+    bench.assign(context=structured())
+    bench.feed(GrammarDone((KEY, 1), Digits()))
+    bench.hear(Abort(request=KEY, attempt=1))
+    assert not bench.did(DropGrammar)
+
+
+def test_the_decode_worker_is_told_the_grammar_with_the_blocks(bench):
+    bench.open()
+    bench.assign(context=structured(), emitted=[42, 43])
+    bench.feed(GrammarDone((KEY, 1), Digits()))
+    bench.open()
+    (reserve,) = bench.to_peer(Reserve)
+    assert reserve.grammar == GrammarSpec('{"type":"integer"}', [0], [42, 43])
+    bench.assign(key=b"s" * 16)
+    (reserve,) = bench.to_peer(Reserve)
+    assert reserve.grammar is None
 
 
 def test_a_replay_that_had_ended_compiles_nothing(bench):

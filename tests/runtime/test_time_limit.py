@@ -56,6 +56,35 @@ def test_what_overruns_is_given_up_and_the_next_goes_on(loop, drive):
     bench.work.stop()
 
 
+def test_what_is_dropped_is_not_answered(loop, drive):
+    bench, items = Bench(loop, 30.0), []
+    for number in range(4):
+        items.append((lambda n: lambda: n)(number))
+    bench.work.submit(bench.hang)
+    for item in items:
+        bench.work.submit(item)
+    drive.until(lambda: bench.hanging == 1)
+    bench.work.drop(lambda item: item in (items[1], items[3], bench.hang))
+    bench.gate.set()
+    drive.until(lambda: len(bench.answers) == 2)
+    assert bench.answers == [0, 2]
+    bench.work.submit(items[1])  # again, and now it is wanted
+    drive.until(lambda: len(bench.answers) == 3)
+    assert bench.answers == [0, 2, 1]
+    bench.work.stop()
+
+
+def test_what_overruns_and_was_dropped_is_not_answered(loop, drive):
+    bench = Bench(loop, 0.0)
+    bench.work.submit(bench.hang)
+    bench.limit = 30.0
+    bench.work.submit(lambda: "next")
+    bench.work.drop(lambda item: item == bench.hang)
+    drive.until(lambda: bench.answers == ["next"])
+    bench.gate.set()
+    bench.work.stop()
+
+
 def test_with_too_many_overruns_new_items_are_refused_until_one_ends(loop, drive):
     bench = Bench(loop, 0.01)
     while bench.hanging < MAX_OVERRUN:  # one given up before it began is no overrun

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from baton.decode_worker.core import DecodeCore, GrantStore
+from baton.decode_worker.grammars import Grammars
 from baton.engine.scheduler import Scheduler
 from baton.kv_transfer.credit import CreditPool
 from baton.kv_transfer.frames import FrameWriter
@@ -296,6 +297,14 @@ def drain_asked_once(monkeypatch):
     monkeypatch.setitem(ClientSide._handlers, Drain, make(ClientSide._handlers[Drain]))
 
 
+def matcher_not_shown_prefills_token(monkeypatch):
+    monkeypatch.setattr("baton.decode_worker.grammars.follow", lambda matcher, tokens: None)
+
+
+def grammar_of_an_ended_handoff_compiles_on(monkeypatch):
+    monkeypatch.setattr(Grammars, "prune", lambda self, wanted: [])
+
+
 LATE = Scenario(
     shape=Shape(decode=1, sizes=NARROW),
     prompt=150,
@@ -328,6 +337,8 @@ PLANTS = [
     (ends_are_kept_for_clients_that_never_come, "noise", 5),
     (orphans_have_no_time_of_grace, "orphans", 5),
     (what_is_given_back_while_its_request_waits_is_not_let_go, "drains", 10),
+    (matcher_not_shown_prefills_token, "structured", 3),
+    (grammar_of_an_ended_handoff_compiles_on, "structured", 5),
 ]
 
 

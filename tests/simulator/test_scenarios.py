@@ -33,6 +33,7 @@ FIGURES = {
     "deadline": ["ended deadline_exceeded"],
     "slow": ["full"],
     "narrow": ["credits"],
+    "structured": ["grammars", "grammars_dropped", "preemptions", "replays"],
 }
 """What must have happened for a scenario to mean what its name says."""
 UNHARMED = ("plain", "noise", "router", "scarce", "narrow", "clients", "rolling")
