@@ -28,11 +28,10 @@ def on_stop_signal(loop: Loop, callback: Callable[[int], object]) -> None:
     def received() -> None:
         nonlocal times
         times += 1
-        loop.guarded(lambda: callback(times))
-        loop.turn_soon()
+        callback(times)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.asyncio_loop.add_signal_handler(number, received)
+        loop.on_signal(number, received)
 
 
 def die_with_parent(parent: int, sig: int = signal.SIGTERM) -> None:

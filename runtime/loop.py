@@ -15,11 +15,12 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import uvloop
 import zmq
@@ -105,6 +106,7 @@ class Loop:
         self._posted: deque[Callback] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.asyncio_loop.add_reader(self._wake_fd, self._on_wake)
+        self._signals: dict[int, Any] = {}  # number: who handled it before
         self._closed = False
 
     # ------------------------------------------------------------------ what to watch
@@ -134,6 +136,14 @@ class Loop:
     def remove_fd(self, fd: int) -> None:
         """Forget ``fd``."""
         self.asyncio_loop.remove_reader(fd)
+
+    def on_signal(self, number: int, callback: Callback) -> None:
+        """Call ``callback`` at every such signal until the end; from the main thread only.
+
+        Also at one that comes before :meth:`run`, which uvloop's own handlers would forget.
+        """
+        before = signal.signal(number, lambda _number, _frame: self.post(callback))
+        self._signals.setdefault(number, before)
 
     def on_turn_end(self, callback: Callback) -> None:
         """Call ``callback`` after every batch of activity; outgoing messages are flushed there."""
@@ -178,6 +188,8 @@ class Loop:
         """Unregister everything; sockets stay with their owners."""
         if self._closed:
             return
+        for number, before in self._signals.items():
+            signal.signal(number, before)
         with self._wake_lock:
             self._closed = True
         for source in list(self._sources):

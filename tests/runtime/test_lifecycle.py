@@ -45,6 +45,23 @@ def test_signals_reach_the_loop_and_count():
     child.stdout.close()
 
 
+def test_a_signal_before_the_loop_runs_is_not_lost():
+    child = python(
+        """
+        import os, signal
+        from baton.runtime.lifecycle import on_stop_signal
+        from baton.runtime.loop import Loop
+        loop = Loop()
+        on_stop_signal(loop, lambda times: (print("signal", times), loop.stop()))
+        os.kill(os.getpid(), signal.SIGTERM)
+        loop.run()
+        print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+        """
+    )
+    out, _ = child.communicate(timeout=30)
+    assert out == "signal 1\nTrue\n"
+
+
 @pytest.mark.integration
 def test_a_child_dies_with_its_parent():
     parent = python(
