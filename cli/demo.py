@@ -47,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     asker = _Asker(cluster, tuple(arguments.questions) or QUESTIONS)
     cluster.on_ready(asker.start)
     code = run_cluster(cluster)
+    if cluster.interrupted and not asker.done:
+        raise KeyboardInterrupt  # whatever came of it: the user wanted its end
     return code or asker.outcome()
 
 
@@ -57,7 +59,7 @@ class _Asker(threading.Thread):
         super().__init__(name="demo", daemon=True)
         self._cluster = cluster
         self._questions = questions
-        self._done = False
+        self.done = False  # every question is answered
         self._problem: BatonError | None = None
 
     def run(self) -> None:
@@ -65,17 +67,17 @@ class _Asker(threading.Thread):
             with Client(self._cluster.plan.address) as client:
                 for question in self._questions:
                     show(client, question)
-            self._done = True
+            self.done = True
         except BatonError as problem:
             self._problem = problem
         finally:
             self._cluster.interrupt()
 
     def outcome(self) -> int:
-        """0 when every question was answered; raises what went wrong; 1 when interrupted."""
+        """0 when every question was answered; raises what went wrong."""
         if self._problem is not None:
             raise self._problem
-        return 0 if self._done else 1
+        return 0 if self.done else 1
 
 
 @dataclass(slots=True)

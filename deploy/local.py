@@ -129,16 +129,11 @@ class LocalCluster:
         self._settings = settings
         self._out = out
         self._on_ready: Callable[[], object] | None = None
-        parent = Path(settings.run_dir) if settings.run_dir else None
-        sweep(parent)
-        self._folder = RunFolder(parent)
+        self._loop = Loop()
         try:
-            if private and not settings.address:
-                address = self._folder.ipc("client")
-                settings = msgspec.structs.replace(settings, address=address)
-            self.plan = make_plan(settings, self._folder)
+            self._prepare(settings, private=private)
         except BaseException:
-            self._folder.close()
+            self._loop.close()
             raise
         context = served_context(self.plan.settings)
         self._facts = banner.facts(self.plan, hint=not private, context=context)
@@ -151,9 +146,25 @@ class LocalCluster:
         self._stats: tuple[float, ClusterReport] | None = None
         limits = SupervisorLimits(grace=settings.grace)
         self._core = SupervisorCore(ROUTER, self.plan.worker_names, limits)
-        self._loop = Loop()
         self._exit_code = 1
         self.failure = ""
+
+    def _prepare(self, settings: ServeSettings, *, private: bool) -> None:
+        """Make the run folder; from before that on an interrupt waits for :meth:`run`."""
+        self.interrupted = False  # by a signal
+        on_stop_signal(self._loop, lambda _times: self._on_signal())
+        self._loop.on_signal(signal.SIGHUP, self._on_signal)
+        parent = Path(settings.run_dir) if settings.run_dir else None
+        sweep(parent)
+        self._folder = RunFolder(parent)
+        try:
+            if private and not settings.address:
+                address = self._folder.ipc("client")
+                settings = msgspec.structs.replace(settings, address=address)
+            self.plan = make_plan(settings, self._folder)
+        except BaseException:
+            self._folder.close()
+            raise
 
     # ------------------------------------------------------------- life
 
@@ -164,10 +175,6 @@ class LocalCluster:
         try:
             if path is not None:
                 self._folder.own_socket(path)
-            on_stop_signal(self._loop, lambda _times: self._decide(Interrupted()))
-            self._loop.asyncio_loop.add_signal_handler(
-                signal.SIGHUP, lambda: self._decide(Interrupted())
-            )
             monitor = StatusMonitor(self._loop, context, self.plan.address, self._on_report)
             self._loop.call_later(0.0, lambda: self._decide(Begin()))
             self._loop.call_later(TICK, self._tick)
@@ -177,6 +184,7 @@ class LocalCluster:
             self._end_children()
             context.destroy(linger=0)
             self._folder.close()
+            self._loop.close()
         return self._exit_code
 
     def on_ready(self, callback: Callable[[], object]) -> None:
@@ -197,6 +205,10 @@ class LocalCluster:
         self._children.clear()
 
     # ------------------------------------------------------------- events
+
+    def _on_signal(self) -> None:
+        self.interrupted = True
+        self._decide(Interrupted())
 
     def _tick(self) -> None:
         self._loop.call_later(TICK, self._tick)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from baton.cli import demo, doctor, status
-from baton.cli.__main__ import VERBS, build_parser, main
+from baton.cli.command import VERBS, build_parser, main
 from baton.deploy.config import ServeSettings
 from baton.deploy.report import (
     ClusterReport,

@@ -1,4 +1,5 @@
 import re
+import signal
 import subprocess
 import sys
 
@@ -29,4 +30,23 @@ def test_demo_answers_prompts_through_a_whole_cluster_and_leaves_nothing(tmp_pat
     assert all(float(size) > 0 for size, _ in handoffs)
     assert {decode for _, decode in handoffs} == {"decode-0", "decode-1"}
     assert len(re.findall(r"TTFT [\d.]+ ms, \d+ tokens, \d+ tokens/s", done.stdout)) >= 3
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", ["starting", "> ", "tokens/s"])
+def test_an_interrupted_demo_is_silent_and_leaves_nothing(tmp_path_factory, moment):
+    folder = tmp_path_factory.mktemp("d")
+    demo = subprocess.Popen(
+        [sys.executable, "-P", "-m", "baton.cli", "demo"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=command_environment(folder),
+    )
+    with demo:
+        next(line for line in demo.stdout if moment in line)
+        demo.send_signal(signal.SIGINT)
+        _, said = demo.communicate(timeout=60)
+    assert (demo.returncode, said) == (130, "")
     assert list(folder.iterdir()) == []

@@ -1,8 +1,10 @@
-"""What the supervisor does when the system refuses it something."""
+"""What the supervisor does when the system refuses it something, and when it is not wanted."""
 
 import os
 import subprocess
 import sys
+
+import pytest
 
 REFUSED = """
 import sys
@@ -29,4 +31,33 @@ def test_children_that_cannot_be_started_end_the_cluster_and_leave_nothing(tmp_p
     assert ended.stderr == ""
     assert ended.stdout.startswith("1 router cannot run: cannot be started: ")
     assert "No space left on device" in ended.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+INTERRUPTED = """
+import os, signal, sys
+from baton.deploy import local
+from baton.deploy.config import ServeSettings
+
+interrupt = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+real, early = local.make_plan, sys.argv[2] == "within"
+if early:
+    local.make_plan = lambda *given: (interrupt(), real(*given))[1]
+cluster = local.LocalCluster(ServeSettings(run_dir=sys.argv[1]), print, private=True)
+if not early:
+    interrupt()
+print(cluster.run(), cluster.interrupted)
+"""
+
+
+@pytest.mark.parametrize("moment", ["within", "behind"])
+def test_an_interrupt_before_anything_runs_is_no_less_an_interrupt(tmp_path, moment):
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(tmp_path), moment],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (ended.stdout, ended.stderr) == ("0 True\n", "")
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,47 @@
+"""Ctrl-C while a command is still loading ends it without a word."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+LOADING = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(name, path=None, target=None):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting)
+from baton.cli.__main__ import main
+sys.argv[1:] = ["--version"]
+sys.exit(main())
+"""
+
+
+def interrupted_at(module: str, before=None) -> subprocess.CompletedProcess:
+    """``baton --version``, interrupted when it is about to import ``module``."""
+    code = LOADING.replace("sys.argv[1]", repr(module))
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        capture_output=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        preexec_fn=before,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("module", ["baton.cli.command", "numpy", "zmq", "baton.cli.doctor"])
+def test_an_interrupt_while_it_loads_is_silent(module):
+    ended = interrupted_at(module)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
+
+
+def test_it_stays_ignored_where_it_was():
+    ended = interrupted_at("numpy", lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert ended.stdout.startswith(b"baton ")
