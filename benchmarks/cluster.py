@@ -2,9 +2,10 @@
 
 Engine alone: scheduler and executor in one loop of one process. Cluster: router, one prefill
 and one decode process, tokens counted at the client. Both decode the same prompts greedily,
-taking turns; a rate counts the tokens after the first of each stream.
+taking turns; a rate counts the tokens after the first of each stream. "Wait" is how much of that
+time the decode worker's engine computed no step, by its own books.
 
-    python -m baton.benchmarks.cluster [--models m25] [--streams 1 8] [--tokens 64]
+    python -m baton.benchmarks.cluster [--models m25] [--streams 1 8] [--tokens 256]
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from .served import Served
 
 PROMPT = 128
 Prompts = list[npt.NDArray[np.int32]]
+HEARD_S = 1.5
 
 
 def prompts_for(streams: int, vocab: int, seed: int) -> Prompts:
@@ -94,6 +96,12 @@ class Cluster:
             thread.join()
         return stamps
 
+    def compute_seconds(self) -> float:
+        """What the decode worker's engine has computed so far, once a heartbeat has told."""
+        time.sleep(HEARD_S)
+        workers = self._served.client.status()["workers"]
+        return float(sum(w["compute_seconds"] for w in workers if w["role"] == "decode"))
+
     def close(self) -> None:
         """End the cluster."""
         self._served.close()
@@ -116,14 +124,20 @@ def _row(
     name: str, vocab: int, alone: Alone, served: Cluster, streams: int, tokens: int, runs: int
 ) -> None:
     params = SamplingParams(temperature=0, max_new_tokens=tokens, ignore_eos=True)
-    rates = []
-    for run in range(runs + 1):
+    warm = prompts_for(streams, vocab, runs)
+    alone.run(warm, params), served.run(warm, params)
+    rates, decoding, before = [], 0.0, served.compute_seconds()
+    for run in range(runs):
         prompts = prompts_for(streams, vocab, run)
-        rates.append((rate_of(alone.run(prompts, params)), rate_of(served.run(prompts, params))))
-    rates = rates[1:]  # the first warms caches and connections
+        own, stamps = alone.run(prompts, params), served.run(prompts, params)
+        rates.append((rate_of(own), rate_of(stamps)))
+        decoding += max(s[-1] for s in stamps) - min(s[0] for s in stamps)
+    wait = 1 - (served.compute_seconds() - before) / decoding
     ours, theirs = (statistics.median(r[i] for r in rates) for i in (1, 0))
     share = statistics.median(r[1] / r[0] for r in rates)
-    print(f"{name:6s} {streams:7d} {theirs:14.0f} {ours:15.0f} {share:7.2f}", flush=True)
+    print(
+        f"{name:6s} {streams:7d} {theirs:14.0f} {ours:15.0f} {share:7.2f} {wait:6.1%}", flush=True
+    )
 
 
 def main() -> None:
@@ -132,11 +146,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="+", default=["m25", "m125"], choices=list(SHAPES))
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--runs", type=int, default=3)
     options = parser.parse_args()
     print("decode through the cluster beside the engine alone, tokens/s, medians")
-    print("model  streams   engine alone   whole cluster   share")
+    print("model  streams   engine alone   whole cluster   share   wait")
     for name in options.models:
         compare(name, options.streams, options.tokens, options.runs)
 

@@ -80,6 +80,11 @@ class _Live:
     logprobs: deque[TokenLogProbs]  # of the newest tokens, while they are asked for
     grammar: GrammarTask | None = None  # not there yet, so the engine does not know the request
 
+    def known_tokens(self, position: int) -> list[int]:
+        """Tokens from ``position`` on; the context may end in a placeholder for one more."""
+        tokens: list[int] = self.context.tokens.all[position : self.sequence.num_tokens].tolist()
+        return tokens
+
 
 class DecodeCore(WorkerCore):
     """State machine of one decode worker."""
@@ -106,7 +111,6 @@ class DecodeCore(WorkerCore):
         self._progress = 0
         self._step_s = 0.0  # predicted, of the step that runs
         self._times = times or StepTime()
-        self._step_running = False
         self._tombstone_s = 600.0
 
     # ------------------------------------------------------------------ entry
@@ -148,13 +152,13 @@ class DecodeCore(WorkerCore):
         moved = moved_to(router, live.router, request)
         live.router = router
         position = max(position, live.prompt_length)
-        tokens = live.context.tokens.all[position:].tolist()  # an empty run says: it is here
+        tokens = live.known_tokens(position)  # an empty run says: it is here
         runs = runs_again(live.key, position, tokens, live.logprobs)
         return [*moved, ToRouter(router, Tokens(runs=runs))]
 
     def _held(self) -> list[RequestState]:
         return [
-            RequestState(*k, len(v.context.tokens), v.prompt_length, router=v.router)
+            RequestState(*k, v.sequence.num_tokens, v.prompt_length, router=v.router)
             for k, v in self._live.items()
         ]
 
@@ -365,18 +369,19 @@ class DecodeCore(WorkerCore):
     # ------------------------------------------------------------------ engine
 
     def _plan(self, actions: list[Action], now: float) -> None:
-        if self._step_running:
-            return
-        plan = self._scheduler.plan(now)
-        if plan is None:
-            actions += self._engine_events(self._scheduler.take_events(), now)
-            return
-        self._step_running = True
-        self._step_s = self._times.predict(plan.num_tokens)
-        actions.append(RunStep(plan))
+        """Keep a step running and, where its rows allow that, the next one waiting behind it."""
+        if not self._scheduler.steps_out:
+            plan = self._scheduler.plan(now)
+            if plan is None:
+                actions += self._engine_events(self._scheduler.take_events(), now)
+                return
+            self._step_s = self._times.predict(plan.num_tokens)
+            actions.append(RunStep(plan))
+        ahead = self._scheduler.plan_ahead()
+        if ahead is not None:
+            actions.append(RunStep(ahead))
 
     def _on_step(self, event: StepDone, now: float) -> list[Action]:
-        self._step_running = False
         self._progress += 1
         self._times.learn(event.result.num_tokens, event.result.seconds)
         actions = self._engine_events(self._scheduler.apply(event.result, now), now)
@@ -412,11 +417,11 @@ class DecodeCore(WorkerCore):
         code: str | None = None,
         message: str = "",
     ) -> list[Action]:
-        tokens = live.context.tokens.all[live.prompt_length :].tolist()
+        tokens = live.known_tokens(live.prompt_length)
         terminal = Terminal(
             request=live.key[0],
             attempt=live.key[1],
-            position=len(live.context.tokens),
+            position=live.sequence.num_tokens,
             status=status,
             code=code,
             message=message,
@@ -435,7 +440,9 @@ class DecodeCore(WorkerCore):
     # ------------------------------------------------------------------ time and drain
 
     def _on_tick(self, event: Tick, now: float) -> list[Action]:
-        engine = EngineState(self._progress + event.layers, self._step_running, self._step_s)
+        engine = EngineState(
+            self._progress + event.layers, self._scheduler.steps_out > 0, self._step_s
+        )
         actions: list[Action] = list(self._member.tick(now, engine, self.load))
         actions += self._received(self.receiver.tick(now), now)
         for key in self._deadlines.due(now):
@@ -458,7 +465,7 @@ class DecodeCore(WorkerCore):
     @property
     def idle(self) -> bool:
         """No request is here and no step runs: integrity can be checked."""
-        return not self._live and not self.receiver.granted and not self._step_running
+        return not self._live and not self.receiver.granted and not self._scheduler.steps_out
 
     def load(self) -> WorkerLoad:
         """Figures for heartbeats."""

@@ -8,8 +8,8 @@ a ``mask`` is advanced only between the steps of its request.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -75,10 +75,15 @@ class Chunk:
 
 @dataclass(slots=True, frozen=True)
 class StepPlan:
-    """One forward pass: decode rows first, then prefill chunks."""
+    """One forward pass: decode rows first, then prefill chunks.
+
+    ``ahead``: planned before the tokens of the step before were known. Each chunk is the one
+    token that step draws for its request; :func:`realized` puts them in.
+    """
 
     step: int
     chunks: tuple[Chunk, ...]
+    ahead: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -104,6 +109,25 @@ class StepResult:
     seconds: float
     num_tokens: int
     failed: dict[bytes, BatonError] = field(default_factory=dict)
+
+
+def realized(
+    plan: StepPlan, drawn: Mapping[bytes, int], failed: dict[bytes, BatonError]
+) -> Sequence[Chunk]:
+    """The chunks of a plan, with the tokens ``drawn`` in the step before where it lacks them.
+
+    Requests for which that step drew nothing go to ``failed``; they have ended meanwhile.
+    """
+    if not plan.ahead:
+        return plan.chunks
+    chunks = []
+    for chunk in plan.chunks:
+        token = drawn.get(chunk.request)
+        if token is None:
+            failed[chunk.request] = InternalError("the step before drew no token")
+        else:
+            chunks.append(replace(chunk, tokens=np.array([token], np.int32)))
+    return chunks
 
 
 def failed_step(plan: StepPlan, error: Exception) -> StepResult:

@@ -11,7 +11,8 @@ Invariants, after every call:
 
 * a sequence is waiting, ready or running (:mod:`.roster`), or prefilled: then it has left and
   keeps its blocks until :meth:`Scheduler.release`;
-* at most one step is out; the blocks of its sequences are not freed before its result is in;
+* at most two steps are out, the second planned ahead while the first runs; blocks of their
+  sequences are not freed before the last of their results is in;
 * a sequence is preempted only for one of lower rank (priority, then arrival), so the first of
   them always gets on; it fails only when the whole pool could not hold it.
 
@@ -20,6 +21,7 @@ The scheduler knows no device, socket or clock, and nothing of what the tokens m
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 import msgspec
@@ -33,6 +35,9 @@ from .roster import Roster, by_rank
 from .sequence import Sequence
 
 _UNBOUNDED = 1 << 62
+
+_Rows = dict[bytes, tuple[Sequence, int]]
+"""Sequences of a step and how many of their tokens it computes, by request."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,9 +58,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class _Counters:
     """Sums since start, for :class:`WorkerLoad`."""
 
-    __slots__ = ("generated_tokens", "preemptions", "prefix_hit_tokens", "prompt_tokens")
+    __slots__ = (
+        "compute_seconds", "generated_tokens", "preemptions", "prefix_hit_tokens", "prompt_tokens"
+    )  # fmt: skip
 
     def __init__(self) -> None:
+        self.compute_seconds = 0.0
         self.generated_tokens = 0
         self.preemptions = 0
         self.prefix_hit_tokens = 0
@@ -71,7 +79,7 @@ class Scheduler:
         self.steps = 0  # steps applied: the engine's progress
         self._roster = Roster()
         self._prefilled: set[Sequence] = set()
-        self._inflight: dict[bytes, tuple[Sequence, int]] = {}
+        self._out: deque[_Rows] = deque()  # of the steps not applied yet, oldest first
         self._events: list[Event] = []
         self._refused: tuple[Sequence, int] | None = None
         self._counters = _Counters()
@@ -95,16 +103,14 @@ class Scheduler:
     def abort(self, request: bytes) -> bool:
         """Drop a request; False when it is not here.
 
-        Its blocks are free on return, unless the running step may still write to them
+        Its blocks are free on return, unless a step that is out may still write to them
         (:meth:`is_inflight`): then :meth:`apply` of that step frees them and drops its result.
         """
         sequence = self._roster.find(request)
         if sequence is None:
             return False
         self._roster.leave(sequence)
-        sequence.aborted = True
-        if not self._runs_now(sequence):
-            self._free(sequence)
+        self._let_go(sequence)
         return True
 
     def release(self, sequence: Sequence) -> None:
@@ -115,13 +121,18 @@ class Scheduler:
         self._free(sequence)
 
     def is_inflight(self, request: bytes) -> bool:
-        """Whether the step that runs now works on ``request``, aborted or not."""
-        return request in self._inflight
+        """Whether a step that is out works on ``request``, aborted or not."""
+        return any(request in rows for rows in self._out)
 
     @property
     def inflight(self) -> frozenset[bytes]:
-        """Requests of the step that runs now."""
-        return frozenset(self._inflight)
+        """Requests of the steps that are out."""
+        return frozenset(request for rows in self._out for request in rows)
+
+    @property
+    def steps_out(self) -> int:
+        """Steps planned whose results are not in."""
+        return len(self._out)
 
     @property
     def requests(self) -> frozenset[bytes]:
@@ -149,9 +160,9 @@ class Scheduler:
         """Tokens not yet computed, decode rows not counted."""
         return self._roster.tokens_waiting
 
-    def _runs_now(self, sequence: Sequence) -> bool:
-        entry = self._inflight.get(sequence.request)
-        return entry is not None and entry[0] is sequence
+    def _is_out(self, sequence: Sequence) -> bool:
+        request = sequence.request
+        return any(rows[request][0] is sequence for rows in self._out if request in rows)
 
     # ------------------------------------------------------------------ the next step
 
@@ -160,12 +171,44 @@ class Scheduler:
 
         Raises InternalError while a step is out.
         """
-        if self._inflight:
+        if self._out:
             raise InternalError("the result of the last step is not in yet")
         self._make_room()
         self._admit(now)
-        chunks = self._chunks()
-        return StepPlan(self.steps, chunks) if chunks else None
+        rows: _Rows = {}
+        chunks = self._chunks(rows)
+        if not chunks:
+            return None
+        self._out.append(rows)
+        return StepPlan(self.steps, chunks)
+
+    def plan_ahead(self) -> StepPlan | None:
+        """The step behind the one that runs, so that the executor need not wait for a plan.
+
+        Its rows are the tokens the running step draws. None unless every running sequence draws
+        one and can go on without it being seen, has room for it, and nobody who could join
+        waits: then planning has to see the result first. A request that ends by its token has
+        one row too many in this step; its result is dropped and its blocks stay until then.
+        """
+        roster = self._roster
+        joins = (roster.waiting or roster.ready) and len(roster.running) < self.config.max_batch
+        if len(self._out) != 1 or joins or self.config.one_token:
+            return None
+        running = self._out[0]
+        rows = [s for s in roster.running if s.remaining_tokens > 1]  # the others end for certain
+        if not rows or not all(_draws(s, running) for s in roster.running):
+            return None
+        if not all(self._may_go_on(s) for s in rows):
+            return None
+        self._out.append({s.request: (s, 1) for s in rows})
+        chunks = tuple(s.chunk_ahead() for s in rows)
+        return StepPlan(self.steps + 1, chunks, ahead=True)
+
+    def _may_go_on(self, sequence: Sequence) -> bool:
+        allocation = sequence.allocation
+        if allocation is None or not sequence.can_go_on_unseen:
+            return False
+        return self.cache.grow(allocation, sequence.num_tokens + 1)
 
     def _make_room(self) -> None:
         """Blocks for all tokens of every running sequence, preempting the highest rank."""
@@ -242,12 +285,15 @@ class Scheduler:
         self._counters.prefix_hit_tokens += sequence.cached_tokens
         return True
 
-    def _chunks(self) -> tuple[Chunk, ...]:
-        """Decode rows first, then prefill chunks in order of admission within the budget."""
+    def _chunks(self, out: _Rows) -> tuple[Chunk, ...]:
+        """Decode rows first, then prefill chunks in order of admission within the budget.
+
+        What they compute is entered into ``out``.
+        """
         rows: list[Chunk] = []
         prefills: list[Chunk] = []
         budget = self.config.token_budget or _UNBOUNDED
-        one_token, inflight = self.config.one_token, self._inflight
+        one_token = self.config.one_token
         for sequence in self._roster.running:
             tokens, allocation = sequence.num_tokens, sequence.allocation
             count = tokens - sequence.num_computed_tokens
@@ -262,22 +308,23 @@ class Scheduler:
             if count:
                 streams = one_token and sequence.stream_from is not None
                 place.append(sequence.chunk(count, stream_layers=streams))
-                inflight[sequence.request] = (sequence, count)
+                out[sequence.request] = (sequence, count)
         return (*rows, *prefills)
 
     # ------------------------------------------------------------------ the step's result
 
     def apply(self, result: StepResult, now: float) -> list[Event]:
         """Book what the step computed; results of requests aborted meanwhile are dropped."""
-        if result.step != self.steps or not self._inflight:
+        if result.step != self.steps or not self._out:
             raise InternalError(f"step {result.step} is not the one that runs ({self.steps})")
         self.steps += 1
-        inflight, self._inflight = self._inflight, {}
+        self._counters.compute_seconds += result.seconds
+        rows = self._out.popleft()
         events = self.take_events()
         sampled = {drawn.request: drawn for drawn in result.sampled}
-        for request, (sequence, count) in inflight.items():
+        for request, (sequence, count) in rows.items():
             if sequence.aborted:
-                self._free(sequence)
+                self._let_go(sequence)
             elif request in result.failed:
                 error = result.failed[request]
                 self._fail(sequence, error.code, str(error), events)
@@ -318,7 +365,7 @@ class Scheduler:
         events.append(TokenEvent(sequence.request, position, drawn.token, drawn.logprobs))
         if sequence.context.is_done:
             self._roster.leave(sequence)
-            self._free(sequence)
+            self._let_go(sequence)
             events.append(Finished(sequence.request, sequence.context.status.value))
         elif self.config.one_token:
             self._roster.leave(sequence)
@@ -334,8 +381,14 @@ class Scheduler:
 
     def _fail(self, sequence: Sequence, code: str, message: str, events: list[Event]) -> None:
         self._roster.leave(sequence)
-        self._free(sequence)
+        self._let_go(sequence)
         events.append(Failed(sequence.request, code, message))
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Free the blocks of a sequence that has left, once no step that is out writes to them."""
+        sequence.aborted = True
+        if not self._is_out(sequence):
+            self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:
         allocation, sequence.allocation = sequence.allocation, None
@@ -358,6 +411,7 @@ class Scheduler:
             prompt_tokens=counters.prompt_tokens,
             generated_tokens=counters.generated_tokens,
             preemptions=counters.preemptions,
+            compute_seconds=counters.compute_seconds,
         )
 
     def check_integrity(self, others: Iterable[Allocation] = ()) -> None:
@@ -367,6 +421,12 @@ class Scheduler:
         """
         self._roster.check_integrity()
         holders = {*self._roster.holders(), *self._prefilled}
-        holders |= {sequence for sequence, _ in self._inflight.values()}
+        holders |= {sequence for rows in self._out for sequence, _ in rows.values()}
         live = [s.allocation for s in holders if s.allocation is not None]
         self.cache.check_integrity([*live, *others])
+
+
+def _draws(sequence: Sequence, rows: _Rows) -> bool:
+    """Whether a step of these rows draws the next token of ``sequence``."""
+    owner, count = rows.get(sequence.request, (None, 0))
+    return owner is sequence and sequence.num_computed_tokens + count == sequence.num_tokens

@@ -13,10 +13,12 @@ from ..proto.contexts import Matcher, TextContext
 from ..proto.hashing import block_hashes
 from ..proto.outputs import TokenLogProbs
 from ..proto.status import GenerationStatus
+from ..proto.tokens import FUTURE_TOKEN
 from .cache import Allocation
 from .plan import Chunk, Int32, SampleSpec, TokenMask
 
 _NO_HISTORY: Int32 = np.empty(0, np.int32)
+_UNKNOWN: Int32 = np.array([FUTURE_TOKEN], np.int32)
 
 
 class Sequence:
@@ -104,13 +106,36 @@ class Sequence:
         table = self.allocation.block_table
         return Chunk(self.request, start, self._tokens(start, end), table, sample, stream_layers)
 
+    @property
+    def can_go_on_unseen(self) -> bool:
+        """Whether the token after next may be planned before the next one is known.
+
+        A penalty or a grammar has to see each token before the one behind it is drawn.
+        """
+        return not self.needs_history and self.context.matcher is None
+
+    def chunk_ahead(self) -> Chunk:
+        """The token that the running step draws, as the work of the step behind it.
+
+        A placeholder stands for it in the context until :meth:`accept`; ``num_tokens`` counts
+        known tokens only.
+        """
+        if self.allocation is None:
+            raise ValueError("a sequence without blocks has no chunk")
+        self.context.update_with_future_token()
+        sample = self._sample_spec(self.num_tokens + 1)
+        return Chunk(self.request, self.num_tokens, _UNKNOWN, self.allocation.block_table, sample)
+
     def accept(self, token: int, logprobs: TokenLogProbs | None) -> None:
         """Append a drawn token; the context's status says afterwards whether the request ended.
 
         Raises ValueError, and nothing changes, for a token the context refuses.
         """
         context = self.context
-        context.update(token, logprobs)
+        if len(context.tokens) > self.num_tokens:
+            context.realize_future_token(token, logprobs)
+        else:
+            context.update(token, logprobs)
         self.num_tokens += 1
         if self.num_tokens >= self.end_length and not context.is_done:
             context.update_status(GenerationStatus.MAXIMUM_LENGTH)

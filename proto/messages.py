@@ -50,6 +50,8 @@ Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Attempt = Annotated[int, Meta(ge=0, le=MAX_ATTEMPT)]
 Seconds = Annotated[float, Meta(ge=0.0, le=MAX_DURATION_S)]
 """A duration; never NaN."""
+Total = Annotated[float, Meta(ge=0.0)]
+"""Seconds of work since start; never NaN."""
 Remaining = Annotated[float, Meta(ge=-MAX_DURATION_S, le=MAX_DURATION_S)]
 """Seconds until a deadline, negative behind it; never NaN."""
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
@@ -290,6 +292,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     prompt_tokens: Count = 0  # computed since start
     generated_tokens: Count = 0
     preemptions: Count = 0
+    compute_seconds: Total = 0.0  # spent in steps of the engine
 
 
 class Hello(Message, frozen=True, kw_only=True):

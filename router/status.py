@@ -137,6 +137,7 @@ def _worker(worker: Worker, now: float) -> dict[str, object]:
         "prompt_tokens": load.prompt_tokens,
         "generated_tokens": load.generated_tokens,
         "preemptions": load.preemptions,
+        "compute_seconds": round(load.compute_seconds, 6),
         "assigned_requests": len(worker.requests),
         "outstanding_tokens": worker.outstanding,
         "dropped": worker.dropped,

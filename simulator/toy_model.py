@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..engine.grammar import GrammarTask, follow
-from ..engine.plan import Chunk, Sampled, StepPlan, StepResult
+from ..engine.plan import Chunk, Sampled, StepPlan, StepResult, realized
+from ..proto.errors import BatonError
 from ..proto.layout import KVLayout, ModelCard
 
 LAYERS = 2
@@ -110,19 +111,22 @@ class ToyExecutor:
     def __init__(self, layout: KVLayout, num_blocks: int, kills: int) -> None:
         self.layout = layout
         self._kills = kills
+        self._drawn: dict[bytes, int] = {}
         self.pool = np.full((layout.num_layers, num_blocks, *layout.block_shape), -1.0, np.float32)
 
     def execute(self, plan: StepPlan, seconds: float) -> StepResult:
         """Write the chunks' KV, draw a token where one is asked for."""
         sampled = []
-        for chunk in plan.chunks:
+        failed: dict[bytes, BatonError] = {}
+        for chunk in realized(plan, self._drawn, failed):
             self._write(chunk)
             if chunk.sample is not None:
                 cells = self._read(chunk.block_table, chunk.start + len(chunk.tokens))
                 if self._kills in _tokens(cells):
                     raise Poisoned
                 sampled.append(Sampled(chunk.request, _next_token(cells)))
-        return StepResult(plan.step, tuple(sampled), seconds, plan.num_tokens)
+        self._drawn = {row.request: row.token for row in sampled}
+        return StepResult(plan.step, tuple(sampled), seconds, plan.num_tokens, failed)
 
     def _write(self, chunk: Chunk) -> None:
         size = self.layout.block_size

@@ -93,11 +93,13 @@ class WorkerNode(Node, Generic[C]):
         self.hangs = self.misfit = False
         self.preemptions = 0  # of earlier lives
         self.grammars: dict[Key, object] = {}  # that compile
+        self.idle_from = 0.0  # the engine has done all its steps then
 
     def boot(self) -> None:
         """A fresh pool and a fresh core; then the routers."""
         self.hangs = False
         self.grammars.clear()
+        self.idle_from = 0.0
         self.member = self._membership()
         self.make()
         for router in self.cluster.routers:
@@ -200,9 +202,13 @@ class WorkerNode(Node, Generic[C]):
         self.cluster.network.after(seconds, self.when_up(done))
 
     def run(self, plan: StepPlan, finish: Callable[[float], None]) -> None:
-        """Call ``finish(seconds)`` when the step is done, unless the engine hangs."""
-        random = self.cluster.network.random
-        seconds = random.uniform(0.001, 0.004) + 0.0001 * plan.num_tokens
+        """Call ``finish(seconds)`` when the step is done, unless the engine hangs.
+
+        A step starts when those before it are over.
+        """
+        network = self.cluster.network
+        seconds = network.random.uniform(0.001, 0.004) + 0.0001 * plan.num_tokens
+        self.idle_from = max(self.idle_from, network.now) + (HANG_S if self.hangs else seconds)
 
         def done() -> None:
             try:
@@ -211,7 +217,7 @@ class WorkerNode(Node, Generic[C]):
                 self.cluster.stats["poisoned"] += 1
                 self.crash()
 
-        self.cluster.network.after(HANG_S if self.hangs else seconds, self.when_up(done))
+        network.at(self.idle_from, self.when_up(done))
 
 
 class PrefillNode(WorkerNode[PrefillCore]):

@@ -24,7 +24,7 @@ from ...proto.ids import RequestID
 from ...proto.outputs import TextGenerationOutput
 from ...proto.status import GenerationStatus
 from ..events import Failed
-from ..plan import Chunk, OnLayers, Sampled, StepPlan, StepResult
+from ..plan import Chunk, OnLayers, Sampled, StepPlan, StepResult, realized
 from ..sampler import sample
 from ..step_loop import StepLoop
 from .model import KVManager, LayerDone, ModelInputs, PipelineModel
@@ -48,6 +48,7 @@ class TextGenerationPipeline:
         self.layer_group = layer_group or max(1, -(-len(kv.pool) // 4))
         self._blocks, self._block_size = kv.num_blocks, kv.layout.block_size
         self._last: tuple[Sequence[Chunk], ModelInputs] | None = None  # the step before
+        self._drawn: dict[bytes, int] = {}  # its tokens
         self._loop: StepLoop | None = None
         self._keys: dict[RequestID, bytes] = {}
 
@@ -99,8 +100,10 @@ class TextGenerationPipeline:
         """
         began = time.perf_counter()
         failed: dict[bytes, BatonError] = {}
-        chunks, inputs = self._admit(plan.chunks, failed)
+        drawn, self._drawn = self._drawn, {}
+        chunks, inputs = self._admit(realized(plan, drawn, failed), failed)
         sampled = [] if inputs is None else self._run(chunks, inputs, on_layers, failed)
+        self._drawn = {row.request: row.token for row in sampled}
         seconds = time.perf_counter() - began
         return StepResult(plan.step, tuple(sampled), seconds, plan.num_tokens, failed)
 

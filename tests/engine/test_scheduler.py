@@ -17,12 +17,13 @@ import pytest
 
 from baton.engine.cache import Allocation, PagedCache
 from baton.engine.events import ChunkDone, Event, Failed, Finished, Prefilled, TokenEvent
-from baton.engine.plan import Chunk, Sampled, StepPlan, StepResult
+from baton.engine.plan import Chunk, Sampled, StepPlan, StepResult, realized
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequence import Sequence
 from baton.proto.contexts import TextContext
 from baton.proto.errors import BatonError, InternalError, SchemaTooComplex
 from baton.proto.sampling import SamplingParams
+from baton.proto.tokens import FUTURE_TOKEN
 
 VOCABULARY = 23
 EOS = 0
@@ -84,16 +85,20 @@ class TokenFunction:
     def __init__(self, cache: PagedCache) -> None:
         self.block_size = cache.block_size
         self.pool = np.full((cache.num_blocks, cache.block_size), -1, np.int32)
+        self.drawn: dict[bytes, int] = {}
 
     def write(self, table: np.ndarray, start: int, tokens: np.ndarray) -> None:
         positions = np.arange(start, start + len(tokens))
         self.pool[table[positions // self.block_size], positions % self.block_size] = tokens
 
     def execute(self, plan: StepPlan) -> StepResult:
-        for chunk in plan.chunks:
+        failed: dict[bytes, BatonError] = {}
+        chunks = realized(plan, self.drawn, failed)
+        for chunk in chunks:
             self.write(chunk.block_table, chunk.start, chunk.tokens)
-        drawn = tuple(self.draw(chunk) for chunk in plan.chunks if chunk.sample is not None)
-        return StepResult(plan.step, drawn, 0.01, plan.num_tokens)
+        drawn = tuple(self.draw(chunk) for chunk in chunks if chunk.sample is not None)
+        self.drawn = {row.request: row.token for row in drawn}
+        return StepResult(plan.step, drawn, 0.01, plan.num_tokens, failed)
 
     def draw(self, chunk: Chunk) -> Sampled:
         end = chunk.start + len(chunk.tokens)
@@ -123,7 +128,7 @@ class Driver:
         self.function = TokenFunction(self.cache)
         self.streams: dict[bytes, Stream] = {}
         self.grants: list[tuple[Stream, Allocation]] = []
-        self.plan: StepPlan | None = None
+        self.plans: list[StepPlan] = []  # that are out
         self._keys = itertools.count()
 
     def sequence(self, request: Request, emitted: tuple[int, ...] = ()) -> Sequence:
@@ -187,18 +192,27 @@ class Driver:
         self.check()
 
     def start(self) -> StepPlan | None:
-        self.plan = self.scheduler.plan(0.0)
+        plan = self.scheduler.plan(0.0)
         self.book(self.scheduler.take_events())
-        if self.plan is not None:
-            self.check_plan(self.plan)
+        return self.out(plan)
+
+    def ahead(self) -> StepPlan | None:
+        return self.out(self.scheduler.plan_ahead())
+
+    def out(self, plan: StepPlan | None) -> StepPlan | None:
+        if plan is not None:
+            self.check_plan(plan)
+            self.plans.append(plan)
+        assert self.scheduler.steps_out == len(self.plans) <= 2
         self.check()
-        return self.plan
+        return plan
 
     def finish(self, failed: dict[bytes, BatonError] | None = None) -> list[Event]:
-        assert self.plan is not None
-        result, self.plan = self.function.execute(self.plan), None
+        result = self.function.execute(self.plans.pop(0))
         if failed:
             kept = tuple(s for s in result.sampled if s.request not in failed)
+            self.function.drawn = {row.request: row.token for row in kept}
+            failed = {**result.failed, **failed}
             result = StepResult(result.step, kept, 0.01, result.num_tokens, failed)
         events = self.scheduler.apply(result, 1.0)
         self.book(events)
@@ -214,7 +228,7 @@ class Driver:
             if not self.scheduler.has_work:
                 return
             assert self.start() is not None or not self.scheduler.has_work, "no progress"
-            if self.plan is not None:
+            if self.plans:
                 self.finish()
         raise AssertionError("a request starves")
 
@@ -244,9 +258,8 @@ class Driver:
         rows = [len(chunk.tokens) for chunk in plan.chunks]
         assert len({chunk.request for chunk in plan.chunks}) == len(rows) <= config.max_batch
         for chunk in plan.chunks:
-            whole = (
-                chunk.start + len(chunk.tokens) == self.streams[chunk.request].sequence.num_tokens
-            )
+            known = self.streams[chunk.request].sequence.num_tokens + plan.ahead
+            whole = chunk.start + len(chunk.tokens) == known
             assert (chunk.sample is not None) == whole
         is_row = [len(c.tokens) == 1 and c.sample is not None for c in plan.chunks]
         prefill = rows[sum(is_row) :]
@@ -476,6 +489,117 @@ def test_only_one_step_is_out() -> None:
         driver.scheduler.apply(result, 0.0)
 
 
+# ------------------------------------------------------------------------------ ahead
+
+
+def test_a_step_planned_ahead_gets_its_tokens_from_the_step_before() -> None:
+    driver = Driver()
+    keys = [driver.add(LONG), driver.add(Request(prompt(7, 5), max_new_tokens=9, ignore_eos=True))]
+    driver.start()
+    for _ in range(7):
+        ahead = driver.ahead()
+        assert ahead is not None and {c.request for c in ahead.chunks} == set(keys)
+        assert [c.tokens.tolist() for c in ahead.chunks] == [[FUTURE_TOKEN]] * 2
+        assert driver.ahead() is None, "two steps are out"
+        driver.finish()
+    while driver.plans:
+        driver.finish()
+    driver.run()
+    driver.check_streams()
+
+
+def test_a_request_that_ends_before_its_step_ahead_keeps_its_blocks_until_then() -> None:
+    driver = Driver()
+    request = next(r for r in (Request(prompt(5, n), 30) for n in range(99)) if early(r))
+    key = driver.add(request)
+    driver.start()
+    for _ in range(len(request.alone()[0])):
+        assert driver.ahead() is not None
+        driver.finish()
+    assert driver.streams[key].end == "end_of_sequence"
+    assert driver.cache.pool.used > 0 and driver.scheduler.is_inflight(key)
+    assert driver.finish() == [] and driver.cache.pool.used == 0
+    driver.check_streams()
+
+
+def early(request: Request) -> bool:
+    tokens, end = request.alone()
+    return end == "end_of_sequence" and len(tokens) > 3
+
+
+def test_an_abort_waits_for_both_steps() -> None:
+    driver = Driver()
+    key, other = driver.add(LONG), driver.add(Request(prompt(9, 3), 12, ignore_eos=True))
+    driver.start()
+    driver.ahead()
+    driver.abort(key)
+    driver.finish()
+    assert driver.scheduler.is_inflight(key)
+    used = driver.cache.pool.used
+    driver.finish()
+    assert not driver.scheduler.is_inflight(key) and driver.cache.pool.used < used
+    driver.run()
+    assert driver.streams[other].end == "maximum_length"
+    driver.check_streams()
+
+
+def test_a_failure_before_the_step_ahead_fails_it_once() -> None:
+    driver = Driver()
+    bad, good = driver.add(LONG), driver.add(Request(prompt(7, 5), 12, ignore_eos=True))
+    driver.start()
+    driver.ahead()
+    driver.finish({bad: InternalError("out of luck")})
+    assert driver.streams[bad].end == "internal" and driver.scheduler.is_inflight(bad)
+    assert {event.request for event in driver.finish()} == {good}
+    driver.run()
+    driver.check_streams()
+
+
+def test_who_could_join_is_not_passed_over() -> None:
+    driver = Driver(max_batch=2)
+    for seed in range(2):
+        driver.add(Request(prompt(9, seed), 12, ignore_eos=True))
+    driver.start()
+    third = driver.add(LONG)
+    assert driver.ahead() is not None, "the batch is full: nobody can join"
+    driver.finish()
+    driver.finish()
+    driver.scheduler.config = SchedulerConfig(max_batch=3)
+    plan = driver.start()
+    assert plan is not None and third in {chunk.request for chunk in plan.chunks}
+    driver.finish()
+    driver.add(LONG)
+    driver.scheduler.config = SchedulerConfig(max_batch=4)
+    driver.start()
+    driver.add(Request(prompt(4, 8)))
+    driver.scheduler.config = SchedulerConfig(max_batch=5)
+    assert driver.ahead() is None
+
+
+@pytest.mark.parametrize("kind", ["penalty", "grammar", "prefill", "chunk", "room", "limit"])
+def test_what_has_to_see_the_token_is_not_planned_ahead(kind: str) -> None:
+    class Anything:
+        def consume_token(self, token: int) -> bool:
+            return True
+
+    driver = Driver(
+        num_blocks=5 if kind == "room" else 9,
+        one_token=kind == "prefill",
+        token_budget=4 * (kind == "chunk"),
+        growth=0,
+    )
+    request = LONG if kind != "limit" else Request(prompt(20), 1, ignore_eos=True)
+    sequence = driver.sequence(request)
+    sequence.needs_history = kind == "penalty"
+    if kind == "grammar":
+        sequence.constrain(Anything())
+    driver.scheduler.add(sequence, 0.0)
+    driver.start()
+    assert driver.ahead() is None
+    driver.finish()
+    assert sequence.context.tokens.all[-1] != FUTURE_TOKEN
+
+
 def test_same_request_twice_is_refused() -> None:
     driver = Driver()
     key = driver.add(LONG)
@@ -594,7 +718,10 @@ def test_load_counts_what_policies_need() -> None:
 
 
 class Mix:
-    """One seeded run: arrivals, grants, handoffs and aborts at random moments."""
+    """One seeded run: arrivals, grants, handoffs and aborts at random moments.
+
+    ``foresight``: how likely a step is planned ahead where that is possible.
+    """
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -606,6 +733,8 @@ class Mix:
             growth=rng.choice([0, 0, 3, 64]),
             one_token=rng.random() < 0.25,
         )
+        self.foresight = rng.choice([0.0, 0.5, 1.0])
+        self.ahead = self.wasted = 0
         self.stems = [prompt(rng.randint(4, 24), seed * 3 + n) for n in range(2)]
 
     def request(self) -> Request:
@@ -650,14 +779,32 @@ class Mix:
             if stream.end == "prefilled" and sequence.allocation and self.rng.random() < chance:
                 self.driver.scheduler.release(sequence)
 
+    def plan_ahead(self) -> None:
+        """Plan what the running step draws; requests that it ends have a row too many there."""
+        driver = self.driver
+        if len(driver.plans) > 1 or self.rng.random() >= self.foresight:
+            return
+        plan = driver.ahead()
+        if plan is not None:
+            self.ahead += 1
+            streams = [driver.streams[chunk.request] for chunk in plan.chunks]
+            own = [s.request.alone()[0] for s in streams]
+            self.wasted += sum(
+                len(s.tokens) + 1 == len(tokens) for s, tokens in zip(streams, own, strict=True)
+            )
+
     def run(self, steps: int) -> None:
         driver, rng = self.driver, self.rng
         for _ in range(steps):
             self.disturb()
-            if driver.start() is not None:
+            if driver.plans or driver.start() is not None:
                 self.disturb()
-                hit = driver.plan.chunks[0].request if rng.random() < 0.02 else None
+                self.plan_ahead()
+                self.disturb()
+                hit = driver.plans[0].chunks[0].request if rng.random() < 0.02 else None
                 driver.finish({hit: InternalError("bad luck")} if hit else None)
+        while driver.plans:
+            driver.finish()
         while driver.grants:
             self.settle_grant()
         for _ in range(20_000):
@@ -674,13 +821,16 @@ class Mix:
 
 @pytest.mark.parametrize("part", range(4))
 def test_random_runs_stream_what_each_request_gives_alone(part: int) -> None:
-    preemptions = hits = aborted = 0
+    preemptions = hits = aborted = ahead = wasted = 0
     for seed in range(part * 60, part * 60 + 60):
         mix = Mix(seed)
         mix.run(steps=60)
         load = mix.driver.scheduler.load()
         preemptions += load.preemptions
         hits += load.prefix_hit_tokens
+        ahead += mix.ahead
+        wasted += mix.wasted
         aborted += sum(stream.aborted for stream in mix.driver.streams.values())
     # The runs are worth nothing unless they go through the hard paths.
     assert preemptions > 80 and hits > 1_000 and aborted > 50
+    assert ahead > 100 and wasted > 4, (ahead, wasted)

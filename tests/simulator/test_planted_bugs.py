@@ -324,7 +324,7 @@ PLANTS = [
     (abort_frees_nothing, "noise", 5),
     (any_position_passes_the_router, "noise", 5),
     (terminal_not_repeated, "noise", 5),
-    (what_is_given_back_is_said_once, DEAF, 10),
+    (what_is_given_back_is_said_once, DEAF, 30),
     (duplicate_reserve_allocates_again, "noise", 5),
     (prefix_published_before_it_arrived, "plain", 20),
     (blocks_sent_before_they_are_computed, "narrow", 5),
