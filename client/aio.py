@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ..proto.contexts import TextContext
 from ..proto.errors import BatonError, ConnectionLost, InputError, InternalError
 from ..proto.ids import RequestID
-from ..proto.messages import Describe, Described, Drain, Drained, Message, Status, StatusReport
+from ..proto.messages import Describe, Described, Drained, Message, StatusReport
 from ..runtime.loop import Loop
 from ..runtime.security import CurveKeys
 from .connection import Connection, Sink
@@ -41,6 +41,7 @@ from .model import (
     prepare_context,
     prepare_text,
 )
+from .options import check_timeouts, drain_question, question_timeout, status_question
 from .output import Assembler, Output
 
 Answer = TypeVar("Answer", bound=Message)
@@ -61,6 +62,7 @@ class AsyncClient:
         connect_timeout: float = 5.0,
         reconnect_timeout: float = 30.0,
     ) -> None:
+        check_timeouts(connect_timeout=connect_timeout, reconnect_timeout=reconnect_timeout)
         self._address = address
         self._keys = keys
         self._timeout = connect_timeout
@@ -129,13 +131,13 @@ class AsyncClient:
 
     async def status(self, *, handoffs: int = 16, timeout: float | None = None) -> dict[str, Any]:
         """The cluster's state: workers and the last ``handoffs`` handoffs."""
-        report = await self._ask(Status(handoffs=handoffs), StatusReport, timeout)
+        report = await self._ask(status_question(handoffs), StatusReport, timeout)
         state: dict[str, Any] = json.loads(report.report)
         return state
 
     async def drain(self, worker: str, *, timeout: float | None = None) -> str:
         """Let a worker finish what it has and take nothing new; returns how that stands."""
-        return (await self._ask(Drain(worker=worker), Drained, timeout)).message
+        return (await self._ask(drain_question(worker), Drained, timeout)).message
 
     # ------------------------------------------------------------------ end
 
@@ -230,7 +232,7 @@ class AsyncClient:
             if not future.done():  # its waiter may have been cancelled
                 future.set_result(answer)
 
-        seconds = self._timeout if timeout is None else timeout
+        seconds = question_timeout(timeout, self._timeout)
         self._connected().ask(question, seconds, settle)
         answer = await future
         if isinstance(answer, BatonError):

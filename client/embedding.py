@@ -17,6 +17,7 @@ from ..proto.errors import InputError, InternalError, TaskMismatch
 from ..proto.requests import build_embed_context
 from .events import Ended, RequestSpec
 from .model import RequestOptions, ServedModel, TokensOrText, encode, make_spec
+from .options import check_options
 
 F32 = npt.NDArray[np.float32]
 WINDOW = 256
@@ -28,9 +29,7 @@ def embed_specs(
     texts: Sequence[TokensOrText], options: RequestOptions, model: ServedModel
 ) -> list[RequestSpec]:
     """Requests for all texts (or token ids). Raises InputError for what cannot be embedded."""
-    unknown = options.keys() - _OPTIONS
-    if unknown:
-        raise InputError(f"embed takes no {min(unknown)}")
+    check_options(options, _OPTIONS)
     if isinstance(texts, str):
         raise InputError("embed takes a list of texts, not one text")
     if model.card.task != "embed":

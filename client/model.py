@@ -34,6 +34,7 @@ from ..text.detokenizer import IncrementalDetokenizer
 from ..text.stop import stop_sequences
 from ..text.tokenizer import TOKENIZER_FILES, Tokenizer
 from .events import RequestSpec
+from .options import check_options
 from .output import Assembler
 
 Int32 = npt.NDArray[np.int32]
@@ -181,6 +182,7 @@ def prepare_text(
 
 def prepare_context(context: TextContext, sampling: Sampling, options: RequestOptions) -> Prepared:
     """Make a request of a context, which brings its own parameters."""
+    check_options(options, RequestOptions.__annotations__)
     if sampling is not None:
         raise InputError("a context has its own sampling_params; give none beside it")
     wire = context.to_wire()
@@ -202,6 +204,7 @@ def _prepare(
     *,
     show_text: bool,
 ) -> Prepared:
+    check_options(options, RequestOptions.__annotations__)
     params = _params(sampling, model.defaults)
     stop, schema = params.stop or [], options.get("json_schema")
     wire = build_wire_context(
@@ -232,7 +235,7 @@ def make_spec(wire: WireContext, options: RequestOptions, name: str | None) -> R
     spec = RequestSpec(
         request_id=request_id,
         context=wire,
-        deadline=deadline,
+        deadline=None if deadline is None else float(deadline),
         pool=options.get("pool"),
         pin=options.get("pin", "prefer"),
         fallback=options.get("fallback", False),
@@ -254,6 +257,9 @@ def _params(sampling: Sampling, defaults: SamplingParamsGenerationConfigDefaults
     if isinstance(sampling, SamplingParams):
         return sampling
     given = sampling if sampling is not None else SamplingParamsInput()
+    if not isinstance(given, SamplingParamsInput):
+        kinds = "SamplingParams or SamplingParamsInput"
+        raise InputError(f"sampling_params must be {kinds}, not {type(given).__name__}")
     return SamplingParams.from_input_and_generation_config(given, defaults)
 
 

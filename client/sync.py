@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ..proto.contexts import TextContext
 from ..proto.errors import BatonError, ConnectionLost, InternalError
-from ..proto.messages import Describe, Described, Drain, Drained, Message, Status, StatusReport
+from ..proto.messages import Describe, Described, Drained, Message, StatusReport
 from ..runtime.loop import Loop
 from ..runtime.security import CurveKeys
 from .connection import Connection, Sink
@@ -41,6 +41,7 @@ from .model import (
     prepare_context,
     prepare_text,
 )
+from .options import check_timeouts, drain_question, question_timeout, status_question
 from .output import Output
 
 Answer = TypeVar("Answer", bound=Message)
@@ -104,6 +105,7 @@ class Client:
         connect_timeout: float = 5.0,
         reconnect_timeout: float = 30.0,
     ) -> None:
+        check_timeouts(connect_timeout=connect_timeout, reconnect_timeout=reconnect_timeout)
         self._background = _Background(address, keys, (connect_timeout, reconnect_timeout))
         self._timeout = connect_timeout
         self._models = ModelCache()
@@ -199,13 +201,13 @@ class Client:
 
     def status(self, *, handoffs: int = 16, timeout: float | None = None) -> dict[str, Any]:
         """The cluster's state: workers and the last ``handoffs`` handoffs."""
-        report = self._ask(Status(handoffs=handoffs), StatusReport, timeout).report
+        report = self._ask(status_question(handoffs), StatusReport, timeout).report
         state: dict[str, Any] = json.loads(report)
         return state
 
     def drain(self, worker: str, *, timeout: float | None = None) -> str:
         """Let a worker finish what it has and take nothing new; returns how that stands."""
-        return self._ask(Drain(worker=worker), Drained, timeout).message
+        return self._ask(drain_question(worker), Drained, timeout).message
 
     # ------------------------------------------------------------------ end
 
@@ -241,7 +243,7 @@ class Client:
 
     def _ask(self, question: Message, kind: type[Answer], timeout: float | None) -> Answer:
         answers: queue.SimpleQueue[Message | BatonError] = queue.SimpleQueue()
-        seconds = self._timeout if timeout is None else timeout
+        seconds = question_timeout(timeout, self._timeout)
         connection = self._background.connection
         self._background.post(lambda: connection.ask(question, seconds, answers.put))
         answer = answers.get()

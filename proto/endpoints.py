@@ -15,6 +15,8 @@ def check_endpoint(text: str) -> str:
     Raises InputError with the reason otherwise: the port is 1 to 65535, an IPv6 host stands
     in brackets, an ipc path has 1 to 107 bytes.
     """
+    if not isinstance(text, str):
+        raise InputError(f"an endpoint is text, not {type(text).__name__}")
     scheme, mark, rest = text.partition("://")
     if not mark or scheme not in ("tcp", "ipc", "inproc"):
         raise InputError(f"endpoint {_shown(text)} must start with tcp://, ipc:// or inproc://")

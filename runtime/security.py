@@ -52,9 +52,9 @@ def is_local(endpoint: str) -> bool:
 
 def check_address(endpoint: str) -> None:
     """Raise ConfigError unless ``endpoint`` is an address; port 0 stands for any free one."""
-    stem = endpoint.removesuffix(":0")
+    any_port = isinstance(endpoint, str) and endpoint.endswith(":0")
     try:
-        check_endpoint(endpoint if stem == endpoint else f"{stem}:1")
+        check_endpoint(f"{endpoint[:-2]}:1" if any_port else endpoint)
     except InputError as error:
         raise ConfigError(str(error)) from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import threading
 import time
@@ -10,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from baton.client import Client
+from baton.client import AsyncClient, Client
 from baton.proto import (
     CapacityError,
     ConfigError,
@@ -279,6 +280,28 @@ def test_nobody_there(tmp_path):
 def test_a_bad_address():
     with pytest.raises(ConfigError, match="must start with"):
         Client("localhost:4000")
+    for address in (None, 5, b"ipc:///x"):
+        with pytest.raises(ConfigError, match="is text, not"):
+            Client(address)
+
+
+@pytest.mark.parametrize("seconds", ["5", None, math.nan, [1]])
+@pytest.mark.parametrize("name", ["connect_timeout", "reconnect_timeout"])
+def test_a_bad_timeout(name, seconds):
+    for kind in (Client, AsyncClient):
+        with pytest.raises(ConfigError, match=f"{name} must be a number of seconds, not"):
+            kind("ipc:///nowhere", **{name: seconds})
+
+
+def test_bad_questions_are_refused_before_they_are_asked(client):
+    for timeout in ("5", math.nan, [1]):
+        with pytest.raises(InputError, match="timeout must be a number"):
+            client.status(timeout=timeout)
+    for handoffs in ("x", None, -1, 1 << 70):
+        with pytest.raises(InputError, match="handoffs must be"):
+            client.status(handoffs=handoffs)
+    with pytest.raises(InputError, match="worker must be text"):
+        client.drain(None)
 
 
 def test_no_worker_yet(cluster):
@@ -304,6 +327,18 @@ def test_no_worker_yet(cluster):
         ([1], None, {"target_endpoint": "http://x"}, InputError),
         ([1], None, {"deadline": 0.0}, DeadlineExceeded),
         ([1], None, {"request_id": "x" * 300}, InputError),
+        ([1], 5, {}, InputError),
+        ([1], {"temperature": 0}, {}, InputError),
+        ([1], None, {"deadline": math.nan}, InputError),
+        ([1], None, {"deadline": "5"}, InputError),
+        ([1], None, {"target_endpoint": 5}, InputError),
+        ([1], None, {"pool": 5}, InputError),
+        ([1], None, {"pin": None}, InputError),
+        ([1], None, {"fallback": "yes"}, InputError),
+        ([1], None, {"request_id": 5}, InputError),
+        ([1], None, {"cache_salt": 5}, InputError),
+        ([1], None, {"log_probabilities": "all"}, InputError),
+        ([1], None, {"target_endpont": "ipc:///x"}, InputError),
     ],
 )
 def test_wrong_requests_are_refused_at_once(client, prompt, sampling, options, error):
