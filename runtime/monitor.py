@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 
 import zmq
@@ -13,6 +14,20 @@ HANDSHAKE_FAILURES = (
 )
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES
 _HEAD = struct.Struct("=Hi")
+_PROTOCOL_ERRORS = {
+    int(getattr(zmq, name)): name.removeprefix("PROTOCOL_ERROR_").lower().replace("_", " ")
+    for name in dir(zmq)
+    if name.startswith("PROTOCOL_ERROR_")
+}
+
+
+def describe_refusal(event: int, value: int) -> str:
+    """One of :data:`HANDSHAKE_FAILURES` in words."""
+    if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+        return f"it breaks the protocol: {_PROTOCOL_ERRORS.get(value, f'error {value:#x}')}"
+    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        return f"it was not let in: status {value}"
+    return f"it ended within the handshake: {os.strerror(value)}"
 
 
 class Monitor:

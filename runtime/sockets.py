@@ -32,7 +32,7 @@ from .channel import (
 )
 from .log import get_logger
 from .loop import Loop
-from .monitor import HANDSHAKE_FAILURES, Monitor
+from .monitor import HANDSHAKE_FAILURES, Monitor, describe_refusal
 from .peers import PeerTable
 from .security import CurveKeys, apply_client_keys, apply_server_keys, check_address, check_bind
 
@@ -169,7 +169,8 @@ class RouterChannel(Channel):
                 self._verify(identity)
         elif event & HANDSHAKE_FAILURES:
             self.stats.refused += 1
-            _log.warning("socket.handshake_failed", endpoint=self.endpoint, reason=value)
+            reason = describe_refusal(event, value)
+            _log.warning("socket.handshake_failed", endpoint=self.endpoint, reason=reason)
         return True
 
     def _verify(self, identity: bytes, attempt: int = 0) -> None:
@@ -309,7 +310,8 @@ class DealerChannel(Channel):
                 self._on_disconnected()
         elif event & HANDSHAKE_FAILURES:
             self.stats.refused += 1
-            _log.warning("socket.handshake_failed", endpoint=self.endpoint, reason=value)
+            reason = describe_refusal(event, value)
+            _log.warning("socket.handshake_failed", endpoint=self.endpoint, reason=reason)
         return True
 
 

@@ -246,6 +246,24 @@ def test_too_many_frames_are_dropped_and_counted(loop, drive, context, tmp_path)
     assert len(server.heard) == 1 and server.channel.stats.malformed == 1
 
 
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(47), "mechanism mismatch"),
+        (b"", "ended within the handshake: "),
+    ],
+)
+def test_a_refused_connection_is_told_in_words(loop, drive, context, tmp_path, capsys, sent, words):
+    server = Server(loop, context, f"ipc://{tmp_path}/s")
+    with posix.socket(posix.AF_UNIX) as stranger:
+        stranger.connect(str(tmp_path / "s"))
+        stranger.sendall(sent)
+    drive.until(lambda: server.channel.stats.refused)
+    said = capsys.readouterr().err
+    assert "socket.handshake_failed" in said
+    assert words in said
+
+
 def test_noise_on_the_port_leaves_the_socket_working(loop, drive, context):
     server = Server(loop, context, "tcp://127.0.0.1:0")
     port = int(server.channel.endpoint.rsplit(":", 1)[1])
