@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import msgspec
@@ -9,6 +10,10 @@ import msgspec
 from baton import __version__
 
 from ..engine.embedding_config import EMBED
+from ..proto.errors import BatonError
+from ..proto.limits import MAX_DESCRIBED_BYTES
+from ..router.describe import read_text_files
+from ..text.model_files import TokenizerSettings
 from .config import kv_size
 from .core import Say
 from .plan import ClusterPlan
@@ -61,8 +66,6 @@ def facts(plan: ClusterPlan, *, hint: bool, context: int = 0) -> BannerFacts:
     if plan.address.startswith("tcp://") or plan.settings.transport == "tcp":
         local = "this machine only (loopback, no keys)"
     embeds = plan.settings.task == EMBED
-    words = "embed 'Who are you?'" if embeds else "generate --chat 'Who are you?'"
-    verb, _, rest = words.partition(" ")
     return BannerFacts(
         version=__version__,
         model=plan.model,
@@ -72,8 +75,21 @@ def facts(plan: ClusterPlan, *, hint: bool, context: int = 0) -> BannerFacts:
         context=context,
         block_size=plan.settings.block_size,
         kv_memory="" if embeds else _kv_memory(plan),
-        hint=f"baton {verb} --address {plan.address} {rest}" if hint else "",
+        hint=_hint(plan) if hint else "",
     )
+
+
+def _hint(plan: ClusterPlan) -> str:
+    """A command that this model can answer: without a tokenizer there is no text."""
+    verb, rest = "status", ""
+    with contextlib.suppress(BatonError):
+        files = read_text_files(plan.model, MAX_DESCRIBED_BYTES)
+        if plan.settings.task == EMBED and "tokenizer.json" in files:
+            verb, rest = "embed", " 'Who are you?'"
+        elif "tokenizer.json" in files:
+            chats = "default" in TokenizerSettings(files, plan.model).templates
+            verb, rest = "generate", " --chat 'Who are you?'" if chats else " 'Once upon a time'"
+    return f"baton {verb} --address {plan.address}{rest}"
 
 
 def _kv_memory(plan: ClusterPlan) -> str:

@@ -1,11 +1,12 @@
 """What is served for which task: an embedding model has no decode workers."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from baton.deploy import banner
-from baton.deploy.config import ServeSettings, check
+from baton.deploy.config import ServeSettings, check, demo_model_folder
 from baton.deploy.local import check_model, make_plan
 from baton.proto.errors import ConfigError
 
@@ -29,8 +30,25 @@ def test_an_embedding_model_has_no_decode_workers(transport):
 def test_a_text_model_has_both_pools_unless_it_is_told_to_embed():
     plan = plan_of("checkpoints/qwen3")
     assert plan.worker_names == ("prefill-0", "decode-0")
-    assert "baton generate --address" in banner.facts(plan, hint=True).hint
+    assert banner.facts(plan, hint=True).hint == f"baton status --address {plan.address}"
     assert plan_of("checkpoints/qwen3", task="embed").worker_names == ("prefill-0",)
+
+
+@pytest.mark.parametrize(
+    ("without", "verb", "words"),
+    [
+        ((), "generate", " --chat 'Who are you?'"),
+        (("chat_template.jinja", "tokenizer_config.json"), "generate", " 'Once upon a time'"),
+        (("tokenizer.json",), "status", ""),
+    ],
+)
+def test_the_banner_suggests_what_the_model_can_answer(tmp_path, without, verb, words):
+    shutil.copytree(demo_model_folder(), tmp_path / "m")
+    for name in without:
+        (tmp_path / "m" / name).unlink()
+    plan = plan_of(tmp_path / "m")
+    assert banner.facts(plan, hint=True).hint == f"baton {verb} --address {plan.address}{words}"
+    assert banner.facts(plan, hint=False).hint == ""
 
 
 def test_tasks_a_model_cannot_do_are_refused_before_anything_starts():
