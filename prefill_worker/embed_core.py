@@ -329,6 +329,16 @@ class EmbedCore(WorkerCore):
         """Draining and nothing left."""
         return self._member.draining and not self._jobs and not self._member.unacknowledged
 
+    @property
+    def idle(self) -> bool:
+        """No request is here and no batch runs."""
+        return not self._jobs and self._running is None
+
+    @property
+    def remembered(self) -> int:
+        """Entries kept about requests that are over; each ends at its time."""
+        return len(self._answered) + len(self._aborted) + self._member.unacknowledged
+
     def check_integrity(self) -> None:
         """Raise InternalError unless queue and sums fit the jobs."""
         if not self._queue.keys() <= self._jobs.keys():

@@ -40,6 +40,8 @@ class Record:
     fallback: bool = False
     poison: bool = False
     schema: str | None = None
+    embed: bool = False  # a vector is wanted
+    mute: bool = False  # and the model has none
     started: float = 0.0
     tokens: list[int] = field(default_factory=list)
     ends: list[client.Ended] = field(default_factory=list)
@@ -54,6 +56,14 @@ class Record:
 
     def spec(self) -> client.RequestSpec:
         """The request as the user asks for it."""
+        if self.embed:
+            context = WireContext(
+                tokens=np.array(self.prompt, np.int32),
+                max_length=len(self.prompt),
+                target_endpoint=self.endpoint,
+                task="embed",
+            )
+            return self._spec(context)
         context = WireContext(
             tokens=np.array(self.prompt, np.int32),
             max_length=MAX_LENGTH,
@@ -62,6 +72,9 @@ class Record:
             target_endpoint=self.endpoint,
             json_schema=self.schema,
         )
+        return self._spec(context)
+
+    def _spec(self, context: WireContext) -> client.RequestSpec:
         return client.RequestSpec(
             request_id=self.request_id,
             context=context,

@@ -15,6 +15,7 @@ from ..proto.messages import Message
 from ..router.config import PolicyConfig, RouterConfig
 from ..router.core import RouterCore
 from .clients import ClientNode
+from .embed_worker import EmbedNode
 from .invariants import Watcher
 from .network import Aim, Faults, Network
 from .nodes import DETECT_S, Node, RouterNode
@@ -27,10 +28,11 @@ FLAP_S = 0.02
 
 @dataclass(slots=True, frozen=True)
 class Shape:
-    """How many processes of each kind, and their sizes."""
+    """How many processes of each kind, and their sizes; either text workers or embedders."""
 
     prefill: int = 2
     decode: int = 2
+    embed: int = 0
     clients: int = 2
     routers: int = 1
     restart_s: float = 0.3
@@ -61,6 +63,7 @@ class Cluster:
             PrefillNode(self, f"prefill-{i}", shape.sizes) for i in range(shape.prefill)
         ]
         self.decodes = [DecodeNode(self, f"decode-{i}", shape.sizes) for i in range(shape.decode)]
+        self.embedders = [EmbedNode(self, f"prefill-{i}", shape.sizes) for i in range(shape.embed)]
         self.clients = [
             ClientNode(self, f"client-{i}", self.routers[i % shape.routers])
             for i in range(shape.clients)
@@ -70,13 +73,13 @@ class Cluster:
 
     @property
     def workers(self) -> list[WorkerNode[Any]]:
-        """Prefill and decode workers."""
-        return [*self.prefills, *self.decodes]
+        """Prefill and decode workers, or those of an embedding model."""
+        return [*self.prefills, *self.decodes, *self.embedders]
 
     @property
     def nodes(self) -> list[Node]:
         """Everything that can die."""
-        return [*self.routers, *self.prefills, *self.decodes, *self.clients]
+        return [*self.routers, *self.workers, *self.clients]
 
     def make_router(self, node: RouterNode) -> RouterCore:
         """A router core for one life of a router node, as its process would make it."""

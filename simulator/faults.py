@@ -118,7 +118,8 @@ class Storm:
     def _pair(self) -> tuple[Node, Node]:
         """Two nodes with a connection."""
         cluster, random = self._cluster, self._random
-        router, kind = random.choice(cluster.routers), random.randrange(3)
+        router = random.choice(cluster.routers)
+        kind = random.randrange(3 if cluster.decodes else 2)
         if kind == 0:
             return router, random.choice(cluster.workers)
         if kind == 1:

@@ -13,7 +13,7 @@ from ..client import events as client
 from ..proto.messages import Message, TokenRun, Tokens
 from ..router.registry import WorkerState
 from ..router.request import Request, State
-from .toy_model import expected_tokens
+from .toy_model import expected_tokens, expected_vector
 
 if TYPE_CHECKING:
     from .clients import Record
@@ -49,7 +49,7 @@ class Watcher:
 
     def worker(self, node: WorkerNode[Any]) -> None:
         """A worker has handled an event; an empty pool is looked at once."""
-        if node.cache.pool.used:
+        if node.blocks_used:
             self._empty.discard(node.incarnation)
         elif node.incarnation in self._empty:
             return
@@ -68,7 +68,9 @@ class Watcher:
     def expected(self, record: Record) -> list[int]:
         """What the model answers to a request."""
         known = self._truth.get(id(record))
-        if known is None:
+        if known is None and record.embed:
+            known = self._truth[id(record)] = []
+        elif known is None:
             known = expected_tokens(record.prompt, record.max_new_tokens)
             self._truth[id(record)] = known
         return known
@@ -143,7 +145,9 @@ def check_request(cluster: Cluster, record: Record, allowed: frozenset[str], cal
     if len(record.ends) != 1:
         raise Violation(f"{name}: {len(record.ends)} ends, {len(record.tokens)} tokens")
     end = record.ends[0]
-    if end.status in FINISHED:
+    if record.embed and end.status in FINISHED:
+        _check_vector(record, end)
+    elif end.status in FINISHED:
         complete = record.tokens == want and (end.status == FINISHED[0]) == (want[-1] == 0)
         if not complete and not record.stopped:
             raise Violation(f"{name}: {end.status} after {len(record.tokens)} of {len(want)}")
@@ -155,11 +159,19 @@ def check_request(cluster: Cluster, record: Record, allowed: frozenset[str], cal
     _check_time(record, calm)
 
 
+def _check_vector(record: Record, end: client.Ended) -> None:
+    """A text's own vector, and none for a text that has none."""
+    found = None if end.embedding is None else end.embedding.tolist()
+    if record.mute or found != expected_vector(record.prompt).tolist():
+        raise Violation(f"{record.request_id}: {found} is not the vector of its text")
+
+
 def _is_allowed(record: Record, code: str, allowed: frozenset[str]) -> bool:
     if code == "deadline_exceeded" and code not in allowed:
         due = record.deadline is not None and record.started + record.deadline
         return bool(due) and record.ended_at >= due - 1e-6
-    return code in allowed or (code == "poisoned" and record.poison)
+    expected = (code == "poisoned" and record.poison) or (code == "internal" and record.mute)
+    return expected or code in allowed
 
 
 def _check_time(record: Record, calm: float) -> None:
@@ -177,8 +189,8 @@ def check_quiet(cluster: Cluster) -> None:
     for node in cluster.workers:
         if not node.alive:
             raise Violation(f"{node.name} was not restarted")
-        if node.cache.pool.used:
-            raise Violation(f"{node.name} leaks {node.cache.pool.used} blocks")
+        if node.blocks_used:
+            raise Violation(f"{node.name} leaks {node.blocks_used} blocks")
         if not node.core.idle:
             raise Violation(f"{node.name} is not idle")
         if node.member.unacknowledged:

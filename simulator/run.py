@@ -15,10 +15,12 @@ from .faults import BLOCK_S, STOP_S, Storm
 from .invariants import Violation, check_forgotten, check_quiet, check_request
 from .network import Aim, Faults
 from .scenarios import Scenario
-from .toy_model import KILLS_DECODE, KILLS_PREFILL, expected_tokens
+from .toy_model import KILLS_DECODE, KILLS_PREFILL, MUTE, expected_tokens
 
 IDLE_S = 700.0
 """Longer than any table remembers."""
+MUTED = 0.1
+"""Share of texts that have no vector."""
 IDLE_LOOK_S = 0.7
 """Time for all timers to have their turn."""
 
@@ -106,8 +108,10 @@ def _plan_load(cluster: Cluster, scenario: Scenario, random: Random) -> None:
         client = random.choice(cluster.clients)
         record = _request(cluster, scenario, random, number, shared)
         if number < scenario.poison:
-            record.prompt[-1] = KILLS_DECODE if number % 2 else KILLS_PREFILL
+            record.prompt[-1] = KILLS_DECODE if number % 2 and not record.embed else KILLS_PREFILL
             record.poison = True
+        elif record.embed and random.random() < MUTED:
+            record.prompt[-1], record.mute = MUTE, True
         when = random.uniform(0.05, scenario.load_s)
         cluster.network.at(when, partial(_submit, cluster, client, record))
         if random.random() < scenario.cancels:
@@ -126,6 +130,7 @@ def _request(
     elif random.random() < 0.1:
         prompt = shared[:16]  # whole blocks, so that a repetition finds all of it cached
     record = Record(f"{number}", prompt, random.randint(1, scenario.answer))
+    record.embed = bool(scenario.shape.embed)
     if random.random() < scenario.names:
         record.request_id = f"name-{number % 3}"
     if random.random() < scenario.deadlines:
@@ -170,7 +175,7 @@ def _settled(cluster: Cluster, scenario: Scenario) -> bool:
     if any(router.core.unfinished for router in cluster.routers):
         return False
     return all(
-        node.core.idle and not node.cache.pool.used and not node.member.unacknowledged
+        node.core.idle and not node.blocks_used and not node.member.unacknowledged
         for node in cluster.workers
     )
 
@@ -186,7 +191,7 @@ def figures(cluster: Cluster) -> Counter[str]:
         duplicated=network.duplicated,
         reordered=network.reordered,
         milliseconds=int(network.now * 1000),
-        preemptions=sum(n.preemptions + n.scheduler.load().preemptions for n in cluster.workers),
+        preemptions=sum(node.preempted for node in cluster.workers),
         replays=sum(router.core.life.counters.replayed for router in cluster.routers),
     )
     for client in cluster.clients:
@@ -194,6 +199,7 @@ def figures(cluster: Cluster) -> Counter[str]:
             sums["requests"] += 1
             sums["tokens"] += len(record.tokens)
             end = record.ends[0] if record.ends else None
+            sums["vectors"] += end is not None and end.embedding is not None
             code = end.error.code if end is not None and end.error is not None else ""
             sums[f"ended {(end.status or code) if end is not None else 'orphaned'}"] += 1
     return sums

@@ -16,6 +16,7 @@ SCARCE = Sizes(decode_blocks=26, prefill_blocks=48, growth=4)
 NARROW = Sizes(frame_bytes=64, window=128, budget=256, stream_tokens=8, token_budget=32)
 """Long prompts pass layer by layer through small windows."""
 
+EMBED = Shape(prefill=0, decode=0, embed=3)
 
 DEVICE = replace(NARROW, device=True)
 
@@ -140,6 +141,40 @@ SCENARIOS: dict[str, Scenario] = {
         faults=NOISE,
         load_s=0.5,
         allowed=UNLUCKY,
+    ),
+    "embed": Scenario(shape=EMBED, requests=60, load_s=0.3, cancels=0.2, deadlines=0.1),
+    "embed-noise": Scenario(
+        shape=EMBED,
+        requests=60,
+        load_s=0.5,
+        cancels=0.2,
+        deadlines=0.2,
+        crashes=3,
+        stops=1,
+        poison=1,
+        faults=NOISE,
+        allowed=UNLUCKY,
+    ),
+    "embed-all": Scenario(
+        shape=replace(EMBED, routers=2, clients=4),
+        requests=60,
+        crashes=3,
+        stops=2,
+        hangs=1,
+        flaps=3,
+        partitions=2,
+        drains=2,
+        jumps=1,
+        slow=1,
+        cancels=0.2,
+        pins=0.2,
+        deadlines=0.2,
+        faults=NOISE,
+        victims=EVERYONE,
+        allowed=_PINNED | {"deadline_exceeded"},
+    ),
+    "embed-misfit": Scenario(
+        shape=EMBED, requests=60, load_s=0.5, misfits=2, cancels=0.1, allowed=UNLUCKY
     ),
     "clients": Scenario(crashes=3, victims=("client",), cancels=0.2),
     "routers": Scenario(

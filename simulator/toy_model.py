@@ -8,10 +8,12 @@ wrong position. A poison token, found among the cells, kills the worker that rea
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -25,9 +27,12 @@ ANSWERS = 251
 """Tokens the model may answer with."""
 KILLS_PREFILL = 251
 KILLS_DECODE = 252
+MUTE = 250
+"""A text with it has no vector."""
 VOCAB = 253
 EOS = 0
 MAX_LENGTH = 4096
+DIMENSIONS = 4
 _PRIME = 65_521
 _TOKEN, _POSITION = 7919, 104_729
 _INVERSE = pow(_TOKEN, -1, _PRIME)
@@ -46,6 +51,18 @@ def toy_card(block_size: int = 4) -> ModelCard:
         eos_token_ids=[EOS],
         layout=layout,
     )
+
+
+def embed_card() -> ModelCard:
+    """The card of a model that gives vectors."""
+    return msgspec.structs.replace(toy_card(), task="embed", embedding_size=DIMENSIONS)
+
+
+def expected_vector(tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+    """The vector of a text, float32 ``[DIMENSIONS]``; every token counts, and its place."""
+    content = np.array(tokens, np.int32).tobytes()
+    digest = hashlib.blake2b(content, digest_size=2 * DIMENSIONS).digest()
+    return np.frombuffer(digest, np.uint16).astype(np.float32)
 
 
 class ToyMatcher:

@@ -28,7 +28,9 @@ from ..kv_transfer.receiver import Receiver, ReceiverConfig
 from ..kv_transfer.sender import Sender, SenderConfig
 from ..prefill_worker import events as prefill
 from ..prefill_worker.core import PrefillCore, PrefillLimits
+from ..prefill_worker.embed_core import EmbedCore
 from ..proto.errors import ProtocolError
+from ..proto.layout import ModelCard
 from ..proto.messages import Credit, DecodeToPrefill, KVFrame, Message, PrefillToDecode
 from ..router import events as routing
 from ..runtime.actions import DrainRequested, Exit, FromRouter, RouterDown, RouterUp, Tick, ToRouter
@@ -73,32 +75,41 @@ def warm_times() -> StepTime:
     return times
 
 
-C = TypeVar("C", bound=PrefillCore | DecodeCore)
+C = TypeVar("C", bound=PrefillCore | DecodeCore | EmbedCore)
+T = TypeVar("T", bound=PrefillCore | DecodeCore)
 
 
 class WorkerNode(Node, Generic[C]):
-    """What prefill and decode workers share in the simulation."""
+    """What all workers share in the simulation."""
 
     role = ""
     core: C
-    scheduler: Scheduler
-    cache: PagedCache
-    executor: ToyExecutor
 
     def __init__(self, cluster: Cluster, name: str, sizes: Sizes) -> None:
         super().__init__(cluster, name)
         self.sizes = sizes
-        self.card = toy_card(sizes.block_size)
+        self.card = self.make_card()
         self.endpoint = f"ipc:///simulated/{name}"
         self.hangs = self.misfit = False
-        self.preemptions = 0  # of earlier lives
-        self.grammars: dict[Key, object] = {}  # that compile
         self.idle_from = 0.0  # the engine has done all its steps then
+
+    @abstractmethod
+    def make_card(self) -> ModelCard:
+        """The model it serves."""
+
+    @property
+    def blocks_used(self) -> int:
+        """KV blocks that are taken."""
+        return 0
+
+    @property
+    def preempted(self) -> int:
+        """Preemptions in all its lives."""
+        return 0
 
     def boot(self) -> None:
         """A fresh pool and a fresh core; then the routers."""
         self.hangs = False
-        self.grammars.clear()
         self.idle_from = 0.0
         self.member = self._membership()
         self.make()
@@ -126,12 +137,6 @@ class WorkerNode(Node, Generic[C]):
             max_batch=MAX_BATCH,
         )
         return Membership(me, tuple(router.name for router in self.cluster.routers))
-
-    def crash(self) -> None:
-        """Remember what the figures need."""
-        if self.alive:
-            self.preemptions += self.scheduler.load().preemptions
-        super().crash()
 
     # ------------------------------------------------------------------ routers
 
@@ -177,14 +182,75 @@ class WorkerNode(Node, Generic[C]):
         """What the shell would do, as far as both roles do it."""
         if isinstance(action, ToRouter):
             self.to_router(action.router, action.message)
-        elif isinstance(action, CompileGrammar):
+        elif isinstance(action, Exit) and self.alive:
+            self.cluster.stats["exits"] += 1
+            self.crash()
+
+    def run(self, num_tokens: int, finish: Callable[[float], None]) -> None:
+        """Call ``finish(seconds)`` when the step is done, unless the engine hangs.
+
+        A step starts when those before it are over.
+        """
+        network = self.cluster.network
+        seconds = network.random.uniform(0.001, 0.004) + 0.0001 * num_tokens
+        self.idle_from = max(self.idle_from, network.now) + (HANG_S if self.hangs else seconds)
+
+        def done() -> None:
+            try:
+                finish(seconds)
+            except Poisoned:
+                self.cluster.stats["poisoned"] += 1
+                self.crash()
+
+        network.at(self.idle_from, self.when_up(done))
+
+
+class EngineNode(WorkerNode[T]):
+    """What prefill and decode workers of a text model share: KV, grammars, preemption."""
+
+    scheduler: Scheduler
+    cache: PagedCache
+    executor: ToyExecutor
+
+    def __init__(self, cluster: Cluster, name: str, sizes: Sizes) -> None:
+        super().__init__(cluster, name, sizes)
+        self._preempted = 0  # in earlier lives
+        self.grammars: dict[Key, object] = {}  # that compile
+
+    def make_card(self) -> ModelCard:
+        """The model it serves."""
+        return toy_card(self.sizes.block_size)
+
+    @property
+    def blocks_used(self) -> int:
+        """KV blocks that are taken."""
+        return self.cache.pool.used
+
+    @property
+    def preempted(self) -> int:
+        """Preemptions in all its lives."""
+        return self._preempted + self.scheduler.load().preemptions
+
+    def boot(self) -> None:
+        """Nothing compiles yet."""
+        self.grammars.clear()
+        super().boot()
+
+    def crash(self) -> None:
+        """Remember what the figures need."""
+        if self.alive:
+            self._preempted += self.scheduler.load().preemptions
+        super().crash()
+
+    def perform(self, action: object) -> None:
+        """What the shell would do, as far as both roles do it."""
+        if isinstance(action, CompileGrammar):
             self._compile(action)
         elif isinstance(action, DropGrammar):
             self.cluster.stats["grammars_dropped"] += 1
             del self.grammars[action.key]
-        elif isinstance(action, Exit) and self.alive:
-            self.cluster.stats["exits"] += 1
-            self.crash()
+        else:
+            super().perform(action)
 
     def _compile(self, wanted: CompileGrammar) -> None:
         """As the shells: answered after a while, unless it is dropped."""
@@ -201,26 +267,8 @@ class WorkerNode(Node, Generic[C]):
         seconds = self.cluster.network.random.choice((0.001, 0.01, 0.1))
         self.cluster.network.after(seconds, self.when_up(done))
 
-    def run(self, plan: StepPlan, finish: Callable[[float], None]) -> None:
-        """Call ``finish(seconds)`` when the step is done, unless the engine hangs.
 
-        A step starts when those before it are over.
-        """
-        network = self.cluster.network
-        seconds = network.random.uniform(0.001, 0.004) + 0.0001 * plan.num_tokens
-        self.idle_from = max(self.idle_from, network.now) + (HANG_S if self.hangs else seconds)
-
-        def done() -> None:
-            try:
-                finish(seconds)
-            except Poisoned:
-                self.cluster.stats["poisoned"] += 1
-                self.crash()
-
-        network.at(self.idle_from, self.when_up(done))
-
-
-class PrefillNode(WorkerNode[PrefillCore]):
+class PrefillNode(EngineNode[PrefillCore]):
     """The real prefill core."""
 
     role = "prefill"
@@ -331,10 +379,10 @@ class PrefillNode(WorkerNode[PrefillCore]):
                     self.feed(prefill.LayersDone(chunk.request, 1))
             self.feed(prefill.StepDone(result))
 
-        self.run(plan, finish)
+        self.run(plan.num_tokens, finish)
 
 
-class DecodeNode(WorkerNode[DecodeCore]):
+class DecodeNode(EngineNode[DecodeCore]):
     """The real decode core."""
 
     role = "decode"
@@ -369,7 +417,7 @@ class DecodeNode(WorkerNode[DecodeCore]):
             case decode.ToPeer(peer=peer, message=message):
                 self._to_peer(peer, message)
             case decode.RunStep(plan=plan):
-                self.run(plan, lambda seconds: self._finish(plan, seconds))
+                self.run(plan.num_tokens, lambda seconds: self._finish(plan, seconds))
             case _:
                 super().perform(action)
 

@@ -14,6 +14,7 @@ from baton.kv_transfer.credit import CreditPool
 from baton.kv_transfer.frames import FrameWriter
 from baton.kv_transfer.receiver import Receiver, Reply
 from baton.kv_transfer.sender import Sender
+from baton.prefill_worker.embed_core import BatchDone, EmbedCore
 from baton.proto.codec import EnvelopeDecoder
 from baton.proto.messages import Committed, Drain, TokenRun, Tokens
 from baton.router.client_side import ClientSide
@@ -305,6 +306,36 @@ def grammar_of_an_ended_handoff_compiles_on(monkeypatch):
     monkeypatch.setattr(Grammars, "prune", lambda self, wanted: [])
 
 
+def vectors_of_the_batch_mixed_up(monkeypatch):
+    def make(original):
+        def done(self, event, now):
+            names, vectors = list(event.vectors), list(event.vectors.values())
+            event = replace(event, vectors=dict(zip(names, vectors[::-1], strict=True)))
+            return original(self, event, now)
+
+        return done
+
+    monkeypatch.setitem(EmbedCore.HANDLERS, BatchDone, make(EmbedCore.HANDLERS[BatchDone]))
+
+
+def text_without_a_vector_is_forgotten(monkeypatch):
+    def make(original):
+        def finish(self, job, vector, failure, now):
+            return [] if vector is None else original(self, job, vector, failure, now)
+
+        return finish
+
+    around(monkeypatch, EmbedCore, "_finish", make)
+
+
+def aborted_text_stays_in_the_queue(monkeypatch):
+    def remove(self, job):
+        del self._jobs[job.key]
+        self._deadlines.drop(job.key)
+
+    monkeypatch.setattr(EmbedCore, "_remove", remove)
+
+
 LATE = Scenario(
     shape=Shape(decode=1, sizes=NARROW),
     prompt=150,
@@ -312,6 +343,7 @@ LATE = Scenario(
     faults=Faults(reordering=0.4, duplication=0.4, max_delay=0.004),
 )
 DEAF = replace(SCENARIOS["scarce-crash"], faults=Faults(loss=0.15))
+CROWDED = replace(SCENARIOS["embed"], load_s=0.1, cancels=0.5)
 PLANTS = [
     (generation_not_raised_and_digest_not_compared, LATE, 10),
     (checksum_not_checked, "noise", 5),
@@ -337,6 +369,9 @@ PLANTS = [
     (ends_are_kept_for_clients_that_never_come, "noise", 5),
     (orphans_have_no_time_of_grace, "orphans", 5),
     (what_is_given_back_while_its_request_waits_is_not_let_go, "drains", 10),
+    (vectors_of_the_batch_mixed_up, CROWDED, 5),
+    (text_without_a_vector_is_forgotten, "embed", 3),
+    (aborted_text_stays_in_the_queue, CROWDED, 5),
     (matcher_not_shown_prefills_token, "structured", 3),
     (grammar_of_an_ended_handoff_compiles_on, "structured", 5),
 ]
