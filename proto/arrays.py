@@ -40,6 +40,7 @@ DTYPES: dict[int, np.dtype[np.generic]] = {
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _HEAD = struct.Struct("<BBH")
 _HEAD_1D = struct.Struct("<BBHI")
+_DIMS = [struct.Struct(f"<{ndim}I") for ndim in range(MAX_ARRAY_NDIM + 1)]
 
 
 def plain(array: Array) -> Array:
@@ -59,7 +60,7 @@ def array_header(array: Array, frame: int) -> bytes:
         return _HEAD_1D.pack(code, 1, frame, len(array))
     if array.ndim > MAX_ARRAY_NDIM:
         raise TypeError(f"arrays of {array.ndim} dimensions cannot be sent")
-    head = _HEAD.pack(code, array.ndim, frame) + struct.pack(f"<{array.ndim}I", *array.shape)
+    head = _HEAD.pack(code, array.ndim, frame) + _DIMS[array.ndim].pack(*array.shape)
     return head + bytes(-len(head) % 8)
 
 
@@ -71,28 +72,36 @@ def read_array(payload: bytes, frames: Sequence[Frame]) -> tuple[Array, int]:
     """
     if len(payload) < 8:
         raise DecodeFailed(f"an array header of {len(payload)} bytes is too short")
-    code, ndim, frame = _HEAD.unpack_from(payload)
+    code, ndim, frame, count = _HEAD_1D.unpack_from(payload)
+    shape: tuple[int, ...]
     dtype = DTYPES.get(code)
     if dtype is None:
         raise DecodeFailed(f"array dtype code {code} is unknown")
-    if ndim > MAX_ARRAY_NDIM:
-        raise LimitExceeded(f"an array of {ndim} dimensions, at most {MAX_ARRAY_NDIM} are allowed")
-    start = 4 + 4 * ndim
-    start += -start % 8
-    if len(payload) < start:
-        raise DecodeFailed("an array header is cut short")
-    shape = struct.unpack_from(f"<{ndim}I", payload, 4)
-    nbytes = math.prod(shape) * dtype.itemsize
+    start, shape = 8, (count,)
+    if ndim != 1:
+        start, shape = _read_shape(payload, ndim)
+        count = math.prod(shape)
+    nbytes = count * dtype.itemsize
     if nbytes > MAX_ARRAY_BYTES:
         raise LimitExceeded(f"an array of {nbytes} bytes, at most {MAX_ARRAY_BYTES} are allowed")
     if frame >= len(frames):
         raise DecodeFailed(f"array frame {frame} is missing")
-    source = memoryview(frames[frame] if frame else payload)
-    offset = 0 if frame else start
-    if source.nbytes - offset != nbytes:
-        raise DecodeFailed(
-            f"an array of shape {shape} has {source.nbytes - offset} bytes instead of {nbytes}"
-        )
+    source, offset = (frames[frame], 0) if frame else (payload, start)
+    found = memoryview(source).nbytes - offset
+    if found != nbytes:
+        raise DecodeFailed(f"an array of shape {shape} has {found} bytes instead of {nbytes}")
     array: Array = np.ndarray(shape, dtype, source, offset)
     array.flags.writeable = False
     return array, frame
+
+
+def _read_shape(payload: bytes, ndim: int) -> tuple[int, tuple[int, ...]]:
+    """Where the data begin, and the dimensions."""
+    if ndim > MAX_ARRAY_NDIM:
+        raise LimitExceeded(f"an array of {ndim} dimensions, at most {MAX_ARRAY_NDIM} are allowed")
+    dims = _DIMS[ndim]
+    start = 4 + dims.size
+    start += -start % 8
+    if len(payload) < start:
+        raise DecodeFailed("an array header is cut short")
+    return start, dims.unpack_from(payload, 4)

@@ -24,6 +24,7 @@ from zlib import crc32
 
 import msgspec
 import numpy as np
+from msgspec.msgpack import Ext
 
 from .arrays import EXT_ARRAY, Array, Frame, array_header, plain, read_array
 from .errors import (
@@ -62,6 +63,8 @@ _DIGEST_BYTES = 8
 _CRC_BYTES = 4
 _KV_PREFIX = KV_MAGIC + bytes([PROTOCOL_VERSION])
 _ARRAY32 = 0xDD
+
+_set = msgspec.structs.force_setattr
 
 T = TypeVar("T")
 Digest = Callable[[Sequence[Frame]], int]
@@ -107,14 +110,14 @@ class EnvelopeEncoder:
             return value.item()
         raise TypeError(f"{type(value).__name__} cannot be part of a message")
 
-    def _encode_array(self, array: np.ndarray) -> msgspec.msgpack.Ext:
+    def _encode_array(self, array: np.ndarray) -> Ext:
         array = plain(array)
         frames = self._frames
         if array.nbytes < INLINE_ARRAY_BYTES or len(frames) > MAX_ARRAY_FRAMES:
-            return msgspec.msgpack.Ext(EXT_ARRAY, array_header(array, 0) + array.tobytes())
+            return Ext(EXT_ARRAY, array_header(array, 0) + array.tobytes())
         header = array_header(array, len(frames))
         frames.append(array.data.cast("B"))
-        return msgspec.msgpack.Ext(EXT_ARRAY, header)
+        return Ext(EXT_ARRAY, header)
 
 
 class EnvelopeDecoder(Generic[T]):
@@ -189,12 +192,13 @@ class EnvelopeDecoder(Generic[T]):
 def attach_arrays(context: WireContext, frames: Sequence[Frame]) -> int:
     """Put the arrays in place of their exts; how many frames they took."""
     array, used = _array_of(context.tokens, frames)
-    msgspec.structs.force_setattr(context, "tokens", array)
-    if type(context) is not WireContext:
-        for name in _ARRAY_FIELDS[type(context)]:
+    _set(context, "tokens", array)
+    kind = type(context)
+    if kind is not WireContext:
+        for name in _ARRAY_FIELDS[kind]:
             if value := getattr(context, name):
                 value, more = with_arrays(value, frames)
-                msgspec.structs.force_setattr(context, name, value)
+                _set(context, name, value)
                 used += more
     return used
 
@@ -209,7 +213,7 @@ def _array_of(ext: Any, frames: Sequence[Frame]) -> tuple[Array, int]:
 def with_arrays(value: Any, frames: Sequence[Frame]) -> tuple[Any, int]:
     """The value with arrays for exts, and the number of frames they took."""
     kind = type(value)
-    if kind is msgspec.msgpack.Ext:
+    if kind is Ext:
         return _array_of(value, frames)
     used = 0
     if kind is dict:
@@ -223,7 +227,7 @@ def with_arrays(value: Any, frames: Sequence[Frame]) -> tuple[Any, int]:
     else:
         name = "pixels" if kind is WireImage else "ids"
         array, used = _array_of(getattr(value, name), frames)
-        msgspec.structs.force_setattr(value, name, array)
+        _set(value, name, array)
     return value, used
 
 
@@ -259,7 +263,7 @@ def _attach_vector(message: object, frames: Sequence[Frame]) -> int:
     array, used = _array_of(ext, frames)
     if array.dtype != np.float32 or array.ndim != 1 or len(array) > MAX_EMBEDDING_SIZE:
         raise DecodeFailed(f"a vector is {array.dtype} of shape {array.shape}")
-    msgspec.structs.force_setattr(message, "embedding", array)  # type: ignore[arg-type]
+    _set(message, "embedding", array)  # type: ignore[arg-type]
     return used
 
 

@@ -6,13 +6,12 @@ is changed afterwards is checked again when the request reaches the router.
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from math import inf, isfinite
 from operator import attrgetter
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -84,7 +83,7 @@ class SamplingParams:
         """Wire form; InputError if there are logits processors, which cannot travel."""
         if self.logits_processors:
             raise InputError("logits_processors are code and cannot be sent to a cluster")
-        return WireSampling(**dict(zip(_WIRE_FIELDS, _wire_values(self), strict=True)))
+        return WireSampling(*_wire_values(self))
 
     @classmethod
     def from_wire(cls, wire: WireSampling) -> SamplingParams:
@@ -110,7 +109,7 @@ class SamplingParams:
     def _check_filters(self) -> None:
         if not 0 <= self.min_p <= 1:
             raise InputError(f"min_p must be in [0, 1], not {self.min_p}")
-        if not 0 < self.repetition_penalty < math.inf:
+        if not 0 < self.repetition_penalty < inf:
             raise InputError(
                 f"repetition_penalty must be greater than 0, not {self.repetition_penalty}"
             )
@@ -122,11 +121,12 @@ class SamplingParams:
             raise InputError(f"top_p must be in [0, 1], not {self.top_p}")
 
     def _check_scales(self) -> None:
-        if not 0 <= self.temperature < math.inf:
+        if not 0 <= self.temperature < inf:
             raise InputError(f"temperature must be 0 or more, not {self.temperature}")
-        for name in ("frequency_penalty", "presence_penalty"):
-            if not math.isfinite(getattr(self, name)):
-                raise InputError(f"{name} must be finite, not {getattr(self, name)}")
+        if not isfinite(self.frequency_penalty):
+            raise InputError(f"frequency_penalty must be finite, not {self.frequency_penalty}")
+        if not isfinite(self.presence_penalty):
+            raise InputError(f"presence_penalty must be finite, not {self.presence_penalty}")
         if not 0 <= self.seed <= MAX_SEED:
             raise InputError(f"seed must be 0 to 2**64 - 1, not {self.seed}")
 
@@ -158,8 +158,8 @@ class SamplingParams:
             )
 
 
-_WIRE_FIELDS = tuple(item.name for item in msgspec.structs.fields(WireSampling))
-_wire_values = attrgetter(*_WIRE_FIELDS)
+_wire_values = attrgetter(*WireSampling.__struct_fields__)
+"""The values that travel; both classes have them first and in this order."""
 
 
 @dataclass(slots=True)

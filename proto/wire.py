@@ -53,7 +53,7 @@ EosSequences = Annotated[
 ]
 
 
-class WireSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+class WireSampling(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """SamplingParams without callables; fields and defaults as documented there."""
 
     top_k: Number = -1
