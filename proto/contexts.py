@@ -267,7 +267,7 @@ class TextContext(OldNames):
             found = [queued.pop(index, None) for index in range(start, start + len(tokens))]
             entries = found if any(entry is not None for entry in found) else None
         if self.tokens.has_outstanding_generated_tokens:
-            self.tokens.consume_recently_generated_tokens()
+            self.tokens._consume()
         self._carried_start = self._carried_end = 0
         return TextGenerationOutput(
             request_id=self.request_id,
@@ -371,8 +371,11 @@ class TextContext(OldNames):
     def _unmatch(self, length: int) -> None:
         """Let the matcher forget the tokens from ``length`` on; it never saw a placeholder."""
         matcher = self._matcher
-        count = int(np.count_nonzero(self.tokens.all[length:] != FUTURE_TOKEN))
-        if matcher is None or not count:
+        if matcher is None:
+            return
+        tokens = self.tokens._store[length : len(self.tokens)]
+        count = int(np.count_nonzero(tokens != FUTURE_TOKEN))
+        if not count:
             return
         if not isinstance(matcher, RevocableMatcher):
             raise InputError("cannot roll back: the context's matcher cannot go back")
@@ -395,7 +398,7 @@ class TextContext(OldNames):
     def _derive_status(self) -> GenerationStatus:
         """The end the generated tokens have caused, the latest one counting."""
         status = GenerationStatus.ACTIVE
-        tokens = self.tokens.all[self._prompt_length :].tolist()
+        tokens = self.tokens._store[self._prompt_length : len(self.tokens)].tolist()
         for length, token in enumerate(tokens, self._prompt_length + 1):
             status = self._status_at(length, token, length) or status
         return status
@@ -405,11 +408,13 @@ class TextContext(OldNames):
     def to_wire(self) -> WireContext:
         """Wire form of the request as it was submitted: the prompt without generated tokens.
 
-        InputError for what cannot travel (logits processors).
+        InputError for what cannot travel (logits processors, ids that are not int32).
         """
-        return WireContext(
-            tokens=self.tokens.all[: self._prompt_length].astype(np.int32), **self._wire_fields()
-        )
+        prompt = self.tokens.ids()[: self._prompt_length]
+        ids: Int32 = prompt.astype(np.int32, copy=False)
+        if ids is not prompt and not np.array_equal(ids, prompt):
+            raise InputError("a token id of the prompt is not int32 and cannot be sent")
+        return self._wire(ids)
 
     @classmethod
     def from_wire(
@@ -430,55 +435,59 @@ class TextContext(OldNames):
         tokens[:prompt] = wire.tokens
         if emitted:
             tokens[prompt:] = emitted
-        fields = cls._fields_of(wire)
-        if params.max_new_tokens is not None:
-            fields["max_length"] = min(wire.max_length, prompt + params.max_new_tokens)
-        fields["ignore_eos"] = wire.ignore_eos or params.ignore_eos
         context = cls(
+            max_length=wire.max_length,
             tokens=TokenBuffer(tokens),
             request_id=_request_id(request_id),
             sampling_params=params,
             _prompt_length=prompt,
-            **fields,
         )
+        context._take(wire)
+        if params.max_new_tokens is not None:
+            context.max_length = min(wire.max_length, prompt + params.max_new_tokens)
+        context.ignore_eos = wire.ignore_eos or params.ignore_eos
+        context.__post_init__()
         if emitted:
             last = context._status_at(len(tokens), int(emitted[-1]), len(tokens))
             context.status = last or GenerationStatus.ACTIVE
         return context
 
-    def _wire_fields(self) -> dict[str, Any]:
-        """What travels of the request, without the tokens; subclasses add their own."""
-        return {
-            "max_length": self.max_length,
-            "sampling": self.sampling_params.to_wire(),
-            "model_name": self.model_name,
-            "eos_token_ids": sorted(self.eos_token_ids),
-            "eos_sequences": [list(sequence) for sequence in self.eos_sequences],
-            "log_probabilities": self.log_probabilities,
-            "log_probabilities_echo": self.log_probabilities_echo,
-            "ignore_eos": self.ignore_eos,
-            "json_schema": self.json_schema,
-            "target_endpoint": self.target_endpoint,
-            "cache_salt": self.cache_salt,
-            "lora_name": self.lora_name,
-        }
+    def _wire(self, tokens: npt.NDArray[Any]) -> WireContext:
+        """What travels of the request, with these tokens."""
+        return WireContext(
+            tokens=tokens,
+            max_length=self.max_length,
+            sampling=self.sampling_params.to_wire(),
+            model_name=self.model_name,
+            eos_token_ids=sorted(self.eos_token_ids),
+            eos_sequences=[list(sequence) for sequence in self.eos_sequences],
+            log_probabilities=self.log_probabilities,
+            log_probabilities_echo=self.log_probabilities_echo,
+            ignore_eos=self.ignore_eos,
+            json_schema=self.json_schema,
+            target_endpoint=self.target_endpoint,
+            cache_salt=self.cache_salt,
+            lora_name=self.lora_name,
+        )
 
-    @classmethod
-    def _fields_of(cls, wire: Any) -> dict[str, Any]:
-        """Constructor arguments from a wire form, without tokens and sampling parameters."""
-        return {
-            "max_length": wire.max_length,
-            "eos_token_ids": set(wire.eos_token_ids),
-            "eos_sequences": [list(sequence) for sequence in wire.eos_sequences],
-            "log_probabilities": wire.log_probabilities,
-            "log_probabilities_echo": wire.log_probabilities_echo,
-            "ignore_eos": wire.ignore_eos,
-            "json_schema": wire.json_schema,
-            "model_name": wire.model_name,
-            "target_endpoint": wire.target_endpoint,
-            "lora_name": wire.lora_name,
-            "cache_salt": wire.cache_salt,
-        }
+    def _take(self, wire: Any) -> None:
+        """Take the request of a wire form, all but its tokens and sampling parameters.
+
+        ``__post_init__`` checks it afterwards.
+        """
+        self.type = type(self).__name__
+        self.max_length = wire.max_length
+        self.eos_token_ids = wire.eos_token_ids
+        self.eos_sequences = [list(sequence) for sequence in wire.eos_sequences]
+        self.log_probabilities = wire.log_probabilities
+        self.log_probabilities_echo = wire.log_probabilities_echo
+        self.ignore_eos = wire.ignore_eos
+        self.json_schema = wire.json_schema
+        self.model_name = wire.model_name
+        self.target_endpoint = wire.target_endpoint
+        self.lora_name = wire.lora_name
+        self.cache_salt = wire.cache_salt
+        self._matcher = None
 
 
 def _request_id(value: RequestID | str | None) -> RequestID:
@@ -492,4 +501,6 @@ def wrap_tokens(tokens: npt.ArrayLike) -> TokenBuffer:
     array = np.asarray(tokens)
     if array.size and array.dtype.kind not in "iu":
         raise InputError(f"tokens must be integers, not {array.dtype}")
+    if array.dtype == np.int32 and array.ndim == 1 and array.size:
+        return TokenBuffer.of_int32(array)
     return TokenBuffer(array.astype(np.int64))

@@ -106,14 +106,16 @@ class PixelContext:
 
     # ------------------------------------------------------------------ wire
 
-    def _wire_fields(self) -> dict[str, Any]:
-        """What travels of the request, without ``tokens``."""
-        return {name: getattr(self, name) for name in _SAME} | {
-            "max_length": 0,
-            "tokens_2": _wire_tokens(self.tokens_2),
-            "negative_tokens": _wire_tokens(self.negative_tokens),
-            "negative_tokens_2": _wire_tokens(self.negative_tokens_2),
-        }
+    def _wire(self, tokens: Array) -> WirePixelContext:
+        """What travels of the request, with these tokens."""
+        return WirePixelContext(
+            tokens=tokens,
+            max_length=0,
+            tokens_2=_wire_tokens(self.tokens_2),
+            negative_tokens=_wire_tokens(self.negative_tokens),
+            negative_tokens_2=_wire_tokens(self.negative_tokens_2),
+            **{name: getattr(self, name) for name in _SAME},
+        )
 
     @classmethod
     def from_wire_fields(cls, wire: WirePixelContext, **more: Any) -> Self:
@@ -129,7 +131,7 @@ class PixelContext:
 
 
 def _wire_tokens(tokens: TokenBuffer | None) -> WireTokens | None:
-    return None if tokens is None else WireTokens(tokens.ids(), list(tokens.state()))
+    return None if tokens is None else WireTokens(tokens.ids(), tokens.state())
 
 
 _SAME = (

@@ -15,11 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from itertools import islice
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 
 from .arrays import Frame
 from .codec import EnvelopeDecoder, EnvelopeEncoder, attach_arrays, with_arrays
@@ -41,6 +40,7 @@ from .wire import (
     AnyWireContext,
     Name,
     Number,
+    TokenState,
     WireContext,
     WirePixelContext,
     WireSpeechContext,
@@ -59,7 +59,7 @@ class ContextSnapshot(Message, frozen=True, kw_only=True):
 
     context: AnyWireContext
     request_id: Name
-    windows: Annotated[list[Number], Meta(max_length=8)]
+    windows: TokenState
     status: Name = "active"
     prompt_length: Number = 0
     initial: bool = True
@@ -71,14 +71,14 @@ class ContextSnapshot(Message, frozen=True, kw_only=True):
     log_probs: AnyArray | None = None
 
 
-_FORMS: dict[type[Any], type[WireContext]] = {
-    TextContext: WireContext,
-    TextAndVisionContext: WireVisionContext,
-    TTSContext: WireSpeechContext,
-    PixelContext: WirePixelContext,
+_KINDS: dict[type[WireContext], type[Any]] = {
+    WireContext: TextContext,
+    WireVisionContext: TextAndVisionContext,
+    WireSpeechContext: TTSContext,
+    WirePixelContext: PixelContext,
 }
-_KINDS: dict[type[WireContext], type[Any]] = {form: kind for kind, form in _FORMS.items()}
 """The registry: what is not in it neither leaves nor arrives."""
+_CONTEXTS = frozenset(_KINDS.values())
 
 
 class ContextEncoder:
@@ -93,16 +93,15 @@ class ContextEncoder:
         InputError for what cannot travel (logits processors), TypeError for another class,
         LimitExceeded for more than a receiver takes.
         """
-        form = _FORMS.get(type(context))
-        if form is None:
+        if type(context) not in _CONTEXTS:
             raise TypeError(f"a {type(context).__name__} is no registered kind of context")
         tokens = context.tokens
-        wire = form(tokens=tokens.ids(), **context._wire_fields())
+        wire = context._wire(tokens.ids())
         if isinstance(context, PixelContext):
             snapshot = ContextSnapshot(
                 context=wire,
                 request_id=context.request_id.value,
-                windows=list(tokens.state()),
+                windows=tokens.state(),
                 status=context.status.value,
             )
         else:
@@ -110,7 +109,7 @@ class ContextEncoder:
             snapshot = ContextSnapshot(
                 context=wire,
                 request_id=context.request_id.value,
-                windows=list(tokens.state()),
+                windows=tokens.state(),
                 status=context.status.value,
                 prompt_length=context._prompt_length,
                 initial=context._is_initial_prompt,
@@ -176,21 +175,22 @@ def _restore(snapshot: ContextSnapshot) -> Context:
         )
     queued = snapshot.log_probs
     kind = _KINDS[type(wire)]
-    context: TextContext = kind(
-        tokens=tokens,
-        request_id=request_id,
-        status=status,
-        sampling_params=SamplingParams.from_wire(wire.sampling),
-        _log_probabilities_data={} if queued is None else _from_flat(queued),
-        _prompt_length=snapshot.prompt_length,
-        _is_initial_prompt=snapshot.initial,
-        _draft_offset=snapshot.draft_offset,
-        _carried_start=snapshot.carried_start,
-        _carried_end=snapshot.carried_end,
-        _committed_idx=snapshot.committed_idx,
-        _cache_seq_id=snapshot.cache_seq_id,
-        **kind._fields_of(wire),
-    )
+    # Field by field takes a third of the time that the constructor does with all of them.
+    context: TextContext = object.__new__(kind)
+    context._take(wire)
+    context.tokens = tokens
+    context.request_id = request_id
+    context.status = status
+    context.sampling_params = SamplingParams.from_wire(wire.sampling)
+    context._log_probabilities_data = {} if queued is None else _from_flat(queued)
+    context._prompt_length = snapshot.prompt_length
+    context._is_initial_prompt = snapshot.initial
+    context._draft_offset = snapshot.draft_offset
+    context._carried_start = snapshot.carried_start
+    context._carried_end = snapshot.carried_end
+    context._committed_idx = snapshot.committed_idx
+    context._cache_seq_id = snapshot.cache_seq_id
+    context.__post_init__()
     return context
 
 
@@ -249,7 +249,9 @@ def _count(number: float) -> int:
 def _own_arrays(context: Context) -> None:
     for item in fields(context):
         value = getattr(context, item.name)
-        if isinstance(value, (np.ndarray, list, tuple, dict)):
+        if isinstance(value, TokenBuffer):
+            value.own()
+        elif isinstance(value, (np.ndarray, list, tuple, dict)):
             setattr(context, item.name, _owned(value))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import asdict
 
 from .contexts import TextContext
 from .equality import same, same_fields
@@ -133,43 +134,37 @@ class TTSContext(TextContext):
 
     # ------------------------------------------------------------------ wire
 
-    def to_wire(self) -> WireContext:
-        """See :meth:`.TextContext.to_wire`."""
-        tokens = self.tokens.all[: self._prompt_length].astype(np.int32)
-        return WireSpeechContext(tokens=tokens, **self._wire_fields())
+    def _wire(self, tokens: npt.NDArray[Any]) -> WireContext:
+        return WireSpeechContext(
+            **asdict(TextContext._wire(self, tokens)),
+            audio_prompt_tokens=self.audio_prompt_tokens,
+            buffer_speech_tokens=self.buffer_speech_tokens,
+            audio_buffer=self.audio_buffer,
+            speech_tokens=self.speech_tokens,
+            prev_samples_beyond_offset=self.prev_samples_beyond_offset,
+            streaming=self.streaming,
+            decoded_index=self.decoded_index,
+            block_counter=self._block_counter,
+            arrival_time=self._arrival_time,
+            audio_status=self.audio_generation_status.value,
+        )
 
-    def _wire_fields(self) -> dict[str, Any]:
-        return TextContext._wire_fields(self) | {
-            "audio_prompt_tokens": self.audio_prompt_tokens,
-            "buffer_speech_tokens": self.buffer_speech_tokens,
-            "audio_buffer": self.audio_buffer,
-            "speech_tokens": self.speech_tokens,
-            "prev_samples_beyond_offset": self.prev_samples_beyond_offset,
-            "streaming": self.streaming,
-            "decoded_index": self.decoded_index,
-            "block_counter": self._block_counter,
-            "arrival_time": self._arrival_time,
-            "audio_status": self.audio_generation_status.value,
-        }
-
-    @classmethod
-    def _fields_of(cls, wire: WireSpeechContext) -> dict[str, Any]:
+    def _take(self, wire: WireSpeechContext) -> None:
+        TextContext._take(self, wire)
         speech = _no_tokens() if wire.speech_tokens is None else wire.speech_tokens
         size = max(SPEECH_ROOM, -(-(len(speech) + 1) // SPEECH_ROOM) * SPEECH_ROOM)
         room = np.zeros(size, speech.dtype)
         room[: len(speech)] = speech
         prompt = wire.audio_prompt_tokens
-        return TextContext._fields_of(wire) | {
-            "audio_prompt_tokens": _no_tokens() if prompt is None else prompt,
-            "buffer_speech_tokens": wire.buffer_speech_tokens,
-            "audio_buffer": wire.audio_buffer,
-            "prev_samples_beyond_offset": wire.prev_samples_beyond_offset,
-            "streaming": wire.streaming,
-            "_speech_token_size": size,
-            "_speech_token_end_idx": len(speech),
-            "_speech_tokens": room,
-            "decoded_index": wire.decoded_index,
-            "_block_counter": wire.block_counter,
-            "_arrival_time": wire.arrival_time,
-            "audio_generation_status": GenerationStatus(wire.audio_status),
-        }
+        self.audio_prompt_tokens = _no_tokens() if prompt is None else prompt
+        self.buffer_speech_tokens = wire.buffer_speech_tokens
+        self.audio_buffer = wire.audio_buffer
+        self.prev_samples_beyond_offset = wire.prev_samples_beyond_offset
+        self.streaming = wire.streaming
+        self._speech_token_size = size
+        self._speech_token_end_idx = len(speech)
+        self._speech_tokens = room
+        self.decoded_index = wire.decoded_index
+        self._block_counter = wire.block_counter
+        self._arrival_time = wire.arrival_time
+        self.audio_generation_status = GenerationStatus(wire.audio_status)

@@ -9,12 +9,16 @@ Invariant::
     0            start + offset     end              length            capacity
 
 The buffer knows no end of sequence and no log-probabilities; :mod:`.contexts` does.
+
+What travels are int32 ids. Once made they are kept, and only those of new tokens are added, for
+as long as nobody else can have changed a token: giving out a view of the tokens ends that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from sys import getrefcount
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -29,6 +33,10 @@ FUTURE_TOKEN = -999
 _UNSET = -1
 _STATE_LENGTH = 8
 _INT32 = 1 << 31
+_ALONE = 2
+"""References to a store that only its buffer has: the slot's and that of who counts."""
+_ROOM = 64
+"""Least room behind tokens that arrived, so that the first ones appended do not copy them again."""
 
 
 @dataclass(slots=True)
@@ -73,10 +81,10 @@ class _ValidPrefix:
     def __get__(self, buffer: TokenBuffer | None, owner: type | None = None) -> Int64:
         if buffer is None:
             raise AttributeError("array has no default")
-        return buffer._store[: buffer._length]
+        return buffer._view(0, buffer._length)
 
     def __set__(self, buffer: TokenBuffer, value: Int64) -> None:
-        buffer._store = value
+        buffer._adopt(value)
 
 
 class _Named:
@@ -124,10 +132,12 @@ class TokenBuffer:
         "_completion_end",
         "_completion_start",
         "_end",
+        "_known",
         "_length",
         "_narrow",
         "_offset",
         "_prompt",
+        "_shared",
         "_start",
         "_store",
     )
@@ -143,7 +153,9 @@ class TokenBuffer:
     _actively_chunked: bool = _Named("_chunked")  # type: ignore[assignment]
     if TYPE_CHECKING:
         _store: Int64 = field(init=False)
-        _narrow: Int32 = field(init=False)
+        _shared: bool = field(init=False)  # whether somebody may hold a view of the store
+        _narrow: Int32 | None = field(init=False)  # int32 ids of the first _known tokens
+        _known: int = field(init=False)
         _capacity: int = field(init=False)
         _length: int = field(init=False)
         _start: int = field(init=False)
@@ -155,7 +167,7 @@ class TokenBuffer:
         _chunked: bool = field(init=False)
 
     def __init__(self, array: Int64) -> None:
-        self._store = array
+        self._adopt(array)
         self._length = _UNSET
         self.__post_init__()
 
@@ -168,11 +180,21 @@ class TokenBuffer:
         if not len(store):
             raise ValueError("tokens must not be empty")
         if not store.flags.writeable:
-            self._store = store.copy()
+            self._store, self._shared = store.copy(), False
         self._capacity = len(store)
         if self._length == _UNSET:
-            self._set_state((len(store), 0, len(store), 0, *3 * (len(store),), False))
-        self._check()
+            self._set_state(_fresh_state(len(store)))
+        _check_windows(self.state(), self._capacity)
+
+    def _adopt(self, array: Int64) -> None:
+        """Hold an array that somebody else may hold as well."""
+        self._store, self._shared = array, True
+        self._narrow, self._known = None, 0
+
+    @classmethod
+    def of_int32(cls, ids: Int32) -> TokenBuffer:
+        """A buffer of int32 ids ``[n]``, n > 0, which are copied, and widened when first used."""
+        return cls.from_state(ids.copy(), _fresh_state(len(ids)))
 
     @classmethod
     def from_state(cls, ids: npt.NDArray[Any], state: Sequence[int]) -> TokenBuffer:
@@ -183,43 +205,108 @@ class TokenBuffer:
         """
         if ids.ndim != 1 or not len(ids):
             raise ValueError(f"tokens must be one-dimensional, not of shape {ids.shape}")
-        if len(state) != _STATE_LENGTH:
-            raise ValueError(f"a token buffer has {_STATE_LENGTH} numbers, not {len(state)}")
+        _check_windows(state, len(ids))
+        length = state[0]
+        if len(ids) != length:
+            ids = ids[:length]
         self = cls.__new__(cls)
+        self._set_state(state)
+        self._capacity, self._shared = length, False
         if ids.dtype == np.int32:
-            self._narrow = ids
+            self._narrow, self._known = ids, length
         elif ids.dtype == np.int64:
-            self._store = ids.copy()
+            self._store, self._narrow, self._known = ids.copy(), None, 0
         else:
             raise ValueError(f"tokens must be int32 or int64, not {ids.dtype}")
-        self._capacity = len(ids)
-        self._set_state(state)
-        self._check()
         return self
 
     def __getattr__(self, name: str) -> Int64:
-        """Widen the tokens at their first use; only slots that are not set get here."""
-        if name != "_store":
+        """Widen the tokens at their first use; only slots that are not set get here.
+
+        From then on a context is independent of the frames it arrived in.
+        """
+        narrow = self._narrow if name == "_store" else None
+        if narrow is None:
             raise AttributeError(f"TokenBuffer has no {name}")
-        self._store = self._narrow.astype(np.int64)
-        del self._narrow
-        return self._store
+        length = len(narrow)
+        self._capacity = length + max(_ROOM, length // 8)
+        self._store = store = np.empty(self._capacity, np.int64)
+        store[:length] = narrow
+        store[length:] = 0
+        if not narrow.flags.writeable:
+            self._narrow, self._known = None, 0
+        return store
+
+    def own(self) -> None:
+        """Copy ids that are a view of the frames they arrived in."""
+        narrow = self._narrow
+        if narrow is not None and not narrow.flags.writeable:
+            self._narrow = narrow.copy()
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        """What a copy or a pickle holds; a shallow copy has the same array."""
+        self._view(0, 0)
+        return None, {name: getattr(self, name) for name in self.__slots__}
+
+    # ------------------------------------------------------------------ int32 ids
 
     def ids(self) -> npt.NDArray[Any]:
-        """Every token as int32 ``[length]`` where all fit, else int64; may be a view."""
-        narrow: Int32 | None = getattr(self, "_narrow", None)
-        if narrow is not None:
-            return narrow[: self._length]
-        tokens = self._store[: self._length]
-        # Read as unsigned, a negative one is larger than all others: one pass finds both.
-        if int(np.maximum.reduce(tokens.view(np.uint64))) < _INT32:
-            return tokens.astype(np.int32)
-        fits = tokens.min() >= -_INT32 and tokens.max() < _INT32
-        return tokens.astype(np.int32) if fits else tokens
+        """Every token as int32 ``[length]`` where all fit, else int64; read-only, may be a view.
 
-    def state(self) -> tuple[int, ...]:
+        No later change of the tokens changes int32 ids.
+        """
+        length = self._length
+        if self._narrow is not None and self._known >= length:
+            ids: npt.NDArray[Any] = self._narrow[:length]
+        elif self._shared and not self._regain():  # any token may have become another
+            ids = self._store[:length]
+            if _fit(ids):
+                ids = ids.astype(np.int32)
+        else:
+            ids = self._learn(length)
+        ids.flags.writeable = False
+        return ids
+
+    def _learn(self, length: int) -> npt.NDArray[Any]:
+        """Add the ids of new tokens to those known; int64 where they do not fit."""
+        known, narrow = self._known, self._narrow
+        new = self._store[known:length]
+        if not _fit(new):
+            return self._store[:length]
+        if narrow is None or len(narrow) < length:
+            grown = np.empty(self._capacity, np.int32)
+            if narrow is not None:
+                grown[:known] = narrow[:known]
+            self._narrow = narrow = grown
+        narrow[known:length] = new
+        self._known = length
+        return narrow[:length]
+
+    def _forget(self, length: int) -> None:
+        """Tokens from ``length`` on change or are hidden.
+
+        What was known of them stays unwritten, as it may be on its way through a socket.
+        """
+        if self._known > length and self._narrow is not None:
+            self._narrow, self._known = self._narrow[:length], length
+
+    def _view(self, start: int, end: int) -> Int64:
+        """Tokens as a view, through which they may change from now on."""
+        view = self._store[start:end]
+        self._shared, self._narrow, self._known = True, None, 0
+        return view
+
+    def _regain(self) -> bool:
+        """Whether nobody holds a view any more; each refers to the store, as the slot does."""
+        if self._store.base is None and getrefcount(self._store) <= _ALONE:
+            self._shared = False
+        return not self._shared
+
+    # ------------------------------------------------------------------ state
+
+    def state(self) -> list[int]:
         """Length, windows, offset and prompt length; see :meth:`from_state`."""
-        return (
+        return [
             self._length,
             self._start,
             self._end,
@@ -227,45 +314,43 @@ class TokenBuffer:
             self._completion_start,
             self._completion_end,
             self._prompt,
-            int(self._chunked),
-        )
+            1 if self._chunked else 0,
+        ]
 
     def _set_state(self, state: Sequence[int]) -> None:
-        self._length, self._start, self._end, self._offset = state[:4]
-        self._completion_start, self._completion_end, self._prompt = state[4:7]
-        self._chunked = bool(state[7])
-
-    def _check(self) -> None:
-        windows = (
-            0 <= self._start <= self._end <= self._length <= self._capacity
-            and 0 <= self._start + self._offset <= self._end
-            and 0 <= self._completion_start <= self._completion_end
-            and 0 <= self._prompt <= self._length
-        )
-        if not windows or not self._length:
-            raise ValueError("token windows contradict each other")
+        (
+            self._length,
+            self._start,
+            self._end,
+            self._offset,
+            self._completion_start,
+            self._completion_end,
+            self._prompt,
+            chunked,
+        ) = state
+        self._chunked = bool(chunked)
 
     # ------------------------------------------------------------------ views
 
     @property
     def all(self) -> Int64:
         """Every token, as a view ``[length]``."""
-        return self._store[: self._length]
+        return self._view(0, self._length)
 
     @property
     def prompt(self) -> Int64:
         """Tokens before the prompt boundary, as a view."""
-        return self._store[: self._prompt]
+        return self._view(0, self._prompt)
 
     @property
     def generated(self) -> Int64:
         """Tokens behind the prompt boundary, as a view."""
-        return self._store[self._prompt : self._length]
+        return self._view(self._prompt, self._length)
 
     @property
     def active(self) -> Int64:
         """Tokens of the next step, as a view."""
-        return self._store[self._start + self._offset : self._end]
+        return self._view(self._start + self._offset, self._end)
 
     @property
     def prompt_length(self) -> int:
@@ -333,7 +418,10 @@ class TokenBuffer:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenBuffer):
             return NotImplemented
-        return self.state() == other.state() and np.array_equal(self.all, other.all)
+        length = self._length
+        return self.state() == other.state() and np.array_equal(
+            self._store[:length], other._store[:length]
+        )
 
     __hash__ = None  # type: ignore[assignment]  # mutable
 
@@ -397,16 +485,20 @@ class TokenBuffer:
     def overwrite_last_token(self, token: int) -> None:
         """Replace the last token."""
         self._store[self._length - 1] = token
+        self._forget(self._length - 1)
 
     def consume_recently_generated_tokens(self) -> Int64:
         """View of the completion window, which is empty afterwards."""
+        return self._view(*self._consume())
+
+    def _consume(self) -> tuple[int, int]:
         start, end = self._completion_start, self._completion_end
         if start >= end:
             raise ValueError("there are no recently generated tokens to consume")
         if end > self._length:
             raise ValueError(f"the completion window ends at {end}, behind the last token")
         self._completion_start = end
-        return self._store[start:end]
+        return start, end
 
     def reset_as_new_prompt(self, delete_last_generated_token: bool = False) -> None:
         """Make every token an unprocessed prompt token; an offset stays while it is inside."""
@@ -418,6 +510,7 @@ class TokenBuffer:
                 raise ValueError("there is no generated token to delete")
             length -= 1
             self._store[length] = 0
+            self._forget(length)
         self._length = self._prompt = self._end = length
         self._start = 0
         if not 0 <= self._offset <= length:
@@ -430,6 +523,7 @@ class TokenBuffer:
         if not 1 <= length <= self._length:
             raise ValueError(f"cannot truncate {self._length} tokens to {length}")
         self._store[length : self._length] = 0
+        self._forget(length)
         self._length = self._end = length
         self._start = min(self._start, length - 1)
         self._prompt = min(self._prompt, length)
@@ -446,6 +540,7 @@ class TokenBuffer:
         if not 0 <= start < end <= length:
             raise ValueError(f"need 0 <= start < active <= end, not {start}, {end}, {length}")
         self._reserve(length)
+        self._forget(length)
         self._start, self._end, self._length = start, end, length
         self._offset = 0
         self._chunked = end < length
@@ -459,17 +554,48 @@ class TokenBuffer:
         if length < 1 or end < self._start + max(0, self._offset):
             raise ValueError(f"cannot reserve {n} tokens behind {self._length}")
         self._reserve(length)
+        self._forget(length)
         self._end, self._length = end, length
 
     def take_back(self, end: int, length: int) -> None:
         """End a :meth:`lend`: the window's end and the length are again what they were."""
         if length < self._length:
             self._store[length : self._length] = 0
+            self._forget(length)
         self._end, self._length = end, length
 
     def _reserve(self, length: int) -> None:
+        before = self._store  # reading it may have made room
         if length <= self._capacity:
             return
         store = np.zeros(max(2 * self._capacity, length), np.int64)
-        store[: self._capacity] = self._store
-        self._store, self._capacity = store, len(store)
+        store[: self._capacity] = before
+        self._store, self._capacity, self._shared = store, len(store), False
+
+
+def _fresh_state(length: int) -> tuple[int, ...]:
+    """The :meth:`TokenBuffer.state` of a prompt."""
+    return length, 0, length, 0, length, length, length, 0
+
+
+def _fit(tokens: Int64) -> bool:
+    """Whether all tokens are int32."""
+    # Read as unsigned, a negative one is larger than all others: one pass finds both.
+    if int(np.maximum.reduce(tokens.view(np.uint64), initial=0)) < _INT32:
+        return True
+    return bool(tokens.min() >= -_INT32 and tokens.max() < _INT32)
+
+
+def _check_windows(state: Sequence[int], capacity: int) -> None:
+    """ValueError for a :meth:`TokenBuffer.state` that no buffer can have."""
+    if len(state) != _STATE_LENGTH:
+        raise ValueError(f"a token buffer has {_STATE_LENGTH} numbers, not {len(state)}")
+    length, start, end, offset, completion_start, completion_end, prompt, _ = state
+    if not (
+        0 <= start <= end <= length <= capacity
+        and 0 <= start + offset <= end
+        and 0 <= completion_start <= completion_end
+        and 0 <= prompt <= length
+        and length
+    ):
+        raise ValueError("token windows contradict each other")

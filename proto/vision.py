@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
+from msgspec.structs import asdict
 
 from .contexts import TextContext
 from .errors import InputError
@@ -204,27 +204,23 @@ class TextAndVisionContext(TextContext):
 
     # ------------------------------------------------------------------ wire
 
-    def to_wire(self) -> WireContext:
-        """See :meth:`.TextContext.to_wire`."""
-        tokens = self.tokens.all[: self._prompt_length].astype(np.int32)
-        return WireVisionContext(tokens=tokens, **self._wire_fields())
+    def _wire(self, tokens: npt.NDArray[Any]) -> WireContext:
+        return WireVisionContext(
+            **asdict(TextContext._wire(self, tokens)),
+            vision_token_ids=self.vision_token_ids,
+            images=[
+                WireImage(image.start_idx, image.end_idx, image.pixel_values, image.image_hash)
+                for image in self.images
+            ],
+            pixel_values=list(self.pixel_values),
+            pixels_encoded=self._pixels_encoded,
+            extra_model_args=self.extra_model_args,
+        )
 
-    def _wire_fields(self) -> dict[str, Any]:
-        images = [
-            WireImage(image.start_idx, image.end_idx, image.pixel_values, image.image_hash)
-            for image in self.images
-        ]
-        return TextContext._wire_fields(self) | {
-            "vision_token_ids": self.vision_token_ids,
-            "images": images,
-            "pixel_values": list(self.pixel_values),
-            "pixels_encoded": self._pixels_encoded,
-            "extra_model_args": self.extra_model_args,
-        }
-
-    @classmethod
-    def _fields_of(cls, wire: WireVisionContext) -> dict[str, Any]:
-        images = [
+    def _take(self, wire: WireVisionContext) -> None:
+        TextContext._take(self, wire)
+        self.vision_token_ids = list(wire.vision_token_ids)
+        self.images = [
             ImageMetadata(
                 start_idx=image.start,
                 end_idx=image.end,
@@ -233,10 +229,6 @@ class TextAndVisionContext(TextContext):
             )
             for image in wire.images
         ]
-        return TextContext._fields_of(wire) | {
-            "vision_token_ids": list(wire.vision_token_ids),
-            "images": images,
-            "pixel_values": tuple(wire.pixel_values),
-            "_pixels_encoded": wire.pixels_encoded,
-            "extra_model_args": dict(wire.extra_model_args),
-        }
+        self.pixel_values = tuple(wire.pixel_values)
+        self._pixels_encoded = wire.pixels_encoded
+        self.extra_model_args = dict(wire.extra_model_args)

@@ -130,11 +130,15 @@ class WireImage(msgspec.Struct, frozen=True, array_like=True, gc=False, eq=False
     __hash__ = None  # type: ignore[assignment]
 
 
+TokenState = Annotated[list[Number], Meta(max_length=8)]
+"""See :meth:`.tokens.TokenBuffer.state`."""
+
+
 class WireTokens(msgspec.Struct, frozen=True, array_like=True, gc=False, eq=False):
     """A token buffer: int32 ids (int64 where they do not fit) and its state as numbers."""
 
     ids: AnyArray
-    state: Annotated[list[Number], Meta(max_length=8)]
+    state: TokenState
 
     __eq__ = WireContext.__eq__
     __hash__ = None  # type: ignore[assignment]

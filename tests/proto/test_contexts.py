@@ -406,6 +406,14 @@ class TestWire:
         ctx.reset()
         assert ctx.to_wire().tokens.tolist() == [1, 2, 3, 4]
 
+    @pytest.mark.parametrize("token", [1 << 31, -(1 << 31) - 1, (1 << 32) + 5])
+    def test_ids_that_are_not_int32_are_no_request(self, token):
+        with pytest.raises(InputError, match="int32"):
+            context(tokens=[1, token, 3]).to_wire()
+        ctx = context()
+        ctx.update(token)
+        assert ctx.to_wire().tokens.tolist() == [1, 2, 3, 4]
+
     def test_emitted_tokens_count_as_generated_and_delivered(self):
         wire = context(eos_sequences=[[5, 6, 7]]).to_wire()
         ctx = TextContext.from_wire(wire, RequestID("r"), emitted=[5, 6])

@@ -147,6 +147,34 @@ def test_arrays_are_views_of_the_frames_and_copied_on_request():
             assert value.flags.writeable
 
 
+@pytest.mark.parametrize("copy", [False, True])
+def test_tokens_are_independent_of_the_frames_once_used_or_copied(copy):
+    """So a buffer messages are received in can be used again."""
+    context = TextContext(max_length=9000, tokens=np.arange(2000))
+    frames = [bytearray(frame) for frame in sent(context)]
+    arrived = ContextDecoder(copy=copy)(frames)
+    if not copy:
+        assert arrived.tokens[5] == 5
+    frames[1][:] = bytes(len(frames[1]))
+    assert sent(arrived) == sent(context)
+    assert arrived == context
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_a_context_of_int32_ids_is_one_of_its_own(dtype):
+    ids = np.arange(2000, dtype=dtype)
+    context = TextContext(max_length=9000, tokens=ids)
+    ids[:] = 0
+    assert context.tokens.all.tolist() == list(range(2000))
+    assert context.tokens.all.dtype == np.int64
+    context.update(7)
+    frames = sent(context)
+    context.rollback(1)
+    context.update(8)
+    assert decode(frames).tokens[-1] == 7
+    assert decode(sent(context)) == context
+
+
 def arrays(value):
     if isinstance(value, np.ndarray):
         yield value

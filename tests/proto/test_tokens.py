@@ -1,6 +1,8 @@
+import contextlib
 import copy
 import dataclasses
 import pickle
+import random
 
 import numpy as np
 import pytest
@@ -208,3 +210,116 @@ class TestValue:
         values = {item.name: getattr(tokens, item.name) for item in dataclasses.fields(tokens)}
         assert values["array"].tolist() == [1, 2, 3, 4, 5]
         assert "length=5" in repr(tokens)
+
+
+class TestInt32Ids:
+    """``ids`` are kept between calls; nothing that changes a token may go unseen."""
+
+    VIEWS = ("all", "prompt", "generated", "active", "array")
+
+    def change(self, rng, tokens):
+        """One random change or look; refusals do not matter here."""
+        token = rng.choice([rng.randrange(1000), -999, (1 << 31) - 1, -(1 << 31)])
+        n = rng.randint(-3, 4)
+        end, length = tokens._end, tokens._length
+        kind = rng.choice(
+            [
+                lambda: tokens.advance_with_token(token),
+                lambda: tokens.advance_with_token(token),
+                lambda: tokens.advance_with_token(1 << 31 if rng.random() < 0.1 else token),
+                lambda: tokens.overwrite_last_token(token),
+                lambda: tokens.truncate(length + n),
+                lambda: tokens.chunk(n),
+                tokens.advance_chunk,
+                lambda: tokens.reset_as_new_prompt(delete_last_generated_token=n > 0),
+                lambda: tokens.set_windows(0, max(1, end + n), max(1, length + n)),
+                lambda: (tokens.lend(n), tokens.ids(), tokens.take_back(end, length)),
+                lambda: tokens.lend(n),
+                lambda: copy.deepcopy(tokens),
+            ]
+        )
+        with contextlib.suppress(ValueError):
+            kind()
+
+    def look(self, rng, tokens, held):
+        """Take a view, write through one, or let some go."""
+        what = rng.random()
+        if what < 0.3:
+            view = getattr(tokens, rng.choice(self.VIEWS)) if what < 0.25 else tokens[1:]
+            held.append(memoryview(view) if rng.random() < 0.2 else view)
+        elif what < 0.6 and held:
+            view = rng.choice(held)
+            if len(view):
+                view[rng.randrange(len(view))] = rng.choice([7, 8, 1 << 40])
+        elif what < 0.8:
+            held.clear()
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_follow_every_change(self, seed):
+        rng = random.Random(seed)
+        for _ in range(300):
+            start = np.array([rng.randrange(1000) for _ in range(rng.randint(1, 5))])
+            tokens, held, given = TokenBuffer(start), [start], []
+            if rng.random() < 0.5:
+                narrow = start.astype(np.int32)
+                narrow.flags.writeable = rng.random() < 0.5
+                tokens = TokenBuffer.from_state(narrow, tokens.state())
+            for _ in range(rng.randrange(25)):
+                self.change(rng, tokens)
+                if rng.random() < 0.3:
+                    self.look(rng, tokens, held)
+                if rng.random() < 0.6:
+                    ids = tokens.ids()
+                    plain = [tokens[i] for i in range(len(tokens))]
+                    fits = all(-(1 << 31) <= token < 1 << 31 for token in plain)
+                    assert ids.tolist() == plain
+                    assert ids.dtype == (np.int32 if fits else np.int64)
+                    assert not ids.flags.writeable
+                    given += [(ids, plain)] if fits else []
+            for ids, plain in given:
+                assert ids.tolist() == plain, "ids on their way were changed"
+
+    def test_a_view_that_is_gone_is_forgotten(self):
+        tokens = buffer()
+        tokens.advance_with_token(5)
+        view = tokens.all
+        assert not np.shares_memory(tokens.ids(), tokens.ids())
+        part = view[2:]
+        del view
+        assert not np.shares_memory(tokens.ids(), tokens.ids())
+        del part
+        assert np.shares_memory(tokens.ids(), tokens.ids())
+
+    def test_of_an_array_somebody_else_has(self):
+        array = np.arange(4)
+        tokens = TokenBuffer(array)
+        assert tokens.ids().tolist() == [0, 1, 2, 3]
+        array[1] = 9
+        assert tokens.ids().tolist() == [0, 9, 2, 3]
+        whole = array[:]
+        tokens = TokenBuffer(whole)
+        del whole
+        assert tokens.ids().tolist() == [0, 9, 2, 3]
+        array[1] = 8
+        assert tokens.ids().tolist() == [0, 8, 2, 3]
+
+    def test_of_a_shallow_copy(self):
+        tokens = buffer()
+        tokens.advance_with_token(5)
+        assert tokens.ids().tolist() == [1, 2, 3, 4, 5]
+        twin = copy.copy(tokens)
+        assert twin.ids().tolist() == [1, 2, 3, 4, 5]
+        twin.overwrite_last_token(6)
+        assert tokens.ids().tolist() == tokens.all.tolist() == [1, 2, 3, 4, 6]
+
+    def test_room_for_the_first_tokens_after_arrival(self):
+        ids = np.arange(1000, dtype=np.int32)
+        ids.flags.writeable = False
+        tokens = TokenBuffer.from_state(ids, [1000, 0, 1000, 0, 1000, 1000, 1000, 0])
+        tokens.advance_with_token(1)
+        store = tokens._store
+        for token in range(100):
+            tokens.advance_with_token(token)
+        assert tokens._store is store
+        tokens.lend(3)
+        assert tokens.all[-3:].tolist() == [0, 0, 0]
