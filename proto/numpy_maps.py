@@ -4,6 +4,7 @@ An array is ``{"__np__": true, "data": bytes in C order, "shape": [...], "dtype"
 with its bytes in shared memory (:mod:`.shared_memory`) ``{"__shm__": true, "name", "shape",
 "dtype"}``. A context is the map of its fields with its class under ``type``, so a subclass
 arrives as itself where its base is declared; a map without ``type`` is of the declared class.
+Of a buffer only the valid part is written; room behind it, as others write it, is read.
 
 For files, tests and peers that know this form; between Baton's processes :mod:`.codec` is
 used, whose limits are stricter and whose arrays are not copied.
@@ -12,8 +13,10 @@ used, whose limits are stricter and whose arrays are not copied.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from functools import partial
+from operator import is_not
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -34,6 +37,10 @@ T = TypeVar("T")
 
 _CONTEXTS = (TextContext, TextAndVisionContext, TTSContext, PixelContext)
 """The registry: only these are ever built for a ``type`` that a message names."""
+
+_LEAVES = {int, float, bool, str, bytes, type(None), np.ndarray}
+_SETTERS = (object.__setattr__, msgspec.structs.force_setattr)
+"""Set a field, also a frozen one, of a dataclass and of a struct."""
 
 _DTYPES = {
     name: dtype
@@ -94,6 +101,37 @@ def _decode_array(value: ArrayMap, *, copy: bool) -> npt.NDArray[Any]:
     return array
 
 
+def _trimmed(value: Any) -> Any:
+    """The value, every speech context in it without the room behind its speech tokens.
+
+    msgspec writes the fields of a dataclass without asking, so it is given another one.
+    """
+    kind = type(value)
+    if kind is TTSContext:
+        return value.trimmed()
+    if kind in _LEAVES or isinstance(value, (TextContext, PixelContext)):
+        return value
+    if kind in (list, tuple):
+        if _LEAVES.issuperset(map(type, value)):
+            return value
+        parts = [_trimmed(item) for item in value]
+        return kind(parts) if any(map(is_not, parts, value)) else value
+    if kind is dict:
+        if _LEAVES.issuperset(map(type, value.values())):
+            return value
+        pairs = {key: _trimmed(item) for key, item in value.items()}
+        return pairs if any(map(is_not, pairs.values(), value.values())) else value
+    names: Iterable[str]
+    names = getattr(kind, "__struct_fields__", ()) or getattr(kind, "__dataclass_fields__", ())
+    items = {name: getattr(value, name, None) for name in names}
+    changed = {name: new for name, item in items.items() if (new := _trimmed(item)) is not item}
+    if changed:
+        value = copy(value)
+        for name, new in changed.items():
+            _SETTERS[isinstance(value, msgspec.Struct)](value, name, new)
+    return value
+
+
 class NumpyEncoder:
     """Callable that encodes one object; see :func:`msgpack_numpy_encoder`."""
 
@@ -107,7 +145,7 @@ class NumpyEncoder:
 
     def __call__(self, obj: object) -> bytes:
         """Encode ``obj``; TypeError names the type that cannot be encoded."""
-        return self._encoder.encode(obj)
+        return self._encoder.encode(_trimmed(obj))
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return type(self), (self._use_shared_memory, self._shared_memory_threshold)

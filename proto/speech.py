@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,6 +134,13 @@ class TTSContext(TextContext):
         return self._speech_tokens[start - again : end], again
 
     # ------------------------------------------------------------------ wire
+
+    def trimmed(self) -> TTSContext:
+        """A shallow copy without room behind the speech tokens, for who sends every field."""
+        other = copy(self)
+        other._speech_tokens = self.speech_tokens
+        other._speech_token_size = self._speech_token_end_idx
+        return other
 
     def _wire(self, tokens: npt.NDArray[Any]) -> WireContext:
         return WireSpeechContext(

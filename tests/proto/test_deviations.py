@@ -203,6 +203,8 @@ def test_v14_slack_is_zeroed_and_never_sent():
     speech = TTSContext(max_length=9, tokens=[1])
     speech.update_speech_tokens(np.arange(1, 200))
     assert not speech._speech_tokens[199:].any()
+    raw = msgspec.msgpack.decode(msgpack_numpy_encoder()(speech))
+    assert raw["_speech_tokens"]["shape"] == [199]
 
 
 def test_v15_metadata_drops_none_only():

@@ -212,12 +212,64 @@ def pixel():
     )
 
 
+DECODE_SPEECH = msgpack_numpy_decoder(TTSContext)
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A message with contexts in it."""
+
+    name: str
+    contexts: list[TTSContext]
+
+
 @dataclass
 class Job:
     """A base class declared inside somebody's own type."""
 
     context: TextContext
     others: list[PixelContext | None]
+
+
+class TestRoomForSpeechTokens:
+    """It stays at home, wherever the context is in the message, and comes back when needed."""
+
+    @pytest.mark.parametrize(
+        ("wrap", "at"),
+        [
+            (lambda ctx: ctx, []),
+            (lambda ctx: [vision(), ctx], [1]),
+            (lambda ctx: {"a": 1, "b": (ctx,)}, ["b", 0]),
+            (lambda ctx: Job(ctx, []), ["context"]),
+            (lambda ctx: Asked("id", [ctx]), ["contexts", 0]),
+        ],
+    )
+    def test_is_not_sent(self, wrap, at):
+        ctx = speech()
+        raw = msgspec.msgpack.decode(encode(wrap(ctx)))
+        for key in at:
+            raw = raw[key]
+        assert raw["_speech_tokens"]["shape"] == [5] and raw["_speech_token_size"] == 5
+        assert (len(ctx._speech_tokens), ctx._speech_token_size) == (128, 128)
+
+    def test_is_made_anew_for_the_next_tokens(self):
+        stayed, arrived = speech(), DECODE_SPEECH(encode(speech()))
+        for count in (3, 0, 121, 2, 300):
+            for ctx in (stayed, arrived):
+                ctx.update_speech_tokens(np.arange(count, dtype=np.int32))
+        assert arrived.speech_tokens.tolist() == stayed.speech_tokens.tolist()
+        assert not arrived._speech_tokens[arrived._speech_token_end_idx :].any()
+
+    def test_is_read_where_others_send_it(self):
+        ctx = speech()
+        raw = msgspec.msgpack.decode(encode(ctx))
+        padded = np.arange(128, dtype=np.int32)
+        raw["_speech_tokens"] = {
+            "__np__": True, "data": padded.tobytes(), "shape": [128], "dtype": "<i4"
+        }  # fmt: skip
+        raw["_speech_token_size"] = 128
+        arrived = DECODE_SPEECH(msgspec.msgpack.encode(raw))
+        ctx._arrival_time = arrived._arrival_time
+        assert arrived == ctx and len(arrived._speech_tokens) == 128
 
 
 class TestContextsArriveAsThemselves:
