@@ -6,8 +6,11 @@ all columns alike. msgpack-numpy is measured where it is installed.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import pickle
+import random
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +29,7 @@ from ..proto import (
     update_batch,
 )
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder, decode_kv_header, encode_kv_header
+from ..proto.errors import ProtocolError
 from ..proto.messages import (
     ClientToRouter,
     GrantRef,
@@ -185,13 +189,26 @@ def _peer(value: object) -> dict[str, Call]:
     }
 
 
-def _snapshot_row() -> None:
-    """A whole context of 32k tokens, in the middle of its generation."""
-    ids = np.arange(32768, dtype=np.int64) % 32000
-    context = TextContext(
-        max_length=40000, tokens=TokenBuffer(ids), eos_token_ids={2}, model_name="demo"
+def _long_context(ids: np.ndarray) -> TextContext:
+    return TextContext(
+        max_length=1 << 40, tokens=TokenBuffer(ids), eos_token_ids={2}, model_name="demo"
     )
+
+
+def _snapshot_row() -> None:
+    """A whole context of 32k tokens, in the middle of its generation.
+
+    Sent before, with one token more each time (and its update), and while somebody else holds
+    the array, so that all ids are looked at each time, as at the first.
+    """
+    ids = np.arange(32768, dtype=np.int64) % 32000
+    context, growing, shared = _long_context(ids), _long_context(ids), _long_context(ids)
     context.update(7)
+
+    def update_and_encode() -> None:
+        growing.update(7)
+        encode(growing)
+
     encode, decode = ContextEncoder(), ContextDecoder()
     as_map, from_map = msgpack_numpy_encoder(), msgpack_numpy_decoder(TextContext, copy=False)
     frames, message, pickled = encode(context), as_map(context), pickle.dumps(context, 5)
@@ -199,6 +216,8 @@ def _snapshot_row() -> None:
     figures = measure(
         {
             "encode": partial(encode, context),
+            "a token more": update_and_encode,
+            "held by others": partial(encode, shared),
             "decode": partial(decode, frames),
             "map enc": partial(as_map, context),
             "map dec": partial(from_map, message),
@@ -254,7 +273,7 @@ def _array_rows() -> None:
     _print("array of 16 MiB", figures)
 
 
-def _round_trip_row() -> None:
+def _round_trip_row(title: str) -> None:
     """A request of 32k tokens over ipc to a ROUTER and back, both ends in one thread."""
     message = submit_message(32768)
     encoder = EnvelopeEncoder()
@@ -278,7 +297,48 @@ def _round_trip_row() -> None:
                 router.send_multipart(router.recv_multipart())
                 dealer.recv_multipart()
 
-            _print("round trip, 32k", measure({"envelopes": coded, "raw bytes": raw}))
+            _print(title, measure({"envelopes": coded, "raw bytes": raw}, rounds=30))
+
+
+def _round_trip_rows() -> None:
+    """On all cores, then on one, where no idle core has to be woken at every hop."""
+    _round_trip_row("round trip, 32k")
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    _round_trip_row("same, on one core")
+    os.sched_setaffinity(0, cores)
+
+
+def _hostile_row() -> None:
+    """CPU time of decoders given messages with a few wrong bytes."""
+    rng = random.Random(5)
+    context = _long_context(np.arange(300))
+    context.update(7)
+    submit, step = submit_message(300), tokens_message(64)
+    encode, as_map = EnvelopeEncoder().encode, msgpack_numpy_encoder()
+    from_client = EnvelopeDecoder[ClientToRouter](ClientToRouter).decode
+    from_worker = EnvelopeDecoder[WorkerToRouter](WorkerToRouter).decode
+    decoders: list[tuple[Callable[[bytes], object], bytes]] = [
+        (lambda data: from_client([data]), bytes(encode([submit])[0])),
+        (lambda data: from_worker([data]), bytes(encode([step])[0])),
+        (lambda data: ContextDecoder()([data]), bytes(ContextEncoder()(context)[0])),
+        (msgpack_numpy_decoder(TextContext), as_map(context)),
+        (decode_kv_header, encode_kv_header(_KV_HEADER)),
+    ]
+    milliseconds = []
+    for _ in range(4000):
+        for decode, data in decoders:
+            changed = bytearray(data)
+            for _ in range(rng.randint(1, 3)):
+                changed[rng.randrange(3, len(changed))] = rng.randrange(256)
+            start = time.process_time()
+            with contextlib.suppress(ProtocolError):
+                decode(bytes(changed))
+            milliseconds.append((time.process_time() - start) * 1e3)
+    milliseconds.sort()
+    shares = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999}
+    figures = {name: milliseconds[int(share * len(milliseconds))] for name, share in shares.items()}
+    _print("hostile bytes, ms CPU", figures)
 
 
 def main() -> None:
@@ -291,7 +351,8 @@ def main() -> None:
     _token_rows(encoder)
     _kv_row()
     _update_row()
-    _round_trip_row()
+    _round_trip_rows()
+    _hostile_row()
 
 
 if __name__ == "__main__":

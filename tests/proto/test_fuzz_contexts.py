@@ -1,8 +1,10 @@
-"""Hostile bytes at the decoders of whole contexts: typed errors, little memory, little time."""
+"""Hostile bytes at the decoders of whole contexts: typed errors and little memory.
+
+How long they take, the codec's benchmark says.
+"""
 
 import importlib.util
 import random
-import time
 import tracemalloc
 from pathlib import Path
 
@@ -78,11 +80,10 @@ def test_random_bytes(frames, body):
 
 
 def test_mutated_contexts():
-    """The 99th percentile of the time of one decode is far below 50 ms of CPU."""
     rng = random.Random(11)
     wires = [[bytes(frame) for frame in encode(make())] for make in CONTEXTS.values()]
     maps = [msgpack_numpy_encoder()(make()) for make in CONTEXTS.values()]
-    understood, seconds = 0, []
+    understood = 0
     for _ in range(150):
         for frames, message in zip(wires, maps, strict=True):
             at = 3 if rng.random() < 0.9 else 0
@@ -90,13 +91,9 @@ def test_mutated_contexts():
             if rng.random() < 0.1:
                 changed.append(rng.randbytes(8))
             head = message[: rng.choice([200, 600, 3000, len(message)])]
-            start = time.process_time()
             understood += feed(changed)
-            middle = time.process_time()
             understood += feed_map(mutated(rng, head) + message[len(head) :])
-            seconds += [middle - start, (time.process_time() - middle) / len(MAPS)]
     assert understood > 100, "the mutations should not all be caught at the door"
-    assert sorted(seconds)[int(0.99 * len(seconds))] < 0.05
 
 
 def test_truncated_contexts():
