@@ -7,7 +7,7 @@ import time
 
 from ..client import Client
 from ..deploy.report import ClusterReport
-from ..proto.errors import ConnectionLost
+from ..proto.errors import ConnectionLost, TaskMismatch
 from .cluster import add_address, connect, parsed
 from .numbers import count
 
@@ -19,7 +19,9 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser = verbs.add_parser("wait-ready", help="wait until a cluster can serve")
     add_address(parser, timeout=60.0)
     parser.add_argument("--prefill", type=count, default=1, help="prefill workers needed [1]")
-    parser.add_argument("--decode", type=count, default=1, help="decode workers needed [1]")
+    parser.add_argument(
+        "--decode", type=count, help="decode workers needed [1; an embedding model has none]"
+    )
     parser.set_defaults(run=run)
 
 
@@ -31,19 +33,35 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def wait_ready(client: Client, prefill: int, decode: int, timeout: float) -> dict[str, int]:
-    """Wait until so many workers are ready; returns how many are, by role."""
+def wait_ready(client: Client, prefill: int, decode: int | None, timeout: float) -> dict[str, int]:
+    """Wait until so many workers are ready; returns how many are, by role.
+
+    ``decode``: None for one, or for none when the router serves an embedding model. Raises
+    ConnectionLost when the time runs out, TaskMismatch when decode workers are asked for that
+    an embedding model never has.
+    """
     until = time.monotonic() + timeout
-    ready = {"prefill": 0, "decode": 0}
+    ready, needed = {"prefill": 0, "decode": 0}, 1 if decode is None else decode
     while (left := until - time.monotonic()) > 0:
-        ready = count_ready(parsed(client.status(handoffs=0, timeout=left)))
-        if ready["prefill"] >= prefill and ready["decode"] >= decode:
+        report = parsed(client.status(handoffs=0, timeout=left))
+        ready, needed = count_ready(report), _decode_needed(report, decode)
+        if ready["prefill"] >= prefill and ready["decode"] >= needed:
             return ready
         time.sleep(min(_PAUSE, left))
     raise ConnectionLost(
         f"not ready after {timeout:g} s: {ready['prefill']} of {prefill} prefill and "
-        f"{ready['decode']} of {decode} decode workers are; see baton status"
+        f"{ready['decode']} of {needed} decode workers are; see baton status"
     )
+
+
+def _decode_needed(report: ClusterReport, asked: int | None) -> int:
+    if report.router.task != "embed":
+        return 1 if asked is None else asked
+    if asked:
+        raise TaskMismatch(
+            f"--decode {asked}: an embedding model is served by prefill workers alone"
+        )
+    return 0
 
 
 def count_ready(report: ClusterReport) -> dict[str, int]:

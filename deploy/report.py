@@ -82,8 +82,13 @@ class LatencyReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The router itself; ``dropped``: messages it could not use, by reason."""
+    """The router itself.
 
+    ``task``: of the served model, "generate" or "embed", empty before a worker told it.
+    ``dropped``: messages it could not use, by reason.
+    """
+
+    task: str = ""
     latency: LatencyReport = LatencyReport()
     dropped: dict[str, int] = {}
 

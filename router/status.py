@@ -88,6 +88,7 @@ class Reporter:
             "policy": life.config.policy.name,
             "uptime_s": round(now - self._started_at, 3),
             "model": life.registry.card.name if life.registry.card else "",
+            "task": life.registry.card.task if life.registry.card else "",
             "clients": len(life.clients),
             "requests": {
                 "in_flight": admission.requests,

@@ -147,6 +147,20 @@ def test_deaths_cost_no_vector(embedder, victim):
     cluster.wait_ready()
 
 
+def test_the_commands_know_that_no_decode_worker_will_come(embedder):
+    cluster = embedder()
+    environment = command_environment(cluster.folder)
+    command = [sys.executable, "-P", "-m", "baton.cli", "wait-ready", "--timeout", "20"]
+    command += ["--address", cluster.address]
+    waited = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (waited.returncode, waited.stdout) == (0, "ready: 1 prefill, 0 decode\n"), waited.stderr
+    wrong = subprocess.run(
+        [*command, "--decode", "2"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert wrong.returncode == 1
+    assert "embedding model" in wrong.stderr
+
+
 def test_the_command_prints_vectors(embedder):
     cluster = embedder()
     command = [sys.executable, "-P", "-m", "baton.cli", "embed", *TEXTS[:2]]

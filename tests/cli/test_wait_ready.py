@@ -1,0 +1,50 @@
+"""What ``baton wait-ready`` waits for, as the router tells it."""
+
+import pytest
+
+from baton.cli.wait_ready import wait_ready
+from baton.proto.errors import ConnectionLost, TaskMismatch
+
+
+class Router:
+    """Answers status questions, one state after the other."""
+
+    def __init__(self, task, *states):
+        self.task = task
+        self.states = list(states)
+
+    def status(self, **_options):
+        prefill, decode = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        workers = [
+            {"id": f"{role}-{i}", "role": role, "state": "ready"}
+            for role, count in (("prefill", prefill), ("decode", decode))
+            for i in range(count)
+        ]
+        task = self.task if prefill or decode else ""
+        return {"workers": workers, "handoffs": {}, "router": {"task": task}}
+
+
+def waited(router, decode=None, timeout=5.0):
+    return wait_ready(router, 1, decode, timeout)
+
+
+def test_a_text_model_needs_a_decode_worker_unless_told_otherwise():
+    assert waited(Router("generate", (0, 0), (1, 0), (1, 1))) == {"prefill": 1, "decode": 1}
+    assert waited(Router("generate", (1, 0)), decode=0) == {"prefill": 1, "decode": 0}
+    assert waited(Router("generate", (1, 1), (1, 2)), decode=2)["decode"] == 2
+    with pytest.raises(ConnectionLost, match="1 of 1 prefill and 0 of 1 decode"):
+        waited(Router("generate", (1, 0)), timeout=0.05)
+
+
+def test_an_embedding_model_needs_none():
+    assert waited(Router("embed", (0, 0), (1, 0))) == {"prefill": 1, "decode": 0}
+    assert waited(Router("embed", (1, 0)), decode=0) == {"prefill": 1, "decode": 0}
+
+
+def test_decode_workers_of_an_embedding_model_are_not_waited_for():
+    with pytest.raises(TaskMismatch, match="prefill workers alone"):
+        waited(Router("embed", (0, 0), (1, 0)), decode=1)
+
+
+def test_an_older_router_says_no_task():
+    assert waited(Router("", (1, 1))) == {"prefill": 1, "decode": 1}
