@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 
-from ..proto.errors import InputError
 from .cluster import add_address, connect
 from .numbers import seconds
 
@@ -20,11 +19,15 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.set_defaults(run=run)
 
 
+def _lines(text: str) -> list[str]:
+    """Only a line feed ends a line: other texts may hold what Unicode takes for line ends."""
+    lines = text.split("\n")
+    return lines if lines[-1] else lines[:-1]
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Print the vectors in the texts' order."""
-    texts = arguments.texts or sys.stdin.read().splitlines()
-    if not all(texts):
-        raise InputError("an empty text has no vector")
+    texts = arguments.texts or _lines(sys.stdin.read())
     with connect(arguments) as client:
         for vector in client.embed(texts, deadline=arguments.deadline):
             print(json.dumps([round(float(value), 8) for value in vector]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
@@ -104,14 +105,14 @@ class AsyncClient:
         self, texts: Sequence[TokensOrText], **options: Unpack[RequestOptions]
     ) -> npt.NDArray[np.float32]:
         """As :meth:`baton.client.Client.embed`; cancelling the task cancels the requests."""
-        model = await self._model()
+        began, model = time.monotonic(), await self._model()
         specs = await asyncio.to_thread(embed_specs, texts, options, model)
-        job = Embedding(specs, model.card.embedding_size)
+        job = Embedding(specs, model.card.embedding_size, began)
         news: asyncio.Queue[NewTokens | Ended] = asyncio.Queue()
         connection, sink = self._connected(), news.put_nowait
         try:
             while not job.done:
-                for spec in job.start():
+                for spec in job.start(time.monotonic()):
                     connection.start(spec, sink)
                 ended = await news.get()
                 if isinstance(ended, Ended):

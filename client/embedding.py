@@ -1,19 +1,21 @@
 """Many texts to vectors: a window of requests in flight, their vectors in the texts' order.
 
 Invariant: at most :data:`WINDOW` requests are in flight; the first that fails ends the call,
-and those still running are cancelled. Knows no thread and no event loop: the two clients feed
-it ends and start what it hands out.
+and those still running are cancelled. A deadline is the call's: a request that is started later
+has less time left. Knows no clock, no thread and no event loop: the two clients feed it ends and
+start what it hands out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.errors import InputError, InternalError, TaskMismatch
+from ..proto.errors import DeadlineExceeded, InputError, InternalError, TaskMismatch
 from ..proto.requests import build_embed_context
 from .events import Ended, RequestSpec
 from .model import RequestOptions, ServedModel, TokensOrText, encode, make_spec
@@ -30,8 +32,9 @@ def embed_specs(
 ) -> list[RequestSpec]:
     """Requests for all texts (or token ids). Raises InputError for what cannot be embedded."""
     check_options(options, _OPTIONS)
-    if isinstance(texts, str):
-        raise InputError("embed takes a list of texts, not one text")
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        what = "one text" if isinstance(texts, str) else type(texts).__name__
+        raise InputError(f"embed takes a list of texts, not {what}")
     if model.card.task != "embed":
         raise TaskMismatch(f"{model.card.name!r} is a text model and gives no vectors")
     return [_spec(text, options, model) for text in texts]
@@ -44,9 +47,13 @@ def _spec(text: TokensOrText, options: RequestOptions, model: ServedModel) -> Re
 
 
 class Embedding:
-    """One call of ``embed``: what to start, and what has arrived. ``size``: of a vector."""
+    """One call of ``embed``: what to start, and what has arrived.
 
-    def __init__(self, specs: Sequence[RequestSpec], size: int) -> None:
+    ``size``: of a vector. ``began``: moment of the call, in seconds of the caller's clock.
+    """
+
+    def __init__(self, specs: Sequence[RequestSpec], size: int, began: float = 0.0) -> None:
+        self._began = began
         self._waiting: Iterator[RequestSpec] = iter(specs)
         self._rows: Mapping[str, int] = {spec.request_id: row for row, spec in enumerate(specs)}
         self._vectors = np.empty((len(specs), size), np.float32)
@@ -58,16 +65,27 @@ class Embedding:
         """Whether all vectors are here."""
         return not self._left
 
-    def start(self) -> list[RequestSpec]:
-        """Requests to start now."""
+    def start(self, now: float = 0.0) -> list[RequestSpec]:
+        """Requests to start now. Raises DeadlineExceeded when the call's time is over."""
         started = []
         while len(self.running) < WINDOW:
             spec = next(self._waiting, None)
             if spec is None:
                 break
+            if spec.deadline is not None:
+                spec = self._with_time_left(spec, spec.deadline, now)
             self.running.add(spec.request_id)
             started.append(spec)
         return started
+
+    def _with_time_left(self, spec: RequestSpec, deadline: float, now: float) -> RequestSpec:
+        left = self._began + deadline - now
+        if left <= 0:
+            done = len(self._rows) - self._left
+            raise DeadlineExceeded(
+                f"the deadline of {deadline:g} s passed after {done} of {len(self._rows)} texts"
+            )
+        return replace(spec, deadline=left)
 
     def take(self, ended: Ended) -> None:
         """One has ended. Raises its error."""

@@ -9,6 +9,7 @@ import contextlib
 import json
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -154,16 +155,17 @@ class Client:
     ) -> npt.NDArray[np.float32]:
         """Vectors of all texts (or token ids), float32 ``[len(texts), dim]``, in their order.
 
-        ``options``: target_endpoint, pin, fallback, deadline and pool. Raises the error of
-        the first text that fails, TaskMismatch where a text model is served.
+        ``options``: target_endpoint, pin, fallback, pool, and deadline, in seconds for the whole
+        call. Raises the error of the first text that fails, TaskMismatch where a text model is
+        served.
         """
-        model = self._model()
-        job = Embedding(embed_specs(texts, options, model), model.card.embedding_size)
+        began, model = time.monotonic(), self._model()
+        job = Embedding(embed_specs(texts, options, model), model.card.embedding_size, began)
         news: queue.SimpleQueue[NewTokens | Ended] = queue.SimpleQueue()
         sink: Sink = news.put
         try:
             while not job.done:
-                self._start_all(job.start(), sink)
+                self._start_all(job.start(time.monotonic()), sink)
                 ended = news.get()
                 if isinstance(ended, Ended):
                     job.take(ended)

@@ -7,7 +7,13 @@ import pytest
 from baton.client.embedding import WINDOW, Embedding, embed_specs
 from baton.client.events import Ended
 from baton.client.model import Description, ServedModel
-from baton.proto.errors import CapacityError, InputError, InternalError, TaskMismatch
+from baton.proto.errors import (
+    CapacityError,
+    DeadlineExceeded,
+    InputError,
+    InternalError,
+    TaskMismatch,
+)
 
 
 @pytest.fixture
@@ -51,6 +57,19 @@ def test_only_a_window_is_in_flight(model):
     assert job.start() == specs[WINDOW : WINDOW + 2]
 
 
+def test_a_deadline_is_the_calls(model):
+    specs = embed_specs(ids(WINDOW + 2), {"deadline": 3.0}, model)
+    job = Embedding(specs, 2, began=100.0)
+    assert {spec.deadline for spec in job.start(100.5)} == {2.5}
+    job.take(end(specs[0], 1))
+    (later,) = job.start(102.0)
+    assert (later.deadline, later.request_id) == (1.0, specs[WINDOW].request_id)
+    job.take(end(specs[1], 1))
+    with pytest.raises(DeadlineExceeded, match=rf"3 s passed after 2 of {WINDOW + 2} texts"):
+        job.start(103.0)
+    assert len(job.running) == WINDOW - 1, "who is to be cancelled"
+
+
 def test_the_first_failure_ends_the_call_and_names_who_still_runs(model):
     specs = embed_specs(ids(3), {}, model)
     job = Embedding(specs, 2)
@@ -78,8 +97,9 @@ def test_no_texts_are_no_requests(model):
 
 
 def test_wrong_calls_are_refused_before_anything_is_sent(model, card):
-    with pytest.raises(InputError, match="list of texts"):
-        embed_specs("text", {}, model)
+    for nothing in ("text", None, 5):
+        with pytest.raises(InputError, match="list of texts"):
+            embed_specs(nothing, {}, model)
     with pytest.raises(InputError, match="cache_salt"):
         embed_specs(ids(1), {"cache_salt": "x"}, model)
     with pytest.raises(InputError, match="outside the vocabulary"):

@@ -1,12 +1,14 @@
 """Vectors from a real cluster: prefill workers alone, exact, and in spite of what dies."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -147,6 +149,77 @@ def test_deaths_cost_no_vector(embedder, victim):
     cluster.wait_ready()
 
 
+def test_a_deadline_is_for_all_texts_of_a_call(embedder):
+    cluster = embedder()
+    with cluster.client() as client:
+        with pytest.raises(DeadlineExceeded):
+            client.embed(["mat " * 20] * 20_000, deadline=0.3)
+        wait_until(lambda: in_flight(client) == 0, what="the others to be cancelled")
+        assert client.embed(["a"], deadline=30.0).shape == (1, 32)
+
+
+def in_flight(client) -> int:
+    return client.status()["router"]["requests"]["in_flight"]
+
+
+def test_ten_thousand_texts_among_cancels_deadlines_and_a_death(embedder):
+    cluster = embedder(prefill=2)
+    wanted = expected("embedders/bert", TEXTS)
+    ends = Counter()
+
+    async def many(client):
+        found = await client.embed(TEXTS * 2000)
+        np.testing.assert_array_equal(found, np.tile(wanted, (2000, 1)))
+        ends["whole"] += 1
+
+    async def cancelled(client, seconds):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await client.embed(TEXTS * 400)
+        ends["cancelled"] += 1
+
+    async def late(client, seconds):
+        with pytest.raises(DeadlineExceeded):
+            await client.embed(TEXTS * 400, deadline=seconds)
+        ends["late"] += 1
+
+    async def kill(client):
+        status = await client.status()
+        while status["router"]["requests"]["finished"] < 2000:
+            status = await client.status()
+            await asyncio.sleep(0.01)
+        os.kill(pid, signal.SIGKILL)
+
+    async def body():
+        async with (
+            asyncio.timeout(100),
+            AsyncClient(cluster.address) as one,
+            AsyncClient(cluster.address) as other,
+            asyncio.TaskGroup() as group,
+        ):
+            group.create_task(many(one))
+            group.create_task(kill(other))
+            for number in range(8):
+                group.create_task(cancelled(other, 0.05 * number))
+                group.create_task(late(one, 0.01 + 0.01 * number))
+
+    pid = cluster.pids()["prefill-0"]
+    asyncio.run(body())
+    assert ends == {"whole": 1, "cancelled": 8, "late": 8}
+    wait_until(lambda: cluster.pids().get("prefill-0") not in (None, pid), what="another worker")
+    cluster.wait_ready()
+    with cluster.client() as client:
+        wait_until(lambda: in_flight(client) == 0, what="nothing in flight")
+        wait_until(
+            lambda: all(
+                not worker[figure]
+                for worker in cluster.workers().values()
+                for figure in ("requests_running", "requests_waiting", "assigned_requests")
+            ),
+            what="idle workers",
+        )
+
+
 def test_the_commands_know_that_no_decode_worker_will_come(embedder):
     cluster = embedder()
     environment = command_environment(cluster.folder)
@@ -172,3 +245,13 @@ def test_the_command_prints_vectors(embedder):
     )
     vectors = np.array([json.loads(line) for line in answer.stdout.splitlines()])
     np.testing.assert_allclose(vectors, expected("embedders/bert", TEXTS[:2]), atol=1e-7)
+    lines = ["a\u2028b\x0b\x85", "", "mat"]  # what Unicode ends a line by is part of it
+    answer = subprocess.run(
+        [*command[:5], "--address", cluster.address],
+        env=command_environment(cluster.folder),
+        input="\n".join([*lines, ""]).encode(),
+        capture_output=True,
+        check=True,
+    )
+    vectors = np.array([json.loads(line) for line in answer.stdout.splitlines()])
+    np.testing.assert_allclose(vectors, expected("embedders/bert", lines), atol=1e-7)
