@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import uuid
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 
 import msgspec
@@ -33,12 +34,14 @@ class RequestID:
         return self.value
 
 
+_REQUEST = blake2b(digest_size=KEY_BYTES, person=b"baton-request")
+
+
 def request_key(client: bytes, request_id: str) -> bytes:
     """16-byte key of a request: digest of the client's identity and the request id."""
-    digest = blake2b(digest_size=KEY_BYTES, person=b"baton-request")
-    digest.update(len(client).to_bytes(4, "little"))
-    digest.update(client)
-    digest.update(request_id.encode("utf-8", "surrogatepass"))
+    digest = _REQUEST.copy()
+    name = request_id.encode("utf-8", "surrogatepass")
+    digest.update(len(client).to_bytes(4, "little") + client + name)
     return digest.digest()
 
 
@@ -56,8 +59,16 @@ def new_incarnation(entropy: bytes | None = None) -> int:
 
 def resume_secret(cluster_key: bytes, request: bytes) -> bytes:
     """16 bytes that prove a client owns ``request``; every router with the key derives the same."""
+    digest = _keyed(cluster_key).copy()
+    digest.update(request)
+    return digest.digest()
+
+
+@lru_cache(maxsize=8)
+def _keyed(cluster_key: bytes) -> blake2b:
+    """The digest a secret begins with; the key takes longer than the request."""
     key = cluster_key if len(cluster_key) <= 64 else blake2b(cluster_key).digest()
-    return blake2b(request, digest_size=KEY_BYTES, key=key, person=b"baton-resume").digest()
+    return blake2b(digest_size=KEY_BYTES, key=key, person=b"baton-resume")
 
 
 def _array_content(obj: object) -> object:

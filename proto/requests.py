@@ -25,6 +25,8 @@ from .sampling import MAX_SEED, SamplingParams
 from .wire import WireContext, WireSampling
 
 Int32 = npt.NDArray[np.int32]
+_INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
+_largest = np.maximum.reduce
 
 
 def build_wire_context(
@@ -134,10 +136,9 @@ MAX_TOKEN_ID = (1 << 31) - 1
 
 def _check_sampling(sampling: WireSampling) -> None:
     """Raise what is wrong with it; values seen to be right before, but for the seed, pass."""
-    *values, seed = msgspec.structs.astuple(sampling)
     simple = sampling.stop is None and sampling.stop_token_ids is None
-    key = tuple(values) if simple else None
-    if key in _good_samplings and 0 <= seed <= MAX_SEED:
+    key = msgspec.structs.astuple(sampling)[:-1] if simple else None  # the seed is the last
+    if key in _good_samplings and 0 <= sampling.seed <= MAX_SEED:
         return
     SamplingParams.from_wire(sampling)
     if key is not None:
@@ -166,7 +167,7 @@ def _check_kind(wire: WireContext) -> None:
 
 
 def _check_array(tokens: Int32) -> None:
-    if tokens.dtype != np.int32 or tokens.ndim != 1:
+    if tokens.dtype != _INT32 or tokens.ndim != 1:
         raise InputError(
             f"tokens must be one-dimensional int32, not {tokens.dtype} of shape {tokens.shape}"
         )
@@ -200,8 +201,8 @@ def _check_tokens(wire: WireContext, card: ModelCard) -> None:
             f"(a context of {card.max_length}, by the model and the KV memory, less one new token)"
         )
     # Read as unsigned, negative ids are the largest: one pass finds both.
-    if int(np.maximum.reduce(tokens.view(np.uint32))) >= card.vocab_size:
-        at = int(np.flatnonzero(tokens.view(np.uint32) >= card.vocab_size)[0])
+    if int(_largest(tokens.view(_UINT32))) >= card.vocab_size:
+        at = int(np.flatnonzero(tokens.view(_UINT32) >= card.vocab_size)[0])
         raise InputError(
             f"token id {tokens[at]} at position {at} is outside the vocabulary of {card.vocab_size}"
         )
@@ -209,7 +210,7 @@ def _check_tokens(wire: WireContext, card: ModelCard) -> None:
 
 def _check_lengths(wire: WireContext, card: ModelCard) -> None:
     count = len(wire.tokens)
-    if wire.max_length > min(card.max_length, MAX_CONTEXT_TOKENS):
+    if wire.max_length > card.max_length or wire.max_length > MAX_CONTEXT_TOKENS:
         raise InputError(f"max_length {wire.max_length} is more than the served {card.max_length}")
     if wire.max_length < count + _least_new(wire):
         raise InputError(

@@ -88,7 +88,7 @@ class PrefillRate:
         return tokens * self._seconds / (self._tokens * workers) if known and workers else 0.0
 
     def _enough(self, waiting: int, workers: int) -> bool:
-        return waiting >= self.ENOUGH_TOKENS * max(1, workers)
+        return waiting >= self.ENOUGH_TOKENS * (workers or 1)
 
 
 class Admission:
@@ -113,19 +113,18 @@ class Admission:
         ``slots``: batch slots of the ready decode workers, ``workers``: ready prefill workers;
         0 when unknown.
         """
-        self._check_memory(request)
+        size = self._fitting(request)
         self._check_queue(request, slots)
         self._check_wait(request, workers, now)
-        self._charge(request, workers, now)
+        self._charge(request, size, workers, now)
 
     def admit_resumed(self, request: Request, workers: int, now: float) -> None:
         """Charge a request that was admitted before, so only memory can refuse it."""
-        self._check_memory(request)
-        self._charge(request, workers, now)
+        self._charge(request, self._fitting(request), workers, now)
 
-    def _charge(self, request: Request, workers: int, now: float) -> None:
-        request.bytes = context_bytes(request.context)
-        self.context_bytes += request.bytes
+    def _charge(self, request: Request, size: int, workers: int, now: float) -> None:
+        request.bytes = size
+        self.context_bytes += size
         request.queued_tokens = request.base
         self.queued_tokens += request.base
         self.requests += 1
@@ -182,9 +181,12 @@ class Admission:
         if self.queued_tokens and self.queued_tokens + request.base > config.max_queued_tokens:
             self._refuse(f"{self.queued_tokens} prompt tokens are queued")
 
-    def _check_memory(self, request: Request) -> None:
-        if self.context_bytes + context_bytes(request.context) > self._config.max_context_bytes:
+    def _fitting(self, request: Request) -> int:
+        """Bytes the request may take, once there is memory for them."""
+        size = context_bytes(request.context)
+        if self.context_bytes + size > self._config.max_context_bytes:
             self._refuse("no memory for further contexts")
+        return size
 
     def _check_wait(self, request: Request, workers: int, now: float) -> None:
         """Refuse what would reach its deadline before its prompt is begun.
@@ -192,12 +194,12 @@ class Admission:
         The backlog is counted for all prefill workers together, so a request that is bound to
         some of them is left to its luck.
         """
-        bound = request.pool is not None or (
-            request.pin is not None and request.pin[0] == "prefill"
-        )
         wait = self.prefill.seconds(self.queued_tokens, workers, now)
         left = request.deadline - now
-        if wait > left and not bound:
+        if wait <= left:
+            return
+        pinned = request.pin is not None and request.pin[0] == "prefill"
+        if request.pool is None and not pinned:
             text = f"{self.queued_tokens} prompt tokens wait for about {wait:.1f} s"
             self._refuse(f"{text}, and the deadline is in {left:.1f} s", wait - left)
 

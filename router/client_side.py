@@ -52,6 +52,7 @@ from .status import Reporter
 
 ENDED_ABSENT_S = 30.0
 """How long the end of a request waits for a client that is gone, as native clients try."""
+_ENDED = State.ENDED
 
 
 class ClientSide:
@@ -71,9 +72,10 @@ class ClientSide:
         self.closing = False
         self.drains: dict[str, list[bytes]] = {}  # who waits for a worker's Drained
 
-    def handle(self, identity: bytes, message: Message, now: float) -> None:
-        """Take one message."""
-        self._handlers[type(message)](self, identity, message, now)
+    def handle(self, identity: bytes, messages: Sequence[Message], now: float) -> None:
+        """Take what one envelope holds."""
+        for message in messages:
+            self._handlers[type(message)](self, identity, message, now)
 
     def gone(self, identity: bytes, now: float) -> None:
         """A client's connection was lost: its running requests end now, or after the window."""
@@ -122,7 +124,7 @@ class ClientSide:
             target = message.context.target_endpoint
             if target is not None:
                 life.placement.pin(request, target, fallback=message.fallback)
-            life.admission.admit(request, life.registry.slots, self._prefill_workers(), now)
+            life.admission.admit(request, life.registry.slots, life.registry.prefills, now)
         except BatonError as error:
             self._refuse(identity, key, request_id, error)
             return
@@ -161,7 +163,7 @@ class ClientSide:
             request = self._checked(key, message, attempt, now)
             self._take_emitted(request, message)
             life.placement.repin(request, message.context.target_endpoint)
-            life.admission.admit_resumed(request, self._prefill_workers(), now)
+            life.admission.admit_resumed(request, life.registry.prefills, now)
         except BatonError as error:
             self._refuse(identity, key, message.request_id, error)
             return
@@ -228,9 +230,6 @@ class ClientSide:
         request.unchecked = card is None
         return request
 
-    def _prefill_workers(self) -> int:
-        return len(self._life.registry.ready("prefill"))
-
     def _take_emitted(self, request: Request, message: Resume) -> None:
         """Start from the tokens the client has."""
         if message.position != _end(message):
@@ -285,7 +284,7 @@ class ClientSide:
         requests = self._life.requests
         for key in message.requests:
             request = requests.get(key)
-            if request is None or request.state is not State.ENDED:
+            if request is None or request.state is not _ENDED:
                 continue
             if request.client is None or request.client.identity == identity:
                 self._life.forget(request)

@@ -72,14 +72,13 @@ class RouterCore:
 
     def from_client(self, identity: bytes, messages: Sequence[Message], now: float) -> list[Action]:
         """Take all messages of one envelope from a client."""
-        for message in messages if len(messages) == 1 else fold_questions(messages):
-            self._clients.handle(identity, message, now)
+        folded = messages if len(messages) == 1 else fold_questions(messages)
+        self._clients.handle(identity, folded, now)
         return self._take()
 
     def from_worker(self, identity: bytes, messages: Sequence[Message], now: float) -> list[Action]:
         """Take all messages of one envelope from a worker."""
-        for message in messages:
-            self._workers.handle(identity, message, now)
+        self._workers.handle(identity, messages, now)
         return self._take()
 
     def reject_client(self, identity: bytes, error: BatonError) -> list[Action]:
@@ -128,10 +127,10 @@ class RouterCore:
         return actions
 
     def _from_client(self, event: FromClient, now: float) -> None:
-        self._clients.handle(event.identity, event.message, now)
+        self._clients.handle(event.identity, (event.message,), now)
 
     def _from_worker(self, event: FromWorker, now: float) -> None:
-        self._workers.handle(event.identity, event.message, now)
+        self._workers.handle(event.identity, (event.message,), now)
 
     def _client_gone(self, event: ClientGone, now: float) -> None:
         self._clients.gone(event.identity, now)

@@ -33,10 +33,14 @@ class Latency:
 
     def add(self, seconds: float, now: float, count: int = 1) -> None:
         """``count`` times the same duration."""
+        self.add_to_bucket(bucket(seconds), now, count)
+
+    def add_to_bucket(self, index: int, now: float, count: int = 1) -> None:
+        """The same for a duration of the bucket ``index``."""
         if now >= self._ends:
             self._turn(now)
         self.count += count
-        self._current[bucket(seconds)] += count
+        self._current[index] += count
 
     def summary(self, now: float) -> dict[str, float | int | None]:
         """Count since the start, and each of :data:`PERCENTILES` in seconds, None without any."""
@@ -60,7 +64,8 @@ def bucket(seconds: float) -> int:
     """Index of the bucket a duration belongs to."""
     if seconds <= SHORTEST_S:
         return 0
-    return min(BUCKETS - 1, int(math.log2(seconds / SHORTEST_S) * PER_OCTAVE))
+    index = int(math.log2(seconds / SHORTEST_S) * PER_OCTAVE)
+    return index if index < BUCKETS else BUCKETS - 1
 
 
 def percentile(counts: list[int], percent: float) -> float | None:

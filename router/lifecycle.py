@@ -33,6 +33,8 @@ ENDED_KEEP_S = 5.0
 """Shortest time a terminal is kept, also of a request that ended at its deadline."""
 REMEMBER_ATTEMPTS = 16_384
 """Requests whose last attempt is remembered after they are forgotten."""
+_ASSIGNED = State.ASSIGNED  # before Python 3.12 a look-up in an Enum is slow
+_ASSIGN, _ACCEPT, _END, _FORGET = Step.ASSIGN, Step.ACCEPT, Step.END, Step.FORGET
 
 
 class Counters:
@@ -108,7 +110,7 @@ class Lifecycle:
             decode.requests[request.key] = request
         self.placement.placed(request)
         request.grace_until = NEVER
-        request.step(Step.ASSIGN)
+        request.step(_ASSIGN)
         del self.queued[request.key]
         request.backoff = self.config.assign_retry_s
         self.assign(request, now)
@@ -134,8 +136,8 @@ class Lifecycle:
 
     def accepted(self, request: Request) -> None:
         """A worker has the current attempt."""
-        if request.state is State.ASSIGNED:
-            request.step(Step.ACCEPT)
+        if request.state is _ASSIGNED:
+            request.step(_ACCEPT)
             request.server = request.server or request.prefill
             request.retry_at = NEVER
             request.due_at = request.limit  # its slot comes earlier, where it is armed again
@@ -278,7 +280,7 @@ class Lifecycle:
 
     def end(self, request: Request, terminal: Terminal, now: float) -> None:
         """The request is over: tell its client, and keep the terminal."""
-        request.step(Step.END)
+        request.step(_END)
         self.queued.pop(request.key, None)
         self.counters.count(terminal)
         self.admission.end(request)
@@ -323,13 +325,13 @@ class Lifecycle:
 
     def forget(self, request: Request) -> None:
         """Nobody will ask again: drop the record."""
-        request.step(Step.FORGET)
+        request.step(_FORGET)
         self.wheel.cancel(request)
         if request.client is not None:
             self.clients.detach(request)
         self.admission.forget(request)
         del self.requests[request.key]
-        self.remember_attempt(request.key, request.attempt)
+        self._last_attempts.put(request.key, request.attempt)  # the highest there was
 
     def remember_attempt(self, key: bytes, attempt: int) -> None:
         """Up to ``attempt`` a request without a record here is over."""
@@ -349,8 +351,10 @@ class Lifecycle:
     def repeat_later(self, request: Request, now: float, ceiling: float) -> None:
         """Look at it after its back-off, which doubles up to ``ceiling``."""
         delay = request.backoff
-        request.backoff = max(delay, min(2 * delay, ceiling))
-        self.wake(request, now + delay, now)
+        if delay < ceiling:
+            request.backoff = min(2 * delay, ceiling)
+        request.retry_at = when = now + delay
+        self.wheel.arm(request, when if when < request.limit else request.limit, now)
 
     def log(self, event: str, **fields: object) -> None:
         """Ask for a log line."""

@@ -41,15 +41,19 @@ class Orphans:
 
     def cancelled(self, key: bytes) -> None:
         """The client of an unknown request wants its end."""
-        for worker in self._life.registry.live():
+        for worker in self._life.registry.reporting:
             held = worker.reported.get(key)
             if held is not None and self._is_ours(held):
                 self._drop(worker, held)
 
     def highest(self, key: bytes) -> int:
         """Highest attempt any worker reports of an unknown request, 0 for none."""
-        reports = (worker.reported.get(key) for worker in self._life.registry.live())
-        return max((held.attempt for held in reports if held is not None), default=0)
+        highest = 0
+        for worker in self._life.registry.reporting:
+            held = worker.reported.get(key)
+            if held is not None:
+                highest = max(highest, held.attempt)
+        return highest
 
     def tick(self, now: float) -> None:
         """End the time of grace, once."""

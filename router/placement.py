@@ -6,6 +6,8 @@ Invariant: a pin is honoured while its worker lives; afterwards only a request w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..proto.errors import EndpointDead, EndpointDraining, EndpointUnknown, WorkerLost
 from ..proto.hashing import block_hashes
 from .config import PolicyConfig
@@ -55,8 +57,7 @@ class Placement:
 
         Raises WorkerLost when the request may not leave a worker that is gone.
         """
-        roles = request.roles
-        decodes = self._candidates(request, "decode") if "decode" in roles else None
+        decodes = None if request.embeds else self._candidates(request, "decode")
         prefills = self._candidates(request, "prefill")
         if decodes == [] or not prefills:
             return None
@@ -113,14 +114,13 @@ class Placement:
         request.pin = None
         return None
 
-    def _hashes(self, request: Request) -> list[bytes]:
-        if not self._policy.wants_hashes or request.embeds:  # vectors leave no cache behind
-            return []
+    def _hashes(self, request: Request) -> Sequence[bytes]:
+        size = self._config.block_tokens
+        if not self._policy.wants_hashes or request.base < size or request.embeds:
+            return NO_HASHES  # vectors leave no cache behind
         if request.hashes is None:
-            size = self._config.block_tokens
             tokens = request.context.tokens[: size * self._config.match_blocks]
-            salt = request.context.cache_salt.encode()
-            request.hashes = block_hashes(tokens, size, salt) if len(tokens) >= size else []
+            request.hashes = block_hashes(tokens, size, request.context.cache_salt.encode())
         return request.hashes
 
 

@@ -106,7 +106,7 @@ class Recovery:
         """The live worker that reported the highest attempt; decode before prefill."""
         best: Holder | None = None
         best_rank = (request.attempt, False, -1)
-        for worker in self._life.registry.live():
+        for worker in self._life.registry.reporting:
             held = worker.reported.get(request.key)
             if held is not None:
                 rank = (held.attempt, worker.role == "decode", held.position)

@@ -140,6 +140,10 @@ class Registry:
         self.ever_ready = False
         self.slots = 0
         """Batch slots of all ready decode workers."""
+        self.prefills = 0
+        """How many prefill workers are ready."""
+        self.reporting: list[Worker] = []
+        """Live workers whose last Hello said that they hold something."""
 
     # ------------------------------------------------------------------ look up
 
@@ -244,6 +248,7 @@ class Registry:
             self._by_identity[identity] = worker
             worker.identity = identity
         worker.reported = {r.request: r for r in hello.requests}
+        self._changed()
         worker.load = hello.load
         worker.seen_at = worker.progress_at = now
         if hello.draining:
@@ -362,6 +367,8 @@ class Registry:
         self._ready.clear()
         self.card = shortest((worker.card for worker in self._live.values()), self.card)
         self.slots = sum(worker.max_batch for worker in self.ready("decode"))
+        self.prefills = len(self.ready("prefill"))
+        self.reporting = [worker for worker in self._live.values() if worker.reported]
         if not self.ever_ready:
             self.ever_ready = all(self.ready(role) for role in self.roles)
 

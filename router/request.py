@@ -81,6 +81,7 @@ NEVER = float("inf")
 SUSPECT_DEATHS = 2
 HARMLESS_TOKENS = 8
 """More tokens than are on their way from a worker when it dies."""
+_QUEUED, _ENDED, _FORGOTTEN = State.QUEUED, State.ENDED, State.FORGOTTEN
 
 
 class Request:
@@ -93,8 +94,8 @@ class Request:
 
     __slots__ = (
         "attempt", "avoid", "backoff", "base", "blame", "bytes", "client", "context",
-        "deadline", "deaths", "decode", "decode_cost", "decode_tries", "due_at", "emitted",
-        "grace_until", "handed", "hashes", "heard", "key", "limit", "logprobs", "losses",
+        "deadline", "deaths", "decode", "decode_cost", "decode_tries", "due_at", "embeds",
+        "emitted", "grace_until", "handed", "hashes", "heard", "key", "limit", "logprobs", "losses",
         "lost_at", "max_new", "next", "own", "patience", "pending", "pin", "pool", "prefill",
         "prefill_cost", "queued_tokens", "request_id", "retry_at", "sent", "server", "slot",
         "started", "state", "strict", "submitted_at", "terminal", "token_at", "unchecked",
@@ -111,10 +112,11 @@ class Request:
         self.limit = deadline  # earlier while its client is away
         self.attempt = attempt
         self.own = NEVER  # first attempt of this router's life; others are an earlier life's
-        self.state = State.QUEUED
+        self.state = _QUEUED
         self.client: Client | None = None
         self.base = self.next = len(context.tokens)
         self.max_new = new_tokens(context)
+        self.embeds = context.task == "embed"  # a vector is asked for instead of text
         self.emitted = array("i")
         self.logprobs: list[TokenLogProbs | None] | None = [] if context.log_probabilities else None
         self.sent = -1  # first token a slow client was not given, -1 when it has all
@@ -163,11 +165,6 @@ class Request:
             raise InternalError(f"request cannot {step.value} when {self.state.value}") from None
 
     @property
-    def embeds(self) -> bool:
-        """Whether a vector is asked for instead of text."""
-        return self.context.task == "embed"
-
-    @property
     def roles(self) -> tuple[str, ...]:
         """Roles of the workers it needs."""
         return roles_for(self.context.task)
@@ -175,7 +172,7 @@ class Request:
     @property
     def done(self) -> bool:
         """Whether its terminal is known."""
-        return self.state is State.ENDED or self.state is State.FORGOTTEN
+        return self.state is _ENDED or self.state is _FORGOTTEN
 
     @property
     def remaining(self) -> int:
@@ -222,13 +219,15 @@ def new_tokens(context: WireContext) -> int:
     """Most tokens a context may generate."""
     room = context.max_length - len(context.tokens)
     asked = context.sampling.max_new_tokens
-    return max(0, room if asked is None else min(room, asked))
+    if asked is not None and asked < room:
+        room = asked
+    return room if room > 0 else 0
 
 
 def context_bytes(context: WireContext) -> int:
     """Upper bound of the memory a request may take until its end, in bytes."""
-    likely = max(0, context.log_probabilities)
-    per_token = 4 + (160 + 100 * likely if likely else 0)
+    likely = context.log_probabilities
+    per_token = 4 + (160 + 100 * likely if likely > 0 else 0)
     total = RECORD_BYTES + context.tokens.nbytes + per_token * new_tokens(context)
     total += 40 * len(context.eos_token_ids)
     if context.task == "embed":

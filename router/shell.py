@@ -43,6 +43,7 @@ RETRY_S = 0.02
 """How often a full client is tried again."""
 LINGER_S = 1.0
 """How long terminals may wait for their acknowledgement when the router ends."""
+_LATEST_COUNTS = frozenset((Described, StatusReport))
 
 _log = get_logger()
 
@@ -154,20 +155,18 @@ class RouterShell:
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
-            kind = type(action)
-            if kind is ToClient:
-                if self._held and action.identity in self._held:  # type: ignore[union-attr]
-                    self._hold(action.identity, [action.message])  # type: ignore[union-attr]
-                    continue
-                message = action.message  # type: ignore[union-attr]
-                if isinstance(message, (Described, StatusReport)):
-                    self._to_clients.put_latest(action.identity, message, _merged)  # type: ignore[union-attr]
-                    continue
-                self._to_clients.put(action.identity, action.message)  # type: ignore[union-attr]
-            elif kind is ToWorker:
-                self._to_workers.put(action.identity, action.message)  # type: ignore[union-attr]
-            elif kind is Log:
-                _log.info(action.event, **action.fields)  # type: ignore[union-attr]
+            if type(action) is ToClient:
+                identity, message = action.identity, action.message
+                if identity in self._held:
+                    self._hold(identity, [message])
+                elif type(message) in _LATEST_COUNTS:
+                    self._to_clients.put_latest(identity, message, _merged)
+                else:
+                    self._to_clients.put(identity, message)
+            elif type(action) is ToWorker:
+                self._to_workers.put(action.identity, action.message)
+            elif type(action) is Log:
+                _log.info(action.event, **action.fields)
 
     def _flush(self) -> None:
         """Let what was heard go on first: tokens to clients, else requests to workers."""

@@ -7,7 +7,7 @@ Abort. A step's tokens for one client leave as one message with the runs as they
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from ..proto.errors import BatonError, HandoffFailed, InternalError
@@ -33,6 +33,7 @@ from ..proto.messages import (
 )
 from .clients import Client
 from .events import ToClient, ToWorker
+from .latency import bucket
 from .lifecycle import Lifecycle
 from .recent import Recent
 from .recovery import Recovery
@@ -42,6 +43,7 @@ from .status import Handoffs
 
 _RUNNING = State.RUNNING
 _ASSIGNED = State.ASSIGNED
+_QUEUED = State.QUEUED
 REMEMBER_REPORTS = 4096
 
 
@@ -62,18 +64,23 @@ class WorkerSide:
         self._drained = drained
         self._incarnation = incarnation
         self._reported: Recent[bytes, int] = Recent(REMEMBER_REPORTS)
+        self._acknowledged: dict[bytes, list[tuple[bytes, int]]] = {}  # of this envelope
 
-    def handle(self, identity: bytes, message: Message, now: float) -> None:
-        """Take one message."""
-        worker = self._life.registry.by_identity(identity)
-        if worker is not None:
-            self._handlers[type(message)](self, worker, message, now)
-        elif type(message) is Hello:
-            self._join(identity, message, now)
-        else:
-            self._drop("unknown_worker")
-            text = "say Hello first"
-            self._say(identity, Rejected(code="endpoint_unknown", message=text))
+    def handle(self, identity: bytes, messages: Sequence[Message], now: float) -> None:
+        """Take what one envelope holds."""
+        by_identity = self._life.registry.by_identity
+        worker = by_identity(identity)
+        for message in messages:
+            if type(message) is Hello:
+                self._join(identity, message, now)
+                worker = by_identity(identity)
+            elif worker is not None:
+                self._handlers[type(message)](self, worker, message, now)
+            else:
+                self._drop("unknown_worker")
+                text = "say Hello first"
+                self._say(identity, Rejected(code="endpoint_unknown", message=text))
+        self._acknowledged.clear()
 
     def gone(self, identity: bytes, now: float) -> None:
         """A worker's connection was lost."""
@@ -87,6 +94,7 @@ class WorkerSide:
     # ------------------------------------------------------------------ membership
 
     def _join(self, identity: bytes, hello: Hello, now: float) -> None:
+        """A new worker, the same one again, or its successor."""
         registry = self._life.registry
         known = registry.known(hello.incarnation)
         if known is not None:
@@ -107,10 +115,6 @@ class WorkerSide:
         self._welcome(identity)
         self._recovery.introduced(worker, now, joined=True)
         self._life.retry_waiting(now)
-
-    def _hello(self, worker: Worker, hello: Hello, now: float) -> None:
-        """Hello over a connection that has a worker: the same one again, or its successor."""
-        self._join(worker.identity, hello, now)
 
     def _rejoin(self, worker: Worker, identity: bytes, hello: Hello, now: float) -> None:
         self._life.registry.rejoin(worker, identity, hello, now)
@@ -156,7 +160,8 @@ class WorkerSide:
             request.keep(run)
             # Most runs of a step follow on the same step, so their gaps are counted at once.
             if request.token_at != since:
-                self._waited(worker, since, same, now)
+                if since != NEVER:
+                    self._waited(worker, since, same, now)
                 since, same = request.token_at, 0
             same += 1
             request.token_at = now
@@ -171,15 +176,16 @@ class WorkerSide:
                     client.runs.append(run)
             if not request.heard or request.pending is not None or not request.started:
                 self._first_heard(request, touched, now)
-        self._waited(worker, since, same, now)
+        if since != NEVER:
+            self._waited(worker, since, same, now)
         self._life.admission.tokens.add(total)
         self._flush(touched)
 
     def _waited(self, worker: Worker, since: float, runs: int, now: float) -> None:
         """Count the gaps of ``runs`` requests whose last tokens came at ``since``."""
-        if since != NEVER:
-            worker.latency.add(now - since, now, runs)
-            self._life.between_tokens.add(now - since, now, runs)
+        index = bucket(now - since)
+        worker.latency.add_to_bucket(index, now, runs)
+        self._life.between_tokens.add_to_bucket(index, now, runs)
 
     def _flush(self, touched: list[Client]) -> None:
         out = self._life.out
@@ -201,13 +207,13 @@ class WorkerSide:
     def _started(self, request: Request, now: float) -> None:
         """Its prompt was computed: the first token, or the vector, is here."""
         request.started = True
-        workers = len(self._life.registry.ready("prefill"))
-        self._life.admission.started(request, workers, now)
+        life = self._life
+        life.admission.started(request, life.registry.prefills, now)
         if request.submitted_at != NEVER:
-            waited = now - request.submitted_at
-            self._life.first_tokens.add(waited, now)
+            index = bucket(now - request.submitted_at)
+            life.first_tokens.add_to_bucket(index, now)
             if request.prefill is not None:
-                request.prefill.latency.add(waited, now)
+                request.prefill.latency.add_to_bucket(index, now)
 
     def _irregular(
         self, worker: Worker, request: Request | None, run: TokenRun, now: float
@@ -243,7 +249,7 @@ class WorkerSide:
             self._drop("unknown_request")
             self._recovery.orphans.unknown(worker, key, attempt, now)
             return False
-        if request.state is State.QUEUED and attempt >= request.attempt:
+        if request.state is _QUEUED and attempt >= request.attempt:
             request.attempt = attempt + 1  # an earlier life assigned it: rise above
         if request.state is not _RUNNING and request.state is not _ASSIGNED:
             last = request.attempt if request.done else request.attempt - 1
@@ -272,7 +278,8 @@ class WorkerSide:
             self._acknowledge(worker, message)  # the decode worker's word counts
             return
         request.attempt = attempt
-        self._life.accepted(request)
+        if request.state is _ASSIGNED:
+            self._life.accepted(request)
         if request.server is not worker:
             self._recovery.served_by(request, worker)
         if message.position > request.next and message.code is None:
@@ -307,8 +314,12 @@ class WorkerSide:
         self._life.end(request, message, now)
 
     def _acknowledge(self, worker: Worker, message: Terminal) -> None:
-        ack = TerminalAck(requests=[(message.request, message.attempt)])
-        self._life.out.append(ToWorker(worker.identity, ack))
+        """Let the worker forget it; the ends of one envelope are acknowledged together."""
+        ends = self._acknowledged.get(worker.identity)
+        if ends is None:
+            ends = self._acknowledged[worker.identity] = []
+            self._say(worker.identity, TerminalAck(requests=ends))
+        ends.append((message.request, message.attempt))
 
     # ------------------------------------------------------------------ answers to Assign
 
@@ -419,7 +430,6 @@ class WorkerSide:
         Busy: _busy,
         Aborted: _aborted,
         PeerLost: _peer_lost,
-        Hello: _hello,
         Drained: _on_drained,
         Moved: _moved,
         Ping: _ping,

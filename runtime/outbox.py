@@ -7,7 +7,7 @@ of the protocol repeats itself.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from itertools import chain
 from typing import Generic, TypeVar
@@ -21,6 +21,11 @@ from .log import get_logger
 MESSAGES_PER_ENVELOPE = 4096
 CONTEXTS_PER_ENVELOPE = 8
 """A context with its emitted tokens can take megabytes; an envelope has a size limit."""
+
+_LARGE = frozenset(
+    kind for kind in Message.__subclasses__() if {"context", "files"} & {*kind.__struct_fields__}
+)
+"""Types of messages that can be large."""
 
 Peer = TypeVar("Peer")
 _log = get_logger()
@@ -43,14 +48,14 @@ class Outbox(Generic[Peer]):
         self._send = send
         self._on_unsent = on_unsent
         self._encoder = EnvelopeEncoder(max_bytes)
-        self._waiting: dict[Peer, list[Message]] = {}
+        self._waiting: defaultdict[Peer, list[Message]] = defaultdict(list)
         self._latest: dict[tuple[Peer, type], int] = {}  # where in what waits
         self.envelopes = 0
         self.unsent = 0
 
     def put(self, peer: Peer, message: Message) -> None:
         """Queue ``message`` behind what is queued for ``peer``."""
-        self._waiting.setdefault(peer, []).append(message)
+        self._waiting[peer].append(message)
 
     def put_latest(
         self, peer: Peer, message: Message, merge: Callable[[Message, Message], Message]
@@ -59,7 +64,7 @@ class Outbox(Generic[Peer]):
 
         ``merge(earlier, later)`` says what takes the earlier one's place.
         """
-        queued = self._waiting.setdefault(peer, [])
+        queued = self._waiting[peer]
         at = self._latest.get((peer, type(message)))
         if at is not None and at < len(queued) and type(queued[at]) is type(message):
             queued[at] = merge(queued[at], message)
@@ -75,7 +80,7 @@ class Outbox(Generic[Peer]):
         """Encode and send everything queued."""
         while self._waiting:
             self._latest.clear()
-            waiting, self._waiting = self._waiting, {}
+            waiting, self._waiting = self._waiting, defaultdict(list)
             for peer, messages in waiting.items():
                 self._send_in_order(peer, messages)
 
@@ -115,12 +120,13 @@ class Outbox(Generic[Peer]):
 
 def _batches(messages: list[Message]) -> list[list[Message]]:
     """Split so that no envelope holds too many messages or contexts; order is kept."""
-    if len(messages) <= CONTEXTS_PER_ENVELOPE:
+    few = len(messages) <= CONTEXTS_PER_ENVELOPE
+    if few or (len(messages) <= MESSAGES_PER_ENVELOPE and _LARGE.isdisjoint(map(type, messages))):
         return [messages]
     batches: list[list[Message]] = [[]]
     contexts = 0
     for message in messages:
-        large = hasattr(message, "context") or hasattr(message, "files")
+        large = type(message) in _LARGE
         contexts += large
         if contexts > CONTEXTS_PER_ENVELOPE or len(batches[-1]) >= MESSAGES_PER_ENVELOPE:
             batches.append([])
