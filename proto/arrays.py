@@ -74,6 +74,7 @@ def read_array(payload: bytes, frames: Sequence[Frame]) -> tuple[Array, int]:
         raise DecodeFailed(f"an array header of {len(payload)} bytes is too short")
     code, ndim, frame, count = _HEAD_1D.unpack_from(payload)
     shape: tuple[int, ...]
+    source: Frame
     dtype = DTYPES.get(code)
     if dtype is None:
         raise DecodeFailed(f"array dtype code {code} is unknown")
@@ -86,11 +87,15 @@ def read_array(payload: bytes, frames: Sequence[Frame]) -> tuple[Array, int]:
         raise LimitExceeded(f"an array of {nbytes} bytes, at most {MAX_ARRAY_BYTES} are allowed")
     if frame >= len(frames):
         raise DecodeFailed(f"array frame {frame} is missing")
-    source, offset = (frames[frame], 0) if frame else (payload, start)
-    found = memoryview(source).nbytes - offset
+    if frame:
+        source, start = frames[frame], 0
+        found = memoryview(source).nbytes
+    else:
+        source = payload
+        found = len(payload) - start
     if found != nbytes:
         raise DecodeFailed(f"an array of shape {shape} has {found} bytes instead of {nbytes}")
-    array: Array = np.ndarray(shape, dtype, source, offset)
+    array: Array = np.ndarray(shape, dtype, source, start)
     array.flags.writeable = False
     return array, frame
 
