@@ -139,8 +139,9 @@ class DecodeCore(WorkerCore):
             self._stop(live)
         outputs = self.receiver.abort(request, attempt, now, self._tombstone_s)
         self._member.forget(request, attempt)
-        running = any(self._scheduler.is_inflight(live.sequence.request) for live in stopped)
-        note = self._freed((request, attempt), now, running=running)
+        names = [live.sequence.request for live in stopped]
+        running = [name for name in names if self._scheduler.is_inflight(name)]
+        note = self._freed((request, attempt), now, running)
         answer = ToRouter(router, Aborted(request=request, attempt=attempt))
         return [*self._received(outputs, now), answer, *note, *self._maybe_drained()]
 
@@ -385,7 +386,7 @@ class DecodeCore(WorkerCore):
         self._progress += 1
         self._times.learn(event.result.num_tokens, event.result.seconds)
         actions = self._engine_events(self._scheduler.apply(event.result, now), now)
-        return [*actions, *self._step_over(now)]
+        return [*actions, *self._step_over(now, self._scheduler.is_inflight)]
 
     def _engine_events(self, events: list[EngineEvent], now: float) -> list[Action]:
         """One Tokens message per router, then the terminals."""

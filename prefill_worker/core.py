@@ -198,8 +198,9 @@ class PrefillCore(WorkerCore):
         self._member.forget(request, attempt)
         if attempt >= (self._aborted.get(request, now) or 0):
             self._aborted.put(request, attempt, now + TOMBSTONE_S)
-        running = any(self._scheduler.is_inflight(job.sequence.request) for job in stopped)
-        actions += self._freed((request, attempt), now, running=running)
+        names = [job.sequence.request for job in stopped]
+        running = [name for name in names if self._scheduler.is_inflight(name)]
+        actions += self._freed((request, attempt), now, running)
         answer = Aborted(request=request, attempt=attempt)
         return [*actions, ToRouter(router, answer), *self._maybe_drained()]
 
@@ -480,7 +481,7 @@ class PrefillCore(WorkerCore):
         self._times.learn(event.result.num_tokens, event.result.seconds)
         actions: list[Action] = []
         self._engine_events(self._scheduler.apply(event.result, now), actions, now)
-        return [*actions, *self._step_over(now)]
+        return [*actions, *self._step_over(now, self._scheduler.is_inflight)]
 
     def _engine_events(self, events: list[EngineEvent], actions: list[Action], now: float) -> None:
         for event in events:

@@ -204,9 +204,9 @@ class EmbedCore(WorkerCore):
         dropped = self._drop(request, attempt)
         if attempt >= (self._aborted.get(request, now) or 0):
             self._aborted.put(request, attempt, now + TOMBSTONE_S)
-        running = self._running is not None and any(job.name in self._running for job in dropped)
+        running = [job.name for job in dropped if job.name in (self._running or {})]
         answer = ToRouter(router, Aborted(request=request, attempt=attempt))
-        freed = self._freed((request, attempt), now, running=running)
+        freed = self._freed((request, attempt), now, running)
         return [*freed, answer, *self._maybe_drained()]
 
     def _adopt(self, router: str, request: bytes, position: int) -> list[Any]:

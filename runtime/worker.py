@@ -9,7 +9,7 @@ Pure; a role's core derives from it and adds its own handlers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ..proto.messages import (
@@ -50,7 +50,7 @@ class WorkerCore(ABC):
     def __init__(self, member: Membership) -> None:
         self._member = member
         self._drained_said = False
-        self._freed_later: list[tuple[Key, float]] = []  # aborted when, within the running step
+        self._freed_later: list[tuple[Key, float, Sequence[Any]]] = []  # aborted when, who
 
     # ------------------------------------------------------------------ of the role
 
@@ -128,16 +128,29 @@ class WorkerCore(ABC):
 
     # ------------------------------------------------------------------ aborts
 
-    def _freed(self, key: Key, now: float, *, running: bool) -> list[Any]:
-        """Note that an aborted attempt's blocks are free; after the step that uses them."""
+    def _freed(self, key: Key, now: float, running: Sequence[Any]) -> list[Any]:
+        """Note that an aborted attempt's blocks are free; after the steps that use them.
+
+        ``running``: the engine's names for it that are part of a step which is out.
+        """
         if not running:
             return [blocks_freed(*key, now, now)]
-        self._freed_later.append((key, now))
+        self._freed_later.append((key, now, running))
         return []
 
-    def _step_over(self, now: float) -> list[Any]:
-        freed, self._freed_later = self._freed_later, []
-        return [blocks_freed(*key, heard, now) for key, heard in freed]
+    def _step_over(
+        self, now: float, is_out: Callable[[Any], bool] = lambda _name: False
+    ) -> list[Any]:
+        """A step ended; ``is_out`` says whether another one still uses a name's blocks."""
+        waiting, self._freed_later = self._freed_later, []
+        notes: list[Any] = []
+        for entry in waiting:
+            key, heard, running = entry
+            if any(is_out(name) for name in running):
+                self._freed_later.append(entry)
+            else:
+                notes.append(blocks_freed(*key, heard, now))
+        return notes
 
     # ------------------------------------------------------------------ drain
 
