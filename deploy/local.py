@@ -140,6 +140,7 @@ class LocalCluster:
         self._specs = {spec.name: spec for spec in self.plan.processes}
         self._children: dict[str, Child] = {}
         self._last_error: dict[str, str] = {}
+        self._last_words: dict[str, str] = {}
         self._refused: set[str] = set()
         self._progress = LoadProgress(out)
         self._report = ClusterReport()
@@ -234,7 +235,9 @@ class LocalCluster:
         self._progress.forget(name)
         refused = name in self._refused
         self._refused.discard(name)
-        self._decide(Exited(name, code, self._last_error.pop(name, ""), refused))
+        words = self._last_words.pop(name, "")
+        reason = self._last_error.pop(name, "") or (words if code > 0 else "")
+        self._decide(Exited(name, code, reason, refused))
 
     def _on_stderr(self, name: str) -> None:
         child = self._children[name]
@@ -251,6 +254,8 @@ class LocalCluster:
             self._progress.update(name, int(done), int(total))
             return
         line = describe_log(event)
+        if event.get("raw"):
+            self._last_words[name] = line
         if _SEVERITY.get(level, 1) >= _SEVERITY["error"]:
             self._last_error[name] = str(event.get("error", line))
         if event.get("event") == "process.failed":

@@ -125,15 +125,18 @@ class Child:
 
 
 def parse_log_line(line: bytes) -> dict[str, Any]:
-    """A log event as written by ``runtime.log``, or a warning that carries the raw text."""
+    """A log event as written by ``runtime.log``, or a warning that carries the raw text.
+
+    Raw is what an interpreter says that cannot go on; such an event has the key ``raw``.
+    """
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return {"level": "warning", "event": line.decode("utf-8", "replace").rstrip()}
+        return {"level": "warning", "event": line.decode("utf-8", "replace").rstrip(), "raw": True}
 
 
 def describe_log(event: dict[str, Any]) -> str:
     """A log event as one line for the terminal."""
-    hidden = {"event", "level", "timestamp", "role", "process", "traceback"}
+    hidden = {"event", "level", "timestamp", "role", "process", "traceback", "raw"}
     keys = " ".join(f"{key}={value}" for key, value in event.items() if key not in hidden)
     return f"{event.get('event', '')} {keys}".strip()

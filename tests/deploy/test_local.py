@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -60,4 +61,50 @@ def test_an_interrupt_before_anything_runs_is_no_less_an_interrupt(tmp_path, mom
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert (ended.stdout, ended.stderr) == ("0 True\n", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+GIVES_UP = """
+import sys
+import msgspec
+from baton.deploy import local
+from baton.deploy.config import ServeSettings
+
+limits = local.SupervisorLimits
+local.SupervisorLimits = lambda **given: limits(first_delay=0.01, **given)
+started = []
+
+class Child(local.Child):
+    def __init__(self, spec, path):
+        if spec.name == "decode-0":
+            spec = msgspec.structs.replace(spec, module="nothing_of_this_name")
+        super().__init__(spec, path)
+        started.append((spec.name, self.pid))
+
+local.Child = Child
+cluster = local.LocalCluster(ServeSettings(run_dir=sys.argv[1]), print, private=True)
+print(cluster.run())
+print(cluster.failure)
+print(*(name for name, _ in started))
+print(*(pid for _, pid in started))
+"""
+
+
+def test_a_child_that_never_runs_ends_the_cluster_with_its_last_words_and_no_orphan(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", GIVES_UP, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert ended.stderr == ""
+    *said, code, failure, names, pids = ended.stdout.splitlines()
+    assert code == "1"
+    assert failure.startswith("decode-0 ended too often; stopping the cluster. Last message: ")
+    assert "No module named nothing_of_this_name" in failure
+    assert names.split().count("decode-0") == 6
+    waits = [line.rsplit(" in ", 1)[1] for line in said if "starting it again" in line]
+    assert waits == ["0.0 s", "0.0 s", "0.0 s", "0.1 s", "0.2 s"]  # 0.01 s, doubled
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.split())
     assert list(tmp_path.iterdir()) == []
