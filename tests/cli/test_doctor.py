@@ -1,0 +1,118 @@
+"""Every finding of the doctor on a machine that is not well."""
+
+import importlib.metadata
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+
+from baton.cli import doctor
+from baton.cli.command import main
+from baton.proto.errors import CheckpointError
+
+
+def only(check):
+    """The one finding of a check, with its line."""
+    (finding,) = check()
+    return finding.level, finding.line()
+
+
+def fail(error):
+    def raising(*_given):
+        raise error
+
+    return raising
+
+
+def test_another_system(monkeypatch):
+    monkeypatch.setattr(doctor.platform, "system", lambda: "Plan9")
+    level, line = only(doctor.check_python)
+    assert level == "warn"
+    assert "only Linux" in line
+
+
+def test_a_missing_package_is_named_and_fails_the_command(monkeypatch, capsys):
+    real = importlib.metadata.version
+
+    def version(name):
+        if name == "xxhash":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    assert main(["doctor"]) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
+    assert "missing: xxhash" in line
+    assert "make setup" in line
+
+
+@pytest.mark.parametrize("error", [ImportError("no compiled kernels"), ValueError("too old")])
+def test_no_kernels(monkeypatch, error):
+    monkeypatch.setattr(doctor, "load_backend", fail(error))
+    level, line = only(doctor.check_kernels)
+    assert level == "warn"
+    assert str(error) in line
+    assert "C compiler" in line
+
+
+def test_numpy_without_blas(monkeypatch):
+    monkeypatch.setattr(doctor.np, "show_config", lambda **_mode: {})
+    level, line = only(doctor.check_blas)
+    assert level == "warn"
+    assert "unknown" in line
+
+
+def test_one_core(monkeypatch):
+    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda _pid: {3})
+    assert only(doctor.check_processors)[0] == "warn"
+
+
+def test_little_shared_memory(monkeypatch):
+    usage = SimpleNamespace(free=8 << 20)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _path: usage)
+    level, line = only(doctor.check_memory)
+    assert level == "warn"
+    assert "8 MiB free" in line
+    assert "--shm-size" in line
+
+
+def test_no_shared_memory(monkeypatch):
+    monkeypatch.setattr(doctor.Path, "is_dir", lambda _path: False)
+    level, line = only(doctor.check_memory)
+    assert level == "warn"
+    assert "mount a tmpfs" in line
+
+
+def test_a_temporary_folder_nobody_may_write_to(monkeypatch):
+    monkeypatch.setattr(doctor.tempfile, "gettempdir", lambda: "/proc")
+    level, line = only(doctor.check_ipc)
+    assert level == "fail"
+    assert "TMPDIR" in line
+
+
+def test_no_ports(monkeypatch):
+    monkeypatch.setattr(doctor, "free_ports", fail(OSError("no network")))
+    level, line = only(doctor.check_ports)
+    assert level == "warn"
+    assert "use ipc" in line
+
+
+def test_a_damaged_embedded_model(monkeypatch):
+    monkeypatch.setattr(doctor, "load_checkpoint", fail(CheckpointError("it is cut off")))
+    level, line = only(doctor.check_model)
+    assert level == "fail"
+    assert "it is cut off; install baton again" in line
+
+
+def test_a_running_cluster(monkeypatch, tmp_path):
+    address = f"ipc://{tmp_path}/s.sock"
+    monkeypatch.setattr(doctor, "default_address", lambda: address)
+    assert f"none at {address}" in only(doctor.check_cluster)[1]
+    (tmp_path / "s.sock").touch()
+    monkeypatch.setattr(doctor, "socket_in_use", lambda _path: True)
+    assert f"one is running at {address}" in only(doctor.check_cluster)[1]
+
+
+def test_optional_packages_are_no_fault(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    assert {finding.level for finding in doctor.check_optional()} == {"ok"}

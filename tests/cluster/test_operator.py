@@ -1,0 +1,107 @@
+"""What an operator sees of a real cluster: loading, figures, restarts, readiness."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from .conftest import command_environment, wait_until
+from .driver import Job, ask_all, greedy
+
+pytestmark = pytest.mark.cluster
+
+PROMPTS, LENGTH, NEW = 6, 40, 10
+FIGURES = re.compile(
+    r"prompt ([\d.]+) tok/s, generation ([\d.]+) tok/s, running (\d+), waiting (\d+), "
+    r"KV ([\d.]+) %, prefix hit ([\d.]+) %"
+)
+
+
+@pytest.fixture(scope="module")
+def running(shared_cluster):
+    return shared_cluster(prefill=1, decode=2, stats_interval=0.25)
+
+
+def figures(running) -> list[list[float]]:
+    return [[float(each) for each in found] for found in FIGURES.findall(running.text())]
+
+
+def test_loading_is_shown_for_every_worker(running):
+    lines = [line for line in running.text().splitlines() if line.startswith("loading  ")]
+    for name in ("prefill-0", "decode-0", "decode-1"):
+        assert any(re.search(name + r" \[#{12}\] (\d\S+ \S+)/\1", line) for line in lines)
+
+
+def test_the_figures_of_status_and_line_add_up(running):
+    prompts = [list(range(20 + i, 20 + i + LENGTH)) for i in range(PROMPTS)]
+    jobs = [Job(prompt, greedy(NEW)) for prompt in prompts]
+    with running.client() as client:
+        lines = len(figures(running))
+        answers = ask_all(client, jobs) + ask_all(client, jobs)
+        assert [len(answer.tokens) for answer in answers] == [NEW] * len(answers)
+
+        def settled():
+            status = client.status()
+            done = sum(w["generated_tokens"] for w in status["workers"]) == NEW * len(answers)
+            return status if done else None
+
+        status = wait_until(settled, what="the workers' heartbeats")
+    workers = {worker["id"]: worker for worker in status["workers"]}
+    prefill = workers["prefill-0"]
+    assert prefill["prompt_tokens"] + prefill["prefix_hit_tokens"] == LENGTH * len(answers)
+    assert prefill["prefix_hit_tokens"] >= 32 * PROMPTS  # two of its blocks each, the second time
+    assert prefill["first_token_s"]["count"] == len(answers)
+    gaps = sum(workers[name]["between_tokens_s"]["count"] for name in ("decode-0", "decode-1"))
+    assert gaps == status["router"]["latency"]["between_tokens_s"]["count"] > 0
+    for worker in workers.values():
+        assert worker["state"] == "ready"
+        assert worker["compute_seconds"] > 0
+        assert 0 < worker["kv_blocks_cached"] <= worker["kv_blocks_total"]
+        assert worker["kv_blocks_used"] == worker["requests_running"] == 0
+        assert worker["requests_waiting"] == worker["outstanding_tokens"] == 0
+    requests = status["router"]["requests"]
+    assert (requests["submitted"], requests["finished"]) == (len(answers), len(answers))
+    assert requests["failed"] + requests["cancelled"] + requests["refused"] == 0
+
+    wait_until(lambda: len(figures(running)) > lines + 8, what="lines of figures")
+    shown = figures(running)[lines:]
+    # A line's rates are of its interval, which no timer keeps to the millisecond.
+    generated, prompt = (sum(line[i] for line in shown) * 0.25 for i in (1, 0))
+    assert NEW * len(answers) / 3 < generated < NEW * len(answers) * 1.2
+    assert prefill["prompt_tokens"] / 3 < prompt < prefill["prompt_tokens"] * 1.2
+    assert any(line[5] > 0 for line in shown), "no prefix was found"
+    assert shown[-1] == [0.0] * 6
+
+
+def test_a_child_that_ends_again_and_again_is_started_later_each_time(running):
+    for delay in ("0.5", "1.0"):
+        pid = running.pids()["decode-1"]
+        os.kill(pid, signal.SIGKILL)
+        sentence = f"decode-1 ended (killed by signal 9); starting it again in {delay} s"
+        wait_until(lambda said=sentence: said in running.text(), what=sentence)
+        running.wait_replaced("decode-1", pid)
+
+
+def baton(running, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "baton.cli", *arguments, f"--address={running.address}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=command_environment(running.folder),
+        check=False,
+    )
+
+
+def test_waiting_for_workers_says_who_is_there(running):
+    ready = baton(running, "wait-ready", "--decode=2")
+    assert (ready.returncode, ready.stdout) == (0, "ready: 1 prefill, 2 decode\n")
+    missing = baton(running, "wait-ready", "--prefill=1", "--decode=3", "--timeout=0.5")
+    assert missing.returncode == 1
+    assert missing.stderr == (
+        "baton: not ready after 0.5 s: 1 of 1 prefill and 2 of 3 decode workers are; "
+        "see baton status\n"
+    )
