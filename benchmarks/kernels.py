@@ -146,13 +146,15 @@ def _timed(call: Call) -> float:
 
 
 def move_row(backend: Backend, blocks: int) -> None:
-    """Six layers of blocks of m25 to a contiguous payload and back."""
+    """Six layers of blocks of m25: to a payload and back, to another pool, and only read."""
     rng = np.random.default_rng(0)
     layout = KVLayout(num_layers=6, num_kv_heads=4, head_dim=64, block_size=BLOCK_SIZE)
     pool = make_pool(layout, 3 * blocks)
     rng.standard_normal(out=pool, dtype=np.float32)
     ids = rng.permutation(3 * blocks)[:blocks].astype(np.int32)
     size = 6 * blocks * pool[0, 0].nbytes
+    target = make_pool(layout, 3 * blocks)
+    others = rng.permutation(3 * blocks)[:blocks].astype(np.int32)
     payload: npt.NDArray[np.uint8] = np.zeros(size, np.uint8)
     source = np.ones(size, np.uint8)
     best = measure(
@@ -160,6 +162,8 @@ def move_row(backend: Backend, blocks: int) -> None:
             "memcpy": lambda: np.copyto(payload, source),
             "gather and sum": lambda: backend.gather_blocks(pool, 0, 6, ids, payload),
             "scatter and sum": lambda: backend.scatter_blocks(pool, 0, 6, ids, payload),
+            "copy and sum": lambda: backend.copy_blocks(pool, target, 0, 6, ids, others),
+            "sum": lambda: backend.sum_blocks(pool, 0, 6, ids),
         }
     )
     figures = "".join(f"  {name} {size / each / 1e9:5.1f}" for name, each in best.items())

@@ -45,5 +45,18 @@ def gather(
 def scatter(
     isa: int, pool: F32, layer_start: int, layer_count: int, block_ids: I32, payload: U8, /
 ) -> int | None: ...
+def copy_blocks(
+    isa: int,
+    source: F32,
+    target: F32,
+    layer_start: int,
+    layer_count: int,
+    source_ids: I32,
+    target_ids: I32,
+    /,
+) -> int | None: ...
+def sum_blocks(
+    isa: int, pool: F32, layer_start: int, layer_count: int, block_ids: I32, /
+) -> int | None: ...
 def checksum(isa: int, payload: U8, /) -> int | None: ...
 def draw(isa: int, weights: F32, top_p: float, min_p: float, uniform: float, /) -> int: ...

@@ -149,6 +149,32 @@ class Backend(Protocol):
         """Inverse of :meth:`gather_blocks`; returns the XXH3-64 of the payload it wrote."""
         ...
 
+    def copy_blocks(
+        self,
+        source: F32,
+        target: F32,
+        layer_start: int,
+        layer_count: int,
+        source_ids: I32,
+        target_ids: I32,
+    ) -> int:
+        """Copy blocks of some layers from one pool to another and checksum them.
+
+        ``target[l, target_ids[i]] = source[l, source_ids[i]]`` for ``layer_count`` layers from
+        ``layer_start``. The pools ``[L, NB, 2, Hk, BS, D]`` share no memory and differ in
+        ``NB`` only; ``source`` may be read-only. Returns the XXH3-64 of the bytes copied, the
+        one of :meth:`gather_blocks` for the same source blocks. Wrong arguments raise
+        ValueError before anything is written.
+        """
+        ...
+
+    def sum_blocks(self, pool: F32, layer_start: int, layer_count: int, block_ids: I32) -> int:
+        """The XXH3-64 that :meth:`gather_blocks` would return; ``pool`` may be read-only.
+
+        Wrong arguments raise ValueError.
+        """
+        ...
+
     def checksum(self, payload: U8) -> int:
         """XXH3-64 of a payload."""
         ...

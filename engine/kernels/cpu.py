@@ -6,6 +6,7 @@ in use; it and the revision of the C code determine every bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -163,7 +164,40 @@ class CpuBackend:
         digest = _cpu.scatter(self._isa, pool, layer_start, layer_count, block_ids, payload)
         return self.checksum(payload) if digest is None else digest
 
+    def copy_blocks(
+        self,
+        source: F32,
+        target: F32,
+        layer_start: int,
+        layer_count: int,
+        source_ids: I32,
+        target_ids: I32,
+    ) -> int:
+        """Copy blocks from pool to pool in one pass; see the protocol."""
+        digest = _cpu.copy_blocks(
+            self._isa, source, target, layer_start, layer_count, source_ids, target_ids
+        )
+        if digest is None:
+            payload = _payload(source, layer_count, source_ids)
+            digest = self.gather_blocks(source, layer_start, layer_count, source_ids, payload)
+            self.scatter_blocks(target, layer_start, layer_count, target_ids, payload)
+        return digest
+
+    def sum_blocks(self, pool: F32, layer_start: int, layer_count: int, block_ids: I32) -> int:
+        """The XXH3-64 that :meth:`gather_blocks` would return; writes nothing."""
+        digest = _cpu.sum_blocks(self._isa, pool, layer_start, layer_count, block_ids)
+        if digest is None:
+            payload = _payload(pool, layer_count, block_ids)
+            digest = self.gather_blocks(pool, layer_start, layer_count, block_ids, payload)
+        return digest
+
     def checksum(self, payload: U8) -> int:
         """XXH3-64 of a payload."""
         digest = _cpu.checksum(self._isa, payload)
         return xxhash.xxh3_64_intdigest(payload.data) if digest is None else digest
+
+
+def _payload(pool: F32, layer_count: int, block_ids: I32) -> U8:
+    """Room for blocks the kernels cannot sum on the way: the digest is that of what arrives."""
+    block = pool.itemsize * math.prod(pool.shape[2:])
+    return np.empty(layer_count * len(block_ids) * block, np.uint8)

@@ -210,6 +210,29 @@ class NumpyBackend:
         pool[layer_start : layer_start + layer_count, block_ids] = values
         return self.checksum(payload)
 
+    def copy_blocks(
+        self,
+        source: F32,
+        target: F32,
+        layer_start: int,
+        layer_count: int,
+        source_ids: I32,
+        target_ids: I32,
+    ) -> int:
+        """Copy blocks from pool to pool; see the protocol."""
+        _shape("target", target, (len(source), None, *source.shape[2:]))
+        _shape("target_ids", target_ids, source_ids.shape)
+        if np.may_share_memory(source, target):
+            raise ValueError("source and target overlap")
+        if not target.flags.c_contiguous or not target.flags.writeable:
+            raise ValueError("target is no C-contiguous writable array")
+        payload = _taken(source, layer_start, layer_count, source_ids)
+        return self.scatter_blocks(target, layer_start, layer_count, target_ids, payload)
+
+    def sum_blocks(self, pool: F32, layer_start: int, layer_count: int, block_ids: I32) -> int:
+        """The XXH3-64 that :meth:`gather_blocks` would return."""
+        return self.checksum(_taken(pool, layer_start, layer_count, block_ids))
+
     def checksum(self, payload: U8) -> int:
         """XXH3-64 of a payload."""
         return xxhash.xxh3_64_intdigest(payload.data)
@@ -294,13 +317,27 @@ def _offsets(row_offsets: I32, rows: int) -> None:
         raise ValueError(f"row_offsets do not ascend from 0 to {rows}")
 
 
+def _exist(pool: F32, layer_start: int, layer_count: int, block_ids: I32) -> None:
+    """Raise ValueError unless the pool has these layers and blocks."""
+    if not (layer_start >= 0 and 0 <= layer_count <= len(pool) - layer_start):
+        raise ValueError(f"layers {layer_start}+{layer_count} outside 0..{len(pool)}")
+    _below("block ids", block_ids, pool.shape[1])
+
+
+def _taken(pool: F32, layer_start: int, layer_count: int, block_ids: I32) -> U8:
+    """Bytes of blocks, layer-major."""
+    if not pool.flags.c_contiguous:
+        raise ValueError("pool is no C-contiguous array")
+    _exist(pool, layer_start, layer_count, block_ids)
+    taken = np.take(pool[layer_start : layer_start + layer_count], block_ids, axis=1)
+    return taken.reshape(-1).view(np.uint8)
+
+
 def _picked(
     pool: F32, layer_start: int, layer_count: int, block_ids: I32, payload: U8
 ) -> tuple[int, ...]:
     """Shape of the blocks picked, after checking them against the pool and the payload."""
-    if not (layer_start >= 0 and 0 <= layer_count <= len(pool) - layer_start):
-        raise ValueError(f"layers {layer_start}+{layer_count} outside 0..{len(pool)}")
-    _below("block ids", block_ids, pool.shape[1])
+    _exist(pool, layer_start, layer_count, block_ids)
     picked = (layer_count, len(block_ids), *pool.shape[2:])
     if payload.nbytes != int(np.prod(picked)) * pool.itemsize or not payload.flags.c_contiguous:
         raise ValueError(f"payload of {payload.nbytes} bytes does not hold blocks {picked}")

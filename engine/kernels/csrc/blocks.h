@@ -66,13 +66,17 @@ static inline __attribute__((always_inline)) Stripe pass(char *to, const char *f
     return s;
 }
 
-/* Move `count` stripes and add them up. */
+/* Move `count` stripes and add them up. The fetching ahead goes on at `next`, which is read after
+ * them: blocks that follow each other seldom lie side by side. */
 static inline __attribute__((always_inline)) Running take_in(Running r, char *to, const char *from,
-                                                             int64_t count, int how) {
+                                                             int64_t count, const char *next,
+                                                             int how) {
     while (count) {
         if (r.stripe == 0 && count >= ROUND) {
+            int64_t left = STRIPE * count;
+            const char *ahead = left > AHEAD ? from + AHEAD : next + (AHEAD - left);
             for (int i = 0; i < ROUND; i++) {
-                __builtin_prefetch(from + STRIPE * i + AHEAD);
+                __builtin_prefetch(ahead + STRIPE * i);
                 Stripe s = pass(to + STRIPE * i, from + STRIPE * i, how);
                 r.sum = sum_add(r.sum, s, SECRET + 8 * i);
             }
@@ -90,39 +94,44 @@ static inline __attribute__((always_inline)) Running take_in(Running r, char *to
     return r;
 }
 
-static inline __attribute__((always_inline)) uint64_t move_all(const Move *m, int gather, int how) {
+/* Block `i` of the move at one of its ends. */
+static inline char *block_at(const Move *m, End end, int64_t i) {
+    int64_t block = end.ids ? i / m->count * end.blocks + end.ids[i % m->count] : i;
+    return end.data + block * (int64_t)m->bytes;
+}
+
+static inline __attribute__((always_inline)) uint64_t move_all(const Move *m, int how) {
     int64_t stripes = (int64_t)(m->bytes / STRIPE), all = m->layers * m->count;
     Running r = {sum_load(SUM_START), 0};
-    for (int64_t i = 0; i < all; i++) {
-        int64_t block = i / m->count * m->blocks + m->ids[i % m->count];
-        char *pool = m->pool + block * (int64_t)m->bytes;
-        char *payload = m->payload + i * (int64_t)m->bytes;
-        char *to = gather ? payload : pool, *from = gather ? pool : payload;
-        int last = i == all - 1;
-        r = take_in(r, to, from, stripes - last, how);
-        if (!last) continue;
-        int64_t at = STRIPE * (stripes - 1);
-        r.sum = sum_add(r.sum, pass(to + at, from + at, how), KEY_LAST);
+    const char *from = block_at(m, m->from, 0);
+    for (int64_t i = 0; i < all - 1; i++) {
+        const char *next = block_at(m, m->from, i + 1);
+        r = take_in(r, how == NOWHERE ? NULL : block_at(m, m->to, i), from, stripes, next, how);
+        from = next;
     }
+    char *to = how == NOWHERE ? NULL : block_at(m, m->to, all - 1);
+    int64_t at = STRIPE * (stripes - 1);
+    r = take_in(r, to, from, stripes - 1, from + at, how);
+    r.sum = sum_add(r.sum, pass(to + at, from + at, how), KEY_LAST);
     if (how == PAST_CACHE) s_fence();
     return sum_finish(r.sum, (uint64_t)all * m->bytes);
 }
 
 /* Blocks that arrive are read again milliseconds later, by another thread: written past the
- * cache they cost half, since a plain store first reads the line it overwrites. */
+ * cache they cost half, since a plain store first reads the line it overwrites. A payload is
+ * sent at once. */
 #define STREAM_MIN (256 << 10)
 
-static uint64_t move(const Move *m, int gather) {
-    int aligned = (uintptr_t)m->pool % STRIPE == 0;
-    if (gather) return move_all(m, 1, CACHED);
-    if (!aligned || m->layers * m->count * (int64_t)m->bytes < STREAM_MIN) {
-        return move_all(m, 0, CACHED);
-    }
-    return move_all(m, 0, PAST_CACHE);
+static uint64_t move(const Move *m) {
+    if (!m->to.data) return move_all(m, NOWHERE);
+    int aligned = (uintptr_t)m->to.data % STRIPE == 0;
+    int large = m->layers * m->count * (int64_t)m->bytes >= STREAM_MIN;
+    return m->to.ids && aligned && large ? move_all(m, PAST_CACHE) : move_all(m, CACHED);
 }
 
 static uint64_t checksum(const char *data, int64_t bytes) {
     Running r = {sum_load(SUM_START), 0};
-    r = take_in(r, NULL, data, (bytes - 1) / STRIPE, NOWHERE);
+    int64_t count = (bytes - 1) / STRIPE;
+    r = take_in(r, NULL, data, count, data + STRIPE * count, NOWHERE);
     return sum_finish(sum_add(r.sum, s_load(data + bytes - STRIPE), KEY_LAST), (uint64_t)bytes);
 }

@@ -390,39 +390,93 @@ static PyObject *py_attention(PyObject *self, PyObject *const *a, Py_ssize_t n) 
 
 /* ---- blocks on the move ---- */
 
-static int take_move(Arrays *arrays, PyObject *const *a, int gather, Move *m) {
-    const Py_buffer *pool, *ids, *payload;
-    int64_t start, layers;
-    if (!(pool = take(arrays, a[0], "pool", 'f', 6, !gather))) return 0;
-    if (!get_int(a[1], &start) || !get_int(a[2], &layers)) return 0;
-    if (!(ids = take(arrays, a[3], "block_ids", 'i', 1, 0))) return 0;
-    if (!(payload = take(arrays, a[4], "payload", 'B', 1, gather))) return 0;
-    if (start < 0 || layers < 0 || layers > pool->shape[0] - start) {
-        PyErr_Format(PyExc_ValueError, "layers %lld+%lld are outside the pool's %zd",
-                     (long long)start, (long long)layers, pool->shape[0]);
-        return 0;
-    }
-    int64_t bytes = 4 * pool->shape[2] * pool->shape[3] * pool->shape[4] * pool->shape[5];
-    if (!has_length(payload, "payload", 0, layers * ids->shape[0] * bytes)) return 0;
-    if (!all_below(ids, "block_ids", pool->shape[1])) return 0;
-    if (!apart(pool, payload, "pool and payload")) return 0;
-    *m = (Move){.pool = (char *)pool->buf + start * pool->shape[1] * bytes,
-                .payload = payload->buf, .ids = ids->buf, .layers = layers, .count = ids->shape[0],
-                .blocks = pool->shape[1], .bytes = (size_t)bytes};
+static int get_layers(PyObject *const *a, const Py_buffer *pool, int64_t *start, int64_t *layers) {
+    if (!get_int(a[0], start) || !get_int(a[1], layers)) return 0;
+    if (*start >= 0 && *layers >= 0 && *layers <= pool->shape[0] - *start) return 1;
+    PyErr_Format(PyExc_ValueError, "layers %lld+%lld are outside the pool's %zd",
+                 (long long)*start, (long long)*layers, pool->shape[0]);
+    return 0;
+}
+
+static const Py_buffer *take_ids(Arrays *arrays, PyObject *object, const char *name,
+                                 const Py_buffer *pool) {
+    const Py_buffer *ids = take(arrays, object, name, 'i', 1, 0);
+    return ids && all_below(ids, name, pool->shape[1]) ? ids : NULL;
+}
+
+static int64_t block_bytes(const Py_buffer *pool) {
+    return 4 * pool->shape[2] * pool->shape[3] * pool->shape[4] * pool->shape[5];
+}
+
+static End end_of(const Py_buffer *pool, const Py_buffer *ids, int64_t start) {
+    return (End){.data = (char *)pool->buf + start * pool->shape[1] * block_bytes(pool),
+                 .ids = ids->buf, .blocks = pool->shape[1]};
+}
+
+/* (pool, layer_start, layer_count, block_ids), what all but copies begin with: the pool's end */
+static int take_pool(Arrays *arrays, PyObject *const *a, int writable, End *end, Move *m) {
+    const Py_buffer *pool, *ids;
+    int64_t start;
+    if (!(pool = take(arrays, a[0], "pool", 'f', 6, writable))) return 0;
+    if (!get_layers(a + 1, pool, &start, &m->layers)) return 0;
+    if (!(ids = take_ids(arrays, a[3], "block_ids", pool))) return 0;
+    *end = end_of(pool, ids, start);
+    m->count = ids->shape[0], m->bytes = (size_t)block_bytes(pool);
     return 1;
 }
 
-/* Stripes are read as little-endian words; shorter or odd blocks are left to a plain copy. */
-static int can_sum(const Move *m, int64_t bytes) {
-    return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ && m->bytes % 64 == 0 && bytes >= SUM_MIN;
+static int take_move(Arrays *arrays, PyObject *const *a, int gather, Move *m) {
+    if (!take_pool(arrays, a, !gather, gather ? &m->from : &m->to, m)) return 0;
+    const Py_buffer *pool = &arrays->held[0];
+    const Py_buffer *payload = take(arrays, a[4], "payload", 'B', 1, gather);
+    if (!payload) return 0;
+    if (!has_length(payload, "payload", 0, m->layers * m->count * (int64_t)m->bytes)) return 0;
+    if (!apart(pool, payload, "pool and payload")) return 0;
+    *(gather ? &m->to : &m->from) = (End){.data = payload->buf};
+    return 1;
 }
 
-static void copy_blocks(const Move *m, int gather) {
-    for (int64_t i = 0; i < m->layers * m->count; i++) {
-        int64_t block = i / m->count * m->blocks + m->ids[i % m->count];
-        char *pool = m->pool + block * (int64_t)m->bytes;
-        char *payload = m->payload + i * (int64_t)m->bytes;
-        memcpy(gather ? payload : pool, gather ? pool : payload, m->bytes);
+static int take_copy(Arrays *arrays, PyObject *const *a, Move *m) {
+    const Py_buffer *source, *target, *from, *to;
+    int64_t start;
+    if (!(source = take(arrays, a[0], "source", 'f', 6, 0))) return 0;
+    if (!(target = take(arrays, a[1], "target", 'f', 6, 1))) return 0;
+    for (int axis = 0; axis < 6; axis++)
+        if (axis != 1 && !has_length(target, "target", axis, source->shape[axis])) return 0;
+    if (!get_layers(a + 2, source, &start, &m->layers)) return 0;
+    if (!(from = take_ids(arrays, a[4], "source_ids", source))) return 0;
+    if (!(to = take_ids(arrays, a[5], "target_ids", target))) return 0;
+    if (!has_length(to, "target_ids", 0, from->shape[0])) return 0;
+    if (!apart(source, target, "source and target")) return 0;
+    m->from = end_of(source, from, start), m->to = end_of(target, to, start);
+    m->count = from->shape[0], m->bytes = (size_t)block_bytes(source);
+    return 1;
+}
+
+/* Stripes are read as little-endian words; shorter or odd blocks are left to others. */
+static int can_sum(const Move *m) {
+    return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ && m->bytes % 64 == 0 &&
+           m->layers * m->count * (int64_t)m->bytes >= SUM_MIN;
+}
+
+/* Let go of the arrays; XXH3-64 of the blocks moved, or None where the kernel cannot sum them. */
+static PyObject *moved(Arrays *arrays, const Kernels *k, const Move *m) {
+    uint64_t sum;
+    if (!can_sum(m)) return done(arrays);
+    Py_BEGIN_ALLOW_THREADS
+    sum = k->move(m);
+    Py_END_ALLOW_THREADS
+    drop(arrays);
+    return PyLong_FromUnsignedLongLong(sum);
+}
+
+static void move_plainly(const Move *m, int gather) {
+    End pool = gather ? m->from : m->to;
+    char *payload = gather ? m->to.data : m->from.data;
+    for (int64_t i = 0; i < m->layers * m->count; i++, payload += m->bytes) {
+        int64_t block = i / m->count * pool.blocks + pool.ids[i % m->count];
+        char *at = pool.data + block * (int64_t)m->bytes;
+        memcpy(gather ? payload : at, gather ? at : payload, m->bytes);
     }
 }
 
@@ -431,18 +485,48 @@ static void copy_blocks(const Move *m, int gather) {
 static PyObject *move_blocks(PyObject *const *a, Py_ssize_t n, int gather) {
     Arrays arrays = {.count = 0};
     const Kernels *k;
-    Move m;
-    uint64_t sum = 0;
+    Move m = {.count = 0};
     if (!has_arguments(n, 6) || !(k = chosen(a[0]))) return NULL;
     if (!take_move(&arrays, a + 1, gather, &m)) return refuse(&arrays);
-    int summed = can_sum(&m, m.layers * m.count * (int64_t)m.bytes);
-    Py_BEGIN_ALLOW_THREADS
-    if (summed) sum = k->move(&m, gather);
-    else copy_blocks(&m, gather);
-    Py_END_ALLOW_THREADS
-    drop(&arrays);
-    if (summed) return PyLong_FromUnsignedLongLong(sum);
-    Py_RETURN_NONE;
+    if (!can_sum(&m)) {
+        Py_BEGIN_ALLOW_THREADS
+        move_plainly(&m, gather);
+        Py_END_ALLOW_THREADS
+    }
+    return moved(&arrays, k, &m);
+}
+
+static PyObject *py_gather(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    return move_blocks(a, n, 1);
+}
+
+static PyObject *py_scatter(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    return move_blocks(a, n, 0);
+}
+
+/* copy_blocks(isa, source, target, layer_start, layer_count, source_ids, target_ids) ->
+ * XXH3-64 of the blocks, or None where they cannot be summed and nothing was copied */
+static PyObject *py_copy_blocks(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Kernels *k;
+    Move m = {.count = 0};
+    if (!has_arguments(n, 7) || !(k = chosen(a[0]))) return NULL;
+    if (!take_copy(&arrays, a + 1, &m)) return refuse(&arrays);
+    return moved(&arrays, k, &m);
+}
+
+/* sum_blocks(isa, pool, layer_start, layer_count, block_ids) -> XXH3-64 of the blocks, or None */
+static PyObject *py_sum_blocks(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Kernels *k;
+    Move m = {.count = 0};
+    if (!has_arguments(n, 5) || !(k = chosen(a[0]))) return NULL;
+    if (!take_pool(&arrays, a + 1, 0, &m.from, &m)) return refuse(&arrays);
+    return moved(&arrays, k, &m);
 }
 
 /* checksum(isa, payload) -> XXH3-64, or None for a payload too short for the kernel */
@@ -460,16 +544,6 @@ static PyObject *py_checksum(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Py_END_ALLOW_THREADS
     drop(&arrays);
     return PyLong_FromUnsignedLongLong(sum);
-}
-
-static PyObject *py_gather(PyObject *self, PyObject *const *a, Py_ssize_t n) {
-    (void)self;
-    return move_blocks(a, n, 1);
-}
-
-static PyObject *py_scatter(PyObject *self, PyObject *const *a, Py_ssize_t n) {
-    (void)self;
-    return move_blocks(a, n, 0);
 }
 
 /* ---- sampling ---- */
@@ -511,7 +585,8 @@ static PyMethodDef methods[] = {
     {"instruction_sets", py_instruction_sets, METH_NOARGS, NULL},
     FAST(pack), FAST(linear), FAST(embed), FAST(rms_norm), FAST(silu_mul), FAST(rope_append),
     FAST(layer_norm), FAST(gelu),
-    FAST(attention), FAST(gather), FAST(scatter), FAST(checksum), FAST(draw), {NULL, NULL, 0, NULL},
+    FAST(attention), FAST(gather), FAST(scatter), FAST(copy_blocks), FAST(sum_blocks),
+    FAST(checksum), FAST(draw), {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_cpu",

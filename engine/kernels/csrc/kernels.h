@@ -39,15 +39,19 @@ typedef struct {
     int64_t rows, heads, kv_heads, block_size, dim;
 } RopeAppend;
 
-/* Blocks between a pool and a payload in which they lie side by side, layer-major. */
+/* One end of a move: blocks of a pool, or a payload in which they lie side by side. */
 typedef struct {
-    char *pool;     /* first layer wanted */
-    char *payload;
-    const int32_t *ids; /* [count] */
+    char *data;         /* of the first layer wanted */
+    const int32_t *ids; /* [count]; NULL for a payload */
+    int64_t blocks;     /* of a layer, wanted or not */
+} End;
+
+/* Blocks taken layer-major from one end to the other; without data at `to`, they are only read. */
+typedef struct {
+    End from, to;
     int64_t layers;
-    int64_t count;  /* blocks of a layer */
-    int64_t blocks; /* of the pool, per layer */
-    size_t bytes;   /* of one block of one layer, a multiple of 64 */
+    int64_t count; /* blocks of a layer */
+    size_t bytes;  /* of one block of one layer, a multiple of 64 */
 } Move;
 
 /* Shortest input the summing kernels take. */
@@ -73,8 +77,8 @@ typedef struct {
     /* index of the weight drawn, or -1 where the caller has to look closer */
     int64_t (*draw)(const float *weights, int64_t count, double top_p, float min_p, double uniform,
                     float *kept, double *ends, int64_t *starts);
-    /* XXH3-64 of the payload, written (gather) or read; at least SUM_MIN bytes */
-    uint64_t (*move)(const Move *, int gather);
+    /* XXH3-64 of the blocks in the order of the move; at least SUM_MIN bytes */
+    uint64_t (*move)(const Move *);
     uint64_t (*checksum)(const char *data, int64_t bytes);
 } Kernels;
 

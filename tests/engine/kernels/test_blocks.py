@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import xxhash
 
+from baton.engine.kernels.reference import NumpyBackend
+
 
 @pytest.fixture
 def pool(rng):
@@ -101,3 +103,96 @@ def test_bad_arguments_raise_and_write_nothing(backend, pool, start, count, ids,
             move(pool, start, count, block_ids, payload)
     assert (payload == 0xAB).all()
     assert np.array_equal(pool, before)
+
+
+def pools(rng, shape, layers=2, blocks=(40, 23)):
+    """A read-only source, as memory of another process is, and a target of another length."""
+    source = rng.standard_normal((layers, blocks[0], 2, *shape), dtype=np.float32)
+    source.flags.writeable = False
+    return source, np.full((layers, blocks[1], 2, *shape), np.nan, np.float32)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 4), (1, 8, 16), (2, 8, 8), (1, 5, 1), (4, 16, 32)])
+@pytest.mark.parametrize("blocks", [0, 1, 2, 5, 16, 17])
+def test_copy_and_sum_do_as_numpy_and_agree_with_gather(backend, rng, shape, blocks):
+    source, target = pools(rng, shape)
+    expected = target.copy()
+    ids = rng.integers(0, 40, blocks, np.int32)
+    others = rng.permutation(23)[:blocks].astype(np.int32)
+    for start, layers in ((1, 1), (0, 2), (2, 0)):
+        digest = NumpyBackend().copy_blocks(source, expected, start, layers, ids, others)
+        payload = payload_for(source, layers, ids)
+        assert backend.gather_blocks(source, start, layers, ids, payload) == digest
+        assert backend.copy_blocks(source, target, start, layers, ids, others) == digest
+        assert backend.sum_blocks(source, start, layers, ids) == digest
+        assert np.array_equal(target, expected, equal_nan=True)
+        assert digest == xxhash.xxh3_64_intdigest(source[start : start + layers, ids].tobytes())
+
+
+@pytest.mark.parametrize("skip", [0, 1])
+def test_large_copy_writes_past_the_cache_aligned_or_not(backend, rng, skip):
+    source, _ = pools(rng, (4, 16, 64))
+    memory = np.zeros(source.size + 32, np.float32)
+    first = -memory.ctypes.data % 64 // 4 + skip
+    target = memory[first : first + source.size].reshape(source.shape)
+    ids, others = (rng.permutation(40)[:20].astype(np.int32) for _ in range(2))
+    digest = backend.copy_blocks(source, target, 0, 2, ids, others)
+    assert digest == xxhash.xxh3_64_intdigest(source[:, ids].tobytes())
+    assert np.array_equal(target[:, others], source[:, ids])
+    assert np.count_nonzero(memory) == np.count_nonzero(target[:, others])
+
+
+@pytest.mark.parametrize("kv_heads", [4, 5])
+@pytest.mark.parametrize(
+    ("start", "count", "ids", "others"),
+    [
+        (0, 3, [0], [0]),
+        (-1, 1, [0], [0]),
+        (2, 1, [0], [0]),
+        (0, -1, [0], [0]),
+        (0, 1, [0, 40], [0, 1]),
+        (0, 1, [0, -1], [0, 1]),
+        (0, 1, [0, 1], [0, 23]),
+        (0, 1, [0, 1], [0, -1]),
+        (0, 1, [0, 1], [0]),
+        (0, 1, [0], [0, 1]),
+    ],
+)
+def test_a_bad_copy_writes_nothing(backend, rng, kv_heads, start, count, ids, others):
+    source, target = pools(rng, (kv_heads, 1, 4))
+    source_ids, target_ids = np.array(ids, np.int32), np.array(others, np.int32)
+    with pytest.raises(ValueError):
+        backend.copy_blocks(source, target, start, count, source_ids, target_ids)
+    assert np.isnan(target).all()
+    if len(ids) == len(others) and max(others) < 23 and min(others) >= 0:
+        with pytest.raises(ValueError):
+            backend.sum_blocks(source, start, count, source_ids)
+
+
+@pytest.mark.parametrize("shape", [(3, 7, 2, 2, 4, 8), (2, 7, 2, 4, 4, 8), (2, 7, 2, 2, 8, 4)])
+def test_copies_between_pools_of_other_shapes_are_refused(backend, rng, shape):
+    source, _ = pools(rng, (2, 4, 8))
+    target = np.full(shape, np.nan, np.float32)
+    with pytest.raises(ValueError):
+        backend.copy_blocks(source, target, 0, 1, IDS, IDS)
+    assert np.isnan(target).all()
+
+
+def test_pools_that_overlap_or_have_gaps_or_are_read_only_targets_are_refused(backend, rng):
+    pool = rng.standard_normal((2, 8, 2, 4, 4, 8), dtype=np.float32)
+    other, before = np.zeros_like(pool), pool.copy()
+    halves = memoryview(pool).cast("B")
+    overlapping = np.frombuffer(halves[pool.nbytes // 4 :], np.float32, pool.size // 2)
+    calls = [(pool, pool), (pool[:, ::2], other[:, :4]), (other[:, :4], pool[:, ::2])]
+    calls += [(pool[:, :4], other[:, :4]), (pool.transpose(0, 1, 2, 4, 3, 5), other)]
+    calls.append((pool[:1], overlapping.reshape(1, *pool.shape[1:])))
+    sealed = other.view()
+    sealed.flags.writeable = False
+    calls.append((pool, sealed))
+    for source, target in calls:
+        with pytest.raises(ValueError):
+            backend.copy_blocks(source, target, 0, 1, IDS[2:], IDS[2:])
+    with pytest.raises(ValueError):
+        backend.sum_blocks(pool[:, ::2], 0, 1, IDS[2:])
+    assert np.array_equal(pool, before)
+    assert not other.any()
