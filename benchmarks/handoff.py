@@ -1,7 +1,8 @@
 """A handoff's data path between two processes, beside raw pyzmq moving the same bytes.
 
 Handoff: Reserve, Grant, gather + checksum, KV frames within byte credit, checksum + scatter,
-Commit, Committed; the real sender, receiver and packers. Raw: a DEALER pushes the same pool's
+Commit, Committed; the real sender, receiver and packers. Over "shm" the receiver reads the
+sender's pool itself, so sums and one copy are left. Raw: a DEALER pushes the same pool's
 bytes to a ROUTER, frame by frame and without a copy, and waits for one answer. Blocks that lie
 in a row are sent from the pool itself, scattered ones are gathered.
 
@@ -18,7 +19,9 @@ import sys
 import time
 from collections import deque
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 import zmq
 
 from ..engine.cache import PagedCache
@@ -27,6 +30,7 @@ from ..engine.pipeline.model import make_pool
 from ..kv_transfer.frames import BufferPool, FramePacker, FrameWriter
 from ..kv_transfer.receiver import Handover, Receiver, ReceiverConfig, Reply
 from ..kv_transfer.sender import Done, Send, Sender, SenderConfig, SendFrame
+from ..kv_transfer.shared_pool import PoolOwner, map_pool
 from ..proto.codec import (
     EnvelopeDecoder,
     EnvelopeEncoder,
@@ -41,6 +45,7 @@ from ..proto.messages import (
     DecodeToPrefill,
     Grant,
     GrantRef,
+    PoolTicket,
     PrefillToDecode,
     Reserve,
 )
@@ -51,6 +56,7 @@ from .scratch import scratch_folder
 # The 125M-parameter Llama of docs/benchmarks.md.
 LAYOUT = KVLayout(num_layers=12, num_kv_heads=4, head_dim=64, block_size=16)
 Socket = zmq.Socket[bytes]
+F32 = npt.NDArray[np.float32]
 
 
 def receive(folder: str, max_tokens: int) -> None:
@@ -64,6 +70,7 @@ def receive(folder: str, max_tokens: int) -> None:
     cache = PagedCache(blocks, LAYOUT.block_size)
     receiver = Receiver(1, LAYOUT, cache, ReceiverConfig())
     writer = FrameWriter(load_backend(), pool)
+    theirs: F32 | None = None
     encoder = EnvelopeEncoder()
     decoder: EnvelopeDecoder[PrefillToDecode] = EnvelopeDecoder(PrefillToDecode)
     poller = zmq.Poller()
@@ -87,7 +94,10 @@ def receive(folder: str, max_tokens: int) -> None:
                 where = receiver.locate(frame)
                 if where is not None:
                     buffer = np.frombuffer(payload.buffer, np.uint8)
-                    intact = writer.write(frame, where, buffer)
+                    if frame.shared:
+                        intact = writer.fetch(frame, where, theirs, buffer)
+                    else:
+                        intact = writer.write(frame, where, buffer)
                     perform(receiver.on_frame(frame, intact=intact, now=time.monotonic()))
             elif socket is control:
                 peer, *frames = control.recv_multipart()
@@ -102,6 +112,8 @@ def receive(folder: str, max_tokens: int) -> None:
                     got += len(rest[0].buffer)
                 elif first.bytes == b"stop":
                     return
+                elif first.bytes[:1] == b"[":
+                    theirs = map_pool(msgspec.json.decode(first.bytes, type=PoolTicket), LAYOUT)
                 else:
                     expected, got = int(first.bytes), 0
                 if expected and got >= expected:
@@ -118,7 +130,11 @@ class Prefill:
         for name, socket in (("control", self.control), ("data", self.data), ("raw", self.raw)):
             socket.connect(f"ipc://{folder}/{name}")
         blocks = LAYOUT.blocks_for(max_tokens) + 2
-        self.pool = make_pool(LAYOUT, blocks)
+        owner = PoolOwner()
+        self.pool = make_pool(LAYOUT, blocks, owner.allocate)
+        self.raw.send(msgspec.json.encode(owner.ticket))
+        self.shared = False
+        self.target = make_pool(LAYOUT, blocks)
         np.random.default_rng(0).standard_normal(out=self.pool, dtype=np.float32)
         self.scattered = np.random.default_rng(1).permutation(blocks).astype(np.int32)
         self.table = self.scattered
@@ -178,6 +194,10 @@ class Prefill:
         """Pack and send, reusing buffers ZeroMQ is done with."""
         while self.in_flight and self.in_flight[0][0].done:
             self.buffers.give(self.in_flight.popleft()[1])
+        if self.shared:
+            frame, names = self.packer.name(output.frame, self.table)
+            self.data.send_multipart([encode_kv_header(frame), names.data])
+            return sender.on_packed(output.key, frame.index, frame.checksum, 0.0)
         ready = self.packer.view(output.frame, self.table)
         if ready is not None:
             frame, payload = ready
@@ -203,6 +223,13 @@ class Prefill:
         seconds = time.perf_counter() - start
         self.buffers.give(payload)
         return seconds
+
+    def crossing(self, tokens: int) -> float:
+        """Seconds to copy and sum the same blocks from pool to pool, on one core."""
+        table = self.table[: LAYOUT.blocks_for(tokens)]
+        start = time.perf_counter()
+        load_backend().copy_blocks(self.pool, self.target, 0, LAYOUT.num_layers, table, table)
+        return time.perf_counter() - start
 
     def plain(self, nbytes: int) -> float:
         """Seconds to move the same bytes in frames of the same size, answered once."""
@@ -234,18 +261,20 @@ def measure(tokens: list[int], frame_bytes: int, runs: int) -> None:
             while not (folder / "raw").exists():
                 time.sleep(0.02)
             side = Prefill(str(folder), max(tokens), frame_bytes)
-            print(f"handoff over ZeroMQ ipc, frames of {frame_bytes >> 10} KiB, {runs} pairs")
+            print(f"handoff beside ZeroMQ ipc, frames of {frame_bytes >> 10} KiB, {runs} pairs")
             print(
-                "blocks    tokens     MiB   handoff GB/s   raw GB/s   share    the limit, GB/s"
+                "over blocks    tokens     MiB   handoff GB/s   raw GB/s   share    the limit, GB/s"
                 "   share"
             )
-            for name, table in (
-                ("scattered", side.scattered),
-                ("in a row", np.sort(side.scattered)),
+            for over, name, table in (
+                ("zmq", "scattered", side.scattered),
+                ("zmq", "in a row", np.sort(side.scattered)),
+                ("shm", "scattered", side.scattered),
+                ("shm", "in a row", np.sort(side.scattered)),
             ):
-                side.table = table
+                side.table, side.shared = table, over == "shm"
                 for count in tokens:
-                    print(f"{name:9s} {_row(side, child.pid, count, runs)}")
+                    print(f"{over:4s} {name:9s} {_row(side, child.pid, count, runs)}")
             side.raw.send(b"stop")
             child.wait(10)
         finally:
@@ -259,9 +288,11 @@ def _row(side: Prefill, other: int, tokens: int, runs: int) -> str:
     for _ in range(runs + 3):
         handoff, copies, cpu = side.handoff(tokens), side.copies(tokens), _cpu_seconds(other)
         plain = side.plain(nbytes)
-        # Nothing moves faster than raw, and all copies together need the cores they have.
+        # Over ZeroMQ nothing moves faster than raw, and all copies together need the cores they
+        # have; through shared memory one core copies while the other one sums.
         least = (_cpu_seconds(other) - cpu + copies) / (os.cpu_count() or 1)
-        rows.append((handoff, plain, max(plain, least)))
+        limit = side.crossing(tokens) if side.shared else max(plain, least)
+        rows.append((handoff, plain, limit))
     ours, theirs, limit = (nbytes / statistics.median(c) / 1e9 for c in zip(*rows[3:], strict=True))
     share = statistics.median(row[1] / row[0] for row in rows[3:])
     return (

@@ -31,6 +31,8 @@ from ..proto.hashing import cache_salt
 from ..proto.ids import RequestID
 from ..proto.limits import PROTOCOL_VERSION
 from ..proto.messages import (
+    SHARED,
+    STREAMED,
     Abort,
     Aborted,
     Busy,
@@ -62,7 +64,18 @@ from ..runtime.membership import EngineState, Membership, moved_to
 from ..runtime.runs import LOGPROBS_KEPT, runs_again
 from ..runtime.worker import Handler, WorkerCore
 from .blocks import GrantStore as GrantStore
-from .events import Action, Event, FrameStored, FromPeer, PeerGone, RunStep, StepDone, ToPeer
+from .events import (
+    Action,
+    Event,
+    FrameStored,
+    FromPeer,
+    MapPool,
+    PeerGone,
+    PoolMapped,
+    RunStep,
+    StepDone,
+    ToPeer,
+)
 from .grammars import Grammars
 
 
@@ -181,7 +194,7 @@ class DecodeCore(WorkerCore):
             case Fence() as message:
                 return self._received(receiver.on_fence(message), now)
             case Open() as message:
-                return [ToPeer(peer, self._open(message))]
+                return self._open(peer, message)
             case Probe(nonce=nonce):
                 return [ToPeer(peer, self._probe(nonce))]
             case Ping(nonce=nonce):
@@ -201,7 +214,21 @@ class DecodeCore(WorkerCore):
         self.receiver.peer_gone(event.peer, now)
         return []
 
-    def _open(self, message: Open) -> Message:
+    def _open(self, peer: bytes, message: Open) -> list[Action]:
+        refusal = self._refusal(message)
+        if refusal is not None:
+            return [ToPeer(peer, refusal)]
+        if message.pool is not None and SHARED in message.transports:
+            return [MapPool(peer, message.incarnation, message.pool)]
+        return [ToPeer(peer, self._opened(STREAMED))]
+
+    def _on_mapped(self, event: PoolMapped, now: float) -> list[Action]:
+        if event.failure:
+            note = Note("handoff.not_shared", {"reason": event.failure})
+            return [note, ToPeer(event.peer, self._opened(STREAMED))]
+        return [ToPeer(event.peer, self._opened(SHARED))]
+
+    def _refusal(self, message: Open) -> Message | None:
         if message.version != PROTOCOL_VERSION:
             text = f"protocol version {message.version} here meets {PROTOCOL_VERSION}"
             return Rejected(code="version_mismatch", message=text)
@@ -209,12 +236,16 @@ class DecodeCore(WorkerCore):
         if mismatch:
             field, ours, theirs = mismatch
             return OpenRefused(field=field, ours=ours, theirs=theirs)
-        if "zmq" not in message.transports:
-            return OpenRefused(field="transports", ours="zmq", theirs=",".join(message.transports))
+        if STREAMED not in message.transports:
+            theirs = ",".join(message.transports)
+            return OpenRefused(field="transports", ours=STREAMED, theirs=theirs)
+        return None
+
+    def _opened(self, transport: str) -> Opened:
         return Opened(
             worker=self._member.identity.worker,
             incarnation=self._member.identity.incarnation,
-            transport="zmq",
+            transport=transport,
             data_endpoint=self._data_endpoint,
             max_frame_bytes=self._max_frame_bytes,
         )
@@ -494,6 +525,7 @@ class DecodeCore(WorkerCore):
         FromPeer: _on_peer,
         PeerGone: _on_peer_gone,
         FrameStored: _on_frame,
+        PoolMapped: _on_mapped,
         StepDone: _on_step,
         GrammarDone: _on_grammar,
         Tick: _on_tick,

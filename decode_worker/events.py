@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..engine.grammar import CompileGrammar, DropGrammar, GrammarDone
 from ..engine.plan import StepPlan, StepResult
-from ..proto.messages import KVFrame, Message
+from ..proto.messages import KVFrame, Message, PoolTicket
 from ..runtime.actions import (
     DrainRequested,
     Exit,
@@ -58,6 +58,23 @@ class ToPeer:
 
 
 @dataclass(slots=True, frozen=True)
+class MapPool:
+    """Map a prefill worker's pool, answer with :class:`PoolMapped`."""
+
+    peer: bytes
+    incarnation: int
+    ticket: PoolTicket
+
+
+@dataclass(slots=True, frozen=True)
+class PoolMapped:
+    """Whether the pool can be read; ``failure`` says why not, and is empty when it can."""
+
+    peer: bytes
+    failure: str
+
+
+@dataclass(slots=True, frozen=True)
 class RunStep:
     """Give the plan to the compute thread."""
 
@@ -71,9 +88,10 @@ Event = (
     | FromPeer
     | PeerGone
     | FrameStored
+    | PoolMapped
     | StepDone
     | GrammarDone
     | Tick
     | DrainRequested
 )
-Action = ToRouter | ToPeer | RunStep | CompileGrammar | DropGrammar | Note | Exit
+Action = ToRouter | ToPeer | MapPool | RunStep | CompileGrammar | DropGrammar | Note | Exit

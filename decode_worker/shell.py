@@ -17,6 +17,7 @@ from ..engine.warm_up import warm_up
 from ..kv_transfer.checksums import envelope_digest
 from ..kv_transfer.frames import FrameWriter
 from ..kv_transfer.receiver import Receiver, ReceiverConfig
+from ..kv_transfer.shared_pool import MappedPools
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder, decode_kv_header
 from ..proto.errors import EnvelopeDamaged, ProtocolError
 from ..proto.limits import MAX_KV_FRAME_BYTES
@@ -73,6 +74,7 @@ class DecodeShell:
         )
         self.core = self._make_core(config, runner, member)
         self._writer = FrameWriter(runner.backend, runner.pool)
+        self._pools = MappedPools(runner.card.layout)
         identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
         self._links = RouterLinks(
             loop, context, config.routers, identity, self.feed, dropped=self._dropped
@@ -101,7 +103,7 @@ class DecodeShell:
 
     def start(self) -> None:
         """Listen and begin to tick."""
-        self._control.attach(self._loop, self._hear, lambda peer: self.feed(events.PeerGone(peer)))
+        self._control.attach(self._loop, self._hear, self._on_gone)
         self._data.attach(self._loop, self._on_data)
         self._loop.on_turn_end(self._flush)
         self._tick()
@@ -125,6 +127,9 @@ class DecodeShell:
                     self._links.send(router, message)
                 case events.ToPeer(peer=peer, message=message):
                     self._outgoing.setdefault(peer, []).append(message)
+                case events.MapPool(peer=peer):
+                    failure = self._pools.open(peer, action.incarnation, action.ticket)
+                    self.feed(events.PoolMapped(peer, failure))
                 case events.RunStep(plan=plan):
                     self._compute.submit(plan)
                 case CompileGrammar():
@@ -159,8 +164,12 @@ class DecodeShell:
         for message in messages:
             self.feed(events.FromPeer(peer, message))
 
+    def _on_gone(self, peer: bytes) -> None:
+        self._pools.close(peer)
+        self.feed(events.PeerGone(peer))
+
     def _on_data(self, peer: bytes, frames: Frames) -> None:
-        """Check a KV frame and write it into its blocks."""
+        """Check a KV frame and write it, or what it points to, into its blocks."""
         if len(frames) != 2:
             self._dropped["data_frames"] += 1
             _log.warning("data.malformed", frames=len(frames))
@@ -176,7 +185,11 @@ class DecodeShell:
             self._dropped["stale_kv_frame"] += 1
             return
         payload = np.frombuffer(frames[1], np.uint8)
-        intact = self._writer.write(header, blocks, payload)
+        if header.shared:
+            source = self._pools.get(self.core.receiver.owner(header) or 0)
+            intact = self._writer.fetch(header, blocks, source, payload)
+        else:
+            intact = self._writer.write(header, blocks, payload)
         if not intact:
             self._dropped["damaged_kv_frame"] += 1
         self.feed(events.FrameStored(header, intact))

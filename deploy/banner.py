@@ -10,11 +10,12 @@ import msgspec
 from baton import __version__
 
 from ..engine.embedding_config import EMBED
+from ..kv_transfer.shared_pool import can_share
 from ..proto.errors import BatonError
 from ..proto.limits import MAX_DESCRIBED_BYTES
 from ..router.describe import read_text_files
 from ..text.model_files import TokenizerSettings
-from .config import kv_size
+from .config import ServeSettings, kv_size, shares_memory
 from .core import Say
 from .plan import ClusterPlan
 from .report import ClusterReport, WorkerReport
@@ -70,13 +71,19 @@ def facts(plan: ClusterPlan, *, hint: bool, context: int = 0) -> BannerFacts:
         version=__version__,
         model=plan.model,
         address=plan.address,
-        transport=f"zmq over {plan.settings.transport}",
+        transport=_transport(plan.settings),
         security=local,
         context=context,
         block_size=plan.settings.block_size,
         kv_memory="" if embeds else _kv_memory(plan),
         hint=_hint(plan) if hint else "",
     )
+
+
+def _transport(settings: ServeSettings) -> str:
+    streamed = f"zmq over {settings.transport}"
+    shared = shares_memory(settings) and can_share()
+    return f"shared memory, or {streamed} where that fails" if shared else streamed
 
 
 def _hint(plan: ClusterPlan) -> str:

@@ -19,6 +19,7 @@ from ..proto.errors import ConfigError
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?)", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 TRANSPORTS = ("ipc", "tcp")
+HANDOFFS = ("auto", "zmq")
 BACKENDS = ("auto", "cpu", "numpy")
 SERVED_TASKS = ("", *TASKS)
 LOG_LEVELS = ("info", "warning", "error")
@@ -38,6 +39,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     decode: int = 1
     address: str = ""
     transport: str = "ipc"
+    handoff: str = "auto"
     policy: str = "prefix_aware"
     block_size: int = 16
     kv_blocks: int = 0
@@ -71,6 +73,7 @@ def check(settings: ServeSettings) -> ServeSettings:
     for name in ("grace", "stats_interval"):
         _require(math.isfinite(getattr(settings, name)), name, "must be a finite number")
     _require_choice(settings, "transport", TRANSPORTS)
+    _require_choice(settings, "handoff", HANDOFFS)
     _require_choice(settings, "backend", BACKENDS)
     _require_choice(settings, "log_level", LOG_LEVELS)
     _require(settings.task in SERVED_TASKS, "task", f"must be one of {', '.join(TASKS)}")
@@ -116,3 +119,11 @@ def parse_size(text: str, name: str = "kv_memory") -> int:
 def demo_model_folder() -> Path:
     """Folder of the embedded model, the default MODEL."""
     return Path(__file__).parent / "demo_model"
+
+
+def shares_memory(settings: ServeSettings) -> bool:
+    """Whether decode workers are to read KV blocks from prefill workers' memory.
+
+    Sockets over tcp stand for workers on different hosts.
+    """
+    return settings.handoff == "auto" and settings.transport == "ipc"

@@ -16,7 +16,7 @@ from ..decode_worker.config import DecodeWorkerConfig
 from ..engine.runner import DEFAULT_KV_BYTES, RunnerConfig
 from ..prefill_worker.config import PrefillWorkerConfig
 from ..router.config import PolicyConfig, RouterConfig
-from .config import ServeSettings, demo_model_folder, kv_size
+from .config import ServeSettings, demo_model_folder, kv_size, shares_memory
 from .processes import ProcessSpec
 
 if TYPE_CHECKING:
@@ -147,6 +147,7 @@ def _prefill(
         runner=runner,
         token_budget=settings.chunk_budget,
         max_active=settings.prefill_max_batch,
+        share_pool=shares_memory(settings),
         drain_grace_s=settings.grace,
         log_level=cast("Level", settings.log_level),
     )

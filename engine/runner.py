@@ -16,6 +16,7 @@ from .checkpoint import Checkpoint, load_checkpoint
 from .embedding_config import EMBED, GENERATE, TASKS, EmbeddingSettings, load_embedding_settings
 from .kernels import load_backend
 from .kernels.backend import Backend
+from .kernels.memory import Allocate, aligned_zeros
 from .models.registry import architecture_of
 from .models.weights import Progress
 from .pipeline import EmbeddingsPipeline, TextGenerationPipeline
@@ -93,10 +94,15 @@ def model_task(checkpoint: Checkpoint, asked: str = "") -> str:
     return task
 
 
-def load_runner(config: RunnerConfig, on_progress: Progress | None = None) -> Runner:
+def load_runner(
+    config: RunnerConfig,
+    on_progress: Progress | None = None,
+    allocate: Allocate = aligned_zeros,
+) -> Runner:
     """Load a text model.
 
-    ``on_progress(done, total)``: bytes of weights packed so far. Raises
+    ``on_progress(done, total)``: bytes of weights packed so far. ``allocate``: gives the memory
+    of the KV pool, which others may share. Raises
     :class:`CheckpointError` for the folder, :class:`ConfigError` for the settings.
     """
     checkpoint = load_checkpoint(config.model)
@@ -108,7 +114,8 @@ def load_runner(config: RunnerConfig, on_progress: Progress | None = None) -> Ru
     blocks = _num_blocks(config, layout)
     backend = load_backend(config.backend)
     model = make(checkpoint, backend, length, on_progress, block_size=config.block_size)
-    kv = model.load_kv_manager(backend, blocks * layout.block_bytes * layout.num_layers)
+    size = blocks * layout.block_bytes * layout.num_layers
+    kv = model.load_kv_manager(backend, size, allocate)
     numerics = _numerics(checkpoint, backend, length)
     served = _fit_pool(length, blocks, layout)
     card = _card(config, checkpoint, numerics, layout, served, model.weights_bytes)

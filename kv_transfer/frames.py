@@ -49,6 +49,28 @@ class BlockKernels(Protocol):
         """XXH3-64 of a payload."""
         ...
 
+    def sum_blocks(
+        self,
+        pool: npt.NDArray[np.float32],
+        layer_start: int,
+        layer_count: int,
+        block_ids: Int32,
+    ) -> int:
+        """XXH3-64 of what ``gather_blocks`` would copy."""
+        ...
+
+    def copy_blocks(
+        self,
+        source: npt.NDArray[np.float32],
+        target: npt.NDArray[np.float32],
+        layer_start: int,
+        layer_count: int,
+        source_ids: Int32,
+        target_ids: Int32,
+    ) -> int:
+        """Copy blocks from pool to pool and return the XXH3-64 of the bytes."""
+        ...
+
 
 class BufferPool:
     """Staging buffers of one size class each, reused once ZeroMQ has let go of them.
@@ -108,6 +130,15 @@ class FramePacker:
         )
         return msgspec.structs.replace(frame, checksum=checksum)
 
+    def name(self, frame: KVFrame, block_table: Int32) -> tuple[KVFrame, Bytes]:
+        """Header and payload for a receiver that maps this pool: the sum, and where to read."""
+        first = frame.block_start
+        blocks = np.array(block_table[first : first + frame.block_count], np.int32)
+        checksum = self._kernels.sum_blocks(
+            self._pool, frame.layer_start, frame.layer_count, blocks
+        )
+        return msgspec.structs.replace(frame, checksum=checksum, shared=True), blocks.view(np.uint8)
+
 
 class FrameWriter:
     """Receiver side: scatters a payload into its blocks and checks it in the same pass."""
@@ -123,4 +154,30 @@ class FrameWriter:
         digest = self._kernels.scatter_blocks(
             self._pool, frame.layer_start, frame.layer_count, blocks, payload
         )
+        return digest == frame.checksum
+
+    def fetch(
+        self,
+        frame: KVFrame,
+        blocks: Int32,
+        source: npt.NDArray[np.float32] | None,
+        payload: Bytes,
+    ) -> bool:
+        """Copy cells out of a sender's pool; False when they are damaged, or not to be had.
+
+        ``payload``: the int32 blocks of ``source`` they are in, as bytes.
+        """
+        if source is None or payload.nbytes != 4 * frame.block_count:
+            return False
+        try:
+            digest = self._kernels.copy_blocks(
+                source,
+                self._pool,
+                frame.layer_start,
+                frame.layer_count,
+                np.frombuffer(payload.tobytes(), np.int32),
+                blocks,
+            )
+        except ValueError:  # blocks the sender does not have
+            return False
         return digest == frame.checksum

@@ -278,6 +278,11 @@ class Receiver(Generic[A]):
         allocation = slot.allocation
         return None if allocation is None else allocation.block_table[first:last]
 
+    def owner(self, frame: KVFrame) -> int | None:
+        """Incarnation of the prefill worker a frame comes from; None when its grant is gone."""
+        slot = self._grants.find(frame.grant)
+        return None if slot is None or slot.reserve is None else slot.reserve.incarnation
+
     def _check_bounds(self, slot: Slot[A], frame: KVFrame) -> None:
         cells = slot.arrived
         layers = range(frame.layer_start, frame.layer_start + frame.layer_count)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import zmq
 
 from ..engine.checkpoint import load_checkpoint
 from ..engine.embedding_config import GENERATE
+from ..engine.kernels.memory import aligned_zeros
 from ..engine.runner import load_embedder, load_runner, model_task
+from ..kv_transfer.shared_pool import PoolOwner, can_share
 from ..proto.ids import new_incarnation
 from ..proto.layout import ModelCard
 from ..runtime.lifecycle import on_stop_signal
@@ -44,12 +49,24 @@ def _is_text(config: PrefillWorkerConfig) -> bool:
 
 
 def _text(config: PrefillWorkerConfig, loop: Loop, context: Context) -> PrefillShell:
-    runner = load_runner(config.runner, LoadProgress())
+    owner = PoolOwner()
+    shared = config.share_pool and can_share()
+    allocate = partial(_shared_or_own, owner) if shared else aligned_zeros
+    runner = load_runner(config.runner, LoadProgress(), allocate)
     control = RouterChannel(context, config.endpoint)
     member = _member(config, runner.card, control)
-    shell = PrefillShell(config, runner, member, control, loop, context)
+    shell = PrefillShell(config, runner, member, control, loop, context, owner.ticket)
     _ready(member, runner.num_blocks)
     return shell
+
+
+def _shared_or_own(owner: PoolOwner, nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory others may read, or, where a sandbox forbids that, memory of our own."""
+    try:
+        return owner.allocate(nbytes)
+    except OSError as error:
+        _log.warning("pool.not_shared", error=str(error))
+        return aligned_zeros(nbytes)
 
 
 def _embed(config: PrefillWorkerConfig, loop: Loop, context: Context) -> EmbedShell:

@@ -16,6 +16,7 @@ class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     step (0: a whole prompt). ``max_active``: requests that hold blocks on the decode side at
     a time. ``max_queue``: requests beyond which an Assign is answered Busy.
     ``stream_tokens``: prompts with at least this many uncached tokens are sent layer by layer.
+    ``share_pool``: decode workers of this host may read the pool; they are told where it is.
     ``drain_grace_s``: how long requests may run on after SIGTERM; others then take them over.
     """
 
@@ -30,6 +31,7 @@ class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     max_reserve_tries: int = 3
     stream_tokens: int = 512
     frame_bytes: int = 2 << 20
+    share_pool: bool = True
     drain_grace_s: float = 30.0
     log_format: str = "json"
     log_level: Level = "info"

@@ -25,6 +25,7 @@ from ..kv_transfer import sender as handoff
 from ..kv_transfer.sender import Key, Sender
 from ..proto.errors import BatonError, InternalError
 from ..proto.messages import (
+    SHARED,
     Abort,
     Aborted,
     Accepted,
@@ -39,6 +40,7 @@ from ..proto.messages import (
     PeerLost,
     Ping,
     Pong,
+    PoolTicket,
     Refused,
     Rejected,
     Released,
@@ -102,14 +104,16 @@ class PrefillCore(WorkerCore):
         sender: Sender,
         limits: PrefillLimits,
         times: StepTime | None = None,
+        ticket: PoolTicket | None = None,
     ) -> None:
+        """``ticket``: where decode workers of this host find the pool, if they may read it."""
         super().__init__(member)
         self._scheduler = scheduler
         self._sender = sender
         self._limits = limits
         self._card = member.identity.model
         self._jobs = Jobs()
-        self._links = DecodeLinks(member.identity)
+        self._links = DecodeLinks(member.identity, ticket)
         self._answered: Expiring[Key, bool] = Expiring()  # ended: repeat the answer
         self._aborted: Expiring[bytes, int] = Expiring()  # attempts up to this one are over
         self._serial = 0
@@ -378,7 +382,9 @@ class PrefillCore(WorkerCore):
                     job = self._jobs.get(key)
                     allocation = job.sequence.allocation if job else None
                     if allocation is not None:
-                        actions.append(PackFrame(output, allocation.block_table))
+                        link = self._links.get(output.endpoint)
+                        shared = link is not None and link.transport == SHARED
+                        actions.append(PackFrame(output, allocation.block_table, shared))
                 case handoff.Granted():
                     self._granted(output, now)
                 case handoff.Refusal():

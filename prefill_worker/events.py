@@ -115,11 +115,13 @@ class ToPeer:
 class PackFrame:
     """Gather these cells from the pool, send them, answer with :class:`Packed`.
 
-    ``block_table``: int32, pool block of each logical block.
+    ``block_table``: int32, pool block of each logical block. ``shared``: the peer reads them
+    there itself, so it is only told where they are.
     """
 
     send: handoff.SendFrame
     block_table: Int32
+    shared: bool = False
 
 
 @dataclass(slots=True, frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..proto.limits import PROTOCOL_VERSION
-from ..proto.messages import Open, Opened, OpenRefused
+from ..proto.messages import SHARED, STREAMED, Open, Opened, OpenRefused, PoolTicket
 from ..runtime.actions import Note
 from ..runtime.membership import WorkerIdentity
 from .events import Action, Connect, ToPeer
@@ -20,8 +20,9 @@ from .link import OPEN_REPEAT_S, Link, LinkState
 class DecodeLinks:
     """All decode endpoints this worker has to do with."""
 
-    def __init__(self, me: WorkerIdentity) -> None:
+    def __init__(self, me: WorkerIdentity, ticket: PoolTicket | None = None) -> None:
         self._me = me
+        self._ticket = ticket
         self._links: dict[str, Link] = {}
 
     def __iter__(self) -> Iterator[Link]:
@@ -109,6 +110,7 @@ class DecodeLinks:
             worker=self._me.worker,
             incarnation=self._me.incarnation,
             model=self._me.model,
-            transports=["zmq"],
+            transports=[STREAMED] if self._ticket is None else [SHARED, STREAMED],
+            pool=self._ticket,
         )
         return ToPeer(link.endpoint, message)

@@ -14,6 +14,7 @@ from ..engine.step_time import StepTime
 from ..engine.warm_up import warm_up
 from ..kv_transfer.frames import FramePacker
 from ..kv_transfer.sender import Sender, SenderConfig
+from ..proto.messages import PoolTicket
 from ..runtime.actions import DrainRequested, Exit, Note, Tick, ToRouter
 from ..runtime.compute import ComputeThread
 from ..runtime.links import RouterLinks
@@ -43,6 +44,7 @@ class PrefillShell:
         control: RouterChannel,
         loop: Loop,
         context: Context,
+        ticket: PoolTicket | None = None,
     ) -> None:
         self._loop = loop
         self._control = control
@@ -60,7 +62,7 @@ class PrefillShell:
             name="grammar",
         )
         self._packer = FramePacker(runner.backend, runner.pool)
-        self.core = self._make_core(config, runner, member)
+        self.core = self._make_core(config, runner, member, ticket)
         identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
         self._links = RouterLinks(
             loop, context, config.routers, identity, self.feed, dropped=member.dropped
@@ -79,7 +81,9 @@ class PrefillShell:
         self.exit_code = 0
 
     @staticmethod
-    def _make_core(config: PrefillWorkerConfig, runner: Runner, member: Membership) -> PrefillCore:
+    def _make_core(
+        config: PrefillWorkerConfig, runner: Runner, member: Membership, ticket: PoolTicket | None
+    ) -> PrefillCore:
         layout = runner.card.layout
         cache = runner.pipeline.kv.new_cache()
         scheduler = Scheduler(
@@ -99,7 +103,7 @@ class PrefillShell:
         )
         times = StepTime()
         warm_up(runner.pipeline, times)
-        return PrefillCore(member, scheduler, sender, limits, times)
+        return PrefillCore(member, scheduler, sender, limits, times, ticket)
 
     def start(self) -> None:
         """Listen and begin to tick."""
@@ -158,6 +162,11 @@ class PrefillShell:
 
     def _pack(self, action: events.PackFrame) -> None:
         send = action.send
+        if action.shared:
+            frame, payload = self._packer.name(send.frame, action.block_table)
+            self._peers.send_frame(send.endpoint, frame, payload, staged=False)
+            self.feed(events.Packed(send.key, frame.index, frame.checksum))
+            return
         ready = self._packer.view(send.frame, action.block_table)
         if ready is not None:
             frame, payload = ready

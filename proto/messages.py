@@ -450,6 +450,22 @@ RouterToWorker = (
 # --------------------------------------------------------------------------- prefill -> decode
 
 
+STREAMED, SHARED = "zmq", "shm"
+"""Transports of KV blocks: bytes over ZeroMQ, or read from the sender's memory on one host."""
+
+
+class PoolTicket(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where a process of the same host finds my KV memory: ``/proc/PID/fd/FD``.
+
+    ``mark``: the first bytes there, so that nobody reads another's memory.
+    """
+
+    pid: Count
+    fd: Count
+    nbytes: Word
+    mark: Binary
+
+
 class Open(Message, frozen=True, kw_only=True):
     """First message on a link: who I am and what my blocks look like."""
 
@@ -458,6 +474,7 @@ class Open(Message, frozen=True, kw_only=True):
     incarnation: Word
     model: ModelCard
     transports: Names
+    pool: PoolTicket | None = None  # for the transport "shm"
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -652,7 +669,8 @@ class KVFrame(msgspec.Struct, frozen=True, array_like=True, tag="KV", gc=False):
     """Header of one data message; the payload is the next frame.
 
     The payload is the C-ordered array
-    ``[layer_count, block_count, 2, num_kv_heads, block_size, head_dim]``.
+    ``[layer_count, block_count, 2, num_kv_heads, block_size, head_dim]``. ``shared``: the next
+    frame names the int32 blocks of the sender's pool, ``[block_count]``, where it is to be read.
     """
 
     grant: GrantRef
@@ -663,3 +681,4 @@ class KVFrame(msgspec.Struct, frozen=True, array_like=True, tag="KV", gc=False):
     block_count: Count
     nbytes: Count
     checksum: Word  # XXH3-64 of the payload
+    shared: bool = False

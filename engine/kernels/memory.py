@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from .backend import U8
 
 CACHE_LINE = 64
+Allocate = Callable[[int], U8]
+"""Zeroed memory of so many bytes, aligned to cache lines."""
 
 
 def aligned_zeros(nbytes: int) -> U8:

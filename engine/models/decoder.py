@@ -19,6 +19,7 @@ from ...proto.layout import KVLayout
 from ...proto.outputs import TokenLogProbs
 from ..checkpoint import Checkpoint
 from ..kernels.backend import Backend, PackedLinear
+from ..kernels.memory import Allocate, aligned_zeros
 from ..model_config import ModelConfig
 from ..pipeline.model import (
     KVCacheMixin,
@@ -105,9 +106,11 @@ class Decoder(PipelineModel, KVCacheMixin):
 
     # ------------------------------------------------------------------ what pipelines call
 
-    def load_kv_manager(self, session: Backend, available_bytes: int) -> KVManager:
+    def load_kv_manager(
+        self, session: Backend, available_bytes: int, allocate: Allocate = aligned_zeros
+    ) -> KVManager:
         """As the mixin's; inputs prepared from now on are for its pool."""
-        manager = super().load_kv_manager(session, available_bytes)
+        manager = super().load_kv_manager(session, available_bytes, allocate)
         self._pool = manager.pool
         return manager
 

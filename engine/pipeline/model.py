@@ -19,7 +19,7 @@ from ...proto.layout import KVLayout
 from ...proto.outputs import TokenLogProbs
 from ..cache import PagedCache
 from ..kernels.backend import Backend
-from ..kernels.memory import aligned_zeros
+from ..kernels.memory import Allocate, aligned_zeros
 from ..plan import Chunk
 
 F32 = npt.NDArray[np.float32]
@@ -133,26 +133,28 @@ class KVCacheMixin:
         block = self.kv_layout.block_bytes * self.kv_layout.num_layers
         return max(0, available_bytes) // block * block
 
-    def load_kv_manager(self, session: Backend, available_bytes: int) -> KVManager:
+    def load_kv_manager(
+        self, session: Backend, available_bytes: int, allocate: Allocate = aligned_zeros
+    ) -> KVManager:
         """KV memory on the device of ``session``; what models of one modality have one of.
 
-        Raises ValueError when not even a block fits.
+        ``allocate`` gives the memory. Raises ValueError when not even a block fits.
         """
         layout = self.kv_layout
         size = self.estimate_kv_cache_size(available_bytes)
         if not size:
             raise ValueError(f"{available_bytes} bytes hold no KV block")
         blocks = size // (layout.block_bytes * layout.num_layers)
-        return KVManager(layout, make_pool(layout, blocks))
+        return KVManager(layout, make_pool(layout, blocks, allocate))
 
 
-def make_pool(layout: KVLayout, blocks: int) -> F32:
+def make_pool(layout: KVLayout, blocks: int, allocate: Allocate = aligned_zeros) -> F32:
     """KV pool, float32 ``[L, NB, 2, Hk, BS, D]`` of zeros, aligned to cache lines.
 
     Zeros cost nothing until touched, and a block sent before it is full leaks no old memory.
     """
     shape = (layout.num_layers, blocks, *layout.block_shape)
-    return aligned_zeros(4 * math.prod(shape)).view(np.float32).reshape(shape)
+    return allocate(4 * math.prod(shape)).view(np.float32).reshape(shape)
 
 
 def lay_out(chunks: Sequence[Chunk], pool: F32) -> ModelInputs:

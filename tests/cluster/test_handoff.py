@@ -39,9 +39,12 @@ def status_json(running) -> dict:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("transport", ["ipc", "tcp"])
-def test_every_handoff_is_reported_and_adds_up(cluster, transport):
-    running = cluster(model=DATA / MODEL, transport=transport, chunk_budget=0)
+@pytest.mark.parametrize(
+    ("transport", "handoff", "named"),
+    [("ipc", "auto", "shm"), ("ipc", "zmq", "zmq"), ("tcp", "auto", "zmq")],
+)
+def test_every_handoff_is_reported_and_adds_up(cluster, transport, handoff, named):
+    running = cluster(model=DATA / MODEL, transport=transport, handoff=handoff, chunk_budget=0)
     began = time.monotonic()
     with running.client() as client:
         answers = ask_all(client, jobs() + jobs())
@@ -60,7 +63,7 @@ def test_every_handoff_is_reported_and_adds_up(cluster, transport):
     assert by_worker == Counter(a.decode for a in answers)
     assert set(by_worker) == {"decode-0", "decode-1"}
     for h in last:
-        assert h["transport"] == "zmq"
+        assert h["transport"] == named
         assert h["prefill"] == "prefill-0"
         assert h["bytes"] == h["bytes_sent"] == h["bytes_received"]
         assert h["bytes"] == h["blocks"] * layout.num_layers * layout.block_bytes
@@ -79,10 +82,12 @@ def test_every_handoff_is_reported_and_adds_up(cluster, transport):
 # ------------------------------------------------------------------------------ damage
 
 
-@pytest.fixture(scope="module")
-def tapped(shared_cluster):
-    """A cluster of one pair whose KV frames pass through our hands."""
-    running = shared_cluster(model=DATA / MODEL, prefill=1, decode=1, chunk_budget=0)
+@pytest.fixture(scope="module", params=["zmq", "auto"])
+def tapped(shared_cluster, request):
+    """A cluster of one pair whose KV frames, or the names of their blocks, pass our hands."""
+    running = shared_cluster(
+        model=DATA / MODEL, prefill=1, decode=1, chunk_budget=0, handoff=request.param
+    )
     (path,) = running.folder.rglob("decode-0.data.sock")
     tap = WireTap(path)
     yield running, tap

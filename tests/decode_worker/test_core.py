@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from baton.decode_worker.core import DecodeCore, GrantStore
-from baton.decode_worker.events import FrameStored, FromPeer, PeerGone, RunStep, StepDone, ToPeer
+from baton.decode_worker.events import (
+    FrameStored,
+    FromPeer,
+    MapPool,
+    PeerGone,
+    PoolMapped,
+    RunStep,
+    StepDone,
+    ToPeer,
+)
 from baton.engine.cache import PagedCache
 from baton.engine.grammar import CompileGrammar, DropGrammar, GrammarDone
 from baton.engine.plan import Sampled, StepPlan, StepResult
@@ -41,6 +50,7 @@ from baton.proto.messages import (
     PeerDead,
     Ping,
     Pong,
+    PoolTicket,
     Probe,
     ProbeReply,
     Rejected,
@@ -563,6 +573,25 @@ def test_opening_compares_models(bench):
     assert bench.to_peer(OpenRefused)[0].field == "transports"
     bench.ask(msgspec.structs.replace(opening, version=99))
     assert bench.to_peer(Rejected)[0].code == "version_mismatch"
+
+
+@pytest.mark.parametrize("failure", ["", "no such process"])
+def test_a_pool_is_mapped_before_the_link_is_open(bench, failure):
+    ticket = PoolTicket(1, 2, 4096, b"m" * 16)
+    opening = Open(
+        version=PROTOCOL_VERSION, worker="p", incarnation=5, model=CARD,
+        transports=["shm", "zmq"], pool=ticket,
+    )  # fmt: skip
+    bench.ask(opening)
+    assert not bench.to_peer(Opened)
+    (wanted,) = [each for each in bench.other if isinstance(each, MapPool)]
+    assert (wanted.incarnation, wanted.ticket) == (5, ticket)
+    bench.feed(PoolMapped(wanted.peer, failure))
+    assert bench.to_peer(Opened)[0].transport == ("zmq" if failure else "shm")
+    bench.ask(msgspec.structs.replace(opening, transports=["zmq"]))
+    assert bench.to_peer(Opened)[0].transport == "zmq"
+    bench.ask(msgspec.structs.replace(opening, model=msgspec.structs.replace(CARD, vocab_size=7)))
+    assert bench.to_peer(OpenRefused)
 
 
 def test_anyone_may_ask_who_listens(bench):

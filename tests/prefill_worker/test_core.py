@@ -58,6 +58,7 @@ from baton.proto.messages import (
     PeerLost,
     Ping,
     Pong,
+    PoolTicket,
     Refused,
     Rejected,
     Release,
@@ -103,7 +104,7 @@ def make_context(prompt: int = 10, new: int | None = 8) -> WireContext:
 class Bench:
     """A core on a clock that tests move; what it does, sorted."""
 
-    def __init__(self, **limits) -> None:
+    def __init__(self, ticket: PoolTicket | None = None, **limits) -> None:
         me = WorkerIdentity("prefill-0", "prefill", 5, 1, "ipc:///p", "default", CARD, 8)
         self.member = Membership(me, (ROUTER, "router-2"))
         self.cache = PagedCache(64, LAYOUT.block_size)
@@ -113,7 +114,7 @@ class Bench:
         times = StepTime()
         times.learn(16, 0.01)
         self.core = PrefillCore(
-            self.member, self.scheduler, self.sender, PrefillLimits(**limits), times
+            self.member, self.scheduler, self.sender, PrefillLimits(**limits), times, ticket
         )
         self.now = 100.0
         self.said: list[Message] = []
@@ -189,10 +190,13 @@ class Bench:
         self.hear(message)
         return message
 
-    def open(self, incarnation: int = 9, endpoint: str = DECODE) -> None:
+    def open(self, incarnation: int = 9, endpoint: str = DECODE, transport: str = "zmq") -> None:
         self.feed(PeerUp(endpoint))
         opened = Opened(
-            worker="decode-0", incarnation=incarnation, transport="zmq", data_endpoint="ipc:///data"
+            worker="decode-0",
+            incarnation=incarnation,
+            transport=transport,
+            data_endpoint="ipc:///data",
         )
         self.answer(opened, endpoint)
 
@@ -317,6 +321,26 @@ def test_a_long_prompt_runs_in_chunks_and_passes_block_by_block(bench):
     frames = [a.send.frame for a in bench.did(PackFrame)]
     assert sum(f.block_count * f.layer_count for f in frames) == 10 * 2
     assert bench.commit().frames == len(frames)
+
+
+def test_blocks_are_named_to_who_maps_the_pool_and_sent_to_who_does_not():
+    ticket = PoolTicket(1, 2, 4096, b"m" * 16)
+    for transport in ("shm", "zmq"):
+        bench = Bench(ticket=ticket)
+        bench.assign()
+        bench.feed(PeerUp(DECODE))
+        (opening,) = bench.to_peer(Open)
+        assert (opening.transports, opening.pool) == (["shm", "zmq"], ticket)
+        bench.open(transport=transport)
+        bench.grant()
+        bench.step()
+        assert {a.shared for a in bench.did(PackFrame)} == {transport == "shm"}
+        bench.commit()
+    quiet = Bench()
+    quiet.assign()
+    quiet.feed(PeerUp(DECODE))
+    (opening,) = quiet.to_peer(Open)
+    assert (opening.transports, opening.pool) == (["zmq"], None)
 
 
 def test_what_the_decode_worker_has_cached_is_not_sent(bench):

@@ -1,0 +1,121 @@
+"""KV memory that other processes of this host may read: the owner's side and the readers'.
+
+The memory is a memfd, so it has no name in any file system and is gone when the last process
+that maps it has ended, however it ended. Invariants: it is sealed against shrinking, so no read
+can fault; a reader believes a ticket only after it found the owner's mark behind it, since
+process ids mean something else in another container; readers map it read-only.
+
+What readers see in a block is the owner's business: a sender holds the blocks of a handoff until
+it ends, and a checksum tells whether they were read in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import mmap
+import os
+import secrets
+
+import numpy as np
+import numpy.typing as npt
+
+from ..proto.layout import KVLayout
+from ..proto.messages import PoolTicket
+
+Bytes = npt.NDArray[np.uint8]
+F32 = npt.NDArray[np.float32]
+
+HEAD_BYTES = mmap.PAGESIZE
+"""The owner's mark stands at the front; blocks start behind this."""
+MARK_BYTES = 16
+_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
+
+
+class PoolOwner:
+    """Allocates a pool that can be shown to readers; ``ticket`` is what to send them."""
+
+    def __init__(self) -> None:
+        self.ticket: PoolTicket | None = None
+        self._fd = -1
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """Zeroed memory, aligned to pages; called once.
+
+        Raises OSError where the system has no such memory or not enough of it.
+        """
+        self._fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._fd, HEAD_BYTES + nbytes)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
+        memory = mmap.mmap(self._fd, HEAD_BYTES + nbytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a wish, which the system may be set to hear
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        mark = secrets.token_bytes(MARK_BYTES)
+        memory[:MARK_BYTES] = mark
+        pool = np.frombuffer(memory, np.uint8, nbytes, HEAD_BYTES)
+        self.ticket = PoolTicket(os.getpid(), self._fd, nbytes, mark)
+        return pool
+
+
+def can_share() -> bool:
+    """Whether this system has memory that can be shared so."""
+    return hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
+
+
+def map_pool(ticket: PoolTicket, layout: KVLayout) -> F32:
+    """Another process's pool, float32 ``[L, NB, 2, Hk, BS, D]``, read-only.
+
+    It stays mapped for as long as the array, or a view of it, lives. Raises OSError when it
+    cannot be reached (another host or user, or the owner has ended) and ValueError when what is
+    there is not what the ticket says.
+    """
+    block = layout.num_layers * layout.block_bytes
+    if ticket.nbytes < block or ticket.nbytes % block:
+        raise ValueError(f"a pool of {ticket.nbytes} bytes is not made of blocks of {block}")
+    fd = os.open(f"/proc/{ticket.pid}/fd/{ticket.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise ValueError("the memory could shrink while it is read")
+        if os.fstat(fd).st_size != HEAD_BYTES + ticket.nbytes:
+            raise ValueError("the memory has another size than its ticket says")
+        memory = mmap.mmap(fd, HEAD_BYTES + ticket.nbytes, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    if memory[:MARK_BYTES] != ticket.mark:
+        raise ValueError("the memory is not its owner's")
+    shape = (layout.num_layers, ticket.nbytes // block, *layout.block_shape)
+    return np.frombuffer(memory, np.float32, math.prod(shape), HEAD_BYTES).reshape(shape)
+
+
+class MappedPools:
+    """The pools a reader has mapped, by the owner's incarnation; gone with its last connection."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        self._pools: dict[int, F32] = {}
+        self._owners: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._pools)
+
+    def open(self, peer: bytes, incarnation: int, ticket: PoolTicket) -> str:
+        """Map the pool of ``peer``; why it cannot be, or an empty string."""
+        try:
+            if incarnation not in self._pools:
+                self._pools[incarnation] = map_pool(ticket, self._layout)
+        except (OSError, ValueError, OverflowError) as error:
+            return str(error) or type(error).__name__
+        self._owners[peer] = incarnation
+        return ""
+
+    def get(self, incarnation: int) -> F32 | None:
+        """The pool of an incarnation, float32 ``[L, NB, 2, Hk, BS, D]``."""
+        return self._pools.get(incarnation)
+
+    def close(self, peer: bytes) -> None:
+        """A connection is gone; harmless for one that mapped nothing."""
+        incarnation = self._owners.pop(peer, None)
+        if incarnation is not None and incarnation not in self._owners.values():
+            del self._pools[incarnation]
