@@ -133,6 +133,40 @@ def chunked(ctx):
     return ctx
 
 
+class Grammar:
+    """Grammar state that allows everything and remembers it."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def consume_token(self, token):
+        self.tokens.append(token)
+        return True
+
+    def rollback(self, count):
+        del self.tokens[len(self.tokens) - count :]
+
+
+def matched(ctx):
+    """With grammar state, which stays at home: the tokens rebuild it."""
+    ctx.set_matcher(Grammar())
+    ctx.update(40, entry(-1.0))
+    ctx.update(41)
+    assert ctx.matcher.tokens == [40, 41]
+    return ctx
+
+
+def grown(ctx):
+    """Long enough for a frame of its own, partly delivered and rolled back."""
+    for token in range(3000):
+        ctx.update(1000 + token)
+    ctx.to_generation_output()
+    for token in range(9):
+        ctx.update(8000 + token, entry(-token / 4))
+    ctx.rollback(4)
+    return ctx
+
+
 def speaking(ctx):
     under_way(ctx)
     for count in (3, 0, 200):
@@ -158,10 +192,10 @@ CONTEXTS = {
         lambda make=make, how=how: how(make()) if how else make()
     )
     for make, hows in {
-        text: (None, under_way, with_future_token, ended, chunked),
-        vision: (None, under_way, with_future_token, ended, chunked),
-        old_vision: (None, under_way, with_future_token),
-        speech: (None, under_way, with_future_token, ended, chunked, speaking),
+        text: (None, under_way, with_future_token, ended, chunked, matched, grown),
+        vision: (None, under_way, with_future_token, ended, chunked, matched, grown),
+        old_vision: (None, under_way, with_future_token, matched),
+        speech: (None, under_way, with_future_token, ended, chunked, matched, speaking),
         pixel: (None, painting),
     }.items()
     for how in hows
