@@ -31,6 +31,7 @@ from baton.proto import (
     TTSContext,
     msgpack_numpy_decoder,
     msgpack_numpy_encoder,
+    update_batch,
 )
 
 
@@ -135,6 +136,35 @@ class BufferModel:
         self.prompt, self.pending, self.chunked = len(tokens), [], False
         self.offset = self.offset if 0 <= self.offset <= len(tokens) else 0
 
+    def lend(self, n):
+        """What all and active tokens are while room is lent; nothing of it stays."""
+        tokens, end = self.all, len(self.processed + self.window) + n
+        length = len(tokens) + n
+        need(length >= 1 and end >= len(self.processed) + max(0, self.offset))
+        lent = (tokens + [0] * max(0, n))[:length]
+        return lent, lent[len(self.processed) + self.offset : end]
+
+    def truncate(self, length):
+        tokens = self.all
+        need(1 <= length <= len(tokens))
+        start = min(len(self.processed), length - 1)
+        self.processed, self.window, self.later = tokens[:start], tokens[start:length], []
+        gone = len(tokens) - length
+        self.pending = self.pending[: max(0, len(self.pending) - gone)]
+        self.prompt, self.offset, self.chunked = min(self.prompt, length), 0, False
+
+
+def lend(tokens, model, n):
+    """Lend room and take it back; in between the tokens are what the model says."""
+    end, length = tokens._end, len(tokens)
+    tokens.lend(n)
+    everything, active = model.lend(n)
+    assert (tokens.all.tolist(), tokens.active.tolist()) == (everything, active)
+    assert tokens.ids().tolist() == everything
+    if n > 0:
+        tokens.all[-n:] = 7  # written to by whoever asked for it
+    tokens.take_back(end, length)
+
 
 def check_buffer(tokens, model):
     everything = model.all
@@ -159,6 +189,7 @@ def buffer_step(rng, tokens, model):
     """One random operation on both; small arguments, so that all refusals occur."""
     n, token = rng.randint(-2, 6), rng.randrange(1000)
     mark, delete = rng.random() < 0.7, rng.random() < 0.5
+    kept = len(model.all) + n
     operations = [
         (6, lambda: tokens.advance_with_token(token, mark), lambda: model.append(token, mark)),
         (1, lambda: tokens.apply_processing_offset(n), lambda: model.apply_offset(n)),
@@ -169,6 +200,8 @@ def buffer_step(rng, tokens, model):
         (1, lambda: tokens.overwrite_last_token(token), lambda: model.overwrite(token)),
         (1, tokens.consume_recently_generated_tokens, model.consume),
         (0.3, lambda: tokens.reset_as_new_prompt(delete), lambda: model.reset(delete)),
+        (1, lambda: lend(tokens, model, n), lambda: model.lend(n)),
+        (0.5, lambda: tokens.truncate(len(tokens) + n), lambda: model.truncate(kept)),
     ]
     _, real, plain = rng.choices(operations, [weight for weight, _, _ in operations])[0]
     return agree(real, plain)
@@ -182,6 +215,8 @@ def drive_buffer(rng, operations):
         model = BufferModel([], list(start), [], len(start))
         for _ in range(min(operations, 500)):
             done += buffer_step(rng, tokens, model)
+            if rng.random() < 0.3:  # before anybody looks at the tokens
+                assert tokens.ids().tolist() == model.all
             check_buffer(tokens, model)
         operations -= 500
         again = TokenBuffer.from_state(tokens.ids(), tokens.state())
@@ -191,6 +226,23 @@ def drive_buffer(rng, operations):
 
 
 # ------------------------------------------------------------------ TextContext
+
+
+class Grammar:
+    """Grammar state that refuses one token; its own list must stay that of the context."""
+
+    REFUSED = 55
+
+    def __init__(self, tokens=()):
+        self.tokens = list(tokens)
+
+    def consume_token(self, token):
+        if token != self.REFUSED:
+            self.tokens.append(token)
+        return token != self.REFUSED
+
+    def rollback(self, count):
+        del self.tokens[len(self.tokens) - count :]
 
 
 @dataclass
@@ -207,6 +259,10 @@ class ContextModel:
     status: str = "active"
     initial: bool = True
     chunked: bool = False
+    grammar: bool = False
+
+    def accept(self, token):
+        need(not self.grammar or token != Grammar.REFUSED)
 
     def ends(self, generated):
         if generated[-1] in self.eos:
@@ -226,13 +282,14 @@ class ContextModel:
             self.chunked = False
             return
         need(self.generated[-1:] != [FUTURE_TOKEN])
+        self.accept(token)
         self.generated.append(token)
         self.entries.append(entry)
         self.status = self.judge(self.generated) or self.status
         self.initial = False
 
     def future(self):
-        need(self.generated[-1:] != [FUTURE_TOKEN])
+        need(not self.grammar and self.generated[-1:] != [FUTURE_TOKEN])
         self.update(FUTURE_TOKEN)
 
     def realize(self, token, entry):
@@ -274,6 +331,8 @@ def check_context(ctx, model):
     assert ctx.generated_tokens.tolist() == model.generated
     assert (str(ctx.status), ctx.is_initial_prompt) == (model.status, model.initial)
     assert ctx.is_done == (model.status != "active")
+    if model.grammar:
+        assert ctx.matcher.tokens == model.generated
     left = model.prompt_minimum_end() - ctx.tokens.current_position
     masks = ctx.get_min_token_logit_mask(3)
     assert [len(mask) for mask in masks] == [
@@ -307,6 +366,7 @@ def context_step(rng, ctx, model):
 
     operations = [
         (8, lambda: ctx.update(token, entry), lambda: model.update(token, entry)),
+        (2, lambda: update_batch([ctx], [token]), lambda: model.update(token)),
         (2, lambda: ctx.jump_ahead(token), lambda: model.update(token)),
         (2, ctx.update_with_future_token, model.future),
         (3, lambda: ctx.realize_future_token(token, entry), lambda: model.realize(token, entry)),
@@ -338,7 +398,10 @@ def start_context(rng):
         eos_sequences=sequences,
         sampling_params=SamplingParams(min_new_tokens=MinimumModel.minimum),
     )
-    return ctx, MinimumModel(prompt, limit, {9, 5}, sequences)
+    model = MinimumModel(prompt, limit, {9, 5}, sequences, grammar=rng.random() < 0.2)
+    if model.grammar:
+        ctx.set_matcher(Grammar())
+    return ctx, model
 
 
 ENCODE, DECODE = ContextEncoder(), ContextDecoder()
@@ -362,6 +425,8 @@ def drive(rng, operations, start, step, check):
             check(ctx, model)
             if at % 20 == 19:
                 ctx = travelled(rng, ctx)
+                if getattr(model, "grammar", False):  # rebuilt from the tokens
+                    ctx.set_matcher(Grammar(ctx.generated_tokens.tolist()))
         operations -= 100
     return done
 
