@@ -7,6 +7,7 @@ import tracemalloc
 from pathlib import Path
 from zlib import crc32
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -180,6 +181,85 @@ def peak_bytes(call):
 def test_memory_stays_within_a_small_multiple(frame):
     assert len(frame) > 35_000
     assert peak_bytes(lambda: feed([frame])) < 32 * len(frame) + (1 << 20)
+
+
+UNITS = {
+    "empty maps": b"\x80",
+    "empty lists": b"\x90",
+    "lists of one": b"\x91\0",
+    "maps of one": b"\x81\0\0",
+    "numbers": b"\0",
+    "large numbers": b"\xcd\1\1",
+    "empty texts": b"\xa0",
+    "texts": b"\xa2ab",
+    "bytes": b"\xc4\2ab",
+    "nothing": b"\xc0",
+    "exts": b"\xd4\1\0",
+}
+
+
+def places(value, at=()):
+    """Where in a message there are values, itself included."""
+    yield at
+    items = dict(enumerate(value)) if isinstance(value, list) else value
+    for key, item in items.items() if isinstance(items, dict) else ():
+        yield from places(item, (*at, key))
+
+
+def placed(value, at, data):
+    """The message with raw bytes in one place."""
+    if not at:
+        return msgspec.Raw(data)
+    changed = value.copy()
+    changed[at[0]] = placed(value[at[0]], at[1:], data)
+    return changed
+
+
+@pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
+def test_memory_of_floods_in_every_place_of_every_message(unit):
+    """Only whole entries of log-probabilities, below, become more."""
+    envelopes, _ = recorded()
+    forms, seen = [], set()
+    for frames in envelopes:
+        if frames[0][:2] != b"BT":
+            continue
+        (raw,) = msgspec.msgpack.decode(frames[0][3:], strict=False)
+        for at in places(raw):
+            if (raw["type"], at) in seen:
+                continue
+            seen.add((raw["type"], at))
+            forms.append((raw, at))
+    assert len(forms) > 300
+    for head, items in ((b"\xdd", unit), (b"\xdf", b"\0" + unit), (b"\xdf", unit + unit)):
+        data = head + COUNT.to_bytes(4, "big") + items * COUNT
+        for raw, at in forms:
+            body = b"BT\x01" + msgspec.msgpack.encode([placed(raw, at, data)])
+            peak = peak_bytes(lambda body=body: feed([body]))
+            assert peak < 32 * len(body) + (1 << 20), (raw["type"], at, head)
+
+
+def test_memory_of_mutated_messages():
+    """Also no few bytes claim much."""
+    rng = random.Random(13)
+    envelopes, kv = recorded()
+    tracemalloc.start()
+    try:
+        for frames in envelopes * 4:
+            changed = [frames[0][:3] + mutated(rng, frames[0][3:]), *frames[1:]]
+            body = mutated(rng, kv[7:])
+            for give in (
+                lambda changed=changed: feed(changed),
+                lambda: feed_one(MAPS, mutated(rng, CONTEXT)),
+                lambda body=body: feed_one(
+                    decode_kv_header, kv[:3] + crc32(body).to_bytes(4, "little") + body
+                ),
+            ):
+                tracemalloc.reset_peak()
+                before = tracemalloc.get_traced_memory()[0]
+                give()
+                assert tracemalloc.get_traced_memory()[1] - before < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_memory_of_log_probabilities():
