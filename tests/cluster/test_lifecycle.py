@@ -1,14 +1,20 @@
 """Starting a real cluster, its verbs, and its end."""
 
+import contextlib
+import fcntl
 import json
+import os
+import pty
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import threading
 
 import pytest
 
+from baton.client import Client
 from baton.deploy.config import demo_model_folder
 from baton.proto.sampling import SamplingParams
 
@@ -50,6 +56,39 @@ def test_an_interrupt_ends_everything_and_leaves_nothing(cluster):
     assert running.end() == 0
     assert [name for name, pid in pids.items() if alive(pid)] == []
     assert running.leftovers() == []
+
+
+def test_ctrl_c_at_a_terminal_reaches_the_supervisor_alone(tmp_path_factory):
+    """The terminal tells every process of its foreground group; what runs may still finish."""
+    folder = tmp_path_factory.mktemp("t")
+    address = f"ipc://{folder}/s.sock"
+    ours, theirs = pty.openpty()
+    serve = subprocess.Popen(
+        [sys.executable, "-P", "-m", "baton.cli", "serve", f"--address={address}"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=command_environment(folder),
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    with os.fdopen(ours, "r+b", 0) as terminal:
+        said = b""
+        while b"ready: " not in said:
+            said += terminal.read(1 << 16)
+        with Client(address) as client, client.generate(PROMPT, params(LONG)) as generation:
+            count = len(next(generation).tokens)
+            terminal.write(b"\x03")
+            count += sum(len(output.tokens) for output in generation)
+        assert count == LONG
+        with contextlib.suppress(OSError):  # EIO: nobody has it open any more
+            while part := terminal.read(1 << 16):
+                said += part
+    assert b"draining" in said
+    assert b"starting it again" not in said
+    assert serve.wait(30) == 0
+    assert list(folder.iterdir()) == []
 
 
 def test_a_second_interrupt_stops_at_once(cluster):
