@@ -15,7 +15,7 @@ import zmq
 from ..kv_transfer.checksums import envelope_digest
 from ..kv_transfer.frames import BufferPool, Bytes
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder, encode_kv_header
-from ..proto.errors import ConfigError, EnvelopeDamaged, ProtocolError
+from ..proto.errors import ConfigError, EnvelopeDamaged, LimitExceeded, ProtocolError
 from ..proto.messages import DecodeToPrefill, KVFrame, Message
 from ..runtime.channel import ChannelOptions, Frames, SendResult
 from ..runtime.log import get_logger
@@ -108,11 +108,25 @@ class PeerLink:
             self._links.buffers.give(self._in_flight.popleft()[1])
 
     def flush(self) -> None:
-        """Send this turn's control messages in one envelope."""
+        """Send this turn's control messages, in as few envelopes as their limit allows."""
         if self.outgoing and self.control.connected:
-            self.control.send(self._links.encoder.encode(self.outgoing))
+            self._send(self.outgoing)
         self.outgoing = []
         self.reclaim()
+
+    def _send(self, messages: list[Message]) -> None:
+        """Large schemas can make a turn's messages too much for one; one alone is never sent."""
+        try:
+            frames = self._links.encoder.encode(messages)
+        except LimitExceeded as error:
+            half = len(messages) // 2
+            if not half:
+                _log.error("peer.not_encodable", endpoint=self.endpoint, reason=str(error))
+                return
+            self._send(messages[:half])
+            self._send(messages[half:])
+        else:
+            self.control.send(frames)
 
     def _hear(self, frames: Frames) -> None:
         try:

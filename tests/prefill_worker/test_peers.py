@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from baton.kv_transfer.checksums import envelope_digest
 from baton.prefill_worker.peers import PeerLinks
-from baton.proto.messages import Ping
+from baton.proto.codec import EnvelopeDecoder
+from baton.proto.limits import MAX_JSON_SCHEMA_CHARS
+from baton.proto.messages import GrammarSpec, Ping, PrefillToDecode, Reserve
 from baton.runtime.channel import ChannelOptions
 from baton.runtime.sockets import RouterChannel
 
@@ -54,6 +57,32 @@ def test_every_connection_has_an_identity_of_its_own(loop, drive, context, tmp_p
     drive.until(lambda: len(heard) == 2)
     assert heard[0] != heard[1]
     assert ears.told == ["up", "down", "up"]
+    ears.links.close()
+    router.close()
+
+
+def test_a_turns_messages_may_be_more_than_an_envelope_takes(loop, drive, context, tmp_path):
+    """The largest schemas of many requests: each arrives, in order."""
+    address, heard = f"ipc://{tmp_path}/decode", []
+    decoder = EnvelopeDecoder(PrefillToDecode, digest=envelope_digest)
+    router = RouterChannel(context, address)
+    router.attach(loop, lambda identity, frames: heard.extend(decoder.decode(frames)))
+    ears = Ears(loop, context)
+    ears.links.connect(address)
+    drive.until(lambda: "up" in ears.told)
+    spec = GrammarSpec("\N{CRAB}" * MAX_JSON_SCHEMA_CHARS, [0], [])
+    for serial in range(40):
+        ears.links.send(
+            address,
+            Reserve(
+                request=b"r" * 16, attempt=1, incarnation=5, hashes=[], num_tokens=1, growth=0,
+                serial=serial, deadline=1.0, grammar=spec,
+            ),
+        )  # fmt: skip
+    ears.links.flush()
+    drive.until(lambda: sum(isinstance(message, Reserve) for message in heard) == 40)
+    serials = [message.serial for message in heard if isinstance(message, Reserve)]
+    assert serials == list(range(40))
     ears.links.close()
     router.close()
 
