@@ -21,7 +21,7 @@ from baton.proto.errors import BatonError, DeadlineExceeded, InputError, SchemaT
 from baton.proto.sampling import SamplingParams
 from baton.proto.status import GenerationStatus
 
-from ..engine.schemas import BOOL, SCHEMAS, SMALL, array, record
+from ..engine.schemas import BOOL, SCHEMAS, SMALL, array, check_instance, record, repeated
 from ..engine.test_hostile_schemas import HARM
 from .conftest import command_environment, wait_until
 
@@ -63,20 +63,23 @@ def params(seed: int, **fields) -> SamplingParams:
     return SamplingParams(seed=seed, **fields)
 
 
-def run_all(address: str, work=WORK, disturb=None, at=None) -> dict[str, list[Output]]:
+def run_all(
+    address: str, work=WORK, disturb=None, at=None, pinned=LONG_SCHEMAS, seeds=0, most=MOST
+) -> dict[str, list[Output]]:
     """One request per schema, all at once; ``disturb`` sees what came so far.
 
-    ``at``: endpoint of the decode worker that the long ones begin on.
+    ``at``: endpoint of the decode worker that the ``pinned`` ones begin on. ``seeds``: the first.
     """
     outputs: dict[str, list[Output]] = {name: [] for name in work}
     errors: dict[str, BatonError] = {}
 
     async def follow(client: AsyncClient, seed: int, name: str) -> None:
         options = {"json_schema": work[name], "log_probabilities": 1}
-        if name in LONG_SCHEMAS:
+        if name in pinned:
             options["target_endpoint"] = at
+        sampling = params(seed, max_new_tokens=most)
         try:
-            async for output in client.generate(PROMPT, params(seed), **options):
+            async for output in client.generate(PROMPT, sampling, **options):
                 outputs[name].append(output)
         except BatonError as error:
             errors[name] = error
@@ -87,7 +90,7 @@ def run_all(address: str, work=WORK, disturb=None, at=None) -> dict[str, list[Ou
             AsyncClient(address) as client,
             asyncio.TaskGroup() as group,
         ):
-            for seed, name in enumerate(work):
+            for seed, name in enumerate(work, seeds):
                 group.create_task(follow(client, seed, name))
             if disturb is not None:
                 group.create_task(disturb(outputs))
@@ -114,7 +117,14 @@ def log_probs(outputs: list[Output]) -> list[float]:
     ]
 
 
-def check(answers: dict[str, list[Output]], least: float) -> None:
+def ended(outputs: list[Output]) -> bool:
+    return bool(outputs) and outputs[-1].final_status in (
+        GenerationStatus.END_OF_SEQUENCE,
+        GenerationStatus.MAXIMUM_LENGTH,
+    )
+
+
+def check(answers: dict[str, list[Output]], least: float, work=WORK) -> None:
     """Whatever ended by itself is an instance; ``least`` of all did."""
     finished = [
         name
@@ -122,7 +132,7 @@ def check(answers: dict[str, list[Output]], least: float) -> None:
         if outputs[-1].final_status is GenerationStatus.END_OF_SEQUENCE
     ]
     for name in finished:
-        jsonschema.validate(json.loads(text(answers[name])), WORK[name])
+        check_instance(text(answers[name]), work[name])
         assert len(log_probs(answers[name])) == len(tokens(answers[name]))
     assert len(finished) >= least * len(answers), set(answers) - set(finished)
 
@@ -156,6 +166,82 @@ def test_a_killed_decode_worker_changes_no_token(clean, undisturbed):
         assert log_probs(outputs) == log_probs(undisturbed[name]), name
     check(answers, least=0.9)
     clean.wait_replaced("decode-0", pid)
+
+
+# ------------------------------------------------------------------ each of the fifty
+
+MID_TOKENS = 3
+"""The first comes from prefill; with so many an answer is under way in decode."""
+
+
+@pytest.fixture(scope="module")
+def wide(shared_cluster):
+    """Decode workers that run all fifty at once."""
+    return shared_cluster(prefill=1, decode=2, kv_memory="128MiB", max_batch=64)
+
+
+@pytest.fixture(scope="module")
+def longer(undisturbed):
+    """Every schema, as often in an array as makes an answer of some hundred tokens."""
+    return {
+        name: repeated(schema, -(-240 // len(tokens(undisturbed[name]))))
+        for name, schema in SCHEMAS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def calm(wide, longer):
+    return run_all(wide.address, longer, most=1500)
+
+
+def test_each_of_fifty_answers_is_drawn_at_temperature_1_and_an_instance(wide, longer, calm):
+    assert len({json.dumps(schema) for schema in longer.values()}) == 50
+    check(calm, least=0.96, work=longer)
+    others = run_all(wide.address, longer, most=1500, seeds=1000)
+    check(others, least=0.96, work=longer)
+    drawn = [name for name in longer if tokens(calm[name]) != tokens(others[name])]
+    assert len(drawn) >= 49, "another seed draws another answer, but for the one constant"
+
+
+def test_each_of_fifty_answers_loses_its_decode_worker_on_the_way(wide, longer, calm):
+    """Killed again until it has been in the middle of every one of them."""
+    lost: set[str] = set()
+    for _ in range(4):  # more deaths in a minute would end the cluster
+        if lost == set(longer):
+            break
+        endpoint = wide.workers()["decode-0"]["endpoint"]
+        run_all(wide.address, longer, at=endpoint, pinned=longer, most=2)  # compiles them all
+        lost |= lose_worker(wide, longer, calm, set(longer) - lost)
+    assert lost == set(longer), set(longer) - lost
+
+
+def lose_worker(wide, longer, calm, wanted: set[str]) -> set[str]:
+    """All on one worker, killed in the middle of what is ``wanted``; who was under way then."""
+    struck: set[str] = set()
+
+    async def disturb(outputs: dict[str, list[Output]]) -> None:
+        while not all(len(tokens(outputs[n])) >= MID_TOKENS or ended(outputs[n]) for n in wanted):
+            await asyncio.sleep(0.001)
+        os.kill(pid, signal.SIGKILL)
+        struck.update(
+            n for n, got in outputs.items() if len(tokens(got)) >= MID_TOKENS and not ended(got)
+        )
+
+    def replayed() -> int:
+        with wide.client() as client:
+            return client.status()["router"]["requests"]["replayed"]
+
+    pid, before = wide.pids()["decode-0"], replayed()
+    endpoint = wide.workers()["decode-0"]["endpoint"]
+    answers = run_all(wide.address, longer, disturb, endpoint, pinned=longer, most=1500)
+    assert replayed() - before >= 0.9 * len(struck), "they went on elsewhere"
+    for name, outputs in answers.items():
+        assert tokens(outputs) == tokens(calm[name]), name
+        assert log_probs(outputs) == log_probs(calm[name]), name
+        assert outputs[-1].final_status is calm[name][-1].final_status, name
+    check(answers, least=0.96, work=longer)
+    wide.wait_replaced("decode-0", pid)
+    return struck
 
 
 def test_preempted_answers_change_no_token(cluster, undisturbed):
@@ -204,6 +290,51 @@ def test_a_minimum_length_does_not_break_an_instance(client):
     outputs = list(client.generate(PROMPT, params(2, min_new_tokens=200), json_schema=SCHEMA))
     assert outputs[-1].final_status is GenerationStatus.END_OF_SEQUENCE
     jsonschema.validate(json.loads(text(outputs)), SCHEMA)
+
+
+@pytest.mark.parametrize("name", ["order", "tool call", "unicode names", "one of", "linked list"])
+def test_everything_else_one_may_ask_for_leaves_it_an_instance(client, name):
+    """Penalties, filters, a minimum, stops that never come, log-probabilities: all at once."""
+    sampling = params(
+        6, min_new_tokens=60, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.5,
+        top_k=50, top_p=0.95, min_p=0.001, stop=["never this", "\x07"], stop_token_ids=[1],
+        max_new_tokens=1500,
+    )  # fmt: skip
+    runs = [
+        list(client.generate(PROMPT, sampling, json_schema=SCHEMAS[name], log_probabilities=5))
+        for _ in range(2)
+    ]
+    for outputs in runs:
+        assert outputs[-1].final_status is GenerationStatus.END_OF_SEQUENCE
+        check_instance(text(outputs), SCHEMAS[name])
+        assert len(log_probs(outputs)) == len(tokens(outputs))
+    assert tokens(runs[0]) == tokens(runs[1])
+
+
+def in_flight(client) -> int:
+    return client.status()["router"]["requests"]["in_flight"]
+
+
+@pytest.mark.parametrize("victim", ["decode-0", "prefill-0", "router"])
+def test_who_dies_while_a_grammar_compiles_costs_nothing(clean, client, victim):
+    """Half a second to compile, in prefill and again in decode; nobody has seen the schema."""
+    at = clean.workers()["decode-0"]["endpoint"]
+    pid = clean.pids()[victim]
+    primes = {"decode-0": 99_991, "prefill-0": 99_989, "router": 99_971}
+    schema = {"type": "integer", "multipleOf": primes[victim]}
+    sampling = params(3, max_new_tokens=60)
+    with clean.client() as one:
+        running = one.generate(PROMPT, sampling, json_schema=schema, target_endpoint=at)
+        first = [next(running)] if victim == "decode-0" else []  # compiled in prefill by then
+        wait_until(lambda: in_flight(one), what="a request")
+        os.kill(pid, signal.SIGKILL)
+        outputs = [*first, *running]
+    wait_until(lambda: clean.pids().get(victim) not in (None, pid), what=f"another {victim}")
+    clean.wait_ready()
+    if outputs[-1].final_status is GenerationStatus.END_OF_SEQUENCE:
+        check_instance(text(outputs), schema)
+    again = list(client.generate(PROMPT, sampling, json_schema=schema))
+    assert tokens(outputs) == tokens(again)
 
 
 def test_a_stop_string_ends_inside_an_instance(client):

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import calendar
+import copy
+import json
+import re
 from typing import Any
+
+import jsonschema
 
 
 def record(required: list[str] | None = None, **properties: Any) -> dict[str, Any]:
@@ -148,3 +154,40 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         total={"type": "number", "minimum": 0, "maximum": 1000},
     ),
 }  # fmt: skip
+
+
+def repeated(schema: dict[str, Any], count: int) -> dict[str, Any]:
+    """An array of ``count`` instances: an answer as long as one likes."""
+    definitions = schema.get("$defs", {})
+    items = {key: value for key, value in schema.items() if key != "$defs"}
+    return {"$defs": definitions, **array(items, count, count)}
+
+
+FORMATS = copy.deepcopy(jsonschema.Draft202012Validator.FORMAT_CHECKER)
+_MOMENT = re.compile(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
+
+
+@FORMATS.checks("date-time")
+def _is_moment(value: object) -> bool:
+    return not isinstance(value, str) or _MOMENT.fullmatch(value) is not None
+
+
+@FORMATS.checks("date")
+def _is_date(value: object) -> bool:
+    """As RFC 3339 writes it, which knows the year 0 and leaves leap years to who reads it."""
+    if not isinstance(value, str):
+        return True
+    if re.fullmatch(r"\d{4}-\d\d-\d\d", value, re.ASCII) is None:
+        return False
+    month, day = int(value[5:7]), int(value[8:])
+    return 1 <= month <= 12 and 1 <= day <= calendar.monthrange(2000, month)[1]
+
+
+def check_instance(text: str, schema: dict[str, Any]) -> None:
+    """Raise unless ``text`` is strict JSON, without NaN, and an instance, formats included."""
+    value = json.loads(text, parse_constant=_refuse)
+    jsonschema.Draft202012Validator(schema, format_checker=FORMATS).validate(value)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
