@@ -2,7 +2,8 @@
 
 ZeroMQ's descriptor only says "ask me": it signals changes of state, and any call on the
 socket, a send included, can consume the signal. So after every activity the loop asks all
-sockets until none has anything left.
+sockets until none has anything left. Only a socket that nothing but its handler uses, like a
+monitor's, keeps its signals; it is asked after those alone, since asking costs two system calls.
 
 Invariant: a message that arrived is handled without a further signal; a callback that raises
 is logged and counted, and neither ends the loop nor keeps the others from running.
@@ -78,12 +79,16 @@ class Timer:
 class _Source:
     """One registered socket."""
 
-    __slots__ = ("closed", "fd", "on_readable", "socket")
+    __slots__ = ("ask", "closed", "fd", "on_readable", "sends", "socket")
 
-    def __init__(self, socket: zmq.Socket[bytes], on_readable: Callable[[], bool]) -> None:
+    def __init__(
+        self, socket: zmq.Socket[bytes], on_readable: Callable[[], bool], *, sends: bool
+    ) -> None:
         self.socket = socket
         self.on_readable = on_readable
         self.fd = cast("int", socket.getsockopt(zmq.FD))
+        self.sends = sends
+        self.ask = True  # in every turn, or once its descriptor has signalled
         self.closed = False
 
 
@@ -111,15 +116,22 @@ class Loop:
 
     # ------------------------------------------------------------------ what to watch
 
-    def add_socket(self, socket: zmq.Socket[bytes], on_readable: Callable[[], bool]) -> None:
+    def add_socket(
+        self,
+        socket: zmq.Socket[bytes],
+        on_readable: Callable[[], bool],
+        *,
+        sends: bool = True,
+    ) -> None:
         """Call ``on_readable`` while ``socket`` has messages.
 
         It takes one message without blocking and returns True, or returns False when there
-        was none.
+        was none. ``sends``: whether anything but ``on_readable`` ever uses the socket; if not,
+        nothing else swallows its signals, and it is asked after them only.
         """
-        source = _Source(socket, on_readable)
+        source = _Source(socket, on_readable, sends=sends)
         self._sources.append(source)
-        self.asyncio_loop.add_reader(source.fd, self._turn)
+        self.asyncio_loop.add_reader(source.fd, self._on_signal, source)
         self.turn_soon()  # what arrived before the registration gives no signal
 
     def remove_socket(self, socket: zmq.Socket[bytes]) -> None:
@@ -223,6 +235,10 @@ class Loop:
             self.guarded(self._posted.popleft())
         self._turn()
 
+    def _on_signal(self, source: _Source) -> None:
+        source.ask = True
+        self._turn()
+
     def _on_event(self, callback: Callback) -> None:
         self.guarded(callback)
         self.turn_soon()
@@ -235,38 +251,44 @@ class Loop:
         self._in_turn = True
         try:
             for _ in range(PASSES_PER_TURN):
-                if not self._visit_all():
-                    break
+                if self._visit_all() < 2:
+                    break  # a lone message is answered at once; among many there are soon more
             for callback in self._turn_end:
                 self.guarded(callback)
         finally:
             self._in_turn = False
         # The flush sent, and sending swallows signals: look once more before sleeping.
-        if any(self._readable(source) for source in self._sources):
+        if any(source.ask and self._readable(source) for source in tuple(self._sources)):
             self.turn_soon()
 
-    def _visit_all(self) -> bool:
-        active = False
+    def _visit_all(self) -> int:
+        """Take what every socket has; returns how many messages."""
+        taken = 0
         for source in tuple(self._sources):
-            if not source.closed and self._readable(source):
-                active = True
-                self._visit(source)
-        return active
+            if source.ask and not source.closed and self._readable(source):
+                taken += self._visit(source)
+        return taken
 
-    def _visit(self, source: _Source) -> None:
-        for _ in range(MESSAGES_PER_VISIT):
+    def _visit(self, source: _Source) -> int:
+        for taken in range(MESSAGES_PER_VISIT):
             try:
                 if source.closed or not source.on_readable():
-                    return
+                    return taken
             except Exception:
                 self._failed(source.on_readable)
+            if not taken and not self._readable(source):
+                return 1  # a receive in vain would cost three times as much as to ask
+        return MESSAGES_PER_VISIT
 
     def _readable(self, source: _Source) -> bool:
+        """Ask; this takes the signals in."""
         try:
-            return bool(cast("int", source.socket.getsockopt(_EVENTS)) & _POLLIN)
+            readable = bool(cast("int", source.socket.getsockopt(_EVENTS)) & _POLLIN)
         except zmq.ZMQError:  # closed by its owner without remove_socket
             self.remove_socket(source.socket)
             return False
+        source.ask = readable or source.sends
+        return readable
 
     def _failed(self, callback: object) -> None:
         self.callback_errors += 1

@@ -96,7 +96,7 @@ class RouterChannel(Channel):
             return True
 
         loop.add_socket(self._socket, pump)
-        loop.add_socket(self._monitor.socket, self._read_monitor)
+        loop.add_socket(self._monitor.socket, self._read_monitor, sends=False)
 
     def recv(self) -> tuple[bytes, Frames] | None:
         """Take the next ``(identity, frames)`` without blocking; None when there is none."""
@@ -247,7 +247,7 @@ class DealerChannel(Channel):
 
         # Messages first: those of a connection that has just ended still count.
         loop.add_socket(self._socket, pump)
-        loop.add_socket(self._monitor.socket, self._read_monitor)
+        loop.add_socket(self._monitor.socket, self._read_monitor, sends=False)
 
     def recv(self) -> Frames | None:
         """Take the next message without blocking; None when there is none."""

@@ -145,6 +145,24 @@ def test_a_flooded_socket_starves_nobody(loop, drive, context):
 
 
 @pytest.mark.integration
+def test_a_socket_that_is_only_read_loses_nothing(loop, drive, context):
+    """It is asked after its signals alone: one signal may stand for more than a turn takes."""
+    left, right = pair(context)
+    for number in range(3000):
+        right.send(b"%d" % number)
+    assert left.poll(1000)
+    taken, turns = [], []
+    loop.add_socket(left, taking(left, taken), sends=False)
+    loop.on_turn_end(lambda: turns.append(len(taken)))
+    drive.until(lambda: len(taken) == 3000)
+    assert len(turns) > 1
+    for number in range(3000, 3010):  # each by a signal of its own
+        right.send(b"%d" % number)
+        drive.until(lambda number=number: len(taken) == number + 1)
+    assert taken == [b"%d" % number for number in range(3010)]
+
+
+@pytest.mark.integration
 def test_a_raising_handler_gets_the_next_message(loop, drive, context):
     left, right = pair(context)
     taken = []
