@@ -96,6 +96,10 @@ def test_a_batch_is_updated_like_its_contexts_one_by_one():
             pairs.append((start, copy.deepcopy(start)))
         for _ in range(6):
             tokens = [rng.choice([7, 8, 9, 10]) for _ in pairs]
+            for pair in pairs:
+                if rng.random() < 0.2 and not pair[0].tokens.is_chunked:
+                    for either in pair:
+                        either.apply_processing_offset(-min(1, either.tokens.processed_length))
             update_batch([one for one, _ in pairs], tokens)
             for (_, two), token in zip(pairs, tokens, strict=True):
                 two.update(token)
