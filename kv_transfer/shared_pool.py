@@ -45,10 +45,15 @@ class PoolOwner:
 
         Raises OSError where the system has no such memory or not enough of it.
         """
-        self._fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._fd, HEAD_BYTES + nbytes)
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
-        memory = mmap.mmap(self._fd, HEAD_BYTES + nbytes)
+        fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, HEAD_BYTES + nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
+            memory = mmap.mmap(fd, HEAD_BYTES + nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a wish, which the system may be set to hear
                 memory.madvise(mmap.MADV_HUGEPAGE)

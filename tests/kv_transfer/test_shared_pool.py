@@ -116,6 +116,13 @@ def test_nothing_is_believed_that_is_not_as_the_ticket_says():
     assert pool.any()
 
 
+def test_memory_that_cannot_be_had_leaves_no_descriptor():
+    before = descriptors()
+    with pytest.raises((OSError, OverflowError)):
+        PoolOwner().allocate(1 << 62)
+    assert descriptors() == before
+
+
 def test_the_last_connection_of_an_owner_takes_its_pool_along():
     owner, _pool = filled()
     maps, before = MappedPools(LAYOUT), descriptors()
