@@ -17,6 +17,7 @@ import math
 import mmap
 import os
 import secrets
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -79,7 +80,7 @@ def map_pool(ticket: PoolTicket, layout: KVLayout) -> F32:
     block = layout.num_layers * layout.block_bytes
     if ticket.nbytes < block or ticket.nbytes % block:
         raise ValueError(f"a pool of {ticket.nbytes} bytes is not made of blocks of {block}")
-    fd = os.open(f"/proc/{ticket.pid}/fd/{ticket.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    fd = _open_memory(ticket)
     try:
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise ValueError("the memory could shrink while it is read")
@@ -94,30 +95,59 @@ def map_pool(ticket: PoolTicket, layout: KVLayout) -> F32:
     return np.frombuffer(memory, np.float32, math.prod(shape), HEAD_BYTES).reshape(shape)
 
 
+def _open_memory(ticket: PoolTicket) -> int:
+    """A descriptor of what the ticket names, once that is known to be a memfd.
+
+    In another container its numbers may mean a pipe, which blocks who opens it, or a device,
+    to which that does something; so it is looked at before it is opened.
+    """
+    place = os.open(f"/proc/{ticket.pid}/fd/{ticket.fd}", os.O_PATH | os.O_CLOEXEC)
+    try:
+        link = f"/proc/self/fd/{place}"
+        if not str(Path(link).readlink()).startswith("/memfd:"):
+            raise ValueError("what the ticket names is no shared memory")
+        return os.open(link, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    finally:
+        os.close(place)
+
+
 class MappedPools:
-    """The pools a reader has mapped, by the owner's incarnation; gone with its last connection."""
+    """The pools a reader has mapped, by the owner's incarnation; gone with its last connection.
+
+    Invariants: a connection holds at most one pool; an incarnation has one pool, the one its
+    first ticket names.
+    """
 
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
-        self._pools: dict[int, F32] = {}
+        self._pools: dict[int, tuple[PoolTicket, F32]] = {}
         self._owners: dict[bytes, int] = {}
 
     def __len__(self) -> int:
         return len(self._pools)
 
     def open(self, peer: bytes, incarnation: int, ticket: PoolTicket) -> str:
-        """Map the pool of ``peer``; why it cannot be, or an empty string."""
-        try:
-            if incarnation not in self._pools:
-                self._pools[incarnation] = map_pool(ticket, self._layout)
-        except (OSError, ValueError, OverflowError) as error:
-            return str(error) or type(error).__name__
+        """Map the pool of ``peer``, and let go of another one it had.
+
+        Returns why it cannot be, or an empty string.
+        """
+        if self._owners.get(peer) != incarnation:
+            self.close(peer)
+        known = self._pools.get(incarnation)
+        if known is not None and known[0] != ticket:
+            return "another pool is mapped for this incarnation"
+        if known is None:
+            try:
+                self._pools[incarnation] = ticket, map_pool(ticket, self._layout)
+            except (OSError, ValueError, OverflowError) as error:
+                return str(error) or type(error).__name__
         self._owners[peer] = incarnation
         return ""
 
     def get(self, incarnation: int) -> F32 | None:
         """The pool of an incarnation, float32 ``[L, NB, 2, Hk, BS, D]``."""
-        return self._pools.get(incarnation)
+        known = self._pools.get(incarnation)
+        return None if known is None else known[1]
 
     def close(self, peer: bytes) -> None:
         """A connection is gone; harmless for one that mapped nothing."""

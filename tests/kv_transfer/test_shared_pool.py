@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -48,6 +49,22 @@ def filled() -> tuple[PoolOwner, np.ndarray]:
 
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@contextlib.contextmanager
+def at_most(seconds: int):
+    """Raise TimeoutError out of a call that does not return."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture
@@ -109,11 +126,25 @@ def test_nothing_is_believed_that_is_not_as_the_ticket_says():
         os.ftruncate(open_end, ticket.nbytes + 4096)
         with pytest.raises(ValueError, match="could shrink"):
             map_pool(replace(ticket, fd=open_end), LAYOUT)
-        with pytest.raises(OSError, match="Invalid argument"):
-            map_pool(replace(ticket, fd=os.open("/dev/null", os.O_RDONLY)), LAYOUT)
+        with Path("/dev/null").open("rb") as device, pytest.raises(ValueError, match="no shared"):
+            map_pool(replace(ticket, fd=device.fileno()), LAYOUT)
     finally:
         os.close(open_end)
     assert pool.any()
+
+
+def test_a_ticket_that_names_a_pipe_does_not_make_the_reader_wait(tmp_path):
+    """In another container the numbers may mean anything; opening this would wait for a writer."""
+    owner, _pool = filled()
+    os.mkfifo(tmp_path / "fifo")
+    before = descriptors()
+    pipe = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with at_most(10), pytest.raises(ValueError, match="no shared memory"):
+            map_pool(msgspec.structs.replace(owner.ticket, fd=pipe), LAYOUT)
+    finally:
+        os.close(pipe)
+    assert descriptors() == before
 
 
 def test_memory_that_cannot_be_had_leaves_no_descriptor():
@@ -121,6 +152,34 @@ def test_memory_that_cannot_be_had_leaves_no_descriptor():
     with pytest.raises((OSError, OverflowError)):
         PoolOwner().allocate(1 << 62)
     assert descriptors() == before
+
+
+def test_a_connection_holds_one_pool_however_often_it_opens():
+    owner, _pool = filled()
+    maps, before = MappedPools(LAYOUT), descriptors()
+    for incarnation in range(1, 20):
+        assert maps.open(b"a/1", incarnation, owner.ticket) == ""
+        assert maps.open(b"a/1", incarnation, owner.ticket) == ""
+        assert len(maps) == 1 and maps.get(incarnation) is not None
+    refused = msgspec.structs.replace(owner.ticket, pid=1 << 31)
+    assert maps.open(b"a/1", 50, refused) != ""
+    assert len(maps) == 0 and descriptors() == before
+    maps.close(b"a/1")
+
+
+def test_an_incarnation_has_one_pool_and_another_ticket_is_not_taken_for_it():
+    first, _one = filled()
+    second, _two = filled()
+    maps = MappedPools(LAYOUT)
+    assert maps.open(b"a/1", 5, first.ticket) == ""
+    pool = maps.get(5)
+    assert "another pool" in maps.open(b"b/1", 5, second.ticket)
+    assert "another pool" in maps.open(b"a/1", 5, second.ticket)
+    assert maps.get(5) is pool
+    maps.close(b"b/1")
+    assert maps.get(5) is pool
+    maps.close(b"a/1")
+    assert maps.open(b"b/2", 5, second.ticket) == "" and maps.get(5) is not pool
 
 
 def test_the_last_connection_of_an_owner_takes_its_pool_along():
