@@ -6,6 +6,9 @@ compute thread owns the model and the blocks of the step it runs.
 
 from __future__ import annotations
 
+import mmap
+import threading
+
 import numpy as np
 
 from ..engine.grammar import CompileGrammar, DropGrammar, GrammarCompiler, GrammarDone, as_result
@@ -17,7 +20,7 @@ from ..engine.warm_up import warm_up
 from ..kv_transfer.checksums import envelope_digest
 from ..kv_transfer.frames import FrameWriter
 from ..kv_transfer.receiver import Receiver, ReceiverConfig
-from ..kv_transfer.shared_pool import MappedPools
+from ..kv_transfer.shared_pool import MappedPools, unmap
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder, decode_kv_header
 from ..proto.errors import EnvelopeDamaged, ProtocolError
 from ..proto.limits import MAX_KV_FRAME_BYTES
@@ -74,7 +77,7 @@ class DecodeShell:
         )
         self.core = self._make_core(config, runner, member)
         self._writer = FrameWriter(runner.backend, runner.pool)
-        self._pools = MappedPools(runner.card.layout)
+        self._pools = MappedPools(runner.card.layout, _unmap_aside)
         identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
         self._links = RouterLinks(
             loop, context, config.routers, identity, self.feed, dropped=self._dropped
@@ -225,3 +228,12 @@ class DecodeShell:
         outgoing, self._outgoing = self._outgoing, {}
         for peer, messages in outgoing.items():
             self._control.send(peer, self._encoder.encode(messages))
+
+
+def _unmap_aside(memory: mmap.mmap) -> None:
+    """Unmap on a thread: the last map of a dead worker's pool frees gigabytes, page by page."""
+    thread = threading.Thread(target=unmap, args=(memory,), name="unmap", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # no thread to be had
+        unmap(memory)

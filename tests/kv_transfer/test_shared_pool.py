@@ -17,7 +17,7 @@ import pytest
 from baton.engine.kernels import load_backend
 from baton.engine.pipeline.model import make_pool
 from baton.kv_transfer.frames import FramePacker, FrameWriter
-from baton.kv_transfer.shared_pool import MappedPools, PoolOwner, can_share, map_pool
+from baton.kv_transfer.shared_pool import MappedPools, PoolOwner, can_share, map_pool, unmap
 from baton.proto.messages import GrantRef, KVFrame, PoolTicket
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -165,6 +165,33 @@ def test_a_connection_holds_one_pool_however_often_it_opens():
     assert maps.open(b"a/1", 50, refused) != ""
     assert len(maps) == 0 and descriptors() == before
     maps.close(b"a/1")
+
+
+def test_who_has_threads_may_unmap_on_another_one():
+    """Freeing gigabytes takes longer than a step; the one who reads sockets does not wait."""
+    owner, _pool = filled()
+    released = []
+    maps, before = MappedPools(LAYOUT, released.append), descriptors()
+    assert maps.open(b"a/1", 5, owner.ticket) == ""
+    assert maps.open(b"a/2", 5, owner.ticket) == ""
+    maps.close(b"a/1")
+    assert not released
+    maps.close(b"a/2")
+    (memory,) = released
+    assert not memory.closed and descriptors() == before + 1
+    unmap(memory)
+    assert memory.closed and descriptors() == before
+
+
+def test_a_pool_somebody_still_looks_at_stays_until_then():
+    owner, pool = filled()
+    maps, before = MappedPools(LAYOUT), descriptors()
+    assert maps.open(b"a/1", 5, owner.ticket) == ""
+    seen = maps.get(5)
+    maps.close(b"a/1")
+    assert seen is not None and np.array_equal(seen, pool)
+    del seen
+    assert descriptors() == before
 
 
 def test_an_incarnation_has_one_pool_and_another_ticket_is_not_taken_for_it():
