@@ -25,6 +25,7 @@ import numpy.typing as npt
 from ..engine.plan import Chunk, SampleSpec, StepPlan
 from ..engine.runner import RunnerConfig, load_runner
 from ..proto.sampling import SamplingParams
+from ..runtime.lifecycle import limit_blas_threads
 from .checkpoints import SHAPES, Shape, write_checkpoint
 from .scratch import scratch_folder
 
@@ -216,8 +217,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the figures of all models asked for."""
+    limit_blas_threads(1)
     args = parse(argv)
-    os.environ.update(ONE_THREAD)
     columns = "".join(f"{name:>18}" for name in ("bare passes", *peers(args)))
     print(f"{'tokens/s':12} {'':9} {'engine':>9} {columns}")
     with scratch_folder() as folder:

@@ -22,6 +22,7 @@ from ..engine.kernels import load_backend
 from ..engine.kernels.backend import F32, Backend
 from ..engine.pipeline.model import make_pool
 from ..proto.layout import KVLayout
+from ..runtime.lifecycle import limit_blas_threads
 
 Call = Callable[[], object]
 
@@ -190,6 +191,7 @@ def row_kernels(backend: Backend, rows: int) -> None:
 
 def main() -> None:
     """Print all rows; an argument forces an instruction set."""
+    limit_blas_threads(1)
     backend = load_backend("cpu", isa=sys.argv[1] if len(sys.argv) > 1 else None)
     peak = sgemm_rate()
     print(f"{backend.numerics}  sgemm {peak / 1e9:.1f} GFLOP/s")
