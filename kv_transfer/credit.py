@@ -72,6 +72,11 @@ class CreditPool:
         self._outstanding -= nbytes
         return True
 
+    def counted(self, key: int) -> int:
+        """Bytes of the credit that are used up: arrived, or given up as lost; 0 when closed."""
+        account = self._accounts.get(key)
+        return 0 if account is None else account.received
+
     def expect_again(self, key: int, nbytes: int) -> int:
         """What is under way counts as lost and ``nbytes`` are to come; returns the new credit.
 

@@ -376,6 +376,7 @@ class Receiver(Generic[A]):
             code="frames_missing",
             frames=missing,
             credit=slot.credit,
+            counted=self._credits.counted(slot.index),
             round=slot.refusals,
         )
         slot.commit = None
@@ -494,6 +495,7 @@ class Receiver(Generic[A]):
             grant=self._grants.ref(slot),
             cached_tokens=allocation.cached_blocks * self._layout.block_size,
             credit=slot.credit,
+            counted=self._credits.counted(slot.index),
         )
 
     def _credit_outputs(self) -> list[Output[A]]:

@@ -177,6 +177,14 @@ class _Handoff:
     resent: int = 0
     refusals: int = 0  # of the other side, as far as they arrived
 
+    def agree(self, message: Grant | Refused) -> None:
+        """Take over how much credit there is, and how much of it the other side has written off.
+
+        It gives up as lost what it had granted in a message that never came here.
+        """
+        self.credit = max(self.credit, message.credit)
+        self.sent_bytes = max(self.sent_bytes, min(message.counted, self.credit))
+
     def step(self, event: str) -> None:
         target = TRANSITIONS.get((self.state, event))
         if target is None:
@@ -311,7 +319,7 @@ class Sender:
             return self._granted_again(handoff, message, now)
         handoff.step("grant")
         handoff.grant = message.grant
-        handoff.credit = message.credit
+        handoff.agree(message)
         handoff.cached_tokens = message.cached_tokens
         handoff.cached_blocks = message.cached_tokens // self._layout.block_size
         handoff.block_done = handoff.cached_blocks
@@ -323,7 +331,7 @@ class Sender:
         """Alive, and perhaps a Credit was lost."""
         if message.grant != handoff.grant:
             return self._fail(handoff, "handoff_failed", "the grant was replaced")
-        handoff.credit = max(handoff.credit, message.credit)
+        handoff.agree(message)
         self._calm(handoff, now)
         return self._push(handoff, now)
 
@@ -386,7 +394,7 @@ class Sender:
         handoff.step("resend")
         handoff.commit = None
         handoff.resent += len(wanted)
-        handoff.credit = max(handoff.credit, message.credit)
+        handoff.agree(message)
         for index in wanted:
             handoff.checksums.pop(index, None)
             handoff.queue.append(handoff.frames[index])

@@ -573,6 +573,7 @@ class Grant(Message, frozen=True, kw_only=True):
     grant: GrantRef
     cached_tokens: Count  # whole blocks the decode worker already has; not to be sent
     credit: Count  # cumulative bytes of this grant the sender may have sent
+    counted: Count = 0  # of it used up as the receiver sees it: arrived, or given up as lost
 
 
 class Credit(Message, frozen=True, kw_only=True):
@@ -606,6 +607,7 @@ class Refused(Message, frozen=True, kw_only=True):
     message: Text = ""
     frames: Annotated[list[Count], Meta(max_length=MAX_LIST_ITEMS)] = []
     credit: Count = 0  # cumulative credit, raised for the repeated frames
+    counted: Count = 0  # as in Grant
     round: Count = 0  # counts these refusals of a grant: one said again asks for nothing new
 
 

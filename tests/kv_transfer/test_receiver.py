@@ -122,6 +122,41 @@ def test_lost_frames_are_asked_for_again_after_patience():
     assert any(isinstance(o, Handover) for o in outputs)
 
 
+def test_credit_of_a_lost_grant_is_written_off_on_both_sides():
+    """The Grant never came and its credit counts as used: the sender must not use it after all."""
+    receiver, _ = make_receiver(patience=0.5, window=128)
+    lost = grant_of(receiver)
+    assert (lost.credit, lost.counted) == (128, 0)
+    grant = grant_of(receiver, now=1.0)
+    assert (grant.credit, grant.counted) == (256, 128)
+    sender = make_sender()
+    sender.start("ipc://d", 0, reserve(), 1.0)
+    sender.on_grant("ipc://d", grant, 1.0)
+    outputs = sender.ready((REQUEST, 1), layer_end=2, token_end=10, last=True, now=1.0)
+    sent = [o.frame for o in outputs if isinstance(o, SendFrame)]
+    raised = [o.message for o in deliver(receiver, sent)]  # none is beyond what is granted
+    assert [f.nbytes for f in sent] == [128]
+    assert [c.credit for c in raised] == [384]
+    outputs = sender.on_credit(raised[0], 1.0)
+    sent += [o.frame for o in outputs if isinstance(o, SendFrame)]
+    assert deliver(receiver, sent[1:])
+    sender.check_integrity()
+    check_receiver(receiver, [])
+
+
+def test_a_refusal_says_what_counts_as_used():
+    receiver, _ = make_receiver(window=128, budget=128)
+    grant = grant_of(receiver)
+    frames = frames_for(grant)
+    credit = grant.credit
+    for frame in frames:
+        (news,) = deliver(receiver, [frame], intact=frame.index != 1) or [None]
+        credit = news.message.credit if news else credit
+    (reply,) = receiver.on_commit(PEER, manifest(grant, frames), 0.0)
+    assert reply.message.frames == [1]
+    assert reply.message.counted == credit <= reply.message.credit
+
+
 def test_damaged_frame_is_refused_and_taken_when_repeated():
     receiver, _ = make_receiver()
     grant = grant_of(receiver)

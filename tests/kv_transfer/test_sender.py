@@ -167,6 +167,27 @@ def test_refused_frames_are_sent_again_and_committed_again():
     assert done.bytes_sent == message.bytes
 
 
+def test_refused_frames_wait_for_credit_the_other_side_has_written_off():
+    sender, _ = committed_sender()
+    refused = Refused(
+        request=REQUEST, attempt=1, grant=REF, code="frames_missing", frames=[1], credit=BIG,
+        counted=BIG, round=1,
+    )  # fmt: skip
+    assert frames(pack(sender, sender.on_refused(refused, 0.1))) == []
+    sender.check_integrity()
+    out = pack(sender, sender.on_credit(Credit(grant=REF, credit=BIG + 128), 0.2))
+    assert [f.index for f in frames(out)] == [1]
+
+
+def test_a_wrong_count_cannot_exceed_the_credit():
+    sender = make_sender()
+    sender.start(ENDPOINT, 0, reserve(), 0.0)
+    grant = Grant(request=REQUEST, attempt=1, grant=REF, cached_tokens=0, credit=256, counted=BIG)
+    sender.on_grant(ENDPOINT, grant, 0.0)
+    assert frames(sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0)) == []
+    sender.check_integrity()
+
+
 def test_a_refusal_said_again_asks_for_nothing():
     sender, _ = committed_sender()
     refused = Refused(
