@@ -1,9 +1,14 @@
 """The kernel set a device must offer; models and scheduler know nothing else of a device.
 
 Every kernel writes into ``out`` arguments the caller owns and allocates nothing that
-outlives the call. All floats are float32; bfloat16 weights are uint16 bits. A row's result
-must not depend on the other rows of the call (their number or content): that is what makes
-logits bitwise equal however a request is batched or chunked.
+outlives the call. A row's result must not depend on the other rows of the call (their number
+or content): that is what makes logits bitwise equal however a request is batched or chunked.
+
+Arrays live where the backend computes: NumPy arrays on a CPU, device arrays elsewhere, with the
+annotations of the former. Callers get them of :meth:`Backend.empty`, :meth:`Backend.upload` and
+:meth:`Backend.parameters`, slice and reshape them, and hand them back. On a CPU all floats are
+float32 and bfloat16 weights are uint16 bits; another backend may hold activations, keys and
+values in an element type of its own. Logits are float32 everywhere.
 
 Shapes: ``T`` rows (tokens of all chunks of a step), ``H`` hidden, ``Hq``/``Hk`` query and KV
 heads, ``D`` head dim, ``NB`` pool blocks, ``BS`` block size, ``S`` chunks (sequences).
@@ -12,7 +17,7 @@ heads, ``D`` head dim, ``NB`` pool blocks, ``BS`` block size, ``S`` chunks (sequ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +26,7 @@ F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
+A = TypeVar("A", bound=np.generic)
 Weights = npt.NDArray[np.generic]
 """float32, or uint16 holding bfloat16 bits."""
 
@@ -52,6 +58,26 @@ class Backend(Protocol):
     """Names the arithmetic (backend, build, instruction set); equal strings give equal bits."""
     row_independent: bool
     """Whether a row's bits are independent of the other rows (False: NumPy on BLAS)."""
+
+    def empty(self, rows: int, columns: int, *, logits: bool = False) -> F32:
+        """Activations ``[rows, columns]`` of any content; float32 if they are ``logits``."""
+        ...
+
+    def upload(self, array: npt.NDArray[A]) -> npt.NDArray[A]:
+        """A host array where kernels read it: itself on a CPU, elsewhere a copy."""
+        ...
+
+    def parameters(self, weights: npt.NDArray[A]) -> npt.NDArray[A]:
+        """An embedding table or a norm's weights as the kernels read them."""
+        ...
+
+    def plan_attention(self, row_offsets: I32, positions: I32) -> object:
+        """What :meth:`attention` wants to know of host arrays; for its ``plan``, as is."""
+        ...
+
+    def take_rows(self, x: F32, rows: I64, out: F32) -> None:
+        """``out[i] = x[rows[i]]``; ``[R, ...]`` of ``[T, ...]``."""
+        ...
 
     def pack_linear(self, parts: Sequence[Weights], bias: F32 | None = None) -> PackedLinear:
         """Pack weights ``[out_i, in]`` (float32, or uint16 bfloat16 bits), stacked on ``out``."""
@@ -104,6 +130,7 @@ class Backend(Protocol):
         scale: float,
         window: int,
         out: F32,
+        plan: object = None,
     ) -> None:
         """Causal paged attention with grouped query heads.
 
@@ -111,7 +138,8 @@ class Backend(Protocol):
         ``max(0, p - window + 1) .. p`` (``window`` 0: all), ``p = positions[t]``, through
         ``block_tables[S, Nmax]``; ``out[T, Hq * D]``. KV is walked in tiles aligned to absolute
         positions, in order. ``positions`` says what a row sees, not where its own key lies: with
-        the sequence's last position for all its rows, attention is bidirectional.
+        the sequence's last position for all its rows, attention is bidirectional. ``plan``: of
+        :meth:`plan_attention` for the same rows; a CPU has none.
         """
         ...
 

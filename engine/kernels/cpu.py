@@ -15,6 +15,7 @@ import xxhash
 
 from . import _cpu
 from .backend import F32, I32, I64, U8, PackedLinear, Weights
+from .host_arrays import HostArrays
 from .memory import aligned_zeros
 
 REVISION = 1
@@ -41,7 +42,7 @@ class CpuLinear:
         return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-class CpuBackend:
+class CpuBackend(HostArrays):
     """Kernels in C; see :class:`~baton.engine.kernels.backend.Backend`.
 
     ``isa`` picks an instruction set by name (``avx512``, ``avx2``, ``plain``), None the best
@@ -126,6 +127,7 @@ class CpuBackend:
         scale: float,
         window: int,
         out: F32,
+        plan: object = None,
     ) -> None:
         """Causal paged attention with grouped heads; see the protocol."""
         _cpu.attention(

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from .backend import F32, I32, I64, U8, PackedLinear, Weights
+from .host_arrays import HostArrays
 
 Floats = npt.NDArray[Any]
 
@@ -55,7 +56,7 @@ class NumpyLinear:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-class NumpyBackend:
+class NumpyBackend(HostArrays):
     """Kernels on NumPy arrays; see :class:`~baton.engine.kernels.backend.Backend`."""
 
     name = "numpy"
@@ -143,6 +144,7 @@ class NumpyBackend:
         scale: float,
         window: int,
         out: F32,
+        plan: object = None,
     ) -> None:
         """Causal paged attention with grouped heads; see the protocol."""
         _shape("q", q, (None, None, kv_layer.shape[4]))

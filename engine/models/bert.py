@@ -87,7 +87,7 @@ class BertModel(PipelineModel, KVCacheMixin):
         loader.finish(unused=("pooler.dense.weight", "pooler.dense.bias"))
         self._unrotated = np.zeros((1, config.head_dim), np.float32)
         self._unrotated[:, : config.head_dim // 2] = 1.0
-        self._space = Workspace()
+        self._space = Workspace(backend)
 
     def prepare_initial_token_inputs(self, contexts: Sequence[Chunk]) -> ModelInputs:
         """Not how an encoder is fed: its pipeline lays texts out over memory of its own."""

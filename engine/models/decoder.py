@@ -9,7 +9,7 @@ are computed, so the chunks of a long prompt skip that layer's MLP and the LM he
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,8 @@ from ..pipeline.model import (
     PipelineModel,
     lay_out,
     lay_out_next,
+    narrowed,
+    uploaded,
 )
 from ..plan import Chunk
 from ..sampler import log_probs
@@ -38,6 +40,7 @@ from .workspace import Workspace
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True, frozen=True)
@@ -85,16 +88,16 @@ class Decoder(PipelineModel, KVCacheMixin):
             block_size=block_size,
         )
         self._pool: F32 | None = None
-        self.cos_sin = cos_sin_table(config.rope, config.head_dim, max_length)
-        if not np.isfinite(self.cos_sin).all():
+        cos_sin = cos_sin_table(config.rope, config.head_dim, max_length)
+        if not np.isfinite(cos_sin).all():
             raise CheckpointError(f"{checkpoint.folder}: rope settings give no finite angles")
+        self._cos_sin = backend.upload(cos_sin)
         # Embedding checkpoints are often saved without the wrapper that adds the head.
         base = "" if not head and "embed_tokens.weight" in checkpoint.tensors else "model."
-        self._table = loader.take(
-            f"{base}embed_tokens.weight", (config.vocab_size, config.hidden_size)
-        )
+        table = loader.take(f"{base}embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        self._table = backend.parameters(table)
         self._layers = [_load_layer(loader, config, base, i) for i in range(config.num_layers)]
-        self._final_norm = loader.vector(f"{base}norm.weight", config.hidden_size)
+        self._final_norm = loader.norm(f"{base}norm.weight", config.hidden_size)
         self._head: PackedLinear | None = None
         if head:
             name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
@@ -102,7 +105,7 @@ class Decoder(PipelineModel, KVCacheMixin):
         self.weights_bytes = loader.packed_bytes + self._table.nbytes
         headless = config.tie_word_embeddings or not head
         loader.finish(unused=("lm_head.weight",) if headless else ())
-        self._space = Workspace()
+        self._space = Workspace(backend)
 
     # ------------------------------------------------------------------ what pipelines call
 
@@ -126,10 +129,19 @@ class Decoder(PipelineModel, KVCacheMixin):
 
     def execute(self, inputs: ModelInputs) -> ModelOutputs:
         """Logits of the wanted rows; without a head their hidden states."""
-        states = self._states(inputs)
+        wanted = narrowed(inputs)
+        rows = uploaded(inputs, self.backend)
+        return self.forward(rows, rows if wanted is inputs else uploaded(wanted, self.backend))
+
+    def forward(self, inputs: ModelInputs, wanted: ModelInputs) -> ModelOutputs:
+        """:meth:`execute` over uploaded rows: it reads no array on the host.
+
+        ``wanted``: the uploaded :func:`narrowed` rows, ``inputs`` itself if that is all of them.
+        """
+        states = self._states(inputs, wanted)
         if self._head is None:
             return ModelOutputs(hidden_states=states)
-        logits = self._space.rows("logits", len(states), self.vocab_size)
+        logits = self._space.rows("logits", len(states), self.vocab_size, logits=True)
         if len(states):
             self.backend.linear(states, self._head, logits)
         return ModelOutputs(next_token_logits=logits)
@@ -151,7 +163,7 @@ class Decoder(PipelineModel, KVCacheMixin):
 
     # ------------------------------------------------------------------ the forward pass
 
-    def _states(self, inputs: ModelInputs) -> F32:
+    def _states(self, inputs: ModelInputs, wanted: ModelInputs) -> F32:
         """Normed hidden states ``[R, hidden]`` of the wanted rows.
 
         Writes keys and values at ``slots``. Raises ValueError for ids, positions or blocks out
@@ -169,9 +181,9 @@ class Decoder(PipelineModel, KVCacheMixin):
             q = self._append(layer, inputs, normed, pool[index])
             if layer_done is not None:
                 layer_done(index + 1)
-            if index == last:
-                inputs, q, residual = self._narrow(inputs, q, residual)
-                normed = normed[: len(inputs.tokens)]
+            if index == last and wanted is not inputs:
+                q, residual = self._taken(q, residual, inputs.logit_rows)
+                inputs, normed = wanted, normed[: len(residual)]
                 if not len(normed):
                     return normed
             self._attend(layer, inputs, q, pool[index], residual, normed)
@@ -190,7 +202,7 @@ class Decoder(PipelineModel, KVCacheMixin):
             qkv,
             batch.positions,
             batch.slots,
-            self.cos_sin,
+            self._cos_sin,
             layer.q_norm,
             layer.k_norm,
             config.rms_norm_eps,
@@ -214,6 +226,7 @@ class Decoder(PipelineModel, KVCacheMixin):
             config.head_dim**-0.5,
             layer.window,
             mixed,
+            batch.plan,
         )
         delta = self._space.rows("delta", rows, config.hidden_size)
         self.backend.linear(mixed, layer.o, delta)
@@ -230,20 +243,14 @@ class Decoder(PipelineModel, KVCacheMixin):
         self.backend.linear(active, layer.down, delta)
         self.backend.add_rms_norm(delta, residual, following, self.config.rms_norm_eps, normed)
 
-    def _narrow(self, batch: ModelInputs, q: F32, residual: F32) -> tuple[ModelInputs, F32, F32]:
-        """Keep only the rows whose results are wanted."""
-        rows = batch.logit_rows
-        if len(rows) == len(batch.tokens):
-            return batch, q, residual
-        kept = replace(
-            batch,
-            tokens=batch.tokens[rows],
-            positions=batch.positions[rows],
-            slots=batch.slots[rows],
-            row_offsets=np.searchsorted(rows, batch.row_offsets).astype(np.int32),
-            logit_rows=np.arange(len(rows)),
-        )
-        return kept, q[rows], residual[rows]
+    def _taken(self, q: F32, residual: F32, rows: I64) -> tuple[F32, F32]:
+        """Queries and residual of some rows."""
+        some_q = self._space.rows("some_q", len(rows), q.shape[1] * q.shape[2])
+        some_q = some_q.reshape(len(rows), *q.shape[1:])
+        some = self._space.rows("some", len(rows), residual.shape[1])
+        self.backend.take_rows(q, rows, some_q)
+        self.backend.take_rows(residual, rows, some)
+        return some_q, some
 
 
 def _load_layer(loader: WeightLoader, config: ModelConfig, prefix: str, index: int) -> Layer:
@@ -254,12 +261,12 @@ def _load_layer(loader: WeightLoader, config: ModelConfig, prefix: str, index: i
     qkv = [(f"{attention}.q_proj", q), (f"{attention}.k_proj", kv), (f"{attention}.v_proj", kv)]
     gate_up = [(f"{mlp}.gate_proj", wide), (f"{mlp}.up_proj", wide)]
     return Layer(
-        input_norm=loader.vector(f"{base}.input_layernorm.weight", hidden),
+        input_norm=loader.norm(f"{base}.input_layernorm.weight", hidden),
         qkv=loader.linear(qkv, hidden, bias=config.qkv_bias),
-        q_norm=loader.vector(f"{attention}.q_norm.weight", dim) if config.qk_norm else None,
-        k_norm=loader.vector(f"{attention}.k_norm.weight", dim) if config.qk_norm else None,
+        q_norm=loader.norm(f"{attention}.q_norm.weight", dim) if config.qk_norm else None,
+        k_norm=loader.norm(f"{attention}.k_norm.weight", dim) if config.qk_norm else None,
         o=loader.linear([(f"{attention}.o_proj", hidden)], q, bias=config.o_bias),
-        post_norm=loader.vector(f"{base}.post_attention_layernorm.weight", hidden),
+        post_norm=loader.norm(f"{base}.post_attention_layernorm.weight", hidden),
         gate_up=loader.linear(gate_up, hidden, bias=config.mlp_bias),
         down=loader.linear([(f"{mlp}.down_proj", hidden)], wide, bias=config.mlp_bias),
         window=config.windows[index],

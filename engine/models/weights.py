@@ -46,6 +46,10 @@ class WeightLoader:
         """Tensor ``[size]`` as float32 of its own."""
         return widened(self.take(name, (size,)))
 
+    def norm(self, name: str, size: int) -> F32:
+        """Weights ``[size]`` of a norm, as the backend reads them."""
+        return self._backend.parameters(self.vector(name, size))
+
     def linear(
         self, parts: Sequence[tuple[str, int]], in_features: int, *, bias: bool
     ) -> PackedLinear:

@@ -5,24 +5,28 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ..kernels.backend import Backend
+
 F32 = npt.NDArray[np.float32]
 
 
 class Workspace:
-    """Named float32 arrays that grow to the next power of two of rows and never shrink."""
+    """Named arrays of a backend that grow to the next power of two of rows and never shrink."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self._arrays: dict[str, F32] = {}
 
-    def rows(self, name: str, rows: int, columns: int) -> F32:
+    def rows(self, name: str, rows: int, columns: int, *, logits: bool = False) -> F32:
         """First ``rows`` of the array ``name``, contiguous ``[rows, columns]``.
 
         The content is whatever the last user left; two calls with one name share memory.
+        ``logits``: float32 whatever the backend computes in.
         """
         array = self._arrays.get(name)
         if array is None or len(array) < rows or array.shape[1] != columns:
             capacity = 1 << max(0, rows - 1).bit_length()
-            array = self._arrays[name] = np.empty((capacity, columns), np.float32)
+            array = self._arrays[name] = self._backend.empty(capacity, columns, logits=logits)
         return array[:rows]
 
     @property

@@ -10,7 +10,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,8 @@ class ModelInputs:
     row. ``block_tables``: int32 ``[S, N]``, padded with 0. ``row_offsets``: int32 ``[S+1]``.
     ``logit_rows``: int64 ``[R]``, ascending, rows whose results are wanted. ``pool``: KV pool
     ``[L, NB, 2, Hk, BS, D]``, written at ``slots``, read through the block tables.
-    ``layer_done(n)``: told that keys and values of layers ``0 .. n`` are final.
+    ``layer_done(n)``: told that keys and values of layers ``0 .. n`` are final. ``plan``: of
+    the backend's attention, for rows that were uploaded.
     """
 
     tokens: I32
@@ -47,6 +48,7 @@ class ModelInputs:
     logit_rows: I64
     pool: F32
     layer_done: LayerDone | None = None
+    plan: object = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -179,6 +181,35 @@ def lay_out(chunks: Sequence[Chunk], pool: F32) -> ModelInputs:
         row_offsets=offsets,
         logit_rows=(offsets[1:][sampling] - 1).astype(np.int64),
         pool=pool,
+    )
+
+
+def uploaded(inputs: ModelInputs, backend: Backend) -> ModelInputs:
+    """The same rows where the backend's kernels read them."""
+    return replace(
+        inputs,
+        tokens=backend.upload(inputs.tokens),
+        positions=backend.upload(inputs.positions),
+        slots=backend.upload(inputs.slots),
+        block_tables=backend.upload(inputs.block_tables),
+        row_offsets=backend.upload(inputs.row_offsets),
+        logit_rows=backend.upload(inputs.logit_rows),
+        plan=backend.plan_attention(inputs.row_offsets, inputs.positions),
+    )
+
+
+def narrowed(inputs: ModelInputs) -> ModelInputs:
+    """Only the rows whose results are wanted, as a batch; ``inputs`` itself if all are."""
+    rows = inputs.logit_rows
+    if len(rows) == len(inputs.tokens):
+        return inputs
+    return replace(
+        inputs,
+        tokens=inputs.tokens[rows],
+        positions=inputs.positions[rows],
+        slots=inputs.slots[rows],
+        row_offsets=np.searchsorted(rows, inputs.row_offsets).astype(np.int32),
+        logit_rows=np.arange(len(rows)),
     )
 
 

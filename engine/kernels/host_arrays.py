@@ -1,0 +1,32 @@
+"""Arrays of backends that compute in the host's own memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .backend import F32, I32, I64, A
+
+
+class HostArrays:
+    """The part of a backend that says where arrays live, for one that reads NumPy's."""
+
+    def empty(self, rows: int, columns: int, *, logits: bool = False) -> F32:
+        """Float32 ``[rows, columns]`` of any content."""
+        return np.empty((rows, columns), np.float32)
+
+    def upload(self, array: npt.NDArray[A]) -> npt.NDArray[A]:
+        """The array itself: kernels read the host's memory."""
+        return array
+
+    def parameters(self, weights: npt.NDArray[A]) -> npt.NDArray[A]:
+        """The weights themselves."""
+        return weights
+
+    def plan_attention(self, row_offsets: I32, positions: I32) -> object:
+        """None: attention reads its rows where they are."""
+        return None
+
+    def take_rows(self, x: F32, rows: I64, out: F32) -> None:
+        """``out[i] = x[rows[i]]``."""
+        np.take(x, rows, axis=0, out=out)
