@@ -61,7 +61,7 @@ class Runner:
 
     @property
     def pool(self) -> F32:
-        """KV pool, float32 ``[L, NB, 2, Hk, BS, D]``, shared with the pipeline."""
+        """KV pool ``[L, NB, 2, Hk, BS, D]``, shared with the pipeline."""
         return self.pipeline.pool
 
     @property
@@ -110,9 +110,9 @@ def load_runner(
     if make is None or model_task(checkpoint, config.task) != GENERATE:
         raise ConfigError(f"{checkpoint.folder} is an embedding model and generates no text")
     length = _served_length(config, checkpoint)
-    layout = _layout(config, checkpoint)
-    blocks = _num_blocks(config, layout)
     backend = load_backend(config.backend)
+    layout = _layout(config, checkpoint, backend)
+    blocks = _num_blocks(config, layout)
     model = make(checkpoint, backend, length, on_progress, block_size=config.block_size)
     size = blocks * layout.block_bytes * layout.num_layers
     kv = model.load_kv_manager(backend, size, allocate)
@@ -131,8 +131,8 @@ def load_embedder(config: RunnerConfig, on_progress: Progress | None = None) -> 
         raise ConfigError(f"{checkpoint.folder} is a text model; to embed with it say task=embed")
     settings = load_embedding_settings(checkpoint.folder) or entry.pooling
     length = _embedded_length(config, checkpoint, settings)
-    layout = _layout(config, checkpoint)
     backend = load_backend(config.backend)
+    layout = _layout(config, checkpoint, backend)
     model = entry.embedder(checkpoint, backend, length, on_progress, block_size=config.block_size)
     numerics = f"{_numerics(checkpoint, backend, length)}/{settings.numerics}"
     card = msgspec.structs.replace(
@@ -159,7 +159,7 @@ def _served_length(config: RunnerConfig, checkpoint: Checkpoint) -> int:
     return config.max_length or rope.default_length()
 
 
-def _layout(config: RunnerConfig, checkpoint: Checkpoint) -> KVLayout:
+def _layout(config: RunnerConfig, checkpoint: Checkpoint, backend: Backend) -> KVLayout:
     if config.block_size < 1:
         raise ConfigError(f"block_size {config.block_size} must be positive")
     model = checkpoint.config
@@ -168,6 +168,7 @@ def _layout(config: RunnerConfig, checkpoint: Checkpoint) -> KVLayout:
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         block_size=config.block_size,
+        dtype=backend.kv_dtype,
     )
 
 

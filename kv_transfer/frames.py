@@ -23,6 +23,9 @@ Bytes = npt.NDArray[np.uint8]
 class BlockKernels(Protocol):
     """Copying blocks, as the engine's Backend does it."""
 
+    on_host: bool
+    """Whether the pool is the host's memory, so that a frame can be a view of it."""
+
     def gather_blocks(
         self,
         pool: npt.NDArray[np.float32],
@@ -113,7 +116,7 @@ class FramePacker:
     def view(self, frame: KVFrame, block_table: Int32) -> tuple[KVFrame, Bytes] | None:
         """Header and payload of a frame that needs no copy, else None."""
         first, count = frame.block_start, frame.block_count
-        if frame.layer_count != 1:
+        if frame.layer_count != 1 or not self._kernels.on_host:
             return None
         blocks = block_table[first : first + count]
         start = int(blocks[0])

@@ -16,7 +16,7 @@ heads, ``D`` head dim, ``NB`` pool blocks, ``BS`` block size, ``S`` chunks (sequ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -58,6 +58,10 @@ class Backend(Protocol):
     """Names the arithmetic (backend, build, instruction set); equal strings give equal bits."""
     row_independent: bool
     """Whether a row's bits are independent of the other rows (False: NumPy on BLAS)."""
+    kv_dtype: str
+    """Element type of keys and values, as :class:`~baton.proto.layout.KVLayout` names it."""
+    on_host: bool
+    """Whether arrays are NumPy's, so that others may read them without a copy."""
 
     def empty(self, rows: int, columns: int, *, logits: bool = False) -> F32:
         """Activations ``[rows, columns]`` of any content; float32 if they are ``logits``."""
@@ -69,6 +73,10 @@ class Backend(Protocol):
 
     def parameters(self, weights: npt.NDArray[A]) -> npt.NDArray[A]:
         """An embedding table or a norm's weights as the kernels read them."""
+        ...
+
+    def kv_pool(self, shape: tuple[int, ...], allocate: Callable[[int], U8]) -> F32:
+        """KV pool ``[L, NB, 2, Hk, BS, D]`` of zeros; ``allocate`` gives memory of the host."""
         ...
 
     def plan_attention(self, row_offsets: I32, positions: I32) -> object:

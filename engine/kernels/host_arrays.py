@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
-from .backend import F32, I32, I64, A
+from .backend import F32, I32, I64, U8, A
+from .memory import host_pool
 
 
 class HostArrays:
     """The part of a backend that says where arrays live, for one that reads NumPy's."""
+
+    kv_dtype = "float32"
+    on_host = True
 
     def empty(self, rows: int, columns: int, *, logits: bool = False) -> F32:
         """Float32 ``[rows, columns]`` of any content."""
@@ -22,6 +28,10 @@ class HostArrays:
     def parameters(self, weights: npt.NDArray[A]) -> npt.NDArray[A]:
         """The weights themselves."""
         return weights
+
+    def kv_pool(self, shape: tuple[int, ...], allocate: Callable[[int], U8]) -> F32:
+        """KV pool of zeros in the memory that ``allocate`` gives."""
+        return host_pool(shape, allocate)
 
     def plan_attention(self, row_offsets: I32, positions: I32) -> object:
         """None: attention reads its rows where they are."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 
-from .backend import U8
+from .backend import F32, U8
 
 CACHE_LINE = 64
 Allocate = Callable[[int], U8]
@@ -18,3 +19,11 @@ def aligned_zeros(nbytes: int) -> U8:
     memory = np.zeros(nbytes + CACHE_LINE, np.uint8)
     skip = -memory.ctypes.data % CACHE_LINE
     return memory[skip : skip + nbytes]
+
+
+def host_pool(shape: tuple[int, ...], allocate: Allocate = aligned_zeros) -> F32:
+    """KV pool, float32 ``[L, NB, 2, Hk, BS, D]`` of zeros, aligned to cache lines.
+
+    Zeros cost nothing until touched, and a block sent before it is full leaks no old memory.
+    """
+    return allocate(4 * math.prod(shape)).view(np.float32).reshape(shape)

@@ -86,6 +86,7 @@ class Decoder(PipelineModel, KVCacheMixin):
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             block_size=block_size,
+            dtype=backend.kv_dtype,
         )
         self._pool: F32 | None = None
         cos_sin = cos_sin_table(config.rope, config.head_dim, max_length)

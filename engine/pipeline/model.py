@@ -6,7 +6,6 @@ the KV cache; who they belong to and what becomes of the result is the pipeline'
 
 from __future__ import annotations
 
-import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from ...proto.layout import KVLayout
 from ...proto.outputs import TokenLogProbs
 from ..cache import PagedCache
 from ..kernels.backend import Backend
-from ..kernels.memory import Allocate, aligned_zeros
+from ..kernels.memory import Allocate, aligned_zeros, host_pool
 from ..plan import Chunk
 
 F32 = npt.NDArray[np.float32]
@@ -110,7 +109,7 @@ class PipelineModel(ABC):
 
 @dataclass(slots=True, frozen=True)
 class KVManager:
-    """The KV memory of one modality: ``pool`` float32 ``[L, NB, 2, Hk, BS, D]`` and its shape."""
+    """The KV memory of one modality: ``pool`` ``[L, NB, 2, Hk, BS, D]`` and its shape."""
 
     layout: KVLayout
     pool: F32
@@ -147,16 +146,13 @@ class KVCacheMixin:
         if not size:
             raise ValueError(f"{available_bytes} bytes hold no KV block")
         blocks = size // (layout.block_bytes * layout.num_layers)
-        return KVManager(layout, make_pool(layout, blocks, allocate))
+        shape = (layout.num_layers, blocks, *layout.block_shape)
+        return KVManager(layout, session.kv_pool(shape, allocate))
 
 
 def make_pool(layout: KVLayout, blocks: int, allocate: Allocate = aligned_zeros) -> F32:
-    """KV pool, float32 ``[L, NB, 2, Hk, BS, D]`` of zeros, aligned to cache lines.
-
-    Zeros cost nothing until touched, and a block sent before it is full leaks no old memory.
-    """
-    shape = (layout.num_layers, blocks, *layout.block_shape)
-    return allocate(4 * math.prod(shape)).view(np.float32).reshape(shape)
+    """A pool of ``blocks`` blocks in the host's memory; see :func:`host_pool`."""
+    return host_pool((layout.num_layers, blocks, *layout.block_shape), allocate)
 
 
 def lay_out(chunks: Sequence[Chunk], pool: F32) -> ModelInputs:
