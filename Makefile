@@ -19,7 +19,7 @@ FIND_PYTHON = for p in "$(PYTHON)" python3 python3.13 python3.12 python3.11; do 
 	echo "make: no Python >= 3.11 with venv found; install one or call make PYTHON=/path/to/python3" >&2; exit 1
 
 PIP_QUIET := -qq --disable-pip-version-check --no-input --progress-bar off
-BUILD_INPUTS := pyproject.toml setup.py $(wildcard engine/kernels/csrc/*)
+BUILD_INPUTS := pyproject.toml setup.py $(wildcard engine/kernels/csrc/*.[ch])
 
 # One BLAS thread per process: several processes share the machine.
 export OPENBLAS_NUM_THREADS ?= 1

@@ -1,0 +1,108 @@
+"""What the launchers of the CUDA kernels need of a device.
+
+CuPy offers it on a GPU (:mod:`.cupy_device`); the tests offer it by executing the same sources on
+the CPU. bfloat16 is uint16 bits, fp8 is uint8 bits: neither NumPy nor CuPy has these types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+class Flags(Protocol):
+    """Memory order of an array."""
+
+    @property
+    def c_contiguous(self) -> bool:
+        """Whether the elements lie in row-major order without gaps."""
+        ...
+
+
+class DeviceArray(Protocol):
+    """An array in the device's memory; CuPy's and NumPy's arrays both are one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Elements along each axis."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Element type."""
+        ...
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes from one element to the next, per axis."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        ...
+
+    @property
+    def flags(self) -> Flags:
+        """Memory order."""
+        ...
+
+
+Scalar = np.int32 | np.uint32 | np.int64 | np.uint64 | np.float32 | np.float64
+Argument = DeviceArray | Scalar | None
+"""What a kernel takes: an array (its address), a number of exactly that type, None (null)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel by its file in ``csrc/`` and its exported name."""
+
+    source: str
+    name: str
+
+
+class Device(Protocol):
+    """Memory and launches of one device; everything is queued in order."""
+
+    name: str
+
+    def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> DeviceArray:
+        """Make an array with undefined content, aligned to 256 bytes."""
+        ...
+
+    def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> DeviceArray:
+        """Make an array of zeros."""
+        ...
+
+    def upload(self, array: Array) -> DeviceArray:
+        """Copy a NumPy array to the device."""
+        ...
+
+    def download(self, array: DeviceArray) -> Array:
+        """Copy an array to the host; waits for what was queued before."""
+        ...
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: Sequence[Argument],
+        shared_bytes: int = 0,
+    ) -> None:
+        """Queue a kernel with ``shared_bytes`` of dynamic shared memory.
+
+        Nothing is checked here that the launchers have checked: arrays pass as addresses, so
+        their strides count for nothing, and a number of another type is read as garbage.
+        """
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for everything queued."""
+        ...

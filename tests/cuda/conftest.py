@@ -1,0 +1,84 @@
+"""The devices that the kernels run on: always the CPU, and a GPU where CuPy finds one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from baton.engine.kernels.cuda.cupy_device import CupyDevice, cuda_is_available
+from baton.engine.kernels.cuda.device import Device
+
+from .host.builder import COMPILER, compiler
+from .host_device import HostDevice
+
+Array = npt.NDArray[np.generic]
+Run = Callable[[], Sequence[Array]]
+ORDERS = 8
+
+
+@pytest.fixture(scope="session")
+def build_cache(pytestconfig: pytest.Config) -> Path:
+    """Where built sources are kept from one run to the next."""
+    cache = pytestconfig.cache
+    return cache.mkdir("baton-cuda") if cache is not None else Path("/tmp/baton-cuda")
+
+
+@pytest.fixture(scope="session")
+def host_device(build_cache: Path) -> HostDevice:
+    """The kernels on the CPU."""
+    if compiler() is None:
+        pytest.skip(f"the CUDA kernels are executed on the CPU by {COMPILER}, which is not there")
+    return HostDevice(build_cache)
+
+
+@pytest.fixture(scope="session")
+def cuda_device() -> CupyDevice:
+    """The kernels on the GPU."""
+    return CupyDevice()
+
+
+@pytest.fixture(scope="session", params=["host", *(["cuda"] if cuda_is_available() else [])])
+def device(request: pytest.FixtureRequest) -> Device:
+    """Every device of this machine."""
+    found: Device = request.getfixturevalue(f"{request.param}_device")
+    return found
+
+
+@pytest.fixture
+def schedules(device: Device) -> Callable[[Run], list[Array]]:
+    """`schedules(run)`: the outputs of ``run()``, equal in every bit under all orders.
+
+    ``run`` makes its outputs anew (``device.empty`` is poisoned), launches, and returns them
+    downloaded. A GPU has an order of its own each time.
+    """
+
+    def check(run: Run) -> list[Array]:
+        first: list[Array] | None = None
+        for seed in range(ORDERS + 1):
+            if isinstance(device, HostDevice):
+                with device.order(seed):
+                    outputs = list(run())
+            else:
+                outputs = list(run())
+            if first is None:
+                first = outputs
+            for i, (expected, got) in enumerate(zip(first, outputs, strict=True)):
+                assert expected.dtype == got.dtype
+                assert expected.tobytes() == got.tobytes(), f"output {i} differs in order {seed}"
+        assert first is not None
+        return first
+
+    return check
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Fresh random data each time; the seed is printed when a test fails."""
+    seed = int(os.environ.get("BATON_TEST_SEED") or int.from_bytes(os.urandom(4), "little"))
+    print(f"BATON_TEST_SEED={seed}")
+    return np.random.default_rng(seed)

@@ -1,0 +1,108 @@
+"""Builds a `.cu` source into a library of this machine, once for each content.
+
+The key of a build is everything that goes into it: the source, all headers, the compiler and its
+options. A finished library is moved into place, so several processes may build the same one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).parent
+CSRC = HERE.parents[2] / "engine/kernels/csrc"
+COMPILER = "g++"
+OPTIONS = (
+    "-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
+    "-fno-strict-aliasing", "-fstack-clash-protection", "-ffp-contract=off",
+    "-ftrivial-auto-var-init=pattern", "-w",
+)  # fmt: skip
+VARIANTS = {
+    "plain": (),
+    "sanitized": ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+}
+KERNEL = re.compile(
+    r"BATON_GLOBAL\s+void\s+(?:BATON_BOUNDS\s*\(((?:[^()]|\([^()]*\))*)\)\s*)?(\w+)\s*\("
+)
+LAUNCHER = """\
+#include "cuda_host.h"
+#include "{source}"
+static const cuda_host::Kernel kernels[] = {{
+{rows}}};
+#define EXPORT extern "C" __attribute__((visibility("default")))
+EXPORT unsigned baton_kernel_count() {{ return sizeof kernels / sizeof kernels[0]; }}
+EXPORT const char* baton_kernel_name(unsigned i) {{ return kernels[i].name; }}
+EXPORT const char* baton_kernel_signature(unsigned i) {{ return kernels[i].signature; }}
+EXPORT unsigned baton_kernel_threads(unsigned i) {{ return kernels[i].max_threads; }}
+EXPORT const char* baton_launch(unsigned i, const unsigned* grid, const unsigned* block,
+                                size_t shared_bytes, void** values, uint64_t seed,
+                                double seconds) {{
+    return cuda_host::launch(kernels[i], grid, block, shared_bytes, values, seed, seconds);
+}}
+"""
+
+
+class BuildFailed(Exception):
+    """The compiler refused a source; holds what it said."""
+
+
+@cache
+def compiler() -> str | None:
+    """What the compiler calls itself, or None without one."""
+    if shutil.which(COMPILER) is None:
+        return None
+    run = subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=True)
+    return run.stdout.splitlines()[0]
+
+
+def build(
+    source: Path, cache_folder: Path, variant: str = "plain", defines: Sequence[str] = ()
+) -> Path:
+    """Return the library of `source` for a variant and planted defines; builds it when new.
+
+    Raises BuildFailed with the compiler's words.
+    """
+    options = [*OPTIONS, *VARIANTS[variant], *(f"-D{name}" for name in defines)]
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (compiler() or "", *options):
+        digest.update(part.encode() + b"\0")
+    headers = [*HERE.glob("*.h"), HERE / "builder.py", *source.parent.glob("*.cuh")]
+    for path in [source, *sorted({*headers, *CSRC.glob("*.cuh")})]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    library = cache_folder / f"{source.stem}-{variant}-{digest.hexdigest()}.so"
+    if not library.exists():
+        _compile(source, library, options)
+    return library
+
+
+def _compile(source: Path, library: Path, options: Sequence[str]) -> None:
+    include = [f"-I{HERE}", f"-I{source.parent}", f"-I{CSRC}"]
+    unique = f"{library.stem}-{id(library):x}"
+    work = library.with_name(unique)
+    work.mkdir(parents=True)
+    try:
+        macros = [option for option in options if option.startswith("-D")]
+        scan = ["-DBATON_SCAN", "-include", "cuda_host.h", "-E", "-P", "-x", "c++", str(source)]
+        text = _run([*include, *macros, *scan])
+        rows = "".join(
+            f'    cuda_host::kernel("{name}", &{name}, cuda_host::bounds({bounds})),\n'
+            for bounds, name in KERNEL.findall(text)
+        )
+        launcher = work / "launcher.cc"
+        launcher.write_text(LAUNCHER.format(source=source, rows=rows))
+        _run([*options, *include, str(launcher), "-o", str(work / "library.so")])
+        (work / "library.so").replace(library)
+    finally:
+        shutil.rmtree(work)
+
+
+def _run(arguments: Sequence[str]) -> str:
+    run = subprocess.run([COMPILER, *arguments], capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise BuildFailed(run.stderr[:8000])
+    return run.stdout

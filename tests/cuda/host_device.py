@@ -1,0 +1,215 @@
+"""The device whose kernels run on the CPU: the unchanged sources through ``host/cuda_host.h``."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.engine.kernels.cuda.device import Argument, Array, Kernel
+
+from .host.builder import CSRC, build
+
+GUARD = 256
+GUARD_BYTE, POISON_BYTE = 0xCD, 0xFF
+SHARED_BYTES_LIMIT = 227 * 1024
+SCALARS = {"i4": np.int32, "u4": np.uint32, "i8": np.int64, "u8": np.uint64, "f4": np.float32}
+
+
+class LaunchFailed(Exception):
+    """A kernel did what a GPU leaves undefined, or what it would wait for without end."""
+
+
+class HostArray(np.ndarray):
+    """An array between two guards that no kernel may touch; views share them."""
+
+    guarded: HostArray | None = None
+
+    def __array_finalize__(self, source: object) -> None:
+        self.guarded = getattr(source, "guarded", None)
+
+
+def host_array(shape: Sequence[int], dtype: npt.DTypeLike, fill: int = POISON_BYTE) -> HostArray:
+    """Make an array of equal bytes, aligned to 256 and guarded on both sides."""
+    dtype = np.dtype(dtype)
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.full(nbytes + 3 * GUARD, GUARD_BYTE, np.uint8)
+    start = -raw.ctypes.data % GUARD + GUARD
+    raw = raw[start - GUARD : start + nbytes + GUARD].view(HostArray)
+    raw[GUARD : GUARD + nbytes] = fill
+    array = raw[GUARD : GUARD + nbytes].view(dtype).reshape(tuple(shape))
+    array.guarded = raw
+    return array
+
+
+class Library:
+    """A built source: its kernels and their launch."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        self._launch = self._library.baton_launch
+        self._launch.restype = ctypes.c_char_p
+        self._launch.argtypes = [
+            ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
+            ctypes.c_uint64, ctypes.c_double,
+        ]  # fmt: skip
+        self.kernels: dict[str, tuple[int, list[str], int]] = {}
+        for text in ("name", "signature"):
+            getattr(self._library, f"baton_kernel_{text}").restype = ctypes.c_char_p
+        for i in range(self._library.baton_kernel_count()):
+            name = self._library.baton_kernel_name(i).decode()
+            signature = self._library.baton_kernel_signature(i).decode().split()
+            self.kernels[name] = (i, signature, self._library.baton_kernel_threads(i))
+
+    def launch(
+        self,
+        index: int,
+        grid: Array,
+        block: Array,
+        shared_bytes: int,
+        values: Array,
+        seed: int,
+        seconds: float,
+    ) -> str | None:
+        """Run kernel ``index``; return what went wrong."""
+        message = self._launch(
+            index, grid.ctypes.data, block.ctypes.data, shared_bytes, values.ctypes.data, seed,
+            seconds,
+        )  # fmt: skip
+        return None if message is None else message.decode()
+
+
+class HostDevice:
+    """Device on NumPy arrays; every launch is checked as far as the machine can see.
+
+    ``seed`` decides the order of threads, warps and blocks of the launches to come; 0 is
+    ascending. ``variant`` and ``defines`` choose the build, ``folder`` holds the sources.
+    """
+
+    name = "host"
+
+    def __init__(
+        self,
+        cache_folder: Path,
+        variant: str = os.environ.get("BATON_CUDA_HOST_VARIANT", "plain"),
+        defines: Sequence[str] = (),
+        folder: Path = CSRC,
+        seconds: float = 60.0,
+    ) -> None:
+        self.seed = 0
+        self._cache, self._variant, self._defines = cache_folder, variant, tuple(defines)
+        self._folder, self._seconds = folder, seconds
+        self._libraries: dict[str, Library] = {}
+
+    def with_defines(self, *defines: str) -> HostDevice:
+        """Return a device whose kernels are built with these macros, as planted bugs are."""
+        return HostDevice(self._cache, self._variant, defines, self._folder, self._seconds)
+
+    @contextmanager
+    def order(self, seed: int) -> Iterator[None]:
+        """Launch in another order for a while."""
+        before, self.seed = self.seed, seed
+        try:
+            yield
+        finally:
+            self.seed = before
+
+    def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> HostArray:
+        """Make an array of 0xff bytes: what is not written stays a NaN or -1."""
+        return host_array(shape, dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> HostArray:
+        """Make an array of zeros."""
+        return host_array(shape, dtype, fill=0)
+
+    def upload(self, array: Array) -> HostArray:
+        """Copy an array into guarded memory."""
+        copy = host_array(array.shape, array.dtype)
+        copy[...] = array
+        return copy
+
+    def download(self, array: Array) -> Array:
+        """Copy an array out of guarded memory."""
+        return np.array(array, order="C", subok=False)
+
+    def synchronize(self) -> None:
+        """Launches have ended when they return."""
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: Sequence[Argument],
+        shared_bytes: int = 0,
+    ) -> None:
+        """Run a kernel; LaunchFailed for wrong arguments, barriers, hangs and torn guards."""
+        library = self._library(kernel.source)
+        if kernel.name not in library.kernels:
+            raise LaunchFailed(f"{kernel.source} has no kernel {kernel.name}")
+        index, signature, threads = library.kernels[kernel.name]
+        grid_size, block_size = _size(kernel, "grid", grid), _size(kernel, "block", block)
+        if not 0 < int(block_size.prod()) <= threads:
+            raise LaunchFailed(
+                f"{kernel.name}: a block of {block_size.prod()} threads, bounds {threads}"
+            )
+        if grid_size[0] >= 2**31 or max(grid_size[1:]) > 65535 or block_size[2] > 64:
+            raise LaunchFailed(f"{kernel.name}: grid {tuple(grid)}, block {tuple(block)} too large")
+        if not 0 <= shared_bytes <= SHARED_BYTES_LIMIT:
+            raise LaunchFailed(f"{kernel.name}: {shared_bytes} bytes of shared memory")
+        values = _values(kernel, signature, args)
+        pointers = np.array([v.ctypes.data for v in values], np.uint64)
+        message = library.launch(
+            index, grid_size, block_size, shared_bytes, pointers, self.seed, self._seconds
+        )
+        if message is not None:
+            raise LaunchFailed(message)
+        _check_guards(kernel, args)
+
+    def _library(self, source: str) -> Library:
+        if source not in self._libraries:
+            path = build(self._folder / source, self._cache, self._variant, self._defines)
+            self._libraries[source] = Library(path)
+        return self._libraries[source]
+
+
+def _size(kernel: Kernel, what: str, size: Sequence[int]) -> Array:
+    if not 1 <= len(size) <= 3 or any(not isinstance(n, int) or n < 1 for n in size):
+        raise LaunchFailed(f"{kernel.name}: {what} {tuple(size)} is not 1 to 3 positive ints")
+    return np.array([*size, 1, 1][:3], np.uint32)
+
+
+def _values(kernel: Kernel, signature: Sequence[str], args: Sequence[Argument]) -> list[Array]:
+    """Each argument as the bytes the kernel reads; its type must be the declared one."""
+    if len(args) != len(signature):
+        raise LaunchFailed(f"{kernel.name} takes {len(signature)} arguments, got {len(args)}")
+    values: list[Array] = []
+    for i, (declared, arg) in enumerate(zip(signature, args, strict=True)):
+        kind, size = declared[0], int(declared[1:])
+        if kind == "p" and (arg is None or isinstance(arg, np.ndarray)):
+            address = 0 if arg is None else arg.ctypes.data
+            if address % size:
+                raise LaunchFailed(f"{kernel.name}: argument {i} is not aligned to {size} bytes")
+            values.append(np.array([address], np.uint64))
+        elif isinstance(arg, SCALARS.get(declared, ())):
+            values.append(np.array([arg]))
+        else:
+            raise LaunchFailed(
+                f"{kernel.name}: argument {i} is {type(arg).__name__}, not of type {declared}"
+            )
+    return values
+
+
+def _check_guards(kernel: Kernel, args: Sequence[Argument]) -> None:
+    for i, arg in enumerate(args):
+        raw = getattr(arg, "guarded", None)
+        if raw is None:
+            continue
+        for side, guard in (("before", raw[:GUARD]), ("behind", raw[-GUARD:])):
+            if (np.asarray(guard) != GUARD_BYTE).any():
+                raise LaunchFailed(f"{kernel.name}: writes {side} the array of argument {i}")
