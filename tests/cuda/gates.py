@@ -1,0 +1,38 @@
+"""What the machine code of every kernel must hold to, by source and name (a regular expression).
+
+``registers`` is the ceiling over all targets; a kernel over it runs fewer warps than its block size
+was chosen for. ``needs`` and ``forbids`` are regular expressions of instructions (SASS).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LOAD_16 = r"LDG\.E.*\.128.*"
+STORE_16 = r"STG\.E.*\.128.*"
+COPY_16 = r"LDGSTS\.E.*\.128.*"
+TENSOR = r"HMMA\.16816\.F32\.BF16"
+FRAGMENTS = r"LDSM\.16\..*"
+CALL = r"CALL.*"
+"""A subroutine: division of 64 bits, exact division of floats."""
+
+TARGETS = ("sm_80", "sm_90", "sm_90a", "sm_100", "sm_120")
+DEFAULT_TARGET = "sm_90"
+FORBIDDEN = (r"LDL.*", r"STL.*")
+"""Local memory: spilled registers, or arrays indexed at run time."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Limits of one kernel, or of all whose names match."""
+
+    registers: int
+    needs: tuple[str, ...] = ()
+    forbids: tuple[str, ...] = ()
+
+
+GATES: dict[str, dict[str, Gate]] = {
+    "elementwise.cu": {
+        "silu_mul": Gate(40, needs=(LOAD_16, STORE_16)),
+    },
+}

@@ -1,0 +1,101 @@
+"""Every kernel compiles for every target: no spills, few registers, the instructions meant."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from baton.engine.kernels.cuda.sources import cuda_source
+
+from .gates import DEFAULT_TARGET, FORBIDDEN, GATES, TARGETS
+from .host.builder import CSRC
+from .toolkit import CompileFailed, compile_source, disassembler, nvrtc_library
+
+SOURCES = sorted(path.name for path in CSRC.glob("*.cu"))
+CASES = [
+    pytest.param(s, t, marks=[] if t == DEFAULT_TARGET else [pytest.mark.full], id=f"{s}-{t}")
+    for s in SOURCES
+    for t in TARGETS
+]
+
+needs_toolkit = pytest.mark.skipif(
+    nvrtc_library() is None or disassembler() is None,
+    reason="the kernels are compiled by the wheels nvidia-cuda-nvrtc and nvidia-cuda-nvdisasm, "
+    "which are not installed",
+)
+
+
+@needs_toolkit
+@pytest.mark.parametrize(("source", "target"), CASES)
+def test_machine_code(source, target, build_cache):
+    broken = []
+    for name, kernel in compile_source(cuda_source(source), target, build_cache).items():
+        gate = gate_of(source, name)
+        if kernel.spill_bytes or kernel.stack_bytes:
+            broken.append(f"{name}: {kernel.spill_bytes} B spilled, {kernel.stack_bytes} B stack")
+        if not 0 < kernel.registers <= gate.registers:
+            broken.append(f"{name}: {kernel.registers} registers, at most {gate.registers}")
+        for pattern in gate.needs:
+            if not any(re.fullmatch(pattern, opcode) for opcode in kernel.opcodes):
+                broken.append(f"{name}: lacks {pattern}")
+        for pattern in (*FORBIDDEN, *gate.forbids):
+            hits = [opcode for opcode in kernel.opcodes if re.fullmatch(pattern, opcode)]
+            broken += [f"{name}: has {opcode}" for opcode in hits]
+    assert not broken, f"{target}:\n" + "\n".join(broken)
+
+
+def gate_of(source, name):
+    found = [gate for pattern, gate in GATES.get(source, {}).items() if re.fullmatch(pattern, name)]
+    assert len(found) == 1, f"tests/cuda/gates.py has {len(found)} entries for {name} of {source}"
+    return found[0]
+
+
+@needs_toolkit
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_gate_has_its_kernel(source, build_cache):
+    names = compile_source(cuda_source(source), DEFAULT_TARGET, build_cache)
+    idle = [p for p in GATES.get(source, {}) if not any(re.fullmatch(p, n) for n in names)]
+    assert names
+    assert not idle
+
+
+def test_gates_name_sources():
+    assert set(GATES) == set(SOURCES)
+
+
+SPILLS = """
+extern "C" __global__ void __launch_bounds__(1024, 2) greedy(float* x, int n) {
+    float keep[64];
+    for (int i = 0; i < 64; i++) keep[i] = x[i * n];
+    for (int r = 0; r < n; r++)
+        for (int i = 0; i < 64; i++) keep[i] = keep[i] * keep[(i * 7 + 1) % 64] + x[r];
+    for (int i = 0; i < 64; i++) x[i * n] = keep[i];
+}
+extern "C" __global__ void modest(float4* x) { x[threadIdx.x].x += 1.0f; }
+"""
+
+
+@needs_toolkit
+def test_spills_stack_and_opcodes_are_seen(build_cache):
+    kernels = compile_source(SPILLS, DEFAULT_TARGET, build_cache)
+    assert kernels["greedy"].spill_bytes > 0
+    assert kernels["greedy"].stack_bytes > 0
+    assert any(opcode.startswith("STL") for opcode in kernels["greedy"].opcodes)
+    assert kernels["modest"].spill_bytes == kernels["modest"].stack_bytes == 0
+    assert "EXIT" in kernels["modest"].opcodes
+    with pytest.raises(CompileFailed, match="identifier"):
+        compile_source("__global__ void k() { nothing(); }", DEFAULT_TARGET, build_cache)
+
+
+def test_headers_are_put_in_place_once():
+    text = cuda_source("elementwise.cu")
+    assert "#include" not in text
+    assert text.count("typedef unsigned short bf16;") == 1
+    lines = text.splitlines()
+    start = lines.index('#line 1 "elementwise.cu"')
+    again = max(i for i, line in enumerate(lines) if line.endswith('"elementwise.cu"'))
+    assert again > start
+    number = int(lines[again].split()[1])
+    original = (CSRC / "elementwise.cu").read_text().splitlines()
+    assert lines[again + 1] == original[number - 1]
