@@ -83,7 +83,7 @@ class Backend(Protocol):
         """What :meth:`attention` wants to know of host arrays; for its ``plan``, as is."""
         ...
 
-    def take_rows(self, x: F32, rows: I64, out: F32) -> None:
+    def take_rows(self, x: F32, rows: I32, out: F32) -> None:
         """``out[i] = x[rows[i]]``; ``[R, ...]`` of ``[T, ...]``."""
         ...
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from .backend import F32, I32, I64, U8, A
+from .backend import F32, I32, U8, A
 from .memory import host_pool
 
 
@@ -37,6 +37,6 @@ class HostArrays:
         """None: attention reads its rows where they are."""
         return None
 
-    def take_rows(self, x: F32, rows: I64, out: F32) -> None:
+    def take_rows(self, x: F32, rows: I32, out: F32) -> None:
         """``out[i] = x[rows[i]]``."""
         np.take(x, rows, axis=0, out=out)

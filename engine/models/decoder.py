@@ -40,7 +40,6 @@ from .workspace import Workspace
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True, frozen=True)
@@ -244,7 +243,7 @@ class Decoder(PipelineModel, KVCacheMixin):
         self.backend.linear(active, layer.down, delta)
         self.backend.add_rms_norm(delta, residual, following, self.config.rms_norm_eps, normed)
 
-    def _taken(self, q: F32, residual: F32, rows: I64) -> tuple[F32, F32]:
+    def _taken(self, q: F32, residual: F32, rows: I32) -> tuple[F32, F32]:
         """Queries and residual of some rows."""
         some_q = self._space.rows("some_q", len(rows), q.shape[1] * q.shape[2])
         some_q = some_q.reshape(len(rows), *q.shape[1:])

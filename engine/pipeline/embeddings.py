@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from ...proto.contexts import TextContext
 from ...proto.ids import RequestID
@@ -20,7 +19,6 @@ from ..plan import Chunk
 from .generators import EmbeddingsOutput
 from .model import F32, I32, PipelineModel, lay_out, make_pool
 
-_I64 = npt.NDArray[np.int64]
 _SMALLEST_NORM = np.float32(1e-12)
 
 
@@ -91,14 +89,14 @@ class EmbeddingsPipeline:
         shape = (self._layout.num_layers, *layer.shape[1:])
         return np.lib.stride_tricks.as_strided(layer, shape, (0, *layer.strides[1:]))
 
-    def _wanted(self, offsets: I32) -> _I64:
+    def _wanted(self, offsets: I32) -> I32:
         match self.settings.pooling:
             case "mean":
-                return np.arange(offsets[-1], dtype=np.int64)
+                return np.arange(offsets[-1], dtype=np.int32)
             case "cls":
-                return offsets[:-1].astype(np.int64)
+                return offsets[:-1]
             case _:  # the last token
-                return offsets[1:].astype(np.int64) - 1
+                return offsets[1:] - np.int32(1)
 
     def _pooled(self, states: F32, offsets: I32) -> F32:
         """One vector per text, float32 ``[S, dim]``."""

@@ -33,7 +33,7 @@ class ModelInputs:
 
     ``tokens``, ``positions``: int32 ``[T]``. ``slots``: int64 ``[T]``, cache slot of each
     row. ``block_tables``: int32 ``[S, N]``, padded with 0. ``row_offsets``: int32 ``[S+1]``.
-    ``logit_rows``: int64 ``[R]``, ascending, rows whose results are wanted. ``pool``: KV pool
+    ``logit_rows``: int32 ``[R]``, ascending, rows whose results are wanted. ``pool``: KV pool
     ``[L, NB, 2, Hk, BS, D]``, written at ``slots``, read through the block tables.
     ``layer_done(n)``: told that keys and values of layers ``0 .. n`` are final. ``plan``: of
     the backend's attention, for rows that were uploaded.
@@ -44,7 +44,7 @@ class ModelInputs:
     slots: I64
     block_tables: I32
     row_offsets: I32
-    logit_rows: I64
+    logit_rows: I32
     pool: F32
     layer_done: LayerDone | None = None
     plan: object = None
@@ -175,7 +175,7 @@ def lay_out(chunks: Sequence[Chunk], pool: F32) -> ModelInputs:
         slots=blocks * block_size + positions % block_size,
         block_tables=tables,
         row_offsets=offsets,
-        logit_rows=(offsets[1:][sampling] - 1).astype(np.int64),
+        logit_rows=offsets[1:][sampling] - np.int32(1),
         pool=pool,
     )
 
@@ -205,14 +205,14 @@ def narrowed(inputs: ModelInputs) -> ModelInputs:
         positions=inputs.positions[rows],
         slots=inputs.slots[rows],
         row_offsets=np.searchsorted(rows, inputs.row_offsets).astype(np.int32),
-        logit_rows=np.arange(len(rows)),
+        logit_rows=np.arange(len(rows), dtype=np.int32),
     )
 
 
 def lay_out_next(next_tokens: I32, before: ModelInputs) -> ModelInputs:
     """The row behind each sequence's last one: :func:`lay_out` without looking at chunks."""
     count, block_size = len(next_tokens), before.pool.shape[4]
-    rows = np.arange(count)
+    rows = np.arange(count, dtype=np.int32)
     positions = before.positions[before.row_offsets[1:] - 1] + np.int32(1)
     blocks = before.block_tables[rows, positions // block_size].astype(np.int64)
     return ModelInputs(

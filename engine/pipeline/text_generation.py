@@ -19,15 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ...proto.contexts import TextContext
-from ...proto.errors import BatonError, InputError, InternalError, error_from_code
+from ...proto.errors import BatonError, InternalError, error_from_code
 from ...proto.ids import RequestID
 from ...proto.outputs import TextGenerationOutput
 from ...proto.status import GenerationStatus
 from ..events import Failed
 from ..plan import Chunk, OnLayers, Sampled, StepPlan, StepResult, realized
-from ..sampler import sample
 from ..step_loop import StepLoop
 from .model import KVManager, LayerDone, ModelInputs, PipelineModel
+from .steps import HostSteps, StepComputer, describe
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -36,12 +36,20 @@ I32 = npt.NDArray[np.int32]
 class TextGenerationPipeline:
     """A text model over its KV memory; used from one thread.
 
-    ``layer_group``: layers between two reports to ``on_layers``. Either :meth:`execute` or
+    ``layer_group``: layers between two reports to ``on_layers``. ``computer``: runs rows and draws
+    tokens; by default the model, and the sampler on the host. Either :meth:`execute` or
     :meth:`next_token` is used, as both hand out the blocks of ``kv``.
     """
 
-    def __init__(self, model: PipelineModel, kv: KVManager, layer_group: int = 0) -> None:
+    def __init__(
+        self,
+        model: PipelineModel,
+        kv: KVManager,
+        layer_group: int = 0,
+        computer: StepComputer | None = None,
+    ) -> None:
         self.model = model
+        self._computer = computer or HostSteps(model)
         self.kv = kv
         self.pool = kv.pool
         self.layers_done = 0  # since start; another thread may read it
@@ -116,14 +124,11 @@ class TextGenerationPipeline:
     ) -> list[Sampled]:
         try:
             inputs.layer_done = self._reporter(chunks, on_layers)
-            logits = self.model.execute(inputs).next_token_logits
-            if logits is None:
-                raise InternalError("the model gives no logits")
+            return self._computer.run(chunks, inputs, failed)
         except Exception as error:  # whatever it is, the loop must go on
-            why = InternalError(f"forward pass: {_describe(error)}")
+            why = InternalError(f"forward pass: {describe(error)}")
             failed.update({c.request: why for c in chunks})
             return []
-        return sample_rows(logits, [c for c in chunks if c.sample is not None], failed)
 
     def _admit(
         self, chunks: Sequence[Chunk], failed: dict[bytes, BatonError]
@@ -205,35 +210,6 @@ def _without(
     faults = {c.request: reason for c in chunks if (reason := fault(c)) is not None}
     failed.update({request: InternalError(reason) for request, reason in faults.items()})
     return [c for c in chunks if c.request not in faults]
-
-
-def sample_rows(
-    logits: F32, chunks: Sequence[Chunk], failed: dict[bytes, BatonError]
-) -> list[Sampled]:
-    """Draw a token per row of ``logits``; rows that cannot be drawn from go to ``failed``."""
-    sampled = []
-    # A sum is finite only if every logit is: NaN and infinities survive addition.
-    finite = np.isfinite(logits.sum(axis=1))
-    for row, chunk, usable in zip(logits, chunks, finite, strict=True):
-        if chunk.sample is None:
-            continue
-        if not usable:
-            failed[chunk.request] = InternalError("the model produced non-finite logits")
-            continue
-        try:
-            token, logprobs = sample(row, chunk.sample)
-        except InputError as error:  # what a grammar says of itself
-            failed[chunk.request] = error
-            continue
-        except Exception as error:  # one request's parameters, one failure
-            failed[chunk.request] = InternalError(f"sampling: {_describe(error)}")
-            continue
-        sampled.append(Sampled(chunk.request, token, logprobs))
-    return sampled
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def token_steps(

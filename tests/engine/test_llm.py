@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from baton.engine.llm import LLMEngine
-from baton.engine.pipeline import text_generation
+from baton.engine.pipeline import steps
 from baton.engine.runner import Runner, RunnerConfig, load_runner
 from baton.engine.scheduler import SchedulerConfig
 from baton.proto.contexts import TextContext
@@ -97,14 +97,14 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: dict[tuple[bytes, int], bytes] = {}
-        original = text_generation.sample_rows
+        original = steps.sample_rows
 
         def record(logits, chunks, failed):
             for row, chunk in zip(logits, chunks, strict=True):
                 self.rows[chunk.request, chunk.sample.position] = row.tobytes()
             return original(logits, chunks, failed)
 
-        monkeypatch.setattr(text_generation, "sample_rows", record)
+        monkeypatch.setattr(steps, "sample_rows", record)
 
 
 class Bench:
