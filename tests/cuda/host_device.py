@@ -15,8 +15,9 @@ from baton.engine.kernels.cuda.device import Argument, Array, Kernel
 
 from .host.builder import CSRC, build
 
-GUARD = 256
+GUARD = 512
 GUARD_BYTE, POISON_BYTE = 0xCD, 0xFF
+VARIANT = os.environ.get("BATON_CUDA_HOST_VARIANT", "plain")
 SHARED_BYTES_LIMIT = 227 * 1024
 SCALARS = {"i4": np.int32, "u4": np.uint32, "i8": np.int64, "u8": np.uint64, "f4": np.float32}
 
@@ -35,7 +36,10 @@ class HostArray(np.ndarray):
 
 
 def host_array(shape: Sequence[int], dtype: npt.DTypeLike, fill: int = POISON_BYTE) -> HostArray:
-    """Make an array of equal bytes, aligned to 256 and guarded on both sides."""
+    """Make an array of equal bytes, aligned to 512 and guarded on both sides.
+
+    With its guards it is more than the 1 KiB up to which NumPy keeps freed memory, poison and all.
+    """
     dtype = np.dtype(dtype)
     nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = np.full(nbytes + 3 * GUARD, GUARD_BYTE, np.uint8)
@@ -44,7 +48,17 @@ def host_array(shape: Sequence[int], dtype: npt.DTypeLike, fill: int = POISON_BY
     raw[GUARD : GUARD + nbytes] = fill
     array = raw[GUARD : GUARD + nbytes].view(dtype).reshape(tuple(shape))
     array.guarded = raw
+    if VARIANT == "sanitized":
+        _forbid(raw, nbytes)
     return array
+
+
+def _forbid(raw: HostArray, nbytes: int) -> None:
+    """Under the address sanitizer a read of the guards stops the process, with the line."""
+    poison = ctypes.CDLL(None).__asan_poison_memory_region
+    poison.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    poison(raw.ctypes.data, GUARD)
+    poison(raw.ctypes.data + GUARD + nbytes, GUARD)
 
 
 class Library:
@@ -88,7 +102,7 @@ class HostDevice:
     """Device on NumPy arrays; every launch is checked as far as the machine can see.
 
     ``seed`` decides the order of threads, warps and blocks of the launches to come; 0 is
-    ascending. ``variant`` and ``defines`` choose the build, ``folder`` holds the sources.
+    ascending. ``defines`` are macros of the build, ``folder`` holds the sources.
     """
 
     name = "host"
@@ -96,19 +110,18 @@ class HostDevice:
     def __init__(
         self,
         cache_folder: Path,
-        variant: str = os.environ.get("BATON_CUDA_HOST_VARIANT", "plain"),
         defines: Sequence[str] = (),
         folder: Path = CSRC,
         seconds: float = 60.0,
     ) -> None:
         self.seed = 0
-        self._cache, self._variant, self._defines = cache_folder, variant, tuple(defines)
+        self._cache, self._defines = cache_folder, tuple(defines)
         self._folder, self._seconds = folder, seconds
         self._libraries: dict[str, Library] = {}
 
     def with_defines(self, *defines: str) -> HostDevice:
         """Return a device whose kernels are built with these macros, as planted bugs are."""
-        return HostDevice(self._cache, self._variant, defines, self._folder, self._seconds)
+        return HostDevice(self._cache, defines, self._folder, self._seconds)
 
     @contextmanager
     def order(self, seed: int) -> Iterator[None]:
@@ -169,11 +182,12 @@ class HostDevice:
         )
         if message is not None:
             raise LaunchFailed(message)
-        _check_guards(kernel, args)
+        if VARIANT == "plain":
+            _check_guards(kernel, args)
 
     def _library(self, source: str) -> Library:
         if source not in self._libraries:
-            path = build(self._folder / source, self._cache, self._variant, self._defines)
+            path = build(self._folder / source, self._cache, VARIANT, self._defines)
             self._libraries[source] = Library(path)
         return self._libraries[source]
 

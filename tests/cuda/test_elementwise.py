@@ -26,6 +26,7 @@ def assert_close(bits, expected, share=0.02):
     assert (apart > 0).mean() <= share if apart.size else True
 
 
+@pytest.mark.sanitized
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 1000), (7, 264), (0, 16)])
 def test_silu_mul(device, schedules, rng, rows, width):
     gate_up = random_bf16(rng, rows, 2 * width)

@@ -60,6 +60,16 @@ def compiler() -> str | None:
     return run.stdout.splitlines()[0]
 
 
+def sanitizer() -> Path | None:
+    """The address sanitizer's library, which must be loaded first, or None."""
+    if compiler() is None:
+        return None
+    command = [COMPILER, "-print-file-name=libasan.so"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    path = Path(run.stdout.strip())
+    return path if path.is_absolute() else None
+
+
 def build(
     source: Path, cache_folder: Path, variant: str = "plain", defines: Sequence[str] = ()
 ) -> Path:

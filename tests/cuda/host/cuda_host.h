@@ -537,6 +537,9 @@ inline void on_signal(int signal, siginfo_t* info, void* context) {
         report("needs more than %zu bytes of stack", kStack);
     else
         report("touches the address %p, which is not its memory", info->si_addr);
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_start_switch_fiber(nullptr, S.main_bottom, S.main_size);
+#endif
     void* dropped;
     baton_switch_stack(&dropped, S.main_stack);
 }

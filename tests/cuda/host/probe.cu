@@ -206,6 +206,19 @@ extern "C" __global__ void spins_on_another_block(int* flag) {
 }
 extern "C" __global__ void wild(int* out) { out[1ll << 45] = 1; }
 extern "C" __global__ void beside(int* out, int at) { out[at + static_cast<int>(threadIdx.x)] = 1; }
+extern "C" __global__ void reads_beside(int* out, const int* in, int at) {
+    out[threadIdx.x] = in[at + static_cast<int>(threadIdx.x)];
+}
+extern "C" __global__ void reads_behind_shared(int* out, int n) {
+    DYNAMIC_SHARED(raw);
+    int* values = reinterpret_cast<int*>(raw);
+    values[threadIdx.x] = 1;
+    __syncthreads();
+    out[threadIdx.x] = values[threadIdx.x + n];
+}
+extern "C" __global__ void overflows(int* out, int by) {
+    out[threadIdx.x] = (2147483647 - static_cast<int>(threadIdx.x)) + by;
+}
 extern "C" __global__ void behind_shared(int* out) {
     DYNAMIC_SHARED(raw);
     reinterpret_cast<int*>(raw)[threadIdx.x + 1] = 1;
