@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from baton.proto import messages, wire
+from baton.proto import messages, outputs, wire
 
 PAGE = Path(__file__).with_name("protocol.md")
 START, END = "<!-- tables: begin -->", "<!-- tables: end -->"
@@ -34,6 +34,7 @@ PARTS = (
     wire.WireTokens,
     wire.WireSampling,
     messages.TokenRun,
+    outputs.TokenLogProbs,
     messages.GrantRef,
     messages.GrammarSpec,
     messages.RequestState,

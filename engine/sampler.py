@@ -49,7 +49,7 @@ def log_probs(logits: F32, token: int, top: int) -> TokenLogProbs:
     ids = _largest(logits, min(top, len(logits)))
     ranked = ids[np.argsort(-logits[ids], kind="stable")]
     best = {int(i): float(logits[i]) - highest - log_total for i in ranked}
-    return TokenLogProbs(float(logits[token]) - highest - log_total, best)
+    return TokenLogProbs.of(float(logits[token]) - highest - log_total, best)
 
 
 def _adjusted(logits: F32, spec: SampleSpec) -> F32:

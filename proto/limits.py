@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_CONTROL_BYTES = 16 << 20
 """Largest first frame of a control message."""

@@ -2,21 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Annotated, Generic, Protocol, Self, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from .ids import RequestID
+from .limits import MAX_LOG_PROBABILITIES
 from .status import GenerationStatus
+
+_PAIR_BYTES = 4 + 8
 
 
 class TokenLogProbs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Wire form of one token's log-probabilities: its own, and the most likely ones."""
+    """Wire form of one token's log-probabilities: its own, and the most likely ones as bytes.
+
+    ``packed``: n int32 token ids, then their n float64 log-probabilities, little-endian, in the
+    order of :attr:`top`. A map per token would let a message of one-byte maps take 72 times its
+    size; bytes stay what they are until somebody looks.
+    """
 
     logprob: float
-    top: dict[int, float]
+    packed: Annotated[bytes, Meta(max_length=MAX_LOG_PROBABILITIES * _PAIR_BYTES)]
+
+    def __post_init__(self) -> None:
+        if len(self.packed) % _PAIR_BYTES:
+            raise ValueError(f"{len(self.packed)} bytes are no whole pairs of id and number")
+
+    @classmethod
+    def of(cls, logprob: float, top: Mapping[int, float]) -> Self:
+        """Log-probability of the token, and of the most likely ones by id.
+
+        ValueError for an id that is not int32.
+        """
+        try:
+            packed = struct.pack(f"<{len(top)}i{len(top)}d", *top, *top.values())
+        except struct.error as error:
+            raise ValueError(f"log-probabilities cannot be sent: {error}") from None
+        return cls(logprob, packed)
+
+    @property
+    def top(self) -> dict[int, float]:
+        """Token id to log-probability of the most likely ones, made anew at every call."""
+        count = len(self.packed) // _PAIR_BYTES
+        numbers = struct.unpack(f"<{count}i{count}d", self.packed)
+        return dict(zip(numbers, numbers[count:], strict=False))
 
 
 @dataclass(slots=True)
@@ -37,7 +70,7 @@ class LogProbabilities:
 
     def to_wire(self) -> TokenLogProbs:
         """Wire form of the first token."""
-        return TokenLogProbs(self.token_log_probabilities[0], self.top_log_probabilities[0])
+        return TokenLogProbs.of(self.token_log_probabilities[0], self.top_log_probabilities[0])
 
 
 @dataclass(slots=True, kw_only=True)

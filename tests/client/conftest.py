@@ -267,7 +267,7 @@ class Worker(OnThread):
     def run(self, key: bytes, playback: Playback, position: int, tokens: list[int]) -> None:
         logprobs = None
         if playback.assign.context.log_probabilities:
-            logprobs = [TokenLogProbs(-0.5, {token: -0.5}) for token in tokens]
+            logprobs = [TokenLogProbs.of(-0.5, {token: -0.5}) for token in tokens]
         self.say(Tokens(runs=[TokenRun(key, playback.assign.attempt, position, tokens, logprobs)]))
 
     def finish(self, key: bytes, playback: Playback) -> None:

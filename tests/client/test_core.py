@@ -167,7 +167,7 @@ def test_tokens_before_submitted_count():
 def test_logprobs_are_cut_with_their_tokens():
     bench = Bench()
     bench.open()
-    probs = [TokenLogProbs(-float(n), {}) for n in range(3)]
+    probs = [TokenLogProbs.of(-float(n), {}) for n in range(3)]
     bench.run(3, [5])
     (news,) = bench.run(3, [5, 6, 7], logprobs=probs)
     assert news.position == 4 and news.tokens == [6, 7] and news.logprobs == probs[1:]

@@ -17,7 +17,7 @@ def end(**kwargs):
 
 def test_nothing_follows_a_stop_string(tokenizer):
     tokens = tokenizer.encode("ab STOP cd", add_special_tokens=False).tolist()
-    probs = [TokenLogProbs(-1.0, {}) for _ in tokens]
+    probs = [TokenLogProbs.of(-1.0, {}) for _ in tokens]
     assembler = Assembler(IncrementalDetokenizer(tokenizer, ["STOP"]), show_text=True)
     output = assembler.tokens(NewTokens("r", 5, tokens, probs))
     assert output.text == "ab " and assembler.stopped

@@ -423,7 +423,7 @@ def test_noise_instead_of_a_router(tmp_path, on_thread):
 
     def answer(identity, _frames):
         for _ in range(20):
-            noise = b"BT\x01" * chaos.randrange(2) + chaos.randbytes(chaos.randrange(60))
+            noise = b"BT\x02" * chaos.randrange(2) + chaos.randbytes(chaos.randrange(60))
             rogue.send(identity, [noise] * chaos.randrange(1, 4))
 
     on_thread.call(lambda: rogue.attach(on_thread.loop, answer))

@@ -14,7 +14,7 @@ import zmq
 from baton.proto.codec import EnvelopeEncoder
 from baton.proto.limits import PROTOCOL_VERSION
 
-PREFIX, SEALED = b"BT\x01", b"BS\x01"
+PREFIX, SEALED = b"BT\x02", b"BS\x02"
 GOLDEN = Path(__file__).resolve().parents[1] / "proto" / "golden" / "envelopes.json"
 
 

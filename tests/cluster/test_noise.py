@@ -71,9 +71,9 @@ NONSENSE = [
     [b""],
     [b"", b"", b""],
     [b"BT"],
-    [b"BT\x01"],
+    [b"BT\x02"],
     [b"hello"],
-    [b"BK\x01\x90"],
+    [b"BK\x02\x90"],
     [PREFIX + b"\xc1"],
     [PREFIX + b"\xc0"],
     [PREFIX + b"\x91"],
@@ -89,7 +89,7 @@ NONSENSE = [
     [envelope({"type": "Ping", "nonce": "one"})],
     [envelope({"type": "Submit", "request_id": 5})],
     [envelope({"type": "Reserve", "request": "text", "hashes": 3})],
-    [envelope({"type": "Hello", "version": 1, "worker": []})],
+    [envelope({"type": "Hello", "version": 2, "worker": []})],
     [envelope({"type": "Ping"}), b"an array nobody refers to"],
     [envelope({"type": "Ping"}) + b"\x00"],
 ]
@@ -109,10 +109,10 @@ def test_nonsense_is_answered_once_by_a_typed_error(running, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_another_protocol_version_is_named(running, name):
     with peer_of(running, name) as peer:
-        peer.send(b"BT\x02" + envelope({"type": "Ping"})[3:])
+        peer.send(b"BT\x01" + envelope({"type": "Ping"})[3:])
         (answer,) = peer.answers()
     assert (answer["type"], answer["code"]) == ("Rejected", "version_mismatch")
-    assert re.search("version 2, this is 1", answer["message"])
+    assert re.search("version 1, this is 2", answer["message"])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -71,7 +71,7 @@ def test_a_worker_of_another_kind_is_refused(running, tmp_path, role, changes, m
 @pytest.mark.parametrize(
     ("changes", "code", "message"),
     [
-        ({"version": 2}, "version_mismatch", "speaks protocol 2, not 1"),
+        ({"version": 1}, "version_mismatch", "speaks protocol 1, not 2"),
         ({"role": "judge"}, "protocol", "known are prefill and decode"),
         ({"endpoint": "nowhere"}, "input", "must start with"),
     ],

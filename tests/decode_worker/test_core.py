@@ -482,14 +482,14 @@ def test_adopt_of_an_ended_request_repeats_tokens_and_terminal(bench):
 def draw(bench, number: int) -> None:
     """A step whose token, 43, has a log-probability that says which step it was."""
     plan = bench.plans.pop(0)
-    entry = TokenLogProbs(float(number), {43: float(number)})
+    entry = TokenLogProbs.of(float(number), {43: float(number)})
     drawn = tuple(Sampled(c.request, 43, logprobs=entry) for c in plan.chunks)
     bench.feed(StepDone(StepResult(plan.step, drawn, 0.01, plan.num_tokens)))
 
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_adopt_says_log_probabilities_again(bench, ended):
-    first = TokenLogProbs(0.0, {})
+    first = TokenLogProbs.of(0.0, {})
     bench.reserve()
     (grant,) = bench.to_peer(Grant)
     fields = {"emitted": [41, 42, 42], "logprobs": [first], "new": 5 if ended else 8}

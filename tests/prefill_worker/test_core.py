@@ -742,7 +742,7 @@ def test_adopt_of_an_ended_request_repeats_tokens_and_terminal(bench):
 @pytest.mark.parametrize("new", [8, 1])
 def test_adopt_says_the_log_probability_again(bench, new):
     bench.computing(shape={"new": new})
-    plan, entry = bench.plans.pop(0), TokenLogProbs(-0.5, {42: -0.5})
+    plan, entry = bench.plans.pop(0), TokenLogProbs.of(-0.5, {42: -0.5})
     drawn = tuple(Sampled(c.request, 42, logprobs=entry) for c in plan.chunks)
     bench.feed(StepDone(StepResult(plan.step, drawn, 0.01, plan.num_tokens)))
     bench.take(Tokens)

@@ -41,6 +41,7 @@ from baton.proto.messages import (
     Terminal,
     WorkerToRouter,
 )
+from baton.proto.outputs import TokenLogProbs
 from baton.proto.wire import WireContext, WireImage, WireVisionContext
 
 UNIONS = [
@@ -99,6 +100,10 @@ def struct_values(cls):
         fields["embedding"] = st.sampled_from([None, 0, 1, 255, 384, 4096]).map(
             lambda size: None if size is None else np.arange(size, dtype=np.float32)
         )
+    if cls is TokenLogProbs:
+        tokens = st.integers(-(1 << 31), (1 << 31) - 1)
+        top = st.dictionaries(tokens, fields["logprob"], max_size=20)
+        return st.builds(TokenLogProbs.of, fields["logprob"], top)
     return st.builds(cls, **fields)
 
 
@@ -114,7 +119,7 @@ def test_every_message_round_trips(union):
     @given(st.lists(st.one_of([struct_values(cls) for cls in get_args(union)]), max_size=4))
     def check(batch):
         frames = encoder.encode(batch)
-        assert frames[0][:3] == b"BT\x01"
+        assert frames[0][:3] == b"BT\x02"
         assert decode(frames, union) == batch
 
     check()
@@ -253,7 +258,7 @@ def replaced(ext_payload, extra=()):
     context = {"type": "TextContext", "tokens": msgspec.msgpack.Ext(1, ext_payload)}
     context["max_length"] = 10
     message = {"type": "Submit", "request_id": "r", "context": context}
-    return [b"BT\x01" + msgspec.msgpack.encode([message]), *extra]
+    return [b"BT\x02" + msgspec.msgpack.encode([message]), *extra]
 
 
 def header(code=6, ndim=1, frame=0, dims=(2,)):
@@ -286,21 +291,21 @@ def test_the_documented_array_form_is_enough():
         (replaced(header(frame=1), [bytes(8)] * 65), LimitExceeded),
         ([], DecodeFailed),
         ([b""], DecodeFailed),
-        ([b"BT\x01"], DecodeFailed),
-        ([b"XT\x01\x90"], DecodeFailed),
-        ([b"BK\x01\x90"], DecodeFailed),
-        ([b"BT\x02\x90"], VersionMismatch),
-        ([b"BT\x01\x90\x90"], DecodeFailed),
-        ([b"BT\x01\x90", b"extra"], DecodeFailed),
-        ([b"BT\x01\x80"], DecodeFailed),
-        ([b"BT\x01\x91\x80"], DecodeFailed),
-        ([b"BT\x01\x91\x81\xa4type\xa9Described"], DecodeFailed),
-        ([b"BT\x01\x91\x81\xa4type\xa1\xff"], DecodeFailed),
-        ([b"BT\x01\x91\x82\xa4type\xa4Ping\xa1z" + b"\x91" * 100_000], LimitExceeded),
-        ([b"BT\x01" + b"\x91" * 100_000], DecodeFailed),
-        ([b"BT\x01\xdd\x00\x01\x00\x01"], LimitExceeded),
-        ([b"BT\x01\xdd\x00\x00\x00\x01"], DecodeFailed),
-        ([b"BT\x01\xdd"], DecodeFailed),
+        ([b"BT\x02"], DecodeFailed),
+        ([b"XT\x02\x90"], DecodeFailed),
+        ([b"BK\x02\x90"], DecodeFailed),
+        ([b"BT\x01\x90"], VersionMismatch),
+        ([b"BT\x02\x90\x90"], DecodeFailed),
+        ([b"BT\x02\x90", b"extra"], DecodeFailed),
+        ([b"BT\x02\x80"], DecodeFailed),
+        ([b"BT\x02\x91\x80"], DecodeFailed),
+        ([b"BT\x02\x91\x81\xa4type\xa9Described"], DecodeFailed),
+        ([b"BT\x02\x91\x81\xa4type\xa1\xff"], DecodeFailed),
+        ([b"BT\x02\x91\x82\xa4type\xa4Ping\xa1z" + b"\x91" * 100_000], LimitExceeded),
+        ([b"BT\x02" + b"\x91" * 100_000], DecodeFailed),
+        ([b"BT\x02\xdd\x00\x01\x00\x01"], LimitExceeded),
+        ([b"BT\x02\xdd\x00\x00\x00\x01"], DecodeFailed),
+        ([b"BT\x02\xdd"], DecodeFailed),
         ([bytes((16 << 20) + 1)], LimitExceeded),
     ],
 )
@@ -316,12 +321,12 @@ def test_a_generic_value_in_place_of_an_array_is_refused_unbuilt():
         context = {"type": "TextContext", "tokens": value, "max_length": 5}
         body = msgspec.msgpack.encode([{"type": "Submit", "request_id": "r", "context": context}])
         with pytest.raises(DecodeFailed):
-            decode([b"BT\x01" + body])
+            decode([b"BT\x02" + body])
 
 
 def test_unknown_fields_of_a_newer_peer_are_skipped():
     body = [{"type": "Ping", "nonce": 3, "later": {"a": [1, {"b": 2}]}}]
-    assert decode([b"BT\x01" + msgspec.msgpack.encode(body)]) == [Ping(nonce=3)]
+    assert decode([b"BT\x02" + msgspec.msgpack.encode(body)]) == [Ping(nonce=3)]
 
 
 def test_the_size_limit_is_the_decoders_own():
@@ -357,7 +362,7 @@ KV = KVFrame(
 
 
 def kv_header(body):
-    return b"BK\x01" + zlib.crc32(body).to_bytes(4, "little") + body
+    return b"BK\x02" + zlib.crc32(body).to_bytes(4, "little") + body
 
 
 def test_every_flipped_bit_of_a_kv_header_is_noticed():
@@ -373,11 +378,11 @@ def test_every_flipped_bit_of_a_kv_header_is_noticed():
     ("frame", "error"),
     [
         (b"", DecodeFailed),
-        (b"BT\x01" + encode_kv_header(KV)[3:], DecodeFailed),
+        (b"BT\x02" + encode_kv_header(KV)[3:], DecodeFailed),
         (b"BK\x07" + encode_kv_header(KV)[3:], VersionMismatch),
         (encode_kv_header(KV)[:-1], EnvelopeDamaged),
         (encode_kv_header(KV) + b"\0", EnvelopeDamaged),
-        (b"BK\x01" + bytes(3), DecodeFailed),
+        (b"BK\x02" + bytes(3), DecodeFailed),
         (kv_header(b"\x90"), DecodeFailed),
         (kv_header(encode_kv_header(KV)[7:] + b"\0"), DecodeFailed),
         (encode_kv_header(msgspec.structs.replace(KV, nbytes=(16 << 20) + 1)), LimitExceeded),
@@ -422,7 +427,7 @@ OUT_OF_BOUNDS = {
 @pytest.mark.parametrize("name", OUT_OF_BOUNDS)
 def test_numbers_and_lengths_out_of_bounds_are_refused(name):
     union, message = OUT_OF_BOUNDS[name]
-    frame = b"BT\x01" + msgspec.msgpack.encode([message])
+    frame = b"BT\x02" + msgspec.msgpack.encode([message])
     with pytest.raises(DecodeFailed, match="Expected"):
         EnvelopeDecoder(union).decode([frame])
 
@@ -454,7 +459,7 @@ def test_a_sealed_envelope_is_read_as_it_was_sealed():
     messages = [large_commit(), Ping(nonce=3)]
     frames = sealing.encode(messages)
     assert len(frames) == 2
-    assert bytes(frames[0][:3]) == b"BS\x01"
+    assert bytes(frames[0][:3]) == b"BS\x02"
     assert int.from_bytes(frames[0][3:11], "little") == digest([frames[0][11:], frames[1]])
     decoder = sealed_decoder()
     assert decoder.decode(frames) == messages
@@ -489,7 +494,7 @@ def test_a_seal_means_nothing_where_none_is_asked_for():
 
 
 @pytest.mark.parametrize(
-    "frame", [b"BS", b"BS\x01" + bytes(8), b"BS\x01\x90", b"BS\x01" + b"\xdd" * 8]
+    "frame", [b"BS", b"BS\x02" + bytes(8), b"BS\x02\x90", b"BS\x02" + b"\xdd" * 8]
 )
 def test_a_sealed_envelope_cut_short(frame):
     with pytest.raises(DecodeFailed):

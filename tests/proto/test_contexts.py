@@ -258,7 +258,7 @@ class TestOutput:
         ctx = context()
         ctx.update(5, entry(-5.0))
         ctx.update(6)
-        ctx.update(7, TokenLogProbs(-7.0, {1: -7.0}))
+        ctx.update(7, TokenLogProbs.of(-7.0, {1: -7.0}))
         assert ctx.to_generation_output().log_probabilities == [entry(-5.0), None, entry(-7.0)]
         ctx.update(8)
         assert ctx.to_generation_output().log_probabilities is None

@@ -81,13 +81,13 @@ def feed_one(decode, data):
 @given(st.lists(st.binary(max_size=200), max_size=3), st.binary(max_size=100))
 def test_random_bytes(frames, body):
     feed(frames)
-    feed([b"BT\x01" + body, *frames])
-    feed([b"BS\x01" + body, *frames])
-    sealed = b"BS\x01" + envelope_digest([body, *frames]).to_bytes(8, "little")
+    feed([b"BT\x02" + body, *frames])
+    feed([b"BS\x02" + body, *frames])
+    sealed = b"BS\x02" + envelope_digest([body, *frames]).to_bytes(8, "little")
     feed([sealed + body, *frames])
     feed_one(decode_kv_header, body)
-    feed_one(decode_kv_header, b"BK\x01" + body)
-    feed_one(decode_kv_header, b"BK\x01" + crc32(body).to_bytes(4, "little") + body)
+    feed_one(decode_kv_header, b"BK\x02" + body)
+    feed_one(decode_kv_header, b"BK\x02" + crc32(body).to_bytes(4, "little") + body)
     feed_one(MAPS, body)
 
 
@@ -146,17 +146,17 @@ def text(value):
 
 def flood(kind, field, unit, count):
     """One message whose ``field`` is a list of ``count`` times ``unit``."""
-    head = b"BT\x01\x91\x82" + text("type") + text(kind) + text(field)
+    head = b"BT\x02\x91\x82" + text("type") + text(kind) + text(field)
     return head + b"\xdd" + count.to_bytes(4, "big") + unit * count
 
 
-TOKENS = b"BT\x01\x91\x82" + text("type") + text("Tokens") + text("runs") + b"\x91\x95\xc4\0\1\0"
+TOKENS = b"BT\x02\x91\x82" + text("type") + text("Tokens") + text("runs") + b"\x91\x95\xc4\0\1\0"
 COUNT = 40_000
 FLOODS = {
-    "empty maps as messages": b"BT\x01\xdc\xff\xff" + b"\x80" * 65535,
+    "empty maps as messages": b"BT\x02\xdc\xff\xff" + b"\x80" * 65535,
     "empty maps as an unknown field": flood("Ping", "later", b"\x80", COUNT),
     "empty maps as stop sequences": flood("Submit", "context", b"\x80", COUNT),
-    "smallest messages": b"BT\x01\xdc\xff\xff" + (b"\x81" + text("type") + text("Ping")) * 65535,
+    "smallest messages": b"BT\x02\xdc\xff\xff" + (b"\x81" + text("type") + text("Ping")) * 65535,
     "empty runs": flood("Tokens", "runs", b"\x94\xc4\0\1\0\x90", COUNT),
     "short runs": flood("Tokens", "runs", b"\x94\xc4\0\1\0\x92\xcd\1\1\xcd\1\1", COUNT),
     "file names": flood("Describe", "files", b"\xa2ab", COUNT),
@@ -192,10 +192,25 @@ UNITS = {
     "large numbers": b"\xcd\1\1",
     "empty texts": b"\xa0",
     "texts": b"\xa2ab",
+    "wide texts": b"\xa2\xd0\xb0",
     "bytes": b"\xc4\2ab",
     "nothing": b"\xc0",
     "exts": b"\xd4\1\0",
 }
+
+
+def floods(unit):
+    """A list of the unit, and maps: under one key, with itself as key, under many keys."""
+    count = COUNT.to_bytes(4, "big")
+    numbers = [b"\xcd" + key.to_bytes(2, "big") for key in range(COUNT)]
+    names = [b"\xa3%c%c%c" % (key >> 14, key >> 7 & 127, key & 127) for key in range(COUNT)]
+    return {
+        "list": b"\xdd" + count + unit * COUNT,
+        "one key": b"\xdf" + count + (b"\0" + unit) * COUNT,
+        "itself as key": b"\xdf" + count + unit * (2 * COUNT),
+        "numbers as keys": b"\xdf" + count + b"".join(key + unit for key in numbers),
+        "names as keys": b"\xdf" + count + b"".join(key + unit for key in names),
+    }
 
 
 def places(value, at=()):
@@ -217,7 +232,6 @@ def placed(value, at, data):
 
 @pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
 def test_memory_of_floods_in_every_place_of_every_message(unit):
-    """Only whole entries of log-probabilities, below, become more."""
     envelopes, _ = recorded()
     forms, seen = [], set()
     for frames in envelopes:
@@ -230,12 +244,11 @@ def test_memory_of_floods_in_every_place_of_every_message(unit):
             seen.add((raw["type"], at))
             forms.append((raw, at))
     assert len(forms) > 300
-    for head, items in ((b"\xdd", unit), (b"\xdf", b"\0" + unit), (b"\xdf", unit + unit)):
-        data = head + COUNT.to_bytes(4, "big") + items * COUNT
+    for name, data in floods(unit).items():
         for raw, at in forms:
-            body = b"BT\x01" + msgspec.msgpack.encode([placed(raw, at, data)])
+            body = b"BT\x02" + msgspec.msgpack.encode([placed(raw, at, data)])
             peak = peak_bytes(lambda body=body: feed([body]))
-            assert peak < 32 * len(body) + (1 << 20), (raw["type"], at, head)
+            assert peak < 32 * len(body) + (1 << 20), (raw["type"], at, name)
 
 
 def test_memory_of_mutated_messages():
@@ -262,19 +275,33 @@ def test_memory_of_mutated_messages():
         tracemalloc.stop()
 
 
-def test_memory_of_log_probabilities():
-    """The one field with a larger factor: a map per token, from workers only."""
-    for unit in (b"\x92\0\x80", b"\x92\0\x81\0\0"):
-        frame = TOKENS + b"\x90\xdd" + COUNT.to_bytes(4, "big") + unit * COUNT
-        assert feed([frame]) == 2
-        assert peak_bytes(lambda frame=frame: feed([frame])) < 72 * len(frame)
+PAIRS = b"\0" * 12
+ENTRIES = {
+    "nothing": b"\x92\0\xc4\0",
+    "one likely token": b"\x92\0\xc4\x0c" + PAIRS,
+    "twenty likely tokens": b"\x92\0\xc4\xf0" + PAIRS * 20,
+    "more than that": b"\x92\0\xc4\xfc" + PAIRS * 21,
+    "a part of one": b"\x92\0\xc4\3" + bytes(3),
+    "itself alone": b"\x91\0",
+    "an empty map": b"\x92\0\x80",
+    "a map of one": b"\x92\0\x81\0\0",
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_memory_of_log_probabilities(name):
+    """Bytes, not a map per token, which would become 72 times what it is on the wire."""
+    unit = ENTRIES[name]
+    frame = TOKENS + b"\x90\xdd" + COUNT.to_bytes(4, "big") + unit * COUNT
+    assert feed([frame]) == (2 if "likely" in name or name == "nothing" else 0)
+    assert peak_bytes(lambda: feed([frame])) < 32 * len(frame) + (1 << 20)
 
 
 def test_memory_of_claimed_sizes():
     """A length that is only claimed costs nothing."""
 
     def claim_of(kind, field, header):
-        return b"BT\x01\x91\x82" + text("type") + text(kind) + text(field) + header
+        return b"BT\x02\x91\x82" + text("type") + text(kind) + text(field) + header
 
     claims = [
         TOKENS + b"\xdd\x7f\xff\xff\xff",

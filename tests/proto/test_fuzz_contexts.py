@@ -75,7 +75,7 @@ def feed_map(message):
 @given(st.lists(st.binary(max_size=100), max_size=3), st.binary(max_size=100))
 def test_random_bytes(frames, body):
     feed(frames)
-    feed([b"BT\x01" + body, *frames])
+    feed([b"BT\x02" + body, *frames])
     feed_map(body)
 
 
@@ -168,7 +168,7 @@ def test_memory_of_floods_in_every_field(unit):
                 forms.append((kind, path, feed_map))
                 seen.add(path)
         (raw,) = msgspec.msgpack.decode(bytes(encode(CONTEXTS[name]())[0])[3:], strict=False)
-        outer = b"BT\x01\x91\x82" + text("type") + text("ContextSnapshot")
+        outer = b"BT\x02\x91\x82" + text("type") + text("ContextSnapshot")
         tagged = outer + text("context") + b"\x82" + text("type") + text(raw["context"]["type"])
         for path in fields_of(raw):
             if ("frames", *path) in seen:

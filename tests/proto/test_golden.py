@@ -6,6 +6,7 @@ once with the required ones only. After a deliberate change:
 """
 
 import json
+import struct
 from pathlib import Path
 from typing import get_args
 
@@ -67,7 +68,7 @@ def sample(info, name="", full=True):
         inspect.FloatType: seed / 8,
         inspect.BoolType: True,
         inspect.StrType: name,
-        inspect.BytesType: name.encode(),
+        inspect.BytesType: struct.pack("<id", seed, -0.5) if name == "packed" else name.encode(),
         inspect.ExtType: np.arange(
             seed, seed + 5, dtype=np.float32 if name == "embedding" else np.int32
         ),

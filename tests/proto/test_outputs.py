@@ -1,3 +1,6 @@
+import struct
+
+import msgspec
 import pytest
 
 from baton.proto import GenerationStatus, LogProbabilities, RequestID, TextGenerationOutput
@@ -50,5 +53,20 @@ def test_merge_of_log_probabilities():
 
 
 def test_log_probabilities_wire_form():
-    wire = TokenLogProbs(-0.5, {7: -0.5, 8: -1.5})
+    wire = TokenLogProbs.of(-0.5, {7: -0.5, 8: -1.5})
     assert LogProbabilities.of_token(wire).to_wire() == wire
+    assert wire.packed == struct.pack("<2i2d", 7, 8, -0.5, -1.5)
+    assert list(wire.top.items()) == [(7, -0.5), (8, -1.5)]
+    assert TokenLogProbs.of(-1.0, {}).top == {}
+
+
+@pytest.mark.parametrize("token", [1 << 31, -(1 << 31) - 1])
+def test_log_probabilities_of_no_token_are_not_sent(token):
+    with pytest.raises(ValueError, match="cannot be sent"):
+        TokenLogProbs.of(-0.5, {token: -0.5})
+
+
+@pytest.mark.parametrize("size", [1, 11, 13, 252])
+def test_bytes_that_are_no_likely_tokens_are_refused(size):
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode([0.5, bytes(size)]), type=TokenLogProbs)

@@ -12,6 +12,7 @@ import pytest
 
 from baton.proto.ids import request_key
 from baton.proto.layout import KVLayout, ModelCard
+from baton.proto.limits import PROTOCOL_VERSION
 from baton.proto.messages import (
     Accepted,
     Assign,
@@ -186,7 +187,7 @@ class Bench:
     ) -> Played:
         self._incarnation += 1
         settings = {
-            "version": 1,
+            "version": PROTOCOL_VERSION,
             "worker": f"{role}-{number}",
             "role": fields.pop("said_role", role),
             "incarnation": self._incarnation,

@@ -61,7 +61,7 @@ def test_a_whole_life(bench):
 def test_one_message_per_client_with_the_runs_as_they_came(bench):
     _, decode = bench.pair()
     keys = [bench.run(f"r{i}", identity=b"ab"[i % 2 : i % 2 + 1])[0] for i in range(6)]
-    logprobs = [TokenLogProbs(-0.1, {5: -0.1})]
+    logprobs = [TokenLogProbs.of(-0.1, {5: -0.1})]
     runs = [TokenRun(key, 1, 10, [5], logprobs) for key in keys]
     decode.say(Tokens(runs=runs))
     for identity, mine in ((b"a", runs[0::2]), (b"b", runs[1::2])):

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from baton.proto.errors import ConfigError
+from baton.proto.limits import PROTOCOL_VERSION
 from baton.proto.messages import Assign, Hello
 from baton.router.config import POLICIES, PolicyConfig
 from baton.router.policy import LeastLoaded, PrefixAware, PrefixIndex, RoundRobin, make_policy
@@ -20,7 +21,7 @@ def workers(card, count=4, role="prefill"):
         Worker(
             b"w%d" % i,
             Hello(
-                version=1, worker=f"w{i}", role=role, incarnation=i + 1, pid=i,
+                version=PROTOCOL_VERSION, worker=f"w{i}", role=role, incarnation=i + 1, pid=i,
                 endpoint=f"ipc:///w{i}", model=card,
             ),
             0.0,

@@ -18,6 +18,7 @@ import zmq
 
 from baton.client import Client
 from baton.proto.codec import EnvelopeDecoder, EnvelopeEncoder
+from baton.proto.limits import PROTOCOL_VERSION
 from baton.proto.messages import (
     Abort,
     Accepted,
@@ -121,7 +122,7 @@ class Router:
         name = f"{role}-{incarnation}"
         worker = self._peer(self.config.worker_address, name, RouterToWorker)
         hello = Hello(
-            version=1, worker=role, role=role, incarnation=incarnation, pid=1,
+            version=PROTOCOL_VERSION, worker=role, role=role, incarnation=incarnation, pid=1,
             endpoint=f"ipc:///run/{role}", model=card,
         )  # fmt: skip
         worker.say(hello)
@@ -375,7 +376,7 @@ def test_a_killed_router_comes_back_and_the_stream_continues(start_router, card)
     again.wait(Submitted)
     held = [RequestState(submitted.request, 1, 13, 10)]
     hello = Hello(
-        version=1, worker="decode", role="decode", incarnation=2, pid=1,
+        version=PROTOCOL_VERSION, worker="decode", role="decode", incarnation=2, pid=1,
         endpoint="ipc:///run/decode", model=card, requests=held,
     )  # fmt: skip
     decode.say(hello)

@@ -43,8 +43,8 @@ def test_only_an_end_leads_out_and_only_once():
 
 def test_tokens_and_log_probabilities_are_kept_for_a_client_that_comes_back(context):
     request = Request(b"k" * 16, "r", context(log_probabilities=2), 10.0, 1)
-    first = TokenLogProbs(-0.5, {1: -0.5})
-    second = TokenLogProbs(-0.25, {2: -0.25})
+    first = TokenLogProbs.of(-0.5, {1: -0.5})
+    second = TokenLogProbs.of(-0.25, {2: -0.25})
     request.keep(TokenRun(request.key, 1, 10, [1], [first]))
     request.keep(TokenRun(request.key, 1, 11, [2], [second]))
     assert request.next == 12

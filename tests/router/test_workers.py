@@ -39,7 +39,7 @@ def test_a_worker_is_welcomed(bench):
 @pytest.mark.parametrize(
     ("fields", "code"),
     [
-        ({"version": 2}, "version_mismatch"),
+        ({"version": 1}, "version_mismatch"),
         ({"said_role": "oracle"}, "protocol"),
         ({"endpoint": "http://x"}, "input"),
     ],

@@ -8,7 +8,7 @@ from baton.runtime.runs import runs_again
 @given(st.integers(0, 6), st.integers(0, 6), st.integers(0, 6))
 def test_every_token_is_said_with_its_own_log_probability_or_none(count, known, skip):
     tokens = list(range(count))
-    entries = [TokenLogProbs(float(token), {}) for token in tokens][-known:] if known else []
+    entries = [TokenLogProbs.of(float(token), {}) for token in tokens][-known:] if known else []
     again = tokens[min(skip, count) :]
     runs = runs_again((b"r", 3), 100 + min(skip, count), again, entries)
     said = []
@@ -26,5 +26,5 @@ def test_every_token_is_said_with_its_own_log_probability_or_none(count, known, 
 
 
 def test_without_tokens_one_empty_run_says_that_it_is_here():
-    (run,) = runs_again((b"r", 1), 7, [], [TokenLogProbs(0.5, {})])
+    (run,) = runs_again((b"r", 1), 7, [], [TokenLogProbs.of(0.5, {})])
     assert (run.position, run.tokens, run.logprobs) == (7, [], None)
