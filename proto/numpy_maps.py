@@ -27,6 +27,8 @@ from .arrays import Frame
 from .contexts import TextContext
 from .errors import DecodeFailed, LimitExceeded
 from .limits import MAX_ARRAY_BYTES, MAX_ARRAY_NDIM
+from .log_prob_maps import LogProbMaps, build_log_probs
+from .outputs import LogProbabilities
 from .pixels import PixelContext
 from .shadows import ArrayMap, Shadows
 from .shared_memory import open_segment, process_store
@@ -37,6 +39,10 @@ T = TypeVar("T")
 
 _CONTEXTS = (TextContext, TextAndVisionContext, TTSContext, PixelContext)
 """The registry: only these are ever built for a ``type`` that a message names."""
+
+_KNOWN: dict[type, tuple[Any, Callable[[Any], Any]]] = {
+    LogProbabilities: (LogProbMaps, build_log_probs)
+}
 
 _LEAVES = {int, float, bool, str, bytes, type(None), np.ndarray}
 _SETTERS = (object.__setattr__, msgspec.structs.force_setattr)
@@ -186,7 +192,8 @@ class NumpyDecoder(Generic[T]):
             return self._decode_untagged(message)
 
     def _decoder_of(self, family: Callable[[type], Sequence[type]]) -> Callable[[Frame], Any]:
-        shadow, build = Shadows(partial(_decode_array, copy=self._copy), family).of(self._type)
+        array = partial(_decode_array, copy=self._copy)
+        shadow, build = Shadows(array, family, _KNOWN).of(self._type)
         decode = msgspec.msgpack.Decoder(shadow).decode
         return decode if build is None else lambda message: build(decode(message))
 

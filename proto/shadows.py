@@ -10,7 +10,7 @@ decoded by msgspec alone, and the object is built from it.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from operator import attrgetter
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -41,12 +41,18 @@ class Shadows:
 
     ``array``: builds an array from its map. ``family``: the classes an object of a declared
     class may have; more than one, or one that says its ``type``, are told apart by that.
+    ``known``: shadows, and what builds from them, of classes that need one of their own.
     """
 
-    def __init__(self, array: Build, family: Callable[[type], Sequence[type]]) -> None:
+    def __init__(
+        self,
+        array: Build,
+        family: Callable[[type], Sequence[type]],
+        known: Mapping[type, tuple[Any, Build]],
+    ) -> None:
         self._array = array
         self._family = family
-        self._made: dict[type, tuple[Any, Build | None]] = {}
+        self._made: dict[type, tuple[Any, Build | None]] = dict(known)
 
     def of(self, kind: Any) -> tuple[Any, Build | None]:
         """Shadow of a type, and what builds the object from it (None: it is the object)."""

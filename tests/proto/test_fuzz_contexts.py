@@ -5,7 +5,6 @@ How long they take, the codec's benchmark says.
 
 import importlib.util
 import random
-import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -23,6 +22,7 @@ from baton.proto import (
     LogProbabilities,
     PixelContext,
     TextContext,
+    TextGenerationOutput,
     VersionMismatch,
     msgpack_numpy_decoder,
     msgpack_numpy_encoder,
@@ -38,12 +38,13 @@ def _load(name):
 
 
 CONTEXTS = _load("sample_contexts").CONTEXTS
-mutated = _load("test_fuzz").mutated
+_fuzz = _load("test_fuzz")
+floods, mutated, peak_bytes = _fuzz.floods, _fuzz.mutated, _fuzz.peak_bytes
 ALLOWED = (DecodeFailed, LimitExceeded, VersionMismatch)
 encode, decode = ContextEncoder(), ContextDecoder(copy=True)
 MAPS = [
     msgpack_numpy_decoder(kind, copy=copy)
-    for kind in (TextContext | PixelContext, np.ndarray, GenerationOutput)
+    for kind in (TextContext | PixelContext, np.ndarray, GenerationOutput, TextGenerationOutput)
     for copy in (True, False)
 ]
 MARGIN = 1 << 20
@@ -106,15 +107,6 @@ def test_truncated_contexts():
             assert feed_map(message[:end]) == 0
 
 
-def peak_bytes(call):
-    tracemalloc.start()
-    try:
-        call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
 def text(value):
     return (
         bytes([0xA0 + len(value)]) + value.encode()
@@ -123,18 +115,7 @@ def text(value):
     )
 
 
-COUNT = 40_000
-UNITS = {
-    "empty maps": b"\x80",
-    "empty lists": b"\x90",
-    "lists of one": b"\x91\0",
-    "maps of one": b"\x81\0\0",
-    "numbers": b"\0",
-    "large numbers": b"\xcd\1\1",
-    "empty texts": b"\xa0",
-    "nothing": b"\xc0",
-    "exts": b"\xd4\1\0",
-}
+COUNT, UNITS = _fuzz.COUNT, _fuzz.UNITS
 
 
 def fields_of(raw, path=()):
@@ -145,9 +126,8 @@ def fields_of(raw, path=()):
             yield from fields_of(value, (*path, key))
 
 
-def flooded(path, head, unit, count):
-    """A map with a flood at the end of ``path``; ``head`` makes it a list or a map."""
-    data = head + count.to_bytes(4, "big") + unit * count
+def at_end(path, data):
+    """A map with the data at the end of ``path``."""
     for key in reversed(path):
         data = b"\x81" + text(key) + data
     return data
@@ -155,16 +135,13 @@ def flooded(path, head, unit, count):
 
 @pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
 def test_memory_of_floods_in_every_field(unit):
-    """No field of a context, in either form, becomes much larger than its bytes.
-
-    But for queued log-probabilities in the one-buffer form, which are lists and maps there.
-    """
+    """No field of a context, in either form, becomes much larger than its bytes."""
     forms, seen = [], {("type",)}
     for name in ("text under_way", "vision under_way", "speech speaking", "pixel painting"):
         raw = msgspec.msgpack.decode(msgpack_numpy_encoder()(CONTEXTS[name]()), strict=False)
         kind = b"\x82" + text("type") + text(raw["type"])
         for path in fields_of(raw):
-            if path[0] != "_log_probabilities_data" and path not in seen:
+            if path not in seen:
                 forms.append((kind, path, feed_map))
                 seen.add(path)
         (raw,) = msgspec.msgpack.decode(bytes(encode(CONTEXTS[name]())[0])[3:], strict=False)
@@ -176,27 +153,77 @@ def test_memory_of_floods_in_every_field(unit):
             seen.add(("frames", *path))
             inside = path[0] == "context" and len(path) > 1
             forms.append((tagged if inside else outer, path[inside:], lambda data: feed([data])))
-    for kind, path, give in forms:
-        for head, items in ((b"\xdd", unit), (b"\xdf", b"\0" + unit), (b"\xdf", unit + unit)):
-            inner = flooded(path, head, items, COUNT)[1:]
-            data = kind + inner
+    for name, flood in floods(unit).items():
+        for kind, path, give in forms:
+            data = kind + at_end(path, flood)[1:]
             peak = peak_bytes(lambda give=give, data=data: give(data))
-            assert peak < FACTOR * len(data) + MARGIN, (path, head)
+            assert peak < FACTOR * len(data) + MARGIN, (path, name)
 
 
 def test_memory_of_queued_log_probabilities():
-    """As frames within the factor; as maps and lists of the one-buffer form up to 80 times."""
+    """As numbers, in the frames of a whole context."""
     context = TextContext(max_length=1 << 30, tokens=[1])
-    context._log_probabilities_data = {
-        i: LogProbabilities([-1.0], [{1: -1.0}, {}]) for i in range(9000)
-    }
-    frames = [bytes(frame) for frame in encode(context)]
-    size = sum(map(len, frames))
-    assert peak_bytes(lambda: feed(frames)) < FACTOR * size + MARGIN
-    head = b"\x82" + text("type") + text("TextContext") + text("_log_probabilities_data")
-    entry = b"\x82" + text("token_log_probabilities") + b"\x90" + text("top_log_probabilities")
-    flood = head + b"\x81\0" + entry + b"\xdd" + COUNT.to_bytes(4, "big") + b"\x80" * COUNT
-    assert peak_bytes(lambda: feed_map(flood)) < 80 * len(flood) + MARGIN
+    for tops in ([{1: -1.0}, {}], [{}] * 50, [dict.fromkeys(range(20), -1.0)]):
+        context._log_probabilities_data = {i: LogProbabilities([-1.0], tops) for i in range(9000)}
+        frames = [bytes(frame) for frame in encode(context)]
+        assert decode(frames) == context
+        assert (
+            peak_bytes(lambda frames=frames: feed(frames)) < FACTOR * sum(map(len, frames)) + MARGIN
+        )
+
+
+CHOSEN, TOP = text("token_log_probabilities"), text("top_log_probabilities")
+NUMBERS = [-1.0, -2.5]
+
+
+def one_entry(chosen, top):
+    """Raw lists as one entry's log-probabilities, in a context and in an output."""
+    entry = b"\x82" + CHOSEN + chosen + TOP + top
+    context = b"\x82" + text("type") + text("TextContext") + text("_log_probabilities_data")
+    output = b"\x82" + text("request_id") + b"\x81" + text("value") + text("r")
+    return [context + b"\x81\0" + entry, output + text("log_probabilities") + b"\x91" + entry]
+
+
+@pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
+def test_memory_of_log_probabilities_in_one_buffer(unit):
+    """The lists of an entry, the likely tokens of one token, and whole entries."""
+    packed = msgspec.msgpack.encode
+    for name, flood in floods(unit).items():
+        messages = one_entry(flood, b"\x90") + one_entry(b"\x90", flood) + one_entry(flood, flood)
+        messages += one_entry(packed(NUMBERS), b"\x92" + flood + flood)
+        messages += one_entry(packed([0.5] * COUNT), flood)
+        for message in messages:
+            peak = peak_bytes(lambda message=message: feed_map(message))
+            assert peak < FACTOR * len(message) + MARGIN, name
+
+
+@pytest.mark.parametrize("maps", [1000, 10_000, 20_000, 25_000, 100_000])
+def test_memory_of_both_lists_together(maps):
+    """What the numbers of the one may take, the maps of the other do not take as well."""
+    numbers = 4 * COUNT
+    top = b"\xdd" + maps.to_bytes(4, "big") + b"\x81\0\0" * maps
+    for message in one_entry(b"\xdd" + numbers.to_bytes(4, "big") + bytes(numbers), top):
+        assert (
+            peak_bytes(lambda message=message: feed_map(message)) < FACTOR * len(message) + MARGIN
+        )
+
+
+def test_memory_of_many_small_entries_in_one_buffer():
+    for chosen, top in (
+        (b"\x90", b"\x90"),
+        (b"\x90", b"\x97" + b"\x80" * 7),
+        (b"\x90", b"\xdc\0\x38" + b"\x80" * 56),
+        (b"\x91\0", b"\x91\x81\0\0"),
+        (b"\x90", b"\x91\x89" + b"".join(bytes([i, 0]) for i in range(9))),
+        (b"\x9f" + bytes(15), b"\x90"),
+    ):
+        entry = b"\x82" + CHOSEN + chosen + TOP + top
+        head = b"\x82" + text("type") + text("TextContext") + text("_log_probabilities_data")
+        keys = [b"\xcd" + key.to_bytes(2, "big") for key in range(COUNT)]
+        message = head + b"\xde" + COUNT.to_bytes(2, "big") + b"".join(key + entry for key in keys)
+        assert (
+            peak_bytes(lambda message=message: feed_map(message)) < FACTOR * len(message) + MARGIN
+        )
 
 
 @pytest.mark.parametrize(

@@ -356,3 +356,76 @@ def test_an_array_under_any_stays_a_map():
     assert msgpack_numpy_decoder(dict[str, Any])(encode({"a": np.zeros(1, np.int8)}))["a"] == {
         "__np__": True, "data": b"\0", "shape": [1], "dtype": "|i1",
     }  # fmt: skip
+
+
+# ------------------------------------------------------------------ log-probabilities
+
+
+def queued(**entries):
+    context = TextContext(max_length=1 << 30, tokens=[1])
+    context._log_probabilities_data = {
+        i: LogProbabilities(*entry) for i, entry in enumerate(entries.values())
+    }
+    return context
+
+
+def test_log_probabilities_of_any_length_are_read():
+    context = queued(
+        nothing=([], []),
+        no_likely_ones=([-1.5] * 20_000, [{}] * 20_000),
+        one=([-1.5] * 20_000, [{i: -1.5} for i in range(20_000)]),
+        twenty=([-1.5], [{i << 14: -i / 7 for i in range(20)}]),
+        uneven=([], [{7: -1.5}, {}]),
+        many=([-1.5], [{i: -i / 7 for i in range(100_000)}]),
+    )
+    assert msgpack_numpy_decoder(TextContext)(encode(context)) == context
+
+
+@pytest.mark.parametrize("number", [b"\xca\xbf\0\0\0", b"\xcb\xbf\xe0" + bytes(6)])
+def test_log_probabilities_of_other_writers_are_read(number):
+    """Single precision, and whole numbers as such."""
+    one = msgspec.msgpack.encode(
+        {"token_log_probabilities": [-1], "top_log_probabilities": [{7: 0}]}
+    )
+    read = msgpack_numpy_decoder(LogProbabilities)
+    assert read(one) == LogProbabilities([-1.0], [{7: 0.0}])
+    raw = msgspec.Raw(number)
+    many = {
+        "token_log_probabilities": [raw] * 5000,
+        "top_log_probabilities": [dict.fromkeys(range(1000, 1000 + n), raw) for n in (0, 1, 5, 20)]
+        * 1250,
+    }
+    entry = read(msgspec.msgpack.encode(many))
+    assert entry.token_log_probabilities == [-0.5] * 5000
+    assert entry.top_log_probabilities[3] == dict.fromkeys(range(1000, 1020), -0.5)
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [
+        (None, []),
+        ([], None),
+        ({}, []),
+        ([], {}),
+        ([], [[]]),
+        ([], [None]),
+        ([], [{"7": 0.5}]),
+        ([], [{7: "x"}]),
+        (["x"], []),
+        ([None], []),
+    ],
+    ids=str,
+)
+def test_other_log_probabilities_are_refused(lists):
+    names = ("token_log_probabilities", "top_log_probabilities")
+    message = msgspec.msgpack.encode(dict(zip(names, lists, strict=True)))
+    with pytest.raises(DecodeFailed):
+        msgpack_numpy_decoder(LogProbabilities)(message)
+
+
+@pytest.mark.parametrize("lists", [([], [{}] * 1000), ([0] * 1000, []), ([], [{7: 0}] * 1000)])
+def test_log_probabilities_much_larger_than_their_bytes_are_refused(lists):
+    names = ("token_log_probabilities", "top_log_probabilities")
+    message = msgspec.msgpack.encode(dict(zip(names, lists, strict=True)))
+    with pytest.raises(LimitExceeded, match="larger than their bytes"):
+        msgpack_numpy_decoder(LogProbabilities)(message)
