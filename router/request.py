@@ -227,7 +227,7 @@ def new_tokens(context: WireContext) -> int:
 def context_bytes(context: WireContext) -> int:
     """Upper bound of the memory a request may take until its end, in bytes."""
     likely = context.log_probabilities
-    per_token = 4 + (160 + 100 * likely if likely > 0 else 0)
+    per_token = 4 + (128 + 12 * likely if likely > 0 else 0)
     total = RECORD_BYTES + context.tokens.nbytes + per_token * new_tokens(context)
     total += 40 * len(context.eos_token_ids)
     if context.task == "embed":

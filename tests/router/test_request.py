@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
+import msgspec
 import pytest
 
 from baton.proto.errors import InternalError
@@ -63,7 +65,20 @@ def test_new_tokens_are_bounded_by_both_limits(context):
 def test_a_request_is_charged_for_all_it_may_grow_to(context):
     small, large = context_bytes(context(10, 20)), context_bytes(context(10, 2000))
     assert large - small == 4 * 1980
-    assert context_bytes(context(10, 20, log_probabilities=5)) > small + 20 * 500
+
+
+@pytest.mark.parametrize("likely", [1, 5, 20])
+def test_log_probabilities_are_charged_with_what_they_take(context, likely):
+    request = context(10, 1000, log_probabilities=likely)
+    charged = context_bytes(request) - context_bytes(context(10, 1000))
+    entry = TokenLogProbs.of(-0.5, {token << 16: -0.5 for token in range(likely)})
+    sent = msgspec.msgpack.encode([entry] * 1000)
+    tracemalloc.start()
+    kept = msgspec.msgpack.decode(sent, type=list[TokenLogProbs])
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert len(kept) == 1000
+    assert taken < charged < 1.5 * taken
 
 
 class Owner:
