@@ -1,24 +1,239 @@
 // Kernels that walk rows: embedding, norms, rotary embedding with the append to the KV pool, SwiGLU.
 //
-// Rows are bf16 in memory, 16 bytes a load; sums are float32 in a fixed order, so that a row has the
-// same bits whatever else is in the batch.
+// Rows are bf16 in memory, read once, 16 bytes (a word of 8 values) a load. Sums are float32 in a
+// fixed order that depends on the width alone: a row has the same bits whatever else is in a batch.
 #include "device.cuh"
 
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
+namespace {
 
-// out[t][i] = silu(gate_up[t][i]) * gate_up[t][width + i]; words of 8 values, `words` per row.
-extern "C" __global__ void __launch_bounds__(256)
-    silu_mul(const uint4* __restrict__ gate_up, uint4* __restrict__ out, int words, long long total) {
-    const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
-    for (long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x; i < total;
-         i += step) {
-        const long long row = i / words;
-        const uint4* gate = gate_up + row * words + i;  // row * 2 * words + i % words
-        float g[8], u[8];
-        unpack8(gate[0], g);
-        unpack8(gate[words], u);
+constexpr int kWordsPerThread = 4;
+
+// The sum over the block, in each thread. `part` has room for 32; used once in a kernel.
+__device__ __forceinline__ float block_sum(float v, float* part) {
+    const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+    v = warp_sum(v);
+    if (lane == 0) part[threadIdx.x >> 5] = v;
+#ifndef BATON_PLANT_NORM_BARRIER
+    __syncthreads();
+#endif
+    return warp_sum(lane < warps ? part[lane] : 0.0f);
+}
+
+__device__ __forceinline__ void store8(uint4* out, long long word, const float* f) {
+    out[word] = pack8(f);
+}
+__device__ __forceinline__ void store8(float4* out, long long word, const float* f) {
+    out[2 * word] = make_float4(f[0], f[1], f[2], f[3]);
+    out[2 * word + 1] = make_float4(f[4], f[5], f[6], f[7]);
+}
+
+// A block per row, its words in registers. With a residual the row is their sum, rounded to bf16,
+// which is also what replaces the residual.
+template <bool kAdd, class Out>
+__device__ __forceinline__ void norm_row(const uint4* __restrict__ x, uint4* __restrict__ residual,
+                                         const uint4* __restrict__ weight, Out* __restrict__ out,
+                                         int words, float inverse_width, float eps) {
+    __shared__ float part[32];
+    const long long base = static_cast<long long>(blockIdx.x) * words;
+    uint4 row[kWordsPerThread], other[kWordsPerThread];
 #pragma unroll
-        for (int j = 0; j < 8; j++) g[j] = silu(g[j]) * u[j];
-        out[i] = pack8(g);
+    for (int j = 0; j < kWordsPerThread; j++) {
+        const int i = threadIdx.x + j * blockDim.x;
+        row[j] = i < words ? x[base + i] : make_uint4(0, 0, 0, 0);
+        if (kAdd) other[j] = i < words ? residual[base + i] : make_uint4(0, 0, 0, 0);
+    }
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kWordsPerThread; j++) {
+        const int i = threadIdx.x + j * blockDim.x;
+        float v[8];
+        unpack8(row[j], v);
+        if (kAdd) {
+            float r[8];
+            unpack8(other[j], r);
+#pragma unroll
+            for (int e = 0; e < 8; e++) v[e] += r[e];
+            row[j] = pack8(v);
+            if (i < words) residual[base + i] = row[j];
+            unpack8(row[j], v);
+        }
+#pragma unroll
+        for (int e = 0; e < 8; e++) sum = fmaf(v[e], v[e], sum);
+    }
+    const float scale = rsqrtf(block_sum(sum, part) * inverse_width + eps);
+#pragma unroll
+    for (int j = 0; j < kWordsPerThread; j++) {
+        const int i = threadIdx.x + j * blockDim.x;
+        if (i >= words) break;
+        float v[8], w[8];
+        unpack8(row[j], v);
+        unpack8(weight[i], w);
+#pragma unroll
+        for (int e = 0; e < 8; e++) v[e] = v[e] * scale * w[e];
+        store8(out, base + i, v);
+    }
+}
+
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+
+struct Heads {  // of one row of qkv: queries, then keys, then values
+    int queries, keys;
+};
+struct Pool {
+    int block_size, slots;
+};
+
+// kLanes threads per head: each holds 8 values of its first half and their partners of the second.
+template <int kLanes>
+__device__ __forceinline__ void rope_append(const uint4* __restrict__ qkv,
+                                            const int* __restrict__ positions,
+                                            const long long* __restrict__ slots,
+                                            const float4* __restrict__ cos_sin, int max_position,
+                                            const uint4* __restrict__ q_norm,
+                                            const uint4* __restrict__ k_norm, float eps,
+                                            uint4* __restrict__ kv, uint4* __restrict__ q_out,
+                                            int rows, Heads h, Pool pool) {
+    const int heads = h.queries + 2 * h.keys;
+    const int item = (blockIdx.x * blockDim.x + threadIdx.x) / kLanes, part = threadIdx.x % kLanes;
+    const bool live = item < rows * heads;  // all lanes take part in the sums
+    const int row = live ? item / heads : 0, head = live ? item % heads : 0;
+    const bool is_query = head < h.queries, is_value = head >= h.queries + h.keys;
+
+    const uint4* in = qkv + (static_cast<long long>(row) * heads + head) * (2 * kLanes) + part;
+    const uint4 words[2] = {in[0], in[kLanes]};
+    float a[8], b[8];
+    unpack8(words[0], a);
+    unpack8(words[1], b);
+
+    const uint4* weight = is_query ? q_norm : k_norm;
+    float sum = 0.0f;
+#pragma unroll
+    for (int e = 0; e < 8; e++) sum = fmaf(a[e], a[e], fmaf(b[e], b[e], sum));
+#pragma unroll
+    for (int lanes = kLanes / 2; lanes; lanes >>= 1)
+        sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+    if (!live) return;
+
+    uint4 first = words[0], second = words[1];
+    if (!is_value) {
+        if (weight) {
+            const float scale = rsqrtf(sum * (1.0f / (16 * kLanes)) + eps);
+            float wa[8], wb[8];
+            unpack8(weight[part], wa);
+            unpack8(weight[part + kLanes], wb);
+#pragma unroll
+            for (int e = 0; e < 8; e++) a[e] *= scale * wa[e], b[e] *= scale * wb[e];
+        }
+        // A position outside the table would be an address outside it.
+        const int position = min(max(positions[row], 0), max_position - 1);
+        const float4* angle = cos_sin + static_cast<long long>(position) * (4 * kLanes) + part * 2;
+        const float4 c[2] = {angle[0], angle[1]};
+        const float4 s[2] = {angle[2 * kLanes], angle[2 * kLanes + 1]};
+        const float* cosine = &c[0].x;
+        const float* sine = &s[0].x;
+        float x[8], y[8];
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            x[e] = fmaf(a[e], cosine[e], -b[e] * sine[e]);
+            y[e] = fmaf(b[e], cosine[e], a[e] * sine[e]);
+        }
+        first = pack8(x), second = pack8(y);
+    }
+
+    uint4* to;
+    if (is_query) {
+        to = q_out + (static_cast<long long>(row) * h.queries + head) * (2 * kLanes) + part;
+    } else {
+        const long long slot = slots[row];
+        if (slot < 0 || slot >= pool.slots) return;
+        const unsigned block = static_cast<unsigned>(slot) / pool.block_size;
+#ifdef BATON_PLANT_SLOT
+        const unsigned offset = static_cast<unsigned>(slot) % pool.block_size ^ 1u;
+#else
+        const unsigned offset = static_cast<unsigned>(slot) % pool.block_size;
+#endif
+        // Keys and values are neighbours: [2, keys] as [2 keys].
+        const long long plane = static_cast<long long>(block) * (2 * h.keys) + (head - h.queries);
+        to = kv + (plane * pool.block_size + offset) * (2 * kLanes) + part;
+    }
+    to[0] = first;
+    to[kLanes] = second;
+}
+
+}  // namespace
+
+// out[t] = table[ids[t]]; an id outside the table gives a row of zeros. A block copies 512 words.
+extern "C" __global__ void __launch_bounds__(128)
+    embed(const int* __restrict__ ids, const uint4* __restrict__ table, uint4* __restrict__ out,
+          int words, int vocabulary) {
+    const int id = ids[blockIdx.x], start = blockIdx.y * 512 + threadIdx.x;
+    const bool known = static_cast<unsigned>(id) < static_cast<unsigned>(vocabulary);
+    const uint4* from = table + static_cast<long long>(known ? id : 0) * words;
+    uint4 kept[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const int i = start + j * 128;
+        kept[j] = known && i < words ? from[i] : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const int i = start + j * 128;
+        if (i < words) out[static_cast<long long>(blockIdx.x) * words + i] = kept[j];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+    rms_norm(const uint4* __restrict__ x, const uint4* __restrict__ weight, uint4* __restrict__ out,
+             int words, float inverse_width, float eps) {
+    norm_row<false>(x, static_cast<uint4*>(nullptr), weight, out, words, inverse_width, eps);
+}
+extern "C" __global__ void __launch_bounds__(1024)
+    rms_norm_f32(const uint4* __restrict__ x, const uint4* __restrict__ weight,
+                 float4* __restrict__ out, int words, float inverse_width, float eps) {
+    norm_row<false>(x, static_cast<uint4*>(nullptr), weight, out, words, inverse_width, eps);
+}
+extern "C" __global__ void __launch_bounds__(1024)
+    add_rms_norm(const uint4* __restrict__ x, uint4* __restrict__ residual,
+                 const uint4* __restrict__ weight, uint4* __restrict__ out, int words,
+                 float inverse_width, float eps) {
+    norm_row<true>(x, residual, weight, out, words, inverse_width, eps);
+}
+extern "C" __global__ void __launch_bounds__(1024)
+    add_rms_norm_f32(const uint4* __restrict__ x, uint4* __restrict__ residual,
+                     const uint4* __restrict__ weight, float4* __restrict__ out, int words,
+                     float inverse_width, float eps) {
+    norm_row<true>(x, residual, weight, out, words, inverse_width, eps);
+}
+
+#define BATON_ROPE_APPEND(dim)                                                                     \
+    extern "C" __global__ void __launch_bounds__(128, 8) qk_norm_rope_append_##dim(                \
+        const uint4* __restrict__ qkv, const int* __restrict__ positions,                          \
+        const long long* __restrict__ slots, const float4* __restrict__ cos_sin, int max_position, \
+        const uint4* __restrict__ q_norm, const uint4* __restrict__ k_norm, float eps,             \
+        uint4* __restrict__ kv, uint4* __restrict__ q_out, int rows, int queries, int keys,        \
+        int block_size, int pool_slots) {                                                          \
+        rope_append<dim / 16>(qkv, positions, slots, cos_sin, max_position, q_norm, k_norm, eps,   \
+                              kv, q_out, rows, Heads{queries, keys}, Pool{block_size, pool_slots});\
+    }
+BATON_ROPE_APPEND(16)
+BATON_ROPE_APPEND(32)
+BATON_ROPE_APPEND(64)
+BATON_ROPE_APPEND(128)
+BATON_ROPE_APPEND(256)
+
+// out[t][i] = silu(gate_up[t][i]) * gate_up[t][width + i], `words` words a row.
+extern "C" __global__ void __launch_bounds__(256)
+    silu_mul(const uint4* __restrict__ gate_up, uint4* __restrict__ out, int words, int rows) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= words) return;
+    for (int row = blockIdx.y; row < rows; row += gridDim.y) {
+        const uint4* gate = gate_up + static_cast<long long>(row) * 2 * words + i;
+        const uint4 both[2] = {gate[0], gate[words]};
+        float g[8], u[8];
+        unpack8(both[0], g);
+        unpack8(both[1], u);
+#pragma unroll
+        for (int e = 0; e < 8; e++) g[e] = silu(g[e]) * u[e];
+        out[static_cast<long long>(row) * words + i] = pack8(g);
     }
 }

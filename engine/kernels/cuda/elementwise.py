@@ -1,23 +1,183 @@
 """Launchers of ``elementwise.cu``: kernels that walk rows of bfloat16 bits (uint16).
 
-Each writes into arrays the caller owns and allocates nothing. Wrong types, shapes or orders raise
-ValueError before the launch. Empty inputs launch nothing.
+Meaning: :class:`~baton.engine.kernels.backend.Backend`; float32 inside, rounded to bfloat16 where
+a kernel writes. Each writes into arrays the caller owns and allocates nothing. Wrong types, shapes
+or orders raise ValueError before the launch. Empty inputs launch nothing.
+
+Ids on the device cannot be looked at without waiting for it. Callers that know them on the host
+pass them as ``known_...`` too, and they are checked; the kernels themselves stay inside the arrays
+whatever the ids are.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from .checks import BF16, check_array, check_multiple
+import numpy as np
+import numpy.typing as npt
+
+from .checks import BF16, check_array, check_below, check_multiple
 from .device import Device, DeviceArray, Kernel
 
+Known = npt.NDArray[np.integer[Any]]
+
+HEAD_DIMS = (16, 32, 64, 128, 256)
+MAX_WIDTH = 32_768
+"""Values of a row that a block of 1,024 threads keeps in registers."""
+
 _SOURCE = "elementwise.cu"
-_SILU_MUL = Kernel(_SOURCE, "silu_mul")
-_THREADS = 256
-_MAX_BLOCKS = 4096
-"""Several waves on any GPU; what is more is walked in strides of the grid."""
 _VECTOR = 8
 """bf16 values in one load of 16 bytes."""
+_INT_MAX = 2**31 - 1
+
+
+def _kernel(name: str) -> Kernel:
+    return Kernel(_SOURCE, name)
+
+
+def embed(
+    device: Device,
+    ids: DeviceArray,
+    table: DeviceArray,
+    out: DeviceArray,
+    known_ids: Known | None = None,
+) -> None:
+    """``out[t] = table[ids[t]]``: int32 ``[T]``, bf16 ``[V, H]``, bf16 ``[T, H]``.
+
+    ``H`` is a multiple of 8. An id outside the table, which ``known_ids`` would report, gives
+    zeros.
+    """
+    check_array("ids", ids, np.int32, (None,))
+    check_array("table", table, BF16, (None, None))
+    vocabulary, width = table.shape
+    check_array("out", out, BF16, (ids.shape[0], width))
+    check_multiple("the width of the table", width, _VECTOR)
+    if known_ids is not None:
+        check_below("token ids", known_ids, vocabulary)
+    words = width // _VECTOR
+    if ids.shape[0]:
+        grid = (ids.shape[0], -(-words // 512))
+        args = (ids, table, out, np.int32(words), np.int32(vocabulary))
+        device.launch(_kernel("embed"), grid, (128,), args)
+
+
+def rms_norm(
+    device: Device, x: DeviceArray, weight: DeviceArray, eps: float, out: DeviceArray
+) -> None:
+    """``out = x / sqrt(mean(x^2) + eps) * weight`` per row ``[T, H]``; all bf16.
+
+    ``out`` may be float32 instead. ``H`` is a multiple of 8 up to ``MAX_WIDTH``.
+    """
+    suffix, numbers = _check_norm(x, weight, eps, out)
+    if x.shape[0]:
+        args = (x, weight, out, *numbers)
+        device.launch(_kernel(f"rms_norm{suffix}"), (x.shape[0],), _norm_block(x.shape[1]), args)
+
+
+def add_rms_norm(
+    device: Device,
+    x: DeviceArray,
+    residual: DeviceArray,
+    weight: DeviceArray,
+    eps: float,
+    out: DeviceArray,
+) -> None:
+    """``residual += x`` in place, rounded to bf16, then ``out = rms_norm(residual)``.
+
+    ``x`` and ``residual`` are bf16 ``[T, H]`` and share no memory; the rest as in
+    :func:`rms_norm`.
+    """
+    suffix, numbers = _check_norm(x, weight, eps, out)
+    check_array("residual", residual, BF16, x.shape)
+    if x.shape[0]:
+        args = (x, residual, weight, out, *numbers)
+        device.launch(
+            _kernel(f"add_rms_norm{suffix}"), (x.shape[0],), _norm_block(x.shape[1]), args
+        )
+
+
+def _check_norm(
+    x: DeviceArray, weight: DeviceArray, eps: float, out: DeviceArray
+) -> tuple[str, tuple[np.int32, np.float32, np.float32]]:
+    """Return the kernel's suffix for the type of ``out``, and the numbers it takes."""
+    check_array("x", x, BF16, (None, None))
+    rows, width = x.shape
+    check_array("weight", weight, BF16, (width,))
+    is_wide = out.dtype == np.dtype(np.float32)
+    check_array("out", out, np.float32 if is_wide else BF16, (rows, width))
+    check_multiple("the width of x", width, _VECTOR)
+    if width > MAX_WIDTH:
+        raise ValueError(f"the width of x is {width}, more than {MAX_WIDTH}")
+    if not eps > 0:
+        raise ValueError(f"eps is {eps}, not positive")
+    numbers = (np.int32(width // _VECTOR), np.float32(1 / width), np.float32(eps))
+    return ("_f32" if is_wide else ""), numbers
+
+
+def _norm_block(width: int) -> tuple[int]:
+    """Two loads of 16 bytes in flight per thread and tensor, four in the widest rows."""
+    warps = -(-width // (_VECTOR * 2 * 32))
+    return (32 * min(warps, 32),)
+
+
+def qk_norm_rope_append(
+    device: Device,
+    qkv: DeviceArray,
+    positions: DeviceArray,
+    slots: DeviceArray,
+    cos_sin: DeviceArray,
+    q_norm: DeviceArray | None,
+    k_norm: DeviceArray | None,
+    eps: float,
+    kv_layer: DeviceArray,
+    q_out: DeviceArray,
+    known_positions: Known | None = None,
+    known_slots: Known | None = None,
+) -> None:
+    """Normalise and rotate q and k, then write q out and k, v into the paged cache.
+
+    ``qkv`` bf16 ``[T, (Hq + 2 Hk) * D]``, ``positions`` int32 ``[T]``, ``slots`` int64 ``[T]``
+    (``block * BS + offset``, distinct), ``cos_sin`` float32 ``[max_position, D]`` (first half
+    cosines, second half sines), ``q_norm`` and ``k_norm`` bf16 ``[D]`` or None, ``kv_layer`` bf16
+    ``[NB, 2, Hk, BS, D]``, ``q_out`` bf16 ``[T, Hq, D]``; ``D`` is one of ``HEAD_DIMS``.
+
+    A slot outside the pool appends nothing: rows that only fill a bucket have slot -1, which
+    ``known_slots`` allows too. A position outside the table, which ``known_positions`` would
+    report, counts as the nearest inside.
+    """
+    check_array("kv_layer", kv_layer, BF16, (None, 2, None, None, None))
+    blocks, _, kv_heads, block_size, dim = kv_layer.shape
+    if dim not in HEAD_DIMS:
+        raise ValueError(f"head size {dim} is not one of {HEAD_DIMS}")
+    check_array("q_out", q_out, BF16, (None, None, dim))
+    rows, heads, _ = q_out.shape
+    check_array("qkv", qkv, BF16, (rows, (heads + 2 * kv_heads) * dim))
+    check_array("positions", positions, np.int32, (rows,))
+    check_array("slots", slots, np.int64, (rows,))
+    check_array("cos_sin", cos_sin, np.float32, (None, dim))
+    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if norm is not None:
+            check_array(name, norm, BF16, (dim,))
+    if not eps > 0:
+        raise ValueError(f"eps is {eps}, not positive")
+    max_position, lanes = cos_sin.shape[0], dim // 16
+    threads = rows * (heads + 2 * kv_heads) * lanes
+    if max(threads, blocks * block_size) > _INT_MAX:
+        raise ValueError(f"{rows} rows or {blocks} blocks are more than a launch can count")
+    if known_positions is not None:
+        check_below("positions", known_positions, max_position)
+    if known_slots is not None:
+        check_below("slots", known_slots[known_slots != -1], blocks * block_size)
+    if threads == 0:
+        return
+    if max_position == 0:
+        raise ValueError("cos_sin has no row")
+    args = (
+        qkv, positions, slots, cos_sin, np.int32(max_position), q_norm, k_norm, np.float32(eps),
+        kv_layer, q_out, np.int32(rows), np.int32(heads), np.int32(kv_heads),
+        np.int32(block_size), np.int32(blocks * block_size),
+    )  # fmt: skip
+    device.launch(_kernel(f"qk_norm_rope_append_{dim}"), (-(-threads // 128),), (128,), args)
 
 
 def silu_mul(device: Device, gate_up: DeviceArray, out: DeviceArray) -> None:
@@ -27,8 +187,7 @@ def silu_mul(device: Device, gate_up: DeviceArray, out: DeviceArray) -> None:
     check_array("gate_up", gate_up, BF16, (rows, 2 * width))
     check_multiple("the width of out", width, _VECTOR)
     words = width // _VECTOR
-    total = rows * words
-    if total:
-        grid = (min(-(-total // _THREADS), _MAX_BLOCKS),)
-        args = (gate_up, out, np.int32(words), np.int64(total))
-        device.launch(_SILU_MUL, grid, (_THREADS,), args)
+    if rows:
+        grid = (-(-words // 256), min(rows, 65_535))
+        args = (gate_up, out, np.int32(words), np.int32(rows))
+        device.launch(_kernel("silu_mul"), grid, (256,), args)

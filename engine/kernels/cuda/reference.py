@@ -28,7 +28,59 @@ def from_bf16(bits: npt.NDArray[Any]) -> F64:
     return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
+def embed(ids: npt.NDArray[np.int32], table: Bits) -> Bits:
+    """``table[ids]``, zeros for ids outside."""
+    known = (ids >= 0) & (ids < len(table))
+    return np.where(known[:, None], table[np.where(known, ids, 0)], np.uint16(0))
+
+
+def rms_norm(x: Bits, weight: Bits, eps: float) -> F64:
+    """``x / sqrt(mean(x^2) + eps) * weight`` along the last axis, not yet rounded."""
+    return _rms(from_bf16(x), weight, eps)
+
+
+def add_rms_norm(x: Bits, residual: Bits, weight: Bits, eps: float) -> tuple[Bits, F64]:
+    """The new residual ``residual + x``, rounded, and its norm, not yet rounded."""
+    total = to_bf16(from_bf16(residual) + from_bf16(x))
+    return total, rms_norm(total, weight, eps)
+
+
+def qk_norm_rope_append(
+    qkv: Bits,
+    positions: npt.NDArray[np.int32],
+    slots: npt.NDArray[np.int64],
+    cos_sin: npt.NDArray[np.float32],
+    q_norm: Bits | None,
+    k_norm: Bits | None,
+    eps: float,
+    kv_layer: Bits,
+    heads: int,
+) -> Bits:
+    """Write k and v into ``kv_layer[NB, 2, Hk, BS, D]``; return q ``[T, heads, D]``."""
+    blocks, _, kv_heads, block_size, dim = kv_layer.shape
+    rows = qkv.reshape(len(qkv), heads + 2 * kv_heads, dim)
+    q, k, v = np.split(rows, [heads, heads + kv_heads], axis=1)
+    table = cos_sin[positions].astype(np.float64)[:, None, :]
+    turned = []
+    for part, weight in ((q, q_norm), (k, k_norm)):
+        wide = from_bf16(part)
+        a, b = np.split(wide if weight is None else _rms(wide, weight, eps), 2, axis=2)
+        cos, sin = np.split(table, 2, axis=2)
+        turned.append(to_bf16(np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=2)))
+    kept = (slots >= 0) & (slots < blocks * block_size)
+    block, offset = np.divmod(slots[kept], block_size)
+    kv_layer[block, 0, :, offset] = turned[1][kept]
+    kv_layer[block, 1, :, offset] = v[kept]
+    return turned[0]
+
+
+def _rms(x: F64, weight: Bits, eps: float) -> F64:
+    root: F64 = np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps)
+    return x / root * from_bf16(weight)
+
+
 def silu_mul(gate_up: Bits) -> Bits:
     """``silu(gate) * up`` for ``gate_up[T, 2 F]``."""
     gate, up = np.split(from_bf16(gate_up), 2, axis=1)
-    return to_bf16(gate / (1 + np.exp(-gate)) * up)
+    with np.errstate(over="ignore"):  # of a large negative gate nothing is left
+        return to_bf16(gate / (1 + np.exp(-gate)) * up)
