@@ -96,7 +96,7 @@ def read_array(payload: bytes, frames: Sequence[Frame]) -> tuple[Array, int]:
     if found != nbytes:
         raise DecodeFailed(f"an array of shape {shape} has {found} bytes instead of {nbytes}")
     array: Array = np.ndarray(shape, dtype, source, start)
-    array.flags.writeable = False
+    array.setflags(write=False)
     return array, frame
 
 
