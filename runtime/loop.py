@@ -106,6 +106,7 @@ class Loop:
         self._sources: list[_Source] = []
         self._turn_end: list[Callback] = []
         self._in_turn = False
+        self._quiet = True  # the last message came alone, and nothing while it was answered
         self._turn_soon = False
         self._wake_lock = threading.RLock()  # a finalizer may post within a post
         self._posted: deque[Callback] = deque()
@@ -237,29 +238,55 @@ class Loop:
 
     def _on_signal(self, source: _Source) -> None:
         source.ask = True
-        self._turn()
+        self._turn(source)
 
     def _on_event(self, callback: Callback) -> None:
         self.guarded(callback)
         self.turn_soon()
 
-    def _turn(self) -> None:
+    def _turn(self, signalled: _Source | None = None) -> None:
         """Take messages until there are none, then flush; what is left comes next turn."""
         if self._in_turn or self._closed:
             return
         self._turn_soon = False
         self._in_turn = True
         try:
-            for _ in range(PASSES_PER_TURN):
-                if self._visit_all() < 2:
-                    break  # a lone message is answered at once; among many there are soon more
+            taken = self._take(signalled)
             for callback in self._turn_end:
                 self.guarded(callback)
         finally:
             self._in_turn = False
         # The flush sent, and sending swallows signals: look once more before sleeping.
-        if any(source.ask and self._readable(source) for source in tuple(self._sources)):
+        more = any(source.ask and self._readable(source) for source in tuple(self._sources))
+        if taken:
+            self._quiet = taken < 2 and not more
+        if more:
             self.turn_soon()
+
+    def _take(self, signalled: _Source | None) -> int:
+        """Hand out what has come; returns how many messages.
+
+        Where messages come one by one, the socket that signalled has one, and only one: its
+        answer need not wait for questions to this socket and to others. A monitor's report
+        does: the messages of a connection come before its end.
+        """
+        lone = self._quiet and signalled is not None and signalled.sends
+        if lone and signalled is not None and self._take_one(signalled):
+            return 1
+        taken = 0
+        for _ in range(PASSES_PER_TURN):
+            found = self._visit_all()
+            taken += found
+            if found < 2:
+                break  # a lone message is answered at once; among many there are soon more
+        return taken
+
+    def _take_one(self, source: _Source) -> bool:
+        try:
+            return not source.closed and source.on_readable()
+        except Exception:
+            self._failed(source.on_readable)
+            return True
 
     def _visit_all(self) -> int:
         """Take what every socket has; returns how many messages."""

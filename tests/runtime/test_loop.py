@@ -162,6 +162,47 @@ def test_a_socket_that_is_only_read_loses_nothing(loop, drive, context):
     assert taken == [b"%d" % number for number in range(3010)]
 
 
+def beside(context, name):
+    """A pair within the process: what was sent is there, and has signalled."""
+    left, right = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    left.bind(f"inproc://{name}")
+    right.connect(f"inproc://{name}")
+    return left, right
+
+
+def test_a_lone_message_is_answered_at_once_and_many_share_a_turn(loop, drive, context):
+    taken, turns = [], []
+    (one, says_one), (other, says_other) = beside(context, "one"), beside(context, "other")
+    for socket in (one, other):
+        loop.add_socket(socket, taking(socket, taken))
+    loop.on_turn_end(lambda: turns.append(len(taken)))
+    drive.until(lambda: turns)
+    for number in (1, 2):  # the second time it is as quiet again
+        says_one.send(b"1")
+        drive.until(lambda number=number: number in turns)
+    for _ in range(20):
+        says_one.send(b"1")
+    says_other.send(b"2")
+    drive.until(lambda: len(taken) == 23)
+    drive.spin(0.01)
+    assert list(dict.fromkeys(turns)) == [0, 1, 2, 3, 23]
+
+
+def test_a_report_that_signals_first_comes_after_the_messages(loop, drive, context):
+    """The end of a connection is no reason to drop what came by it."""
+    seen = []
+    (messages, says), (reports, tells) = beside(context, "messages"), beside(context, "reports")
+    loop.add_socket(messages, taking(messages, seen))
+    loop.add_socket(reports, taking(reports, seen), sends=False)
+    loop.on_turn_end(lambda: seen.append("end"))
+    drive.until(lambda: seen)
+    seen.clear()
+    tells.send(b"gone")
+    says.send(b"last words")
+    drive.until(lambda: b"gone" in seen)
+    assert seen.index(b"last words") < seen.index(b"gone")
+
+
 @pytest.mark.integration
 def test_a_raising_handler_gets_the_next_message(loop, drive, context):
     left, right = pair(context)
