@@ -12,10 +12,18 @@ import msgspec
 from ..proto.codec import EnvelopeDecoder
 from ..proto.errors import ProtocolError
 from ..proto.limits import MAX_DESCRIBED_BYTES
-from ..proto.messages import ClientToRouter, Described, Message, StatusReport, WorkerToRouter
+from ..proto.messages import (
+    ClientToRouter,
+    Described,
+    Message,
+    StatusReport,
+    Submitted,
+    TerminalAck,
+    WorkerToRouter,
+)
 from ..runtime.channel import ChannelOptions, Frames, SendResult
 from ..runtime.log import get_logger
-from ..runtime.loop import Loop
+from ..runtime.loop import Loop, Timer
 from ..runtime.outbox import Outbox
 from ..runtime.sockets import Context, RouterChannel
 from .config import RouterConfig
@@ -43,6 +51,9 @@ RETRY_S = 0.02
 """How often a full client is tried again."""
 LINGER_S = 1.0
 """How long terminals may wait for their acknowledgement when the router ends."""
+PATIENCE_S = 0.001
+"""How long Submitted and TerminalAck, which nobody waits for, are kept for company: an envelope of
+their own wakes two more threads while those somebody waits for need the processors."""
 _LATEST_COUNTS = frozenset((Described, StatusReport))
 
 _log = get_logger()
@@ -80,6 +91,7 @@ class RouterShell:
         self._leave_at = float("inf")
         self._closing = False
         self._heard_worker = False
+        self._patience: Timer | None = None  # runs while something waits for company
 
     def start(self) -> None:
         """Listen and begin to tick."""
@@ -159,12 +171,17 @@ class RouterShell:
                 identity, message = action.identity, action.message
                 if identity in self._held:
                     self._hold(identity, [message])
+                elif type(message) is Submitted:
+                    self._to_clients.put_patient(identity, message)
                 elif type(message) in _LATEST_COUNTS:
                     self._to_clients.put_latest(identity, message, _merged)
                 else:
                     self._to_clients.put(identity, message)
             elif type(action) is ToWorker:
-                self._to_workers.put(action.identity, action.message)
+                if type(action.message) is TerminalAck:
+                    self._to_workers.put_patient(action.identity, action.message)
+                else:
+                    self._to_workers.put(action.identity, action.message)
             elif type(action) is Log:
                 _log.info(action.event, **action.fields)
 
@@ -172,9 +189,18 @@ class RouterShell:
         """Let what was heard go on first: tokens to clients, else requests to workers."""
         if self._heard_worker:
             self._heard_worker = False
-            self._to_clients.flush()
-        self._to_workers.flush()
-        self._to_clients.flush()
+            if self._to_clients.pressing:
+                self._to_clients.flush()
+        for box in (self._to_workers, self._to_clients):
+            if box.pressing:
+                box.flush()
+        waiting = self._to_workers.waiting or self._to_clients.waiting
+        if waiting and self._patience is None:
+            self._patience = self._loop.call_later(PATIENCE_S, self._out_of_patience)
+
+    def _out_of_patience(self) -> None:
+        self._patience = None
+        self._to_workers.pressing = self._to_clients.pressing = True  # as the turn ends
 
     def _worker_unsent(self, identity: bytes, messages: list[Message], result: SendResult) -> None:
         """To a worker everything is repeated; one that cannot be reached is gone."""

@@ -50,11 +50,22 @@ class Outbox(Generic[Peer]):
         self._encoder = EnvelopeEncoder(max_bytes)
         self._waiting: defaultdict[Peer, list[Message]] = defaultdict(list)
         self._latest: dict[tuple[Peer, type], int] = {}  # where in what waits
+        self.pressing = False  # whether any of it should go at the next flush
         self.envelopes = 0
         self.unsent = 0
 
+    @property
+    def waiting(self) -> bool:
+        """Whether anything is queued, pressing or not."""
+        return bool(self._waiting)
+
     def put(self, peer: Peer, message: Message) -> None:
         """Queue ``message`` behind what is queued for ``peer``."""
+        self._waiting[peer].append(message)
+        self.pressing = True
+
+    def put_patient(self, peer: Peer, message: Message) -> None:
+        """The same for a message nobody waits for: it may be left until something else goes."""
         self._waiting[peer].append(message)
 
     def put_latest(
@@ -64,6 +75,7 @@ class Outbox(Generic[Peer]):
 
         ``merge(earlier, later)`` says what takes the earlier one's place.
         """
+        self.pressing = True
         queued = self._waiting[peer]
         at = self._latest.get((peer, type(message)))
         if at is not None and at < len(queued) and type(queued[at]) is type(message):
@@ -83,6 +95,7 @@ class Outbox(Generic[Peer]):
             waiting, self._waiting = self._waiting, defaultdict(list)
             for peer, messages in waiting.items():
                 self._send_in_order(peer, messages)
+        self.pressing = False
 
     def _send_in_order(self, peer: Peer, messages: list[Message]) -> None:
         """Send until something is not taken: what follows it would overtake it."""

@@ -44,6 +44,18 @@ def test_a_turn_is_one_envelope_per_peer_in_order():
     assert outbox.envelopes == 2
 
 
+def test_what_nobody_waits_for_goes_with_the_next_that_presses():
+    wire = Wire()
+    outbox = Outbox(wire.send)
+    outbox.put_patient(b"a", Ping(nonce=1))
+    assert outbox.waiting and not outbox.pressing
+    outbox.put(b"a", Ping(nonce=2))
+    assert outbox.pressing
+    outbox.flush()
+    assert not outbox.waiting and not outbox.pressing
+    assert [[m.nonce for m in ms] for _, ms in wire.sent] == [[1, 2]]
+
+
 def test_contexts_are_spread_over_envelopes():
     wire = Wire()
     outbox = Outbox(wire.send)

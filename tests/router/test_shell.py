@@ -1,0 +1,56 @@
+"""When the router's messages leave."""
+
+from __future__ import annotations
+
+import pytest
+import zmq
+
+from baton.proto.codec import EnvelopeDecoder
+from baton.proto.messages import RouterToClient, Submitted, TerminalAck, TokenRun, Tokens
+from baton.router.events import ToClient, ToWorker
+from baton.router.shell import RouterShell
+from baton.runtime.loop import Loop
+
+KEY = bytes(16)
+SUBMITTED = ToClient(b"client", Submitted(request_id="r", request=KEY, secret=KEY))
+TOKENS = ToClient(b"client", Tokens(runs=[TokenRun(KEY, 1, 0, [1])]))
+
+
+@pytest.fixture
+def shell(tmp_path, config, monkeypatch):
+    """A router's shell whose sockets note what they should send."""
+    loop, context = Loop(), zmq.Context()
+    settings = config(
+        client_address=f"ipc://{tmp_path}/clients", worker_address=f"ipc://{tmp_path}/workers"
+    )
+    shell = RouterShell(settings, {}, 1, loop, context)
+    sent = shell.sent = []
+    decoder = EnvelopeDecoder(RouterToClient)
+    for box in (shell._to_clients, shell._to_workers):
+        monkeypatch.setattr(box, "_send", lambda peer, frames: sent.append((peer, frames)) or True)
+    shell.kinds = lambda: [[type(m) for m in decoder.decode(frames)] for _, frames in sent]
+    yield shell
+    shell.close()
+    context.term()
+    loop.close()
+
+
+def turn(shell, *actions):
+    shell._perform(list(actions))
+    shell._flush()
+
+
+def test_an_answer_nobody_waits_for_leaves_with_the_first_tokens(shell):
+    turn(shell, SUBMITTED)
+    assert not shell.sent
+    turn(shell, TOKENS)
+    assert shell.kinds() == [[Submitted, Tokens]]
+
+
+def test_it_leaves_alone_when_nothing_follows(shell):
+    shell._loop.on_turn_end(shell._flush)
+    turn(shell, SUBMITTED, ToWorker(b"worker", TerminalAck(requests=[(KEY, 1)])))
+    shell._loop.call_later(0.5, shell._loop.asyncio_loop.stop)
+    shell._loop.asyncio_loop.run_forever()
+    assert {peer for peer, _ in shell.sent} == {b"client", b"worker"}
+    assert not shell._to_clients.waiting and not shell._to_workers.waiting
