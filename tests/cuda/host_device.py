@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -98,6 +98,18 @@ class Library:
         return None if message is None else message.decode()
 
 
+class HostGraph:
+    """Launches with the arguments they had: what changes later must change inside the arrays."""
+
+    def __init__(self) -> None:
+        self.launches: list[Callable[[], None]] = []
+
+    def replay(self) -> None:
+        """Do all of them again."""
+        for launch in self.launches:
+            launch()
+
+
 class HostDevice:
     """Device on NumPy arrays; every launch is checked as far as the machine can see.
 
@@ -118,6 +130,7 @@ class HostDevice:
         self._cache, self._defines = cache_folder, tuple(defines)
         self._folder, self._seconds = folder, seconds
         self._libraries: dict[str, Library] = {}
+        self._capturing: HostGraph | None = None
 
     def with_defines(self, *defines: str) -> HostDevice:
         """Return a device whose kernels are built with these macros, as planted bugs are."""
@@ -134,6 +147,8 @@ class HostDevice:
 
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> HostArray:
         """Make an array of 0xff bytes: what is not written stays a NaN or -1."""
+        if self._capturing is not None:
+            raise LaunchFailed("an allocation while a graph is captured")
         return host_array(shape, dtype)
 
     def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> HostArray:
@@ -142,13 +157,41 @@ class HostDevice:
 
     def upload(self, array: Array) -> HostArray:
         """Copy an array into guarded memory."""
+        if self._capturing is not None:
+            raise LaunchFailed("an upload while a graph is captured")
         copy = host_array(array.shape, array.dtype)
         copy[...] = array
         return copy
 
     def download(self, array: Array) -> Array:
         """Copy an array out of guarded memory."""
+        if self._capturing is not None:
+            raise LaunchFailed("a download while a graph is captured")
         return np.array(array, order="C", subok=False)
+
+    def host_buffer(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
+        """Make an array of zeros."""
+        return np.zeros(tuple(shape), dtype)
+
+    def write(self, array: Array, values: Array) -> None:
+        """Copy ``values``; they must fit exactly."""
+        if array.shape != values.shape or array.dtype != values.dtype:
+            raise ValueError(f"{values.dtype} {values.shape} into {array.dtype} {array.shape}")
+        if not array.flags.c_contiguous:
+            raise ValueError("the array is not contiguous")
+        if self._capturing is not None:
+            raise LaunchFailed("a copy from the host while a graph is captured")
+        array[...] = values
+
+    def capture(self, work: Callable[[], None]) -> HostGraph:
+        """Run ``work``, then again without doing anything but keeping its launches."""
+        work()
+        graph = self._capturing = HostGraph()
+        try:
+            work()
+        finally:
+            self._capturing = None
+        return graph
 
     def synchronize(self) -> None:
         """Launches have ended when they return."""
@@ -162,6 +205,12 @@ class HostDevice:
         shared_bytes: int = 0,
     ) -> None:
         """Run a kernel; LaunchFailed for wrong arguments, barriers, hangs and torn guards."""
+        if self._capturing is not None:
+            arguments = tuple(args)
+            self._capturing.launches.append(
+                lambda: self.launch(kernel, grid, block, arguments, shared_bytes)
+            )
+            return
         library = self._library(kernel.source)
         if kernel.name not in library.kernels:
             raise LaunchFailed(f"{kernel.source} has no kernel {kernel.name}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,23 @@ def cuda_is_available() -> bool:
     return bool(cupy.cuda.is_available())
 
 
+class CupyGraph:
+    """A captured graph with the arrays its kernels use."""
+
+    def __init__(self, graph: Any, stream: Any, kept: list[Any]) -> None:
+        self._graph, self._stream, self._kept = graph, stream, kept
+
+    def replay(self) -> None:
+        """Queue the graph on the device's stream."""
+        self._graph.launch(self._stream)
+
+
 class CupyDevice:
     """One GPU; see :class:`~baton.engine.kernels.cuda.device.Device`.
 
-    Launches go to CuPy's current stream. Raises ConfigError without CuPy or without a GPU.
+    Everything is queued on one stream of its own, whichever thread asks: a graph can be captured
+    there, and what one thread writes another's later launch sees. Raises ConfigError without CuPy
+    or without a GPU.
     """
 
     def __init__(self, ordinal: int = 0) -> None:
@@ -46,32 +60,74 @@ class CupyDevice:
         self._device = cupy.cuda.Device(ordinal)
         self._modules: dict[str, Any] = {}
         self._functions: dict[Kernel, Any] = {}
+        with self._device:
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._lock = threading.RLock()  # what another thread queues must not join a capture
+        self._kept: list[Any] | None = None  # arrays of the launches being captured
         capability = self._device.compute_capability
         self.name = f"cuda-sm_{capability}"
 
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> DeviceArray:
         """Make an array with undefined content."""
-        with self._device:
+        with self._lock, self._device, self._stream:
             array: DeviceArray = self._cupy.empty(tuple(shape), np.dtype(dtype))
         return array
 
     def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> DeviceArray:
         """Make an array of zeros."""
-        with self._device:
+        with self._lock, self._device, self._stream:
             array: DeviceArray = self._cupy.zeros(tuple(shape), np.dtype(dtype))
         return array
 
     def upload(self, array: Array) -> DeviceArray:
         """Copy a NumPy array to the device, in row-major order."""
-        with self._device:
+        with self._lock, self._device, self._stream:
             copy: DeviceArray = self._cupy.array(array, order="C")
         return copy
 
     def download(self, array: DeviceArray) -> Array:
         """Copy an array to the host; waits for what was queued before."""
-        with self._device:
+        with self._lock, self._device, self._stream:
             copy: Array = self._cupy.asnumpy(array)
         return copy
+
+    def host_buffer(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
+        """Make a pinned array of zeros, which goes back when nothing refers to it."""
+        dtype = np.dtype(dtype)
+        count = int(np.prod(shape, dtype=np.int64))
+        with self._device:
+            memory = self._cupy.cuda.alloc_pinned_memory(max(1, count * dtype.itemsize))
+        array: Array = np.frombuffer(memory, dtype, count).reshape(tuple(shape))
+        array[...] = 0
+        return array
+
+    def write(self, array: DeviceArray, values: Array) -> None:
+        """Queue a copy from the host; ``values`` that are not pinned are read at once."""
+        if array.shape != values.shape or array.dtype != values.dtype:
+            raise ValueError(f"{values.dtype} {values.shape} into {array.dtype} {array.shape}")
+        if not (array.flags.c_contiguous and values.flags.c_contiguous):
+            raise ValueError("only contiguous arrays can be written")
+        target: Any = array
+        with self._lock, self._device:
+            target.data.copy_from_host_async(values.ctypes.data, values.nbytes, self._stream)
+
+    def capture(self, work: Callable[[], None]) -> CupyGraph:
+        """Run ``work`` once, which compiles and allocates, then capture it."""
+        with self._lock, self._device, self._stream:
+            work()
+            self._stream.synchronize()
+            kept: list[Any] = []
+            self._kept = kept
+            try:
+                self._stream.begin_capture()
+                try:
+                    work()
+                finally:
+                    graph = self._stream.end_capture()
+            finally:
+                self._kept = None
+            graph.upload(self._stream)
+        return CupyGraph(graph, self._stream, kept)
 
     def launch(
         self,
@@ -81,15 +137,18 @@ class CupyDevice:
         args: Sequence[Argument],
         shared_bytes: int = 0,
     ) -> None:
-        """Queue a kernel on the current stream."""
+        """Queue a kernel."""
         values = tuple(np.uint64(0) if a is None else a for a in args)
-        with self._device:
+        if self._kept is not None:
+            self._kept.extend(args)
+        with self._lock, self._device, self._stream:
             function = self._function(kernel, shared_bytes)
             function(tuple(grid), tuple(block), values, shared_mem=shared_bytes)
 
     def synchronize(self) -> None:
-        """Wait for everything queued on the device."""
-        self._device.synchronize()
+        """Wait for everything queued."""
+        with self._device:
+            self._stream.synchronize()
 
     def _function(self, kernel: Kernel, shared_bytes: int) -> Any:
         function = self._functions.get(kernel)

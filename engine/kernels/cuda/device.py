@@ -6,7 +6,7 @@ the CPU. bfloat16 is uint16 bits, fp8 is uint8 bits: neither NumPy nor CuPy has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -67,6 +67,14 @@ class Kernel:
     name: str
 
 
+class Graph(Protocol):
+    """Launches that were captured."""
+
+    def replay(self) -> None:
+        """Queue all of them again, with the same arrays and numbers."""
+        ...
+
+
 class Device(Protocol):
     """Memory and launches of one device; everything is queued in order."""
 
@@ -86,6 +94,25 @@ class Device(Protocol):
 
     def download(self, array: DeviceArray) -> Array:
         """Copy an array to the host; waits for what was queued before."""
+        ...
+
+    def host_buffer(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
+        """Make an array of the host that :meth:`write` copies from without waiting."""
+        ...
+
+    def write(self, array: DeviceArray, values: Array) -> None:
+        """Queue a copy of host ``values`` into a contiguous array of the same shape and type.
+
+        ``values`` of :meth:`host_buffer` must stay as they are until something downloaded later
+        is there. ValueError for what does not fit.
+        """
+        ...
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """Run ``work`` once, then capture what it launches; its arrays live as long as the graph.
+
+        ``work`` may launch, and allocate in its first run only; it may not download.
+        """
         ...
 
     def launch(
