@@ -8,10 +8,11 @@ import pytest
 
 from baton.engine.kernels.cuda.sources import cuda_source
 
-from .gates import DEFAULT_TARGET, FORBIDDEN, GATES, TARGETS
-from .host.builder import CSRC
+from .gates import COPY_16, DEFAULT_TARGET, FORBIDDEN, GATES, TARGETS, TENSOR
+from .host.builder import CSRC, HERE
 from .toolkit import CompileFailed, compile_source, disassembler, nvrtc_library
 
+INCLUDE = '#include "device.cuh"'
 SOURCES = sorted(path.name for path in CSRC.glob("*.cu"))
 CASES = [
     pytest.param(s, t, marks=[] if t == DEFAULT_TARGET else [pytest.mark.full], id=f"{s}-{t}")
@@ -86,6 +87,15 @@ def test_spills_stack_and_opcodes_are_seen(build_cache):
     assert "EXIT" in kernels["modest"].opcodes
     with pytest.raises(CompileFailed, match="identifier"):
         compile_source("__global__ void k() { nothing(); }", DEFAULT_TARGET, build_cache)
+
+
+@needs_toolkit
+def test_the_probe_of_host_execution_is_cuda(build_cache):
+    text = (HERE / "probe.cu").read_text().replace(INCLUDE, cuda_source("device.cuh"))
+    kernels = compile_source(text, DEFAULT_TARGET, build_cache)
+    assert {"shuffles", "tensor", "pipeline", "conversions"} < set(kernels)
+    assert any(re.fullmatch(TENSOR, opcode) for opcode in kernels["tensor"].opcodes)
+    assert any(re.fullmatch(COPY_16, opcode) for opcode in kernels["pipeline"].opcodes)
 
 
 def test_headers_are_put_in_place_once():

@@ -42,11 +42,11 @@ class CupyDevice:
     """One GPU; see :class:`~baton.engine.kernels.cuda.device.Device`.
 
     Everything is queued on one stream of its own, whichever thread asks: a graph can be captured
-    there, and what one thread writes another's later launch sees. Raises ConfigError without CuPy
-    or without a GPU.
+    there, and what one thread writes another's later launch sees.
+    ``source`` gives the text of a kernel's file. Raises ConfigError without CuPy or without a GPU.
     """
 
-    def __init__(self, ordinal: int = 0) -> None:
+    def __init__(self, ordinal: int = 0, source: Callable[[str], str] = cuda_source) -> None:
         if importlib.util.find_spec("cupy") is None:
             raise ConfigError("the CUDA device needs CuPy: pip install 'baton[cuda]'")
         if not cuda_is_available():
@@ -64,6 +64,8 @@ class CupyDevice:
             self._stream = cupy.cuda.Stream(non_blocking=True)
         self._lock = threading.RLock()  # what another thread queues must not join a capture
         self._kept: list[Any] | None = None  # arrays of the launches being captured
+        self._shared_bytes: dict[Kernel, int] = {}
+        self._source = source
         capability = self._device.compute_capability
         self.name = f"cuda-sm_{capability}"
 
@@ -155,10 +157,11 @@ class CupyDevice:
         if function is None:
             module = self._modules.get(kernel.source)
             if module is None:
-                module = self._cupy.RawModule(code=cuda_source(kernel.source), options=_OPTIONS)
+                module = self._cupy.RawModule(code=self._source(kernel.source), options=_OPTIONS)
                 self._modules[kernel.source] = module
             function = self._functions[kernel] = module.get_function(kernel.name)
-        # More than 48 KiB must be asked for once; the attribute stays with the function.
-        if shared_bytes > max(_PLAIN_SHARED_BYTES, function.max_dynamic_shared_size_bytes):
+        # More than 48 KiB must be asked for once; it stays with the function.
+        if shared_bytes > self._shared_bytes.get(kernel, _PLAIN_SHARED_BYTES):
             function.max_dynamic_shared_size_bytes = shared_bytes
+            self._shared_bytes[kernel] = shared_bytes
         return function

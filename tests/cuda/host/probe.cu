@@ -76,7 +76,9 @@ extern "C" __global__ void atomics(int* sums, unsigned* wide, unsigned long long
         old = atomicCAS(&wide[4], seen, seen + 3);
     } while (old != seen);
     while (atomicExch(&sums[4], 1)) {}  // a lock held over a turn: the others must get theirs
-    sums[5] += 1;
+    volatile int* guarded = &sums[5];
+    *guarded = *guarded + 1;
+    __threadfence();
     atomicExch(&sums[4], 0);
 }
 
@@ -230,12 +232,12 @@ extern "C" __global__ void past_static(int* out, int n) {
     __syncthreads();
     out[threadIdx.x] = part[threadIdx.x];
 }
-extern "C" __global__ void deep(int* out, int n) {
+__device__ __noinline__ int frames(int n) {
     volatile char frame[4096];
-    frame[n % 4096] = 1;
-    if (n) deep(out, n - 1);
-    out[0] = frame[n % 4096];
+    frame[n % 4096] = static_cast<char>(n);
+    return n ? frames(n - 1) + frame[n % 4096] : 0;
 }
+extern "C" __global__ void deep(int* out, int n) { out[0] = frames(n); }
 extern "C" __global__ void divides(int* out, int by) { out[0] = 7 / by; }
 extern "C" __global__ void misaligned_copy(const uint4* in) {
     __shared__ uint4 buffer[4];
