@@ -5,6 +5,8 @@ Nothing serves from here; tests hold :mod:`.sampler` to these results, token by 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -12,9 +14,17 @@ from .philox import uniform
 from .plan import SampleSpec
 
 F32 = npt.NDArray[np.float32]
+Weigh = Callable[[F32, np.float32], tuple[F32, F32]]
 
 
-def sample_reference(logits: F32, spec: SampleSpec) -> int:
+def platform_weights(below: F32, temperature: np.float32) -> tuple[F32, F32]:
+    """Scores and weights of logits less their largest, with the platform's exponential."""
+    with np.errstate(over="ignore"):
+        scores = below / temperature
+    return scores, np.exp(scores)
+
+
+def sample_reference(logits: F32, spec: SampleSpec, weigh: Weigh = platform_weights) -> int:
     """Draw a token from ``logits[vocab]``."""
     params = spec.params
     logits = logits.astype(np.float32)
@@ -33,12 +43,11 @@ def sample_reference(logits: F32, spec: SampleSpec) -> int:
     if params.top_k == 1 or np.float32(params.temperature) == 0:
         return best
 
-    with np.errstate(over="ignore"):
-        scaled = (logits - logits[best]) / np.float32(params.temperature)
+    scaled, all_weights = weigh(logits - logits[best], np.float32(params.temperature))
     survivors = list(range(len(logits)))
     if params.top_k > 0:
         survivors = sorted(survivors, key=lambda i: (-scaled[i], i))[: params.top_k]
-    weights = {i: np.exp(scaled[i]) for i in sorted(survivors)}
+    weights = {i: all_weights[i] for i in sorted(survivors)}
 
     if params.top_p < 1:
         target = params.top_p * running_sums(list(weights.values()))[-1]

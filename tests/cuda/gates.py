@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LOAD_16 = r"LDG\.E.*\.128.*"
+LOAD_8 = r"LDG\.E\.64.*"
+READ_16 = r"LDS\.128"
+ATOMICS = (r"ATOM.*", r"RED\..*")
 STORE_16 = r"STG\.E.*\.128.*"
 COPY_16 = r"LDGSTS\.E.*\.128.*"
 TENSOR = r"HMMA\.16816\.F32\.BF16"
@@ -38,5 +41,12 @@ GATES: dict[str, dict[str, Gate]] = {
         "(add_)?rms_norm(_f32)?": Gate(64, needs=(LOAD_16, STORE_16), forbids=(CALL,)),
         "qk_norm_rope_append_.*": Gate(64, needs=(LOAD_16, STORE_16), forbids=(CALL,)),
         "silu_mul": Gate(40, needs=(LOAD_16, STORE_16), forbids=(CALL,)),
+    },
+    "sample.cu": {
+        "sample_scan_f32": Gate(56, needs=(LOAD_16,)),
+        "sample_scan_bf16": Gate(56, needs=(LOAD_8,)),
+        "sample_weigh_f32": Gate(64, needs=(LOAD_16, READ_16)),
+        "sample_weigh_bf16": Gate(64, needs=(LOAD_8, READ_16)),
+        "sample_(choose|report)_(f32|bf16)": Gate(128, forbids=ATOMICS),
     },
 }

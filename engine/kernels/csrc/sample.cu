@@ -1,0 +1,442 @@
+// Drawing tokens from a batch of logits; docs/sampling.md defines the method, engine/sampler.py is it
+// on the CPU.
+//
+//   sample_scan    one pass: the largest logit of each group of 64 and chunk of 4096
+//   sample_weigh   a second one, for rows that need the sum of all weights or log-probabilities
+//   sample_choose  a block per row: cut and draw from the few groups that matter
+//   sample_report  a block per row: log-probabilities
+//
+// Parameters lie in device memory and grids depend on shapes alone, so the launches can be captured
+// in a graph. The partition is fixed: a row's result depends on nothing but the row.
+#include "sample_select.cuh"
+
+constexpr int kPassThreads = 256, kPassRuns = kChunk / (kPassThreads * 4);
+constexpr int kPaddedSumBlock = kSumBlock + 4;  // 16-byte reads of 8 lanes meet different banks
+constexpr int kMostLogprobs = 20;
+enum Error { kNone, kNoToken, kNotFinite, kBadRow };
+
+// maxima: float32 [rows, 2, groups + chunks], of the adjusted and of the raw logits.
+// sums: float64 [rows, chunks * 33]: of each block of 128 weights, then raw sums of each chunk.
+__device__ __forceinline__ float* maxima_of(float* maxima, int row, int chunks, bool raw) {
+    return maxima + (row * 2ll + raw) * (chunks * (kChunkGroups + 1));
+}
+__device__ __forceinline__ double* sums_of(double* sums, int row, int chunks) {
+    return sums + static_cast<long long>(row) * chunks * (kChunkSums + 1);
+}
+
+#define BATCH                                                                               \
+    int stride, int vocab, const SampleRow *__restrict__ rows, const unsigned *masks,       \
+        unsigned *seen, int *counts, int mask_rows, int history_rows, float *maxima, double *sums
+#define OF_BATCH stride, vocab, rows, masks, seen, counts, mask_rows, history_rows
+
+// ---------------------------------------------------------------- first pass
+
+__device__ inline void write_maxima(const float4* x, float* maxima, int chunks, float* shared) {
+    const int chunk = blockIdx.x;
+    float best = minus_infinity();
+#pragma unroll
+    for (int run = 0; run < kPassRuns; run++) {
+        float m = larger(x[run]);
+#pragma unroll
+        for (int lanes = 8; lanes; lanes >>= 1) m = larger(m, __shfl_xor_sync(kAll, m, lanes));
+        if (threadIdx.x % 16 == 0)
+            maxima[chunk * kChunkGroups + run * (kPassThreads / 16) + threadIdx.x / 16] = m;
+        best = larger(best, m);
+    }
+    best = larger(best, __shfl_xor_sync(kAll, best, 16));
+    if (lane_id() == 0) shared[warp_id()] = best;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int w = 1; w < kPassThreads / 32; w++) best = larger(best, shared[w]);
+        maxima[chunks * kChunkGroups + chunk] = best;
+    }
+    __syncthreads();
+}
+
+template <class T> __device__ __forceinline__ void scan_chunk(const T* logits, BATCH) {
+    __shared__ float shared[kPassThreads / 32];
+    const int row = blockIdx.y, chunks = gridDim.x;
+    const RowLogits<T> in(logits, OF_BATCH, row);
+    const int from = blockIdx.x * kChunk + threadIdx.x * 4;
+    float4 x[kPassRuns];
+#pragma unroll
+    for (int run = 0; run < kPassRuns; run++) x[run] = in.raw(from + run * kPassThreads * 4);
+    if (!in.plain()) {
+        if (in.row->logprobs > 0) write_maxima(x, maxima_of(maxima, row, chunks, true), chunks, shared);
+#pragma unroll
+        for (int run = 0; run < kPassRuns; run++)
+            x[run] = in.adjust(x[run], from + run * kPassThreads * 4);
+    }
+    write_maxima(x, maxima_of(maxima, row, chunks, false), chunks, shared);
+}
+
+// ---------------------------------------------------------------- second pass
+
+// Sums of the chunk's blocks of 128 weights, each from left to right.
+template <class T>
+__device__ __forceinline__ void sum_blocks(const RowLogits<T>& in, const float4* x, float best,
+                                           double* sums, float* shared) {
+    const Temperature temperature(in.row->temperature);
+#pragma unroll
+    for (int run = 0; run < kPassRuns; run++) {
+        const int at = run * kPassThreads * 4 + threadIdx.x * 4;
+        float4 w = in.adjust(x[run], blockIdx.x * kChunk + at);
+        w.x = exp_weight(temperature.divide(__fsub_rn(w.x, best)));
+        w.y = exp_weight(temperature.divide(__fsub_rn(w.y, best)));
+        w.z = exp_weight(temperature.divide(__fsub_rn(w.z, best)));
+        w.w = exp_weight(temperature.divide(__fsub_rn(w.w, best)));
+        *reinterpret_cast<float4*>(shared + at / kSumBlock * kPaddedSumBlock + at % kSumBlock) = w;
+    }
+    __syncthreads();
+    if (threadIdx.x < kChunkSums) {
+        const float4* block = reinterpret_cast<const float4*>(shared + threadIdx.x * kPaddedSumBlock);
+        double sum = 0.0;
+#pragma unroll 8
+        for (int i = 0; i < kSumBlock / 4; i++) {
+            const float4 w = block[i];
+            sum += static_cast<double>(w.x), sum += static_cast<double>(w.y);
+            sum += static_cast<double>(w.z), sum += static_cast<double>(w.w);
+        }
+        sums[blockIdx.x * kChunkSums + threadIdx.x] = sum;
+    }
+    __syncthreads();
+}
+
+// Sum of exp(logit - highest) over the chunk, for log-probabilities.
+__device__ __forceinline__ void sum_raw(const float4* x, float highest, double* sum, float* shared) {
+    double own = 0.0;
+#pragma unroll
+    for (int run = 0; run < kPassRuns; run++) {
+        own += static_cast<double>(exp_weight(__fsub_rn(x[run].x, highest)));
+        own += static_cast<double>(exp_weight(__fsub_rn(x[run].y, highest)));
+        own += static_cast<double>(exp_weight(__fsub_rn(x[run].z, highest)));
+        own += static_cast<double>(exp_weight(__fsub_rn(x[run].w, highest)));
+    }
+    own = warp_sum_double(own);
+    double* parts = reinterpret_cast<double*>(shared);
+    if (lane_id() == 0) parts[warp_id()] = own;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int w = 1; w < kPassThreads / 32; w++) own += parts[w];
+        *sum = own;
+    }
+}
+
+template <class T> __device__ __forceinline__ void weigh_chunk(const T* logits, BATCH) {
+    __shared__ __align__(16) float shared[kChunkSums * kPaddedSumBlock];
+    const int row = blockIdx.y, chunks = gridDim.x;
+    const RowLogits<T> in(logits, OF_BATCH, row);
+    const bool draws = sums_all(*in.row, vocab), reports = in.row->logprobs > 0;
+    if (!draws && !reports) return;
+    float4 x[kPassRuns];
+#pragma unroll
+    for (int run = 0; run < kPassRuns; run++)
+        x[run] = in.raw(blockIdx.x * kChunk + (run * kPassThreads + threadIdx.x) * 4);
+    const float* tops = maxima_of(maxima, row, chunks, false) + chunks * kChunkGroups;
+    const float best = row_maximum(tops, chunks);
+    double* out = sums_of(sums, row, chunks);
+    if (draws && is_finite(best)) sum_blocks(in, x, best, out, shared);
+    if (!reports) return;
+    const float highest =
+        in.plain() ? best
+                   : row_maximum(maxima_of(maxima, row, chunks, true) + chunks * kChunkGroups, chunks);
+    if (is_finite(highest)) sum_raw(x, highest, out + chunks * kChunkSums + blockIdx.x, shared);
+}
+
+// ---------------------------------------------------------------- choice
+
+// Lowest id among the largest logits.
+template <class E>
+__device__ inline int greedy_token(const E& e, Choice& s, const float* maxima, int groups) {
+    int first = groups;
+    for (int g = static_cast<int>(threadIdx.x); g < groups; g += kThreads)
+        if (__ldcg(maxima + g) == e.best) first = min(first, g);
+    first = __reduce_min_sync(kAll, first);
+    if (lane_id() == 0) s.counts[warp_id()] = first;
+    __syncthreads();
+    for (int w = 0; w < kWarps; w++) first = min(first, s.counts[w]);
+    if (warp_id() == 0) {
+        const int i = first * kGroup + lane_id() * 4;
+        int id = 0x7fffffff;
+        if (lane_id() < kGroup / 4) {
+            const float4 x = e.in.adjusted(i);
+            if (x.w == e.best) id = i + 3;
+            if (x.z == e.best) id = i + 2;
+            if (x.y == e.best) id = i + 1;
+            if (x.x == e.best) id = i;
+        }
+        id = __reduce_min_sync(kAll, id);
+        if (lane_id() == 0) s.found = id;
+    }
+    __syncthreads();
+    return s.found;
+}
+
+template <class E>
+__device__ inline void weigh_groups(const E& e, Choice& s, const float* maxima, int groups) {
+    for (int g = static_cast<int>(threadIdx.x); g < groups; g += kThreads)
+        s.groups[g] = __float_as_uint(
+            exp_weight(e.temperature.divide(__fsub_rn(__ldcg(maxima + g), e.best))));
+    __syncthreads();
+}
+
+// Sums of blocks of 128 weights, from the second pass or a walk.
+__device__ inline void load_sums(Choice& s, const double* sums, int blocks) {
+    for (int b = static_cast<int>(threadIdx.x); b < blocks; b += kThreads) s.ends[b] = __ldcg(sums + b);
+    __syncthreads();
+}
+
+// No filter: the block of 128 that holds the share, then the entry.
+template <class E>
+__device__ inline int draw_from_all(const E& e, Choice& s, int blocks, double u) {
+    if (warp_id() == 0) {
+        find_block(s, s.ends, blocks, u);
+        __syncwarp();
+        const int from = s.found * kSumBlock;
+        const float4 x = e.in.adjusted(from + lane_id() * 4);
+        float* tile = s.tile + lane_id() * 4;
+        unsigned key;
+        tile[0] = __uint_as_float(e.look(x.x, key)), tile[1] = __uint_as_float(e.look(x.y, key));
+        tile[2] = __uint_as_float(e.look(x.z, key)), tile[3] = __uint_as_float(e.look(x.w, key));
+        __syncwarp();
+        const int at = find_in_block(s, s.tile, min(kSumBlock, e.in.vocab - from));
+        if (lane_id() == 0) s.found = from + at;
+    }
+    __syncthreads();
+    return s.found;
+}
+
+__device__ inline int draw_from_list(Choice& s, int listed, double u) {
+    const int blocks = sum_list(s, listed);
+    if (warp_id() == 0) {
+        find_block(s, s.sums, blocks, u);
+        __syncwarp();
+        const int from = s.found * kSumBlock;
+        const float* weights = reinterpret_cast<const float*>(s.list.keys) + from;
+        const int at = find_in_block(s, weights, min(kSumBlock, listed - from));
+        if (lane_id() == 0) s.found = s.list.ids[from + at];
+    }
+    __syncthreads();
+    return s.found;
+}
+
+// The kept entries fit no list: sums of their blocks of 128 in a walk, then the entries of one block.
+template <class E>
+__device__ inline int draw_from_many(const E& e, Choice& s, int chosen, const Keep& keep, double* sums,
+                                     double u) {
+    int carried = 0, blocks = 0, kept_in_all = 0;
+    for (int base = 0; base < chosen; base += kThreads / 16) {
+        float weights[4];
+        unsigned kept = 0;
+        e.visit4(s, base + static_cast<int>(threadIdx.x / 16), chosen,
+                 [&](unsigned weight, unsigned key, int id, int j) {
+                     weights[j] = __uint_as_float(weight);
+                     if (keep(key, id)) kept |= 1u << j;
+                 });
+        unsigned long long total;
+        int at = carried + static_cast<int>(scan(__popc(kept), total, s));
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (kept >> j & 1u) s.kept[at++] = weights[j];
+        __syncthreads();
+        const int here = carried + static_cast<int>(total), full = here / kSumBlock;
+        const bool last = base + kThreads / 16 >= chosen;
+        const int summed = last ? (here + kSumBlock - 1) / kSumBlock : full;
+        if (static_cast<int>(threadIdx.x) < summed) {
+            const int from = static_cast<int>(threadIdx.x) * kSumBlock;
+            double sum = 0.0;
+            for (int i = from; i < min(here, from + kSumBlock); i++) sum += static_cast<double>(s.kept[i]);
+            sums[blocks + threadIdx.x] = sum;
+        }
+        carried = here - full * kSumBlock;
+        float moved = 0.0f;
+        if (static_cast<int>(threadIdx.x) < carried) moved = s.kept[full * kSumBlock + threadIdx.x];
+        __syncthreads();
+        if (static_cast<int>(threadIdx.x) < carried) s.kept[threadIdx.x] = moved;
+        blocks += summed, kept_in_all += static_cast<int>(total);
+    }
+    __syncthreads();
+    load_sums(s, sums, blocks);
+    if (warp_id() == 0) find_block(s, s.ends, blocks, u);
+    __syncthreads();
+    const int from = s.found * kSumBlock;
+    __syncthreads();
+    collect(e, s, chosen, Window{0, keep, kAll}, from, from + kSumBlock);
+    if (warp_id() == 0) {
+        const float* weights = reinterpret_cast<const float*>(s.list.keys);
+        const int at = find_in_block(s, weights, min(kSumBlock, kept_in_all - from));
+        if (lane_id() == 0) s.found = s.list.ids[at];
+    }
+    __syncthreads();
+    return s.found;
+}
+
+// The sum that top-p asks for, of all weights.
+__device__ inline double nucleus_sum(Choice& s, const double* sums, int blocks, double top_p) {
+    load_sums(s, sums, blocks);
+    if (warp_id() == 0) {
+        const double total = chain_total(s.ends, blocks);
+        if (lane_id() == 0) s.total = total;
+    }
+    __syncthreads();
+    return top_p * s.total;
+}
+
+// Top-p over the list, then min-p; returns how many are left.
+__device__ inline int filter_list(const SampleRow& row, Choice& s, int listed) {
+    Keep keep = {0, 0, -1};
+    if (row.top_p < 1.0) {
+        const int blocks = sum_list(s, listed);
+        double total = 0.0;
+        for (int b = 0; b < blocks; b++) total += s.sums[b];
+        __syncthreads();
+        const Goal goal = {false, 0, row.top_p * total};
+        keep = cut_list(s, listed, goal, Bracket{0, kWeightOfBest + 1, listed, 0, 0.0}, 0);
+    }
+    keep.at_least(__float_as_uint(row.min_p));
+    return filter(s, listed, keep);
+}
+
+// Top-k, top-p, min-p. Only groups that may hold a kept entry are read again.
+template <class E>
+__device__ inline int draw_filtered(const E& e, Choice& s, const float* maxima, int groups, double* sums,
+                                    double u) {
+    const SampleRow& row = *e.in.row;
+    const unsigned min_p = max(__float_as_uint(row.min_p), 1u);  // weight 0 is never drawn
+    Goal goal = {e.by_score, row.top_k, 0.0};
+    double total_left = 0.0;  // half of the share that top-p leaves out
+    if (!e.by_score && row.top_p < 1.0) {
+        goal.sum = nucleus_sum(s, sums, (e.in.vocab + kSumBlock - 1) / kSumBlock, row.top_p);
+        total_left = 0.5 * (s.total - goal.sum);
+    }
+    weigh_groups(e, s, maxima, groups);
+    const bool cuts = e.by_score || row.top_p < 1.0;
+    unsigned low = min_p;
+    if (cuts) {
+        low = bound_by_maxima(s, groups, goal);
+        // Weights below this one weigh together less than half of what may be left out.
+        if (!low) low = __float_as_uint(static_cast<float>(total_left / e.in.vocab));
+        low = max(low, 1u);
+    }
+    const int chosen = choose_groups(s, groups, low);
+    Selection found = {{low, low, -1}, -1};
+    if (cuts) found = select(e, s, chosen, low, goal, e.by_score ? kInfinity : kWeightOfBest);
+    if (!e.by_score) found.keep.at_least(max(min_p, low));
+    int listed = list_kept(e, s, chosen, low, found);
+    if (listed > kListed) return draw_from_many(e, s, chosen, found.keep, sums, u);
+    if (e.by_score) {
+        for (int i = static_cast<int>(threadIdx.x); i < listed; i += kThreads)
+            s.list.keys[i] = weight_of_score(s.list.keys[i]);
+        __syncthreads();
+        listed = filter_list(row, s, listed);
+    }
+    return draw_from_list(s, listed, u);
+}
+
+template <class T>
+__device__ __forceinline__ void choose_token(const T* logits, BATCH, int chunks, int record,
+                                             int* tokens, int* errors) {
+    __shared__ Choice s;
+    const int at = blockIdx.x, groups = chunks * kChunkGroups;
+    const RowLogits<T> in(logits, OF_BATCH, at);
+    const SampleRow& row = *in.row;
+    const float* own = maxima_of(maxima, at, chunks, false);
+    double* own_sums = sums_of(sums, at, chunks);
+    const float best = row_maximum(own + groups, chunks);
+    const int error = !in.valid()                ? kBadRow
+                      : is_finite(best)          ? kNone
+                      : best == minus_infinity() ? kNoToken
+                                                 : kNotFinite;
+    if (error) {
+        // Token 0 is a valid id, so that a step already queued stays inside its tables.
+        if (threadIdx.x == 0) tokens[at] = 0, errors[at] = error;
+        return;
+    }
+    const Entries<T, false> e = {in, best, Temperature(row.temperature), keeps_top_k(row, vocab)};
+    int token;
+    if (is_greedy(row)) {
+        token = greedy_token(e, s, own, groups);
+    } else {
+        const double u = uniform(row.seed, row.position);
+        if (sums_all(row, vocab) && !(row.top_p < 1.0)) {
+            const int blocks = (vocab + kSumBlock - 1) / kSumBlock;
+            load_sums(s, own_sums, blocks);
+            token = draw_from_all(e, s, blocks, u);
+        } else {
+            token = draw_filtered(e, s, own, groups, own_sums, u);
+        }
+    }
+    if (threadIdx.x != 0) return;
+    tokens[at] = token, errors[at] = kNone;
+    if (!record || row.history < 0) return;
+    seen[row.history * static_cast<long long>((vocab + 31) / 32) + token / 32] |= 1u << token % 32;
+    counts[row.history * static_cast<long long>(vocab) + token]++;
+}
+
+// ---------------------------------------------------------------- log-probabilities
+
+// Log-softmax of the raw logits: of the token, and the most likely ids, the lowest first among equals.
+template <class T>
+__device__ __forceinline__ void report_row(const T* logits, BATCH, int chunks, const int* tokens,
+                                           const int* errors, float* logprobs, int* top_ids,
+                                           float* top_logprobs) {
+    __shared__ Choice s;
+    const int at = blockIdx.x, groups = chunks * kChunkGroups, i = static_cast<int>(threadIdx.x);
+    const RowLogits<T> in(logits, OF_BATCH, at);
+    const float* own = maxima_of(maxima, at, chunks, !in.plain());
+    const bool wanted = in.row->logprobs > 0 && errors[at] == kNone;
+    const float best = wanted ? row_maximum(own + groups, chunks) : minus_infinity();
+    top_ids += at * kMostLogprobs, top_logprobs += at * kMostLogprobs;
+    if (i < kMostLogprobs) top_ids[i] = -1, top_logprobs[i] = minus_infinity();
+    if (!is_finite(best)) {
+        if (i == 0) logprobs[at] = __uint_as_float(0x7fffffffu);
+        return;
+    }
+    const Entries<T, true> e = {in, best, Temperature(1.0f), false};
+    const double* raw_sums = sums_of(sums, at, chunks) + chunks * kChunkSums;
+    double total = 0.0;
+    for (int c = lane_id(); c < chunks; c += 32) total += __ldcg(raw_sums + c);
+    const double log_total = log(warp_sum_double(total)), highest = best;
+    if (i == 0) {
+        const T* logit = logits + static_cast<long long>(at) * stride + tokens[at];
+        logprobs[at] = static_cast<float>(to_float(*logit) - highest - log_total);
+    }
+    weigh_groups(e, s, own, groups);
+    const Goal goal = {true, min(min(in.row->logprobs, kMostLogprobs), vocab), 0.0};
+    const unsigned low = bound_by_maxima(s, groups, goal);
+    const int chosen = choose_groups(s, groups, low);
+    const Selection found = select(e, s, chosen, low, goal, kAll - 1);
+    const int listed = min(list_kept(e, s, chosen, low, found), kMostLogprobs);
+    if (i >= listed) return;
+    const unsigned key = s.list.keys[i];
+    int rank = 0;
+    for (int j = 0; j < listed; j++) rank += s.list.keys[j] > key || (s.list.keys[j] == key && j < i);
+    const float logit = __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+    top_ids[rank] = s.list.ids[i];
+    top_logprobs[rank] = static_cast<float>(logit - highest - log_total);
+}
+
+#define KERNELS(T, name)                                                                           \
+    extern "C" __global__ void __launch_bounds__(kPassThreads)                                     \
+        sample_scan_##name(const T* __restrict__ logits, BATCH) {                                 \
+        scan_chunk<T>(logits, OF_BATCH, maxima, sums);             \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(kPassThreads)                                     \
+        sample_weigh_##name(const T* __restrict__ logits, BATCH) {                                \
+        weigh_chunk<T>(logits, OF_BATCH, maxima, sums);            \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(kThreads, 1)                                      \
+        sample_choose_##name(const T* __restrict__ logits, BATCH, int chunks, int record,         \
+                             int* tokens, int* errors) {                                           \
+        choose_token<T>(logits, OF_BATCH, maxima, sums, chunks,    \
+                        record, tokens, errors);                                                   \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(kThreads, 1)                                      \
+        sample_report_##name(const T* __restrict__ logits, BATCH, int chunks, const int* tokens,  \
+                             const int* errors, float* logprobs, int* top_ids,                     \
+                             float* top_logprobs) {                                                \
+        report_row<T>(logits, OF_BATCH, maxima, sums, chunks,      \
+                      tokens, errors, logprobs, top_ids, top_logprobs);                            \
+    }
+KERNELS(float, f32)
+KERNELS(bf16, bf16)

@@ -1,0 +1,544 @@
+// Selection among the entries of one row by a thread block: bounds, lists in rising id, cuts, sums.
+//
+// An entry has a weight and a key; keys are unsigned and a larger key comes first. The largest logit
+// of each group of 64 bounds the group, so a sharp distribution touches few groups again. Lists hold
+// kListed entries; what has more is walked again instead ("wide"), in the same order. All threads of
+// the block call these functions with the same arguments and get the same results.
+#pragma once
+#include "sample_row.cuh"
+
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kListed = 2048;
+constexpr int kTileGroups = 128, kTileRuns = 4;  // a run is 32 groups: 4 entries of each thread
+constexpr int kThresholds = 4;                   // of one walk over entries that fit no list
+constexpr unsigned kLeastBound = 0x2b800000u;    // 2^-40
+
+struct Choice {  // shared memory
+    unsigned groups[kMaxGroups];         // weight of each group's largest logit
+    unsigned short chosen[kMaxGroups];   // groups that may hold candidates, rising
+    union {
+        struct {
+            int ids[kListed];
+            unsigned keys[kListed];
+        } list;
+        double ends[kListed];
+        float kept[2 * kListed];
+    };
+    unsigned long long totals[kWarps];
+    double sums[kWarps], wide_sums[kThresholds][kWarps];
+    int counts[kWarps], wide_counts[kThresholds][kWarps];
+    float tile[kSumBlock];
+    double before, threshold, total;
+    int found, reach;
+};
+
+__device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x % 32); }
+__device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x / 32); }
+
+__device__ __forceinline__ double warp_sum_double(double v) {
+#pragma unroll
+    for (int lanes = 16; lanes; lanes >>= 1) v += __shfl_xor_sync(kAll, v, lanes);
+    return v;
+}
+
+// Sum of v over the threads before this one; `total` over all. Four fields of 16 bits side by side.
+__device__ __forceinline__ unsigned long long scan(unsigned long long v, unsigned long long& total,
+                                                   Choice& s) {
+    unsigned long long inclusive = v;
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes <<= 1) {
+        const unsigned long long other = __shfl_up_sync(kAll, inclusive, lanes);
+        if (lane_id() >= lanes) inclusive += other;
+    }
+    if (lane_id() == 31) s.totals[warp_id()] = inclusive;
+#ifndef BATON_PLANT_SAMPLE_BARRIER
+    __syncthreads();
+#endif
+    unsigned long long before = inclusive - v;
+    total = 0;
+    for (int w = 0; w < kWarps; w++) {
+        if (w < warp_id()) before += s.totals[w];
+        total += s.totals[w];
+    }
+    __syncthreads();
+    return before;
+}
+__device__ __forceinline__ int field(unsigned long long packed, int i) {
+    return static_cast<int>(packed >> (16 * i) & 0xffffu);
+}
+
+// ---------------------------------------------------------------- entries
+
+__device__ __forceinline__ unsigned ordered(float x) {
+    unsigned bits = __float_as_uint(x);
+    if (bits == 0x80000000u) bits = 0;  // both zeros are equal
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// The entries of a row. To draw, keys are the weights, or, by_score, the logits after division by the
+// temperature, which can differ where weights do not. To report, keys are the raw logits.
+template <class T, bool kRaw> struct Entries {
+    RowLogits<T> in;
+    float best;
+    Temperature temperature;
+    bool by_score;
+
+    // Weight of a logit, as bits, and its key.
+    __device__ __forceinline__ unsigned look(float logit, unsigned& key) const {
+        const float below = __fsub_rn(logit, best);
+        if (kRaw) {
+            key = ordered(logit);
+            return __float_as_uint(exp_weight(below));
+        }
+        const float score = temperature.divide(below);
+        const unsigned weight = __float_as_uint(exp_weight(score));
+        key = by_score ? kInfinity - (__float_as_uint(score) & 0x7fffffffu) : weight;
+        return weight;
+    }
+    __device__ __forceinline__ float4 load(int i) const {
+        return kRaw ? in.raw(i) : in.adjusted(i);
+    }
+    // Calls visit(weight, key, id, j) for the thread's 4 entries of the chosen group number `at`.
+    template <class Visit>
+    __device__ __forceinline__ void visit4(const Choice& s, int at, int chosen, Visit visit) const {
+        if (at >= chosen) return;
+        const int i = s.chosen[at] * kGroup + static_cast<int>(threadIdx.x % 16) * 4;
+        const float4 x = load(i);
+        const float logits[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            unsigned key;
+            const unsigned weight = look(logits[j], key);
+            if (i + j < in.vocab) visit(weight, key, i + j, j);
+        }
+    }
+};
+
+__device__ __forceinline__ unsigned weight_of_score(unsigned key) {
+    return __float_as_uint(exp_weight(-__uint_as_float(kInfinity - key)));
+}
+
+// What is to stay: so many entries, or as many as weigh so much.
+struct Goal {
+    bool by_count;
+    int count;
+    double sum;
+
+    __device__ __forceinline__ bool met(int n, double weight) const {
+#ifdef BATON_PLANT_SAMPLE_TOP_K
+        if (by_count) return n > count;
+#endif
+        return by_count ? n >= count : n > 0 && weight >= sum;
+    }
+    // How many of equal entries of a weight are needed after what comes before them.
+    __device__ __forceinline__ int needed(int n, double weight, unsigned equal) const {
+        if (by_count) return count - n;
+        const double each = __uint_as_float(equal), rest = sum - weight;
+        if (!(each > 0.0) || !(rest > each)) return 1;
+        const double quotient = rest / each;
+        long long m = quotient < 1e6 ? static_cast<long long>(quotient) : 1000000;
+        while (m > 1 && weight + static_cast<double>(m - 1) * each >= sum) m--;
+        while (m < 1000000 && weight + static_cast<double>(m) * each < sum) m++;
+        return static_cast<int>(m);
+    }
+};
+
+// Entries up to the id `turn` stay from key `low` on, later ones from `high` on.
+struct Keep {
+    unsigned low, high;
+    int turn;
+
+    __device__ __forceinline__ bool operator()(unsigned key, int id) const {
+        return key >= (id <= turn ? low : high);
+    }
+    __device__ __forceinline__ void at_least(unsigned key) {
+        low = max(low, key), high = max(high, key);
+    }
+};
+
+// Which entries a list takes: of weight `weight` and more, with a key that stays and is below `below`.
+struct Window {
+    unsigned weight;
+    Keep keep;
+    unsigned below;
+
+    __device__ __forceinline__ bool operator()(unsigned of, unsigned key, int id) const {
+        return of >= weight && key < below && keep(key, id);
+    }
+};
+
+__device__ __forceinline__ unsigned with_slack(unsigned weight) {
+    return weight > kWeightSlack ? weight - kWeightSlack : min(weight, 1u);
+}
+
+// A weight at which the groups' maxima alone meet the goal, not much below the largest such; 0 if
+// there is none above 2^-40. Each warp tries one of 16 thresholds.
+__device__ inline unsigned bound_by_maxima(Choice& s, int groups, const Goal& goal) {
+    unsigned low = kLeastBound, high = kWeightOfBest + 1;
+    for (int round = 0; round < 3; round++) {
+        const unsigned span = high - low;
+        const unsigned from =
+            low + static_cast<unsigned>(static_cast<unsigned long long>(span) * warp_id() / kWarps);
+        int n = 0;
+        float sum = 0.0f;
+        for (int g = lane_id(); g < groups; g += 32) {
+            const unsigned weight = s.groups[g];
+            if (weight >= from) n++, sum += __uint_as_float(weight);
+        }
+        n = __reduce_add_sync(kAll, n);
+        sum = warp_sum(sum);
+        if (lane_id() == 0) s.counts[warp_id()] = n, s.sums[warp_id()] = sum;
+        __syncthreads();
+        int met = -1, count = 0;
+        for (int w = 0; w < kWarps; w++)  // the margin covers the rounding of sums of floats
+            if (goal.met(s.counts[w], s.sums[w] * 0.9999)) met = w, count = s.counts[w];
+        __syncthreads();
+        if (met < 0) return round ? with_slack(low) : 0;
+        const unsigned long long wide = span;
+        high = met + 1 < kWarps ? low + static_cast<unsigned>(wide * (met + 1) / kWarps) : high;
+        low += static_cast<unsigned>(wide * met / kWarps);
+        if (count <= 256 + (goal.by_count ? goal.count : 0) || high - low < kWarps) break;
+    }
+    return with_slack(low);
+}
+
+// Writes down the groups whose maximum reaches a weight; returns how many.
+__device__ inline int choose_groups(Choice& s, int groups, unsigned low) {
+    low = with_slack(low);
+    const int each = (groups + kThreads - 1) / kThreads, from = static_cast<int>(threadIdx.x) * each;
+    int n = 0;
+    for (int g = from; g < from + each && g < groups; g++) n += s.groups[g] >= low;
+    unsigned long long total;
+    int at = static_cast<int>(scan(static_cast<unsigned long long>(n), total, s));
+    for (int g = from; g < from + each && g < groups; g++)
+        if (s.groups[g] >= low) s.chosen[at++] = static_cast<unsigned short>(g);
+    __syncthreads();
+    return static_cast<int>(total);
+}
+
+// Lists the entries of a window in rising id, from the one with number `first` on. Returns how many
+// there are; may stop once there are `stop`.
+template <class E>
+__device__ inline int collect(const E& e, Choice& s, int chosen, const Window& window, int first,
+                              int stop) {
+    int rank = 0;
+    for (int tile = 0; tile < chosen && rank < stop; tile += kTileGroups) {
+        unsigned keys[kTileRuns * 4], kept = 0;
+        unsigned long long counts = 0, total;
+#pragma unroll
+        for (int run = 0; run < kTileRuns; run++) {
+            const int at = tile + run * 32 + static_cast<int>(threadIdx.x / 16);
+            e.visit4(s, at, chosen, [&](unsigned weight, unsigned key, int id, int j) {
+                keys[run * 4 + j] = key;
+                if (window(weight, key, id)) kept |= 1u << (run * 4 + j);
+            });
+            counts |= static_cast<unsigned long long>(__popc(kept >> (run * 4))) << (16 * run);
+        }
+        const unsigned long long before = scan(counts, total, s);
+#pragma unroll
+        for (int run = 0; run < kTileRuns; run++) {
+            const int group = tile + run * 32 + static_cast<int>(threadIdx.x / 16);
+            int at = rank + field(before, run) - first;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                if (!(kept >> (run * 4 + j) & 1u)) continue;
+                if (at >= 0 && at < kListed) {
+                    s.list.ids[at] = s.chosen[group] * kGroup + static_cast<int>(threadIdx.x % 16) * 4 + j;
+                    s.list.keys[at] = keys[run * 4 + j];
+                }
+                at++;
+            }
+            rank += field(total, run);
+        }
+    }
+    __syncthreads();
+    return rank;
+}
+
+// Keeps of the list what stays; returns how many.
+__device__ inline int filter(Choice& s, int listed, const Keep& keep) {
+    int ids[kListed / kThreads];
+    unsigned keys[kListed / kThreads], kept = 0;
+    unsigned long long counts = 0, total;
+#pragma unroll
+    for (int run = 0; run < kListed / kThreads; run++) {
+        const int i = run * kThreads + static_cast<int>(threadIdx.x);
+        if (i >= listed) continue;
+        ids[run] = s.list.ids[i], keys[run] = s.list.keys[i];
+        if (!keep(keys[run], ids[run])) continue;
+        kept |= 1u << run;
+        counts |= 1ull << (16 * run);
+    }
+    const unsigned long long before = scan(counts, total, s);  // and all have read
+    int start = 0;
+#pragma unroll
+    for (int run = 0; run < kListed / kThreads; run++) {
+        const int at = start + field(before, run);
+        if (kept >> run & 1u) s.list.ids[at] = ids[run], s.list.keys[at] = keys[run];
+        start += field(total, run);
+    }
+    __syncthreads();
+    return start;
+}
+
+// ---------------------------------------------------------------- cuts
+
+// The bracket of a search: at key `low` the goal is met, at `high` not; with numbers and sum there.
+struct Bracket {
+    unsigned low, high;
+    int count_low, count_high;
+    double sum_high;
+
+    __device__ __forceinline__ unsigned at(unsigned top, int i, int parts) const {
+        return low + static_cast<unsigned>(static_cast<unsigned long long>(top - low) * (i + 1) / parts);
+    }
+    // Takes in what was found at threshold number i of rising ones; false behind the first unmet.
+    __device__ __forceinline__ bool learn(unsigned key, const Goal& goal, int n, double sum) {
+        if (key >= high) return false;
+        if (goal.met(n, sum)) {
+            low = key, count_low = n;
+            return true;
+        }
+        high = key, count_high = n, sum_high = sum;
+        return false;
+    }
+};
+
+// Where few keys lie far above the others, the first thresholds stay below `soft`.
+__device__ __forceinline__ unsigned top_of(const Bracket& b, unsigned soft, int round) {
+    return round == 0 && soft > b.low && soft - b.low > 64 && soft < b.high ? soft : b.high;
+}
+
+// Id of the m-th listed entry (from 1) with a key in [low, high).
+__device__ inline int id_in_turn(Choice& s, int listed, unsigned low, unsigned high, int m) {
+    if (warp_id() == 0) {
+        int before = 0;
+        for (int base = 0; base < listed; base += 32) {
+            const int i = base + lane_id();
+            const bool in = i < listed && s.list.keys[i] >= low && s.list.keys[i] < high;
+            const unsigned lanes = __ballot_sync(kAll, in);
+            if (in && before + __popc(lanes & ((2u << lane_id()) - 1)) == m) s.found = s.list.ids[i];
+            before += __popc(lanes);
+        }
+    }
+    __syncthreads();
+    const int id = s.found;
+    __syncthreads();
+    return id;
+}
+
+// What of the listed entries in the bracket b stays. Each warp tries one of 16 thresholds a round.
+// The order of the sums is fixed but not the documented one: it decides between entries only where
+// their running sum comes as near to the goal as rounding, some 1e-13 of it.
+__device__ inline Keep cut_list(Choice& s, int listed, const Goal& goal, Bracket b, unsigned soft) {
+    const int above = b.count_high;
+    const double sum_above = b.sum_high;
+    for (int round = 0; b.count_low - b.count_high > 1 && b.high - b.low > 1; round++) {
+        const unsigned top = top_of(b, soft, round), from = b.at(top, warp_id(), kWarps + 1);
+        int n = 0;
+        double sum = 0.0;
+        for (int i = lane_id(); i < listed; i += 32) {
+            const unsigned key = s.list.keys[i];
+            if (key < from) continue;
+            n++;
+            if (!goal.by_count) sum += static_cast<double>(__uint_as_float(key));
+        }
+        n = __reduce_add_sync(kAll, n);
+        sum = warp_sum_double(sum);
+        if (lane_id() == 0) s.counts[warp_id()] = above + n, s.sums[warp_id()] = sum_above + sum;
+        __syncthreads();
+        const Bracket old = b;
+        for (int w = 0; w < kWarps; w++)
+            if (!b.learn(old.at(top, w, kWarps + 1), goal, s.counts[w], s.sums[w])) break;
+        __syncthreads();
+    }
+    Keep keep = {b.low, b.low, -1};
+    const int crowd = b.count_low - b.count_high;
+    if (crowd <= 1) return keep;
+    const int m = goal.needed(b.count_high, b.sum_high, b.low);
+    if (m >= crowd) return keep;
+    keep.high = b.high;
+    keep.turn = id_in_turn(s, listed, b.low, b.high, m);
+    return keep;
+}
+
+// Numbers and sums of the entries of weight `low` and more at each threshold, into s.counts, s.sums.
+template <class E>
+__device__ inline void tally(const E& e, Choice& s, int chosen, unsigned low,
+                             const Bracket& b, unsigned top) {
+    int n[kThresholds];
+    double sums[kThresholds];
+#pragma unroll
+    for (int t = 0; t < kThresholds; t++) n[t] = 0, sums[t] = 0.0;
+    for (int at = static_cast<int>(threadIdx.x / 16); at < chosen; at += kThreads / 16)
+        e.visit4(s, at, chosen, [&](unsigned weight, unsigned key, int, int) {
+            if (weight < low) return;
+#pragma unroll
+            for (int t = 0; t < kThresholds; t++)
+                if (key >= b.at(top, t, kThresholds + 1))
+                    n[t]++, sums[t] += static_cast<double>(__uint_as_float(weight));
+        });
+    __syncwarp();
+#pragma unroll
+    for (int t = 0; t < kThresholds; t++) {
+        const int count = __reduce_add_sync(kAll, n[t]);
+        const double sum = warp_sum_double(sums[t]);
+        if (lane_id() == 0) s.wide_counts[t][warp_id()] = count, s.wide_sums[t][warp_id()] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x < kThresholds) {
+        int count = 0;
+        double sum = 0.0;
+        for (int w = 0; w < kWarps; w++)
+            count += s.wide_counts[threadIdx.x][w], sum += s.wide_sums[threadIdx.x][w];
+        s.counts[threadIdx.x] = count, s.sums[threadIdx.x] = sum;
+    }
+    __syncthreads();
+}
+
+struct Selection {
+    Keep keep;
+    int listed;  // all candidates are in the list; -1: they are not
+};
+
+// What of the chosen groups' entries of weight `low` and more meets the goal. Keys are at most `most`.
+template <class E>
+__device__ inline Selection select(const E& e, Choice& s, int chosen, unsigned low, const Goal& goal,
+                                   unsigned most) {
+    // Scores crowd at 0: most binades of their keys lie above a score of -1/64.
+    const unsigned soft = most == kInfinity ? kInfinity - 0x3c800000u : 0;
+    const Keep all = {0, 0, -1};
+    const int n = collect(e, s, chosen, Window{low, all, kAll}, 0, kListed + 1);
+    if (goal.by_count && n <= goal.count) return Selection{all, n};
+    Bracket b = {0, most + 1, n, 0, 0.0};
+    if (n <= kListed) return Selection{cut_list(s, n, goal, b, soft), n};
+    b.count_low = 0x7fffffff;  // not known until a threshold meets the goal
+    for (int round = 0; b.count_low - b.count_high > kListed && b.high - b.low > 1; round++) {
+        const unsigned top = top_of(b, soft, round);
+        tally(e, s, chosen, low, b, top);
+        const Bracket old = b;
+        for (int t = 0; t < kThresholds; t++)
+            if (!b.learn(old.at(top, t, kThresholds + 1), goal, s.counts[t], s.sums[t])) break;
+        __syncthreads();
+    }
+    // What the bracket still holds fits the list, or it is a crowd of equals.
+    const bool crowd = b.count_low - b.count_high > kListed;
+    const int m = crowd ? goal.needed(b.count_high, b.sum_high, b.low) : 1;
+    Keep keep = {b.low, b.low, -1};
+    const int inside = collect(e, s, chosen, Window{low, keep, b.high}, m - 1, crowd ? m : kListed + 1);
+    if (!crowd) return Selection{cut_list(s, inside, goal, b, 0), -1};
+    if (inside >= m) keep.high = b.high, keep.turn = s.list.ids[0];
+    __syncthreads();
+    return Selection{keep, -1};
+}
+
+// Lists what stays; returns how many, or a number above kListed if they do not fit.
+template <class E>
+__device__ inline int list_kept(const E& e, Choice& s, int chosen, unsigned low,
+                                const Selection& found) {
+    if (found.listed >= 0) return filter(s, found.listed, found.keep);
+    return collect(e, s, chosen, Window{low, found.keep, kAll}, 0, kListed + 1);
+}
+
+// ---------------------------------------------------------------- running sums
+
+// Where this lane's part of the chain of additions values[0] + values[1] + ... starts, rounded as the
+// chain itself rounds; `end` is where it ends. Whole warps only; lane l owns [from, to).
+// Each lane runs its part from a guess. Where the part before ended is where it was due to start:
+// when all agree, that is the chain. Rounding rarely depends on where a part starts, so shifting the
+// starts by what they were off mends nearly all at once; each round mends one lane for certain.
+template <class Value>
+__device__ inline double chain_start(const Value* values, int from, int to, double& end) {
+    double start = 0.0;
+    for (int i = from; i < to; i++) start += static_cast<double>(values[i]);
+    const double own = start;
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes <<= 1) {
+        const double other = __shfl_up_sync(kAll, start, lanes);
+        if (lane_id() >= lanes) start += other;
+    }
+    start -= own;
+    if (lane_id() == 0) start = 0.0;
+    for (int round = 0; round < 33; round++) {
+        end = start;
+        for (int i = from; i < to; i++) end += static_cast<double>(values[i]);
+        double due = __shfl_up_sync(kAll, end, 1);
+        if (lane_id() == 0) due = 0.0;
+        const unsigned wrong = __ballot_sync(kAll, due != start);
+        if (!wrong) break;
+        double shift = due - start;
+#pragma unroll
+        for (int lanes = 1; lanes < 32; lanes <<= 1) {
+            const double other = __shfl_up_sync(kAll, shift, lanes);
+            if (lane_id() >= lanes) shift += other;
+        }
+        start = lane_id() == __ffs(static_cast<int>(wrong)) - 1 ? due : start + shift;
+    }
+    return start;
+}
+
+// First index i < n at which before + (values[0] + ... + values[i]) exceeds the threshold, or reaches
+// it; the last index with a value above 0 if there is none. `until`: the chain before that index.
+// Whole warps only.
+template <class Value>
+__device__ inline int first_beyond(const Value* values, int n, double before, double threshold, bool reach,
+                                   double& until) {
+    const int each = (n + 31) / 32, from = min(n, lane_id() * each), to = min(n, from + each);
+    double end, sum = chain_start(values, from, to, end);
+    int found = 0x7fffffff, last = -1;
+    double found_until = 0.0, last_until = 0.0;
+    for (int i = from; i < to; i++) {
+        const double x = static_cast<double>(values[i]), next = sum + x, running = before + next;
+        if (x > 0.0) last = i, last_until = sum;
+        if (found == 0x7fffffff && (reach ? running >= threshold : running > threshold))
+            found = i, found_until = sum;
+        sum = next;
+    }
+    const int first = __reduce_min_sync(kAll, found), positive = __reduce_max_sync(kAll, last);
+    if (first == 0x7fffffff) {
+        until = positive < 0 ? 0.0 : __shfl_sync(kAll, last_until, positive / each);
+        return max(positive, 0);
+    }
+    until = __shfl_sync(kAll, found_until, first / each);
+    return first;
+}
+
+template <class Value> __device__ inline double chain_total(const Value* values, int n) {
+    const int each = (n + 31) / 32, from = min(n, lane_id() * each), to = min(n, from + each);
+    double end;
+    chain_start(values, from, to, end);
+    return __shfl_sync(kAll, end, 31);
+}
+
+// Which of n sums of blocks holds the share `u` of their total: s.found, with s.before (the sums
+// before it), s.threshold and s.reach. Warp 0 only.
+__device__ inline void find_block(Choice& s, const double* sums, int n, double u) {
+    const double total = chain_total(sums, n), threshold = u * total;
+    const bool reach = threshold >= total;  // rounding can lift the product to the total
+    double until;
+    const int block = first_beyond(sums, n, 0.0, threshold, reach, until);
+    if (lane_id() == 0)
+        s.found = block, s.before = until, s.threshold = threshold, s.reach = reach;
+}
+
+// Which of the n weights of that block holds it. Warp 0 only.
+__device__ inline int find_in_block(Choice& s, const float* weights, int n) {
+    double until;
+    const int at = first_beyond(weights, n, s.before, s.threshold, s.reach != 0, until);
+    __syncwarp();
+    return at;
+}
+
+// Sums of the blocks of 128 listed weights into s.sums; returns how many blocks.
+__device__ inline int sum_list(Choice& s, int listed) {
+    const int blocks = (listed + kSumBlock - 1) / kSumBlock;
+    if (static_cast<int>(threadIdx.x) < blocks) {
+        double sum = 0.0;
+        const int from = static_cast<int>(threadIdx.x) * kSumBlock;
+        for (int i = from; i < min(listed, from + kSumBlock); i++)
+            sum += static_cast<double>(__uint_as_float(s.list.keys[i]));
+        s.sums[threadIdx.x] = sum;
+    }
+    __syncthreads();
+    return blocks;
+}

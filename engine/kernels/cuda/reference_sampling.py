@@ -1,0 +1,67 @@
+"""The NumPy definition of ``sample.cu``: the CPU's reference sampler with the kernel's weights.
+
+Scores and weights are made of fused multiply-adds. Here each is computed in extended precision
+and rounded once more, which gives the kernel's bits but for about one value in 10^11.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ...plan import SampleSpec
+from ...sampler_reference import sample_reference
+
+F32 = npt.NDArray[np.float32]
+
+_LEAST = np.float32(2.0**-126)
+_POLYNOMIAL = tuple(
+    np.float32(float.fromhex(c))
+    for c in ("0x1.123b9ap-7", "0x1.5558fcp-5", "0x1.55549p-3", "0x1.fffffcp-2", "0x1p0", "0x1p0")
+)
+
+
+def sample(logits: F32, spec: SampleSpec) -> int:
+    """Token that the kernels draw from ``logits[vocab]``, which has one left to draw."""
+    return sample_reference(logits, spec, scores_and_weights)
+
+
+def scores_and_weights(below: F32, temperature: np.float32) -> tuple[F32, F32]:
+    """Logits less the largest, divided by the temperature, and their exponential.
+
+    The quotient is a product with the rounded inverse, corrected once; temperatures beyond 2^-126
+    and 2^126 count as these.
+    """
+    value = min(max(np.float32(temperature), _LEAST), 1 / _LEAST)
+    inverse = np.float32(1) / value
+    with np.errstate(over="ignore", invalid="ignore"):
+        quotient = _flushed(below * inverse)
+        corrected = _fma(_fma(-quotient, value, below), inverse, quotient)
+    scores = np.where(quotient < -128, quotient, corrected)
+    return scores, weights(scores)
+
+
+def weights(scores: F32) -> F32:
+    """Exponential of ``scores <= 0``, 0 below -87: nearest power of two, then a polynomial."""
+    x = np.where(scores < -87, np.float32(0), scores)
+    magic = np.float32(12582912)
+    shifted = _fma(x, np.float32(float.fromhex("0x1.715476p+0")), magic)
+    power = shifted - magic
+    rest = _fma(power, np.float32(float.fromhex("-0x1.62e4p-1")), x)
+    rest = _fma(power, np.float32(float.fromhex("-0x1.7f7d1cp-20")), rest)
+    result = np.full_like(x, float.fromhex("0x1.6a215ap-10"))
+    for coefficient in _POLYNOMIAL:
+        result = _fma(result, rest, coefficient)
+    return np.where(scores < -87, np.float32(0), np.ldexp(result, power.astype(np.int32)))
+
+
+def _fma(a: npt.ArrayLike, b: npt.ArrayLike, c: npt.ArrayLike) -> F32:
+    wide = np.asarray(a, np.longdouble) * np.asarray(b, np.longdouble) + np.asarray(
+        c, np.longdouble
+    )
+    return _flushed(wide.astype(np.float32))
+
+
+def _flushed(values: F32) -> F32:
+    """Denormals are zero on the device."""
+    return np.where(np.abs(values) < _LEAST, np.float32(0), values)

@@ -1,0 +1,253 @@
+"""Launchers of ``sample.cu``: a token per row of logits, drawn as :mod:`baton.engine.sampler` does.
+
+What a row asks for lies in device memory (:func:`fill_row`), so a step captured in a graph draws
+with new parameters, masks and histories on each replay. A row's result depends on nothing but the
+row: not on its place, the other rows or the number of thread blocks. Weights come from the
+kernel's own exponential, so a token can differ from the CPU's where the share drawn, or a filter's
+limit, lies within about 1e-6 of a boundary between tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ....proto.limits import MAX_LOG_PROBABILITIES as MAX_LOGPROBS
+from ...plan import Bools, Int32, SampleSpec
+from .checks import BF16, check_array
+from .device import Device, DeviceArray, Kernel
+
+_SOURCE = "sample.cu"
+_THREADS, _PASS_THREADS = 512, 256
+_CHUNK, _GROUP, _SUM_BLOCK = 4096, 64, 128
+_MAX_BANNED = 8
+
+MAX_VOCAB = 64 * _CHUNK
+MAX_TOP_K = 1024
+
+NO_ERROR, NO_TOKEN_LEFT, NOT_FINITE, BAD_ROW = range(4)
+"""Per row: drawn; bans and mask leave nothing; a NaN or infinity; a mask or history not there."""
+
+ROW = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("position", np.int64),
+        ("top_p", np.float64),
+        ("temperature", np.float32),
+        ("min_p", np.float32),
+        ("repetition", np.float32),
+        ("frequency", np.float32),
+        ("presence", np.float32),
+        ("top_k", np.int32),
+        ("logprobs", np.int32),
+        ("mask", np.int32),
+        ("history", np.int32),
+        ("banned", np.int32),
+        ("ban", np.int32, (_MAX_BANNED,)),
+    ]
+)
+"""What a row asks for, as the kernels read it: 96 bytes, little endian."""
+
+Rows = npt.NDArray[np.void]
+Words = npt.NDArray[np.uint32]
+
+
+def fill_row(rows: Rows, at: int, spec: SampleSpec, mask: int = -1, history: int = -1) -> None:
+    """Set ``rows[at]`` (of :data:`ROW`) to what ``spec`` asks for.
+
+    ``mask`` and ``history`` are rows of the masks and histories on the device, -1 for none. Where
+    there is a mask, the bans are in it (:func:`mask_words`). ValueError for what the kernels do
+    not do: logits processors, more than 8 bans, a ``top_k`` above 1024, more than 20 log-probs.
+    """
+    params = spec.params
+    banned = () if mask >= 0 else spec.banned
+    if params.logits_processors:
+        raise ValueError("logits processors are code and run on the host")
+    if len(banned) > _MAX_BANNED:
+        raise ValueError(f"{len(banned)} banned ids, at most {_MAX_BANNED} fit beside no mask")
+    if params.top_k > MAX_TOP_K:
+        raise ValueError(f"top_k is {params.top_k}, at most {MAX_TOP_K}")
+    if not 0 <= spec.logprobs <= MAX_LOGPROBS:
+        raise ValueError(f"{spec.logprobs} log-probs, at most {MAX_LOGPROBS}")
+    if params.needs_penalties and history < 0:
+        raise ValueError("penalties need a history")
+    row = rows[at]
+    row["seed"], row["position"], row["top_p"] = params.seed, spec.position, params.top_p
+    row["temperature"], row["min_p"] = params.temperature, params.min_p
+    row["repetition"] = params.repetition_penalty
+    row["frequency"], row["presence"] = params.frequency_penalty, params.presence_penalty
+    row["top_k"], row["logprobs"] = max(params.top_k, 0), spec.logprobs
+    row["mask"], row["history"] = mask, history if params.needs_penalties else -1
+    row["banned"], row["ban"] = len(banned), [*banned, *[-1] * (_MAX_BANNED - len(banned))]
+
+
+def mask_words(allowed: Bools, banned: tuple[int, ...] = ()) -> Words:
+    """Bits of the tokens that may be drawn, 32 a word, the lowest id in the lowest bit.
+
+    Bans are lifted where the grammar allows nothing else: then the answer is complete.
+    """
+    left = allowed.copy()
+    left[np.asarray(banned, np.intp)] = False
+    return _words(left if left.any() else allowed)
+
+
+def history_arrays(history: Int32, prompt_length: int, vocab: int) -> tuple[Words, Int32]:
+    """Bits of the tokens that occurred, and ``int32[vocab]``, how often each was generated.
+
+    ValueError for an id outside the vocabulary.
+    """
+    if history.size and (history.min() < 0 or history.max() >= vocab):
+        raise ValueError("the history holds ids outside the vocabulary")
+    seen = np.zeros(vocab, np.bool_)
+    seen[history] = True
+    counts = np.bincount(history[prompt_length:], minlength=vocab).astype(np.int32)
+    return _words(seen), counts
+
+
+def _words(bits: Bools) -> Words:
+    padded = np.zeros(-(-len(bits) // 32) * 32, np.bool_)
+    padded[: len(bits)] = bits
+    return np.packbits(padded, bitorder="little").view(np.uint32)
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """What the passes leave for each other; one per graph. See :func:`workspace`."""
+
+    vocab: int
+    maxima: DeviceArray
+    sums: DeviceArray
+
+
+def workspace(device: Device, rows: int, vocab: int) -> Workspace:
+    """Allocate the workspace for up to ``rows`` rows; ValueError for a vocabulary too large."""
+    if rows < 1 or not 1 <= vocab <= MAX_VOCAB:
+        raise ValueError(f"{rows} rows of a vocabulary of {vocab}: at least 1, at most {MAX_VOCAB}")
+    chunks = _chunks(vocab)
+    maxima = device.empty((rows, 2, chunks * (_CHUNK // _GROUP + 1)), np.float32)
+    return Workspace(
+        vocab, maxima, device.empty((rows, chunks * (_CHUNK // _SUM_BLOCK + 1)), np.float64)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Restrictions:
+    """Masks and histories that rows name, each None where there is none.
+
+    ``masks``: uint32 ``[M, ceil(vocab / 32)]`` of :func:`mask_words`. ``seen``: uint32 and
+    ``counts``: int32 ``[P, vocab]`` of :func:`history_arrays`.
+    """
+
+    masks: DeviceArray | None = None
+    seen: DeviceArray | None = None
+    counts: DeviceArray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Log-probabilities, of the raw logits, for rows that ask for them; else NaN, -1 and -inf.
+
+    ``token``: float32 ``[B]``, of the token drawn. ``ids`` int32 and ``values`` float32
+    ``[B, 20]``: the most likely tokens, the lowest id first among equals, then -1 and -inf.
+    """
+
+    token: DeviceArray
+    ids: DeviceArray
+    values: DeviceArray
+
+
+def sample(
+    device: Device,
+    logits: DeviceArray,
+    rows: DeviceArray,
+    space: Workspace,
+    tokens: DeviceArray,
+    errors: DeviceArray,
+    restrictions: Restrictions = Restrictions(),
+    report: Report | None = None,
+    *,
+    record: bool = False,
+) -> None:
+    """Draw ``tokens[B]`` (int32) from ``logits[B, stride]`` (float32, or bf16 as uint16).
+
+    The first ``space.vocab`` of a row count; ``stride`` is a multiple of 4. ``rows``: uint8
+    ``[B, 96]``, the bytes of :data:`ROW`. ``errors[B]`` (int32): :data:`NO_ERROR` or why a row has
+    no token; its token is then 0. ``record`` adds the tokens to the histories of their rows, for a
+    next step queued before the host knows them. Wrong arguments raise ValueError.
+    """
+    batch, stride = _check(logits, rows, space, tokens, errors)
+    masks, histories = _check_restrictions(restrictions, space.vocab)
+    if report is not None:
+        check_array("report.token", report.token, np.float32, (batch,))
+        check_array("report.ids", report.ids, np.int32, (batch, MAX_LOGPROBS))
+        check_array("report.values", report.values, np.float32, (batch, MAX_LOGPROBS))
+    if not batch:
+        return
+    chunks = _chunks(space.vocab)
+    common = (
+        logits, np.int32(stride), np.int32(space.vocab), rows, restrictions.masks,
+        restrictions.seen, restrictions.counts, np.int32(masks), np.int32(histories),
+        space.maxima, space.sums,
+    )  # fmt: skip
+    name = "bf16" if logits.dtype == BF16 else "f32"
+    for kernel in (f"sample_scan_{name}", f"sample_weigh_{name}"):
+        device.launch(Kernel(_SOURCE, kernel), (chunks, batch), (_PASS_THREADS,), common)
+    device.launch(
+        Kernel(_SOURCE, f"sample_choose_{name}"), (batch,), (_THREADS,),
+        (*common, np.int32(chunks), np.int32(record), tokens, errors),
+    )  # fmt: skip
+    if report is not None:
+        device.launch(
+            Kernel(_SOURCE, f"sample_report_{name}"), (batch,), (_THREADS,),
+            (*common, np.int32(chunks), tokens, errors, report.token, report.ids, report.values),
+        )  # fmt: skip
+
+
+def _chunks(vocab: int) -> int:
+    return -(-vocab // _CHUNK)
+
+
+def _check(
+    logits: DeviceArray,
+    rows: DeviceArray,
+    space: Workspace,
+    tokens: DeviceArray,
+    errors: DeviceArray,
+) -> tuple[int, int]:
+    """Batch and stride; ValueError for what does not fit together."""
+    dtype: np.dtype[Any] = BF16 if logits.dtype == BF16 else np.dtype(np.float32)
+    check_array("logits", logits, dtype, (None, None))
+    batch, stride = logits.shape
+    if stride % 4 or stride < space.vocab:
+        raise ValueError(
+            f"rows of {stride} logits for a vocabulary of {space.vocab}: "
+            "a multiple of 4, not less than the vocabulary"
+        )
+    if batch > min(space.maxima.shape[0], 65535):
+        raise ValueError(f"{batch} rows, the workspace is for {space.maxima.shape[0]}")
+    check_array("rows", rows, np.uint8, (batch, ROW.itemsize))
+    check_array("tokens", tokens, np.int32, (batch,))
+    check_array("errors", errors, np.int32, (batch,))
+    chunks = _chunks(space.vocab)
+    check_array("maxima", space.maxima, np.float32, (None, 2, chunks * (_CHUNK // _GROUP + 1)))
+    sums = (space.maxima.shape[0], chunks * (_CHUNK // _SUM_BLOCK + 1))
+    check_array("sums", space.sums, np.float64, sums)
+    return batch, stride
+
+
+def _check_restrictions(given: Restrictions, vocab: int) -> tuple[int, int]:
+    """How many masks and histories there are."""
+    words, masks, histories = -(-vocab // 32), 0, 0
+    if given.masks is not None:
+        check_array("masks", given.masks, np.uint32, (None, words))
+        masks = given.masks.shape[0]
+    if (given.seen is None) != (given.counts is None):
+        raise ValueError("a history is two arrays, seen and counts")
+    if given.seen is not None and given.counts is not None:
+        check_array("seen", given.seen, np.uint32, (None, words))
+        histories = given.seen.shape[0]
+        check_array("counts", given.counts, np.int32, (histories, vocab))
+    return masks, histories

@@ -1,0 +1,101 @@
+"""Exponential, random numbers and running sums of the sampler, by themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from baton.engine.kernels.cuda import reference_sampling
+from baton.engine.kernels.cuda.device import Kernel
+from baton.engine.philox import uniform
+
+from .host.builder import HERE
+from .host_device import HostDevice
+
+
+@pytest.fixture(scope="module")
+def probe(host_device, build_cache: Path):
+    device = HostDevice(build_cache, folder=HERE)
+
+    def run(name, *args):
+        device.launch(Kernel("sample_probe.cu", name), (1,), (32,), args)
+
+    run.device = device
+    return run
+
+
+def weigh(probe, below, temperature):
+    scores, weights = (probe.device.empty(below.shape, np.float32) for _ in range(2))
+    probe("weigh", probe.device.upload(below), np.float32(temperature), scores, weights,
+          np.int32(len(below)))  # fmt: skip
+    return scores, weights
+
+
+def test_exponential_is_within_a_unit_in_the_last_place(probe, rng):
+    below = -np.abs(rng.standard_normal(100000) * rng.choice([1e-4, 1, 10, 40], 100000))
+    below = np.concatenate([below, [0, -87, -87.01, -100, -np.inf]]).astype(np.float32)
+    scores, weights = weigh(probe, below, 1.0)
+    np.testing.assert_array_equal(scores, below)
+    exact = np.exp(below.astype(np.float64))
+    unit = np.spacing(exact.astype(np.float32)).astype(np.float64)
+    assert (np.abs(weights - exact)[below >= -87] < 0.9 * unit[below >= -87]).all()
+    assert (weights[below < -87] == 0).all()
+    assert weights[below == 0] == 1
+    np.testing.assert_array_equal(weights, reference_sampling.weights(below))
+
+
+def test_exponential_falls_with_its_argument_but_for_one_unit(probe):
+    bits = np.concatenate([  # every float of two stretches, and a sample of all
+        0x3CFE0000 + np.arange(1 << 17), 0x3F800000 + np.arange(1 << 17),
+        np.arange(0, np.float32(87).view(np.uint32), 4999),
+    ])  # fmt: skip
+    below = -np.sort(bits.astype(np.uint32).view(np.float32))
+    weights = weigh(probe, below, 1.0)[1].view(np.int32)
+    least = np.minimum.accumulate(weights)
+    assert (weights - least).max() <= 1
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.8, 1.0, 1.7, 5.0, 1e-20, 1e20])
+def test_division_is_the_exact_one(probe, rng, temperature):
+    below = -np.abs(rng.standard_normal(20000) * 30).astype(np.float32)
+    scores = weigh(probe, below, temperature)[0]
+    exact = below / np.float32(temperature)
+    assert (scores != exact)[exact > -128].sum() <= 1
+    np.testing.assert_array_equal(
+        scores, reference_sampling.scores_and_weights(below, np.float32(temperature))[0]
+    )
+
+
+def test_random_numbers_have_the_bits_of_the_cpu(probe, rng):
+    seeds = rng.integers(0, 1 << 64, 32, dtype=np.uint64)
+    positions = rng.integers(0, 1 << 62, 32)
+    out = probe.device.empty((32,), np.float64)
+    probe("random_numbers", *map(probe.device.upload, (seeds, positions)), out)
+    assert out.tolist() == [uniform(int(s), int(p)) for s, p in zip(seeds, positions, strict=True)]
+
+
+@pytest.mark.parametrize("n", [1, 5, 32, 33, 128, 1002, 2048])
+@pytest.mark.parametrize("spread", [0, 1, 12])
+def test_running_sums_round_like_one_chain(probe, rng, n, spread):
+    """The lanes' parts are put together to the very bits of adding from left to right."""
+    values = np.exp(spread * rng.standard_normal(n)) * rng.choice([0.0, 1.0], n, p=[0.2, 0.8])
+    values[rng.integers(0, n)] = 1.0
+    before = float(rng.choice([0.0, 1 / 3]))
+    sums = np.cumsum(values)
+    exact = rng.choice(before + sums, 20)
+    thresholds = np.concatenate([exact, np.nextafter(exact, 0), rng.random(20) * sums[-1], [1e300]])
+    for reach in (False, True):
+        at, until = (probe.device.empty(thresholds.shape, t) for t in (np.int32, np.float64))
+        total = probe.device.empty((1,), np.float64)
+        given = [probe.device.upload(a) for a in (values, np.array([before]), thresholds)]
+        counts = np.int32(n), np.int32(len(thresholds)), np.int32(reach)
+        probe(
+            "running_sums", given[0], counts[0], given[1], given[2], *counts[1:], at, until, total
+        )
+        assert total[0] == sums[-1]
+        found = np.searchsorted(before + sums, thresholds, "left" if reach else "right")
+        found[found == n] = np.flatnonzero(values)[-1]
+        np.testing.assert_array_equal(at, found)
+        np.testing.assert_array_equal(until, np.concatenate([[0.0], sums])[found])
