@@ -6,6 +6,8 @@
  * other rows and with the heads of its group.
  */
 
+#include "tiles.h"
+
 /* Rows times heads of a group that walk the tiles together. */
 #define QUERIES_TOGETHER 96
 
@@ -46,34 +48,18 @@ typedef struct {
     float *peak;       /* [count] largest score so far */
 } Walk;
 
-typedef struct {
-    int from, to;      /* keys of the tile some row sees */
-    const float *key[TILE_KEYS];   /* rows of the cache; clamped into from..to */
-    int64_t to_value;  /* from a key's row to its value's row */
-} Tile;
-
-static void find_tile(const Attention *a, const int32_t *table, int64_t kv_head, int64_t start,
-                      int64_t low, int64_t high, Tile *tile) {
-    int64_t plane = a->block_size * a->dim, stride = 2 * a->kv_heads * plane;
-    tile->from = low > start ? (int)(low - start) : 0;
-    tile->to = high + 1 - start < TILE_KEYS ? (int)(high + 1 - start) : TILE_KEYS;
-    tile->to_value = a->kv_heads * plane;
-    int64_t block = (start + tile->from) / a->block_size;
-    int64_t offset = (start + tile->from) % a->block_size;
-    for (int j = tile->from; j < tile->to; j++) {
-        tile->key[j] = a->kv + table[block] * stride + kv_head * plane + offset * a->dim;
-        if (++offset == a->block_size) block++, offset = 0;
-    }
-    for (int j = 0; j < tile->from; j++) tile->key[j] = tile->key[tile->from];
-    for (int j = tile->to; j < TILE_KEYS; j++) tile->key[j] = tile->key[tile->to - 1];
-}
+#include "few.h"
 
 static void transpose_keys(const Walk *w, const Tile *tile) {
     int64_t dim = w->a->dim;
     for (int j = 0; j < tile->to; j += LANES) {
         float *to = w->keys + j / STRIP * STRIP * dim + j % STRIP;
         int64_t d = 0;
-        for (; d + LANES <= dim; d += LANES) v_transpose(tile->key + j, d, to + d * STRIP, STRIP);
+        for (; d + 4 <= dim; d += 4) {
+            vf at[4];
+            v_columns(tile->key + j, d, at);
+            for (int i = 0; i < 4; i++) v_store(to + (d + i) * STRIP, at[i]);
+        }
         for (; d < dim; d++)
             for (int i = 0; i < LANES; i++) to[d * STRIP + i] = tile->key[j + i][d];
     }
@@ -151,11 +137,27 @@ static void weigh(const Walk *w, const Tile *tile, int copied, int64_t first, in
     }
 }
 
-static inline int64_t lowest(const Attention *a, int64_t position) {
-    return a->window && position >= a->window ? position - a->window + 1 : 0;
+/* Queries first..first+rows: their scores become weights. */
+static void soften_rows(const Walk *w, const Place *at, const Tile *tile, int64_t first,
+                        int64_t rows) {
+    const Attention *a = w->a;
+    int64_t group = a->heads / a->kv_heads;
+    for (int64_t i = first; i < first + rows; i++) {
+        int64_t p = a->positions[at->row + i / group];
+        int64_t from = lowest(a, p) - at->start, to = p + 1 - at->start;
+        from = from < 0 ? 0 : from > TILE_KEYS ? TILE_KEYS : from;
+        to = to < 0 ? 0 : to > TILE_KEYS ? TILE_KEYS : to;
+        soften(w, tile, i, (int)from, (int)to);
+    }
 }
 
-static void walk_tile(const Walk *w, int64_t row, int64_t start, const Tile *tile) {
+static void walk_few(const Walk *w, const Place *at, const Tile *tile, const Tile *next) {
+    score_few[w->count - 1](w, tile, next);
+    soften_rows(w, at, tile, 0, w->count);
+    weigh_few[w->count - 1](w, tile, next);
+}
+
+static void walk_many(const Walk *w, const Place *at, const Tile *tile) {
     const Attention *a = w->a;
     int64_t group = a->heads / a->kv_heads;
     int copied = w->count > 2 * QUERY_ROWS || w->padded != a->dim;
@@ -165,26 +167,22 @@ static void walk_tile(const Walk *w, int64_t row, int64_t start, const Tile *til
         int64_t rows = w->count - first < QUERY_ROWS ? w->count - first : QUERY_ROWS;
         int some = 0;
         for (int64_t i = first; i < first + rows; i++)
-            some |= a->positions[row + i / group] >= start;
+            some |= a->positions[at->row + i / group] >= at->start;
         if (!some) continue;
         score(w, tile, first, rows);
-        for (int64_t i = first; i < first + rows; i++) {
-            int64_t p = a->positions[row + i / group], from = lowest(a, p) - start;
-            int64_t to = p + 1 - start;
-            from = from < 0 ? 0 : from > TILE_KEYS ? TILE_KEYS : from;
-            to = to < 0 ? 0 : to > TILE_KEYS ? TILE_KEYS : to;
-            soften(w, tile, i, (int)from, (int)to);
-        }
+        soften_rows(w, at, tile, first, rows);
         weigh(w, tile, copied, first, rows);
     }
 }
 
-static void begin(const Walk *w, int64_t row, int64_t kv_head) {
+/* The queries of a head of the place's rows, nothing seen yet. */
+static void begin(Walk *w, const Place *at) {
     const Attention *a = w->a;
     int64_t group = a->heads / a->kv_heads;
+    w->count = at->rows * group;
     for (int64_t i = 0; i < w->count; i++) {
-        int64_t head = kv_head * group + i % group;
-        const float *q = a->q + ((row + i / group) * a->heads + head) * a->dim;
+        int64_t head = at->kv_head * group + i % group;
+        const float *q = a->q + ((at->row + i / group) * a->heads + head) * a->dim;
         for (int64_t d = 0; d < a->dim; d++) w->q[i * a->dim + d] = q[d] * a->scale;
         w->peak[i] = -INFINITY;
     }
@@ -192,35 +190,34 @@ static void begin(const Walk *w, int64_t row, int64_t kv_head) {
     memset(w->weight, 0, (size_t)(w->count * LANES) * sizeof(float));
 }
 
-static void finish(const Walk *w, int64_t row, int64_t kv_head) {
+static void finish(const Walk *w, const Place *at) {
     const Attention *a = w->a;
     int64_t group = a->heads / a->kv_heads;
     for (int64_t i = 0; i < w->count; i++) {
-        int64_t head = kv_head * group + i % group;
-        float *out = a->out + ((row + i / group) * a->heads + head) * a->dim;
+        int64_t head = at->kv_head * group + i % group;
+        float *out = a->out + ((at->row + i / group) * a->heads + head) * a->dim;
         float share = 1.0f / v_total(v_load(w->weight + i * LANES));
         for (int64_t d = 0; d < a->dim; d++) out[d] = w->sums[i * w->padded + d] * share;
     }
 }
 
-/* Rows row..row+rows of one sequence. */
-static void walk_rows(Walk *w, const int32_t *table, int64_t row, int64_t rows) {
+/* All tiles of all rows, each found one ahead of its turn. */
+static void walk(Walk *w, int64_t together) {
     const Attention *a = w->a;
-    int64_t low = INT64_MAX, high = 0;
-    for (int64_t t = row; t < row + rows; t++) {
-        int64_t p = a->positions[t];
-        low = lowest(a, p) < low ? lowest(a, p) : low;
-        high = p > high ? p : high;
-    }
-    w->count = rows * (a->heads / a->kv_heads);
-    for (int64_t h = 0; h < a->kv_heads; h++) {
-        begin(w, row, h);
-        for (int64_t start = low / TILE_KEYS * TILE_KEYS; start <= high; start += TILE_KEYS) {
-            Tile tile;
-            find_tile(a, table, h, start, low, high, &tile);
-            walk_tile(w, row, start, &tile);
-        }
-        finish(w, row, h);
+    Place here = {0}, there;
+    Tile tiles[2], *tile = tiles, *next = tiles + 1;
+    int more = enter(a, 0, together, &here);
+    if (more) find_tile(a, &here, tile);
+    for (; more; here = there) {
+        there = here;
+        more = advance(a, together, &there);
+        if (more) find_tile(a, &there, next);
+        if (here.start == first_start(&here)) begin(w, &here);
+        if (w->count <= FEW && w->padded == a->dim) walk_few(w, &here, tile, more ? next : tile);
+        else walk_many(w, &here, tile);
+        if (here.start + TILE_KEYS > here.high) finish(w, &here);
+        Tile *done = tile;
+        tile = next, next = done;
     }
 }
 
@@ -248,11 +245,7 @@ static int attention(const Attention *a) {
     w.weight = cut(&free_from, most * LANES);
     w.peak = cut(&free_from, most);
     memset(w.values, 0, (size_t)(TILE_KEYS * padded) * sizeof(float)); /* columns past dim */
-    for (int64_t s = 0; s < a->sequences; s++)
-        for (int64_t row = a->offsets[s]; row < a->offsets[s + 1]; row += together) {
-            int64_t left = a->offsets[s + 1] - row;
-            walk_rows(&w, a->tables + s * a->table_width, row, left < together ? left : together);
-        }
+    walk(&w, together);
     free(memory);
     return 0;
 }

@@ -63,22 +63,20 @@ static inline void v_pair(const uint16_t *p, vf *low, vf *high) {
     *high = _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32((int)0xffff0000)));
 }
 
-/* to[d * stride + j] = from[j][d] for LANES keys j and LANES dims d */
+/* at[i][j] = from[j][d + i] for LANES keys j and four dims d + i */
 static inline __m256 halves(const float *const *from, int key, int64_t d) {
     return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(from[key] + d)),
                                 _mm_loadu_ps(from[key + 4] + d), 1);
 }
-static inline void v_transpose(const float *const *from, int64_t d, float *to, int64_t stride) {
-    for (int part = 0; part < 2; part++, d += 4, to += 4 * stride) {
-        __m256 a = halves(from, 0, d), b = halves(from, 1, d);
-        __m256 c = halves(from, 2, d), e = halves(from, 3, d);
-        __m256 ab = _mm256_unpacklo_ps(a, b), ce = _mm256_unpacklo_ps(c, e);
-        __m256 ba = _mm256_unpackhi_ps(a, b), ec = _mm256_unpackhi_ps(c, e);
-        _mm256_storeu_ps(to, _mm256_shuffle_ps(ab, ce, 0x44));
-        _mm256_storeu_ps(to + stride, _mm256_shuffle_ps(ab, ce, 0xee));
-        _mm256_storeu_ps(to + 2 * stride, _mm256_shuffle_ps(ba, ec, 0x44));
-        _mm256_storeu_ps(to + 3 * stride, _mm256_shuffle_ps(ba, ec, 0xee));
-    }
+static inline void v_columns(const float *const *from, int64_t d, vf at[4]) {
+    __m256 a = halves(from, 0, d), b = halves(from, 1, d);
+    __m256 c = halves(from, 2, d), e = halves(from, 3, d);
+    __m256 ab = _mm256_unpacklo_ps(a, b), ce = _mm256_unpacklo_ps(c, e);
+    __m256 ba = _mm256_unpackhi_ps(a, b), ec = _mm256_unpackhi_ps(c, e);
+    at[0] = _mm256_shuffle_ps(ab, ce, 0x44);
+    at[1] = _mm256_shuffle_ps(ab, ce, 0xee);
+    at[2] = _mm256_shuffle_ps(ba, ec, 0x44);
+    at[3] = _mm256_shuffle_ps(ba, ec, 0xee);
 }
 
 /* Stripes of 64 bytes and the accumulators of their checksum; see blocks.h. */

@@ -46,7 +46,7 @@ static inline void v_pair(const uint16_t *p, vf *low, vf *high) {
     *high = _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000)));
 }
 
-/* to[d * stride + j] = from[j][d] for LANES keys j and LANES dims d.
+/* at[i][j] = from[j][d + i] for LANES keys j and four dims d + i.
  * Quarters of four keys land in one register by insertion from memory, so that only the
  * two shuffle steps inside 128-bit lanes remain. */
 static inline __m512 quarters(const float *const *from, int key, int64_t d) {
@@ -55,17 +55,15 @@ static inline __m512 quarters(const float *const *from, int key, int64_t d) {
     v = _mm512_insertf32x4(v, _mm_loadu_ps(from[key + 8] + d), 2);
     return _mm512_insertf32x4(v, _mm_loadu_ps(from[key + 12] + d), 3);
 }
-static inline void v_transpose(const float *const *from, int64_t d, float *to, int64_t stride) {
-    for (int part = 0; part < 4; part++, d += 4, to += 4 * stride) {
-        __m512 a = quarters(from, 0, d), b = quarters(from, 1, d);
-        __m512 c = quarters(from, 2, d), e = quarters(from, 3, d);
-        __m512 ab = _mm512_unpacklo_ps(a, b), ce = _mm512_unpacklo_ps(c, e);
-        __m512 ba = _mm512_unpackhi_ps(a, b), ec = _mm512_unpackhi_ps(c, e);
-        _mm512_storeu_ps(to, _mm512_shuffle_ps(ab, ce, 0x44));
-        _mm512_storeu_ps(to + stride, _mm512_shuffle_ps(ab, ce, 0xee));
-        _mm512_storeu_ps(to + 2 * stride, _mm512_shuffle_ps(ba, ec, 0x44));
-        _mm512_storeu_ps(to + 3 * stride, _mm512_shuffle_ps(ba, ec, 0xee));
-    }
+static inline void v_columns(const float *const *from, int64_t d, vf at[4]) {
+    __m512 a = quarters(from, 0, d), b = quarters(from, 1, d);
+    __m512 c = quarters(from, 2, d), e = quarters(from, 3, d);
+    __m512 ab = _mm512_unpacklo_ps(a, b), ce = _mm512_unpacklo_ps(c, e);
+    __m512 ba = _mm512_unpackhi_ps(a, b), ec = _mm512_unpackhi_ps(c, e);
+    at[0] = _mm512_shuffle_ps(ab, ce, 0x44);
+    at[1] = _mm512_shuffle_ps(ab, ce, 0xee);
+    at[2] = _mm512_shuffle_ps(ba, ec, 0x44);
+    at[3] = _mm512_shuffle_ps(ba, ec, 0xee);
 }
 
 /* Stripes of 64 bytes and the accumulators of their checksum; see blocks.h. */

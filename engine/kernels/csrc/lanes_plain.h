@@ -72,10 +72,10 @@ static inline void v_pair(const uint16_t *p, vf *low, vf *high) {
     *high = (vf)(v & (int32_t)0xffff0000);
 }
 
-/* to[d * stride + j] = from[j][d] for LANES keys j and LANES dims d */
-static inline void v_transpose(const float *const *from, int64_t d, float *to, int64_t stride) {
-    for (int i = 0; i < LANES; i++)
-        for (int j = 0; j < LANES; j++) to[i * stride + j] = from[j][d + i];
+/* at[i][j] = from[j][d + i] for LANES keys j and four dims d + i */
+static inline void v_columns(const float *const *from, int64_t d, vf at[4]) {
+    for (int i = 0; i < 4; i++)
+        at[i] = (vf){from[0][d + i], from[1][d + i], from[2][d + i], from[3][d + i]};
 }
 
 /* Stripes of 64 bytes and the accumulators of their checksum; see blocks.h. */

@@ -1,0 +1,62 @@
+/* The tiles that attention walks: where their keys and values lie, and which comes next. */
+
+/* A tile on the walk: of rows row..row+rows of one sequence, from position `start` on. */
+typedef struct {
+    int64_t sequence, row, rows;
+    int64_t low, high; /* positions some row sees */
+    int64_t kv_head, start;
+} Place;
+
+typedef struct {
+    int from, to;      /* keys of the tile some row sees */
+    const float *key[TILE_KEYS];   /* rows of the cache; clamped into from..to */
+    int64_t to_value;  /* from a key's row to its value's row */
+} Tile;
+
+static void find_tile(const Attention *a, const Place *p, Tile *tile) {
+    const int32_t *table = a->tables + p->sequence * a->table_width;
+    int64_t plane = a->block_size * a->dim, stride = 2 * a->kv_heads * plane;
+    tile->from = p->low > p->start ? (int)(p->low - p->start) : 0;
+    tile->to = p->high + 1 - p->start < TILE_KEYS ? (int)(p->high + 1 - p->start) : TILE_KEYS;
+    tile->to_value = a->kv_heads * plane;
+    int64_t block = (p->start + tile->from) / a->block_size;
+    int64_t offset = (p->start + tile->from) % a->block_size;
+    for (int j = tile->from; j < tile->to; j++) {
+        tile->key[j] = a->kv + table[block] * stride + p->kv_head * plane + offset * a->dim;
+        if (++offset == a->block_size) block++, offset = 0;
+    }
+    for (int j = 0; j < tile->from; j++) tile->key[j] = tile->key[tile->from];
+    for (int j = tile->to; j < TILE_KEYS; j++) tile->key[j] = tile->key[tile->to - 1];
+}
+
+/* First position that a row sees. */
+static inline int64_t lowest(const Attention *a, int64_t position) {
+    return a->window && position >= a->window ? position - a->window + 1 : 0;
+}
+
+static inline int64_t first_start(const Place *p) { return p->low / TILE_KEYS * TILE_KEYS; }
+
+/* To the rows from `row` on, at most `together`; 0 where none are left. */
+static int enter(const Attention *a, int64_t row, int64_t together, Place *p) {
+    while (p->sequence < a->sequences && row >= a->offsets[p->sequence + 1]) p->sequence++;
+    if (p->sequence == a->sequences) return 0;
+    int64_t left = a->offsets[p->sequence + 1] - row;
+    p->row = row, p->rows = left < together ? left : together;
+    p->low = INT64_MAX, p->high = 0, p->kv_head = 0;
+    for (int64_t t = row; t < row + p->rows; t++) {
+        int64_t at = a->positions[t], low = lowest(a, at);
+        p->low = low < p->low ? low : p->low;
+        p->high = at > p->high ? at : p->high;
+    }
+    p->start = first_start(p);
+    return 1;
+}
+
+/* On to the next tile of the head, head of the rows, rows, sequence; 0 behind the last. */
+static int advance(const Attention *a, int64_t together, Place *p) {
+    p->start += TILE_KEYS;
+    if (p->start <= p->high) return 1;
+    p->start = first_start(p);
+    if (++p->kv_head < a->kv_heads) return 1;
+    return enter(a, p->row + p->rows, together, p);
+}
