@@ -13,6 +13,8 @@ LOAD_8 = r"LDG\.E\.64.*"
 READ_16 = r"LDS\.128"
 ATOMICS = (r"ATOM.*", r"RED\..*")
 STORE_16 = r"STG\.E.*\.128.*"
+LOAD_8 = r"LDG\.E.*\.64.*"
+STORE_8 = r"STG\.E.*\.64.*"
 COPY_16 = r"LDGSTS\.E.*\.128.*"
 TENSOR = r"HMMA\.16816\.F32\.BF16"
 FRAGMENTS = r"LDSM\.16\..*"
@@ -35,6 +37,11 @@ class Gate:
 
 
 GATES: dict[str, dict[str, Gate]] = {
+    "blocks.cu": {
+        "(gather|scatter)_(bf16|fp16)": Gate(64, needs=(LOAD_16, STORE_16)),
+        "scatter_(fp8|int8)_(head|token)": Gate(64, needs=(LOAD_8, STORE_16)),
+        "gather_(fp8|int8)_(head|token)": Gate(64, needs=(LOAD_16, STORE_8, "REDUX.*|SHFL.*")),
+    },
     "elementwise.cu": {
         "embed": Gate(32, needs=(LOAD_16, STORE_16), forbids=(CALL,)),
         # 1,024 threads of 64 registers fill a multiprocessor's 65,536.

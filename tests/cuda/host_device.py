@@ -259,7 +259,9 @@ def _values(kernel: Kernel, signature: Sequence[str], args: Sequence[Argument]) 
             if address % size:
                 raise LaunchFailed(f"{kernel.name}: argument {i} is not aligned to {size} bytes")
             values.append(np.array([address], np.uint64))
-        elif isinstance(arg, SCALARS.get(declared, ())):
+        elif isinstance(arg, SCALARS.get(declared, ())) or (
+            isinstance(arg, np.void) and declared == f"s{arg.nbytes}"
+        ):
             values.append(np.array([arg]))
         else:
             raise LaunchFailed(

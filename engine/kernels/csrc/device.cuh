@@ -139,6 +139,22 @@ __device__ __forceinline__ unsigned pack_bf16(float low, float high) {
     return float_to_bf16(low) | static_cast<unsigned>(float_to_bf16(high)) << 16;
 #endif
 }
+// The larger of each of two pairs; 0x7fff where one of them is NaN.
+__device__ __forceinline__ unsigned max_bf16x2(unsigned a, unsigned b) {
+#if defined(__CUDA_ARCH__)
+    unsigned word;
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
+    return word;
+#else
+    unsigned word = 0;
+    for (int shift = 0; shift < 32; shift += 16) {
+        const bf16 x = static_cast<bf16>(a >> shift), y = static_cast<bf16>(b >> shift);
+        const float f = bf16_to_float(x), g = bf16_to_float(y);
+        word |= (f != f || g != g ? 0x7fffu : f > g ? x : y) << shift;
+    }
+    return word;
+#endif
+}
 // The 8 values of a 16-byte word, and back.
 __device__ __forceinline__ void unpack8(const uint4& word, float* f) {
     f[0] = low_bf16(word.x), f[1] = high_bf16(word.x), f[2] = low_bf16(word.y);
@@ -148,6 +164,26 @@ __device__ __forceinline__ void unpack8(const uint4& word, float* f) {
 __device__ __forceinline__ uint4 pack8(const float* f) {
     return make_uint4(pack_bf16(f[0], f[1]), pack_bf16(f[2], f[3]), pack_bf16(f[4], f[5]),
                       pack_bf16(f[6], f[7]));
+}
+
+// ---------------------------------------------------------------- fp16, two at a time
+
+// Two floats, the first in the low half, to nearest even. What is larger than 65504, infinity too,
+// becomes 65504; NaN 0x7fff.
+__device__ __forceinline__ unsigned pack_half_saturating(float low, float high) {
+#if defined(__CUDA_ARCH__)
+    unsigned word;
+    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+#else
+    const float floats[2] = {low, high};
+    unsigned word = 0;
+    for (int i = 0; i < 2; i++) {
+        const float f = floats[i], near = fminf(fmaxf(f, -65504.0f), 65504.0f);
+        word |= (f == f ? float_to_half(near) : 0x7fffu) << 16 * i;
+    }
+    return word;
+#endif
 }
 
 // ---------------------------------------------------------------- fp8 e4m3
@@ -177,6 +213,28 @@ __device__ __forceinline__ float fp8_to_float(unsigned char bits) {
     const unsigned sign = bits & 0x80u, size = bits & 0x7fu;
     if (size == 0x7fu) return __uint_as_float(0x7fffffffu);
     return half_to_float(static_cast<unsigned short>(sign << 8 | size << 7)) * 256.0f;
+#endif
+}
+
+// Two floats, the first in the low byte, as float_to_fp8 does each; and back.
+__device__ __forceinline__ unsigned pack_fp8(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    unsigned short pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    return float_to_fp8(low) | static_cast<unsigned>(float_to_fp8(high)) << 8;
+#endif
+}
+__device__ __forceinline__ float2 unpack_fp8(unsigned pair) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    unsigned halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<unsigned short>(pair)));
+    return make_float2(half_to_float(static_cast<unsigned short>(halves)),
+                       half_to_float(static_cast<unsigned short>(halves >> 16)));
+#else
+    return make_float2(fp8_to_float(static_cast<unsigned char>(pair)),
+                       fp8_to_float(static_cast<unsigned char>(pair >> 8)));
 #endif
 }
 

@@ -140,7 +140,7 @@ class CupyDevice:
         shared_bytes: int = 0,
     ) -> None:
         """Queue a kernel."""
-        values = tuple(np.uint64(0) if a is None else a for a in args)
+        values = tuple(_as_passed(a) for a in args)
         if self._kept is not None:
             self._kept.extend(args)
         with self._lock, self._device, self._stream:
@@ -165,3 +165,10 @@ class CupyDevice:
             function.max_dynamic_shared_size_bytes = shared_bytes
             self._shared_bytes[kernel] = shared_bytes
         return function
+
+
+def _as_passed(argument: Argument) -> Any:
+    """Null, and a structure, as CuPy takes them by value: an array of one record."""
+    if argument is None:
+        return np.uint64(0)
+    return np.array([argument]) if isinstance(argument, np.void) else argument

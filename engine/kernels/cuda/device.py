@@ -55,8 +55,9 @@ class DeviceArray(Protocol):
 
 
 Scalar = np.int32 | np.uint32 | np.int64 | np.uint64 | np.float32 | np.float64
-Argument = DeviceArray | Scalar | None
-"""What a kernel takes: an array (its address), a number of exactly that type, None (null)."""
+Argument = DeviceArray | Scalar | np.void | None
+"""What a kernel takes: an array (its address), a number of exactly that type, a record (a structure
+by value), None (null)."""
 
 
 @dataclass(frozen=True, slots=True)

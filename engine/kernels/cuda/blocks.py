@@ -1,0 +1,193 @@
+"""KV blocks between a paged pool and a payload: one kernel per move, see ``csrc/blocks.cu``.
+
+A pool is ``[L, NB, 2, Hk, BS, D]`` of bf16 (uint16 bits). A payload holds some layers and some
+blocks of it, in the receiver's heads, block size and encoding (:class:`PayloadLayout`). Both
+directions return the payload's digest (``engine/kernels/digest.py``) through ``digest``.
+
+Tokens are counted along the list of blocks: token t of a request is slot ``t % size`` of block
+``t // size`` on either side. If one side has room for more tokens than the other, a payload has
+zeros there and a pool keeps what it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .device import Device, DeviceArray, Kernel
+from .geometry import geometry
+from .payload import VECTOR, PayloadLayout
+
+I32 = npt.NDArray[np.int32]
+
+SOURCE = "blocks.cu"
+WORKSPACE_WORDS = 2
+"""uint64 words of a workspace: zeros at first, and again after every launch."""
+
+PROCESSORS = 132
+"""Streaming multiprocessors a grid is made for; others have more or less to do in turns."""
+PIECE_THREADS, PIECE_BLOCKS = 256, 4
+PIECE_SLOTS, BYTE_PIECE_SLOTS = 4, 8
+"""Vectors of a piece that a lane has in flight, of 16 and of 8 bytes; as in ``blocks.cu``."""
+TILE_SLOTS, MAX_TILE_THREADS, TILE_THREADS_PER_PROCESSOR = 8, 512, 1024
+
+
+@dataclass(frozen=True, slots=True)
+class BlockIds:
+    """Ids of pool blocks, in the order of a request's tokens: on the device, checked once."""
+
+    array: DeviceArray
+    count: int
+    highest: int
+    distinct: bool
+
+
+def upload_ids(device: Device, ids: Sequence[int] | I32) -> BlockIds:
+    """Copy block ids to the device. Raises ValueError unless they are some ids in ``0..2^31``."""
+    host = np.asarray(ids)
+    if host.ndim != 1 or not len(host) or host.dtype.kind not in "iu":
+        raise ValueError("block ids are one row of at least one integer")
+    if host.min() < 0 or host.max() >= 2**31:
+        raise ValueError(f"block ids from {host.min()} to {host.max()} are out of range")
+    distinct = len(np.unique(host)) == len(host)
+    array = device.upload(np.ascontiguousarray(host, np.int32))
+    return BlockIds(array, len(host), int(host.max()), distinct)
+
+
+def gather_blocks(
+    device: Device,
+    pool: DeviceArray,
+    ids: BlockIds,
+    layout: PayloadLayout,
+    payload: DeviceArray,
+    digest: DeviceArray,
+    workspace: DeviceArray,
+    *,
+    layer_start: int = 0,
+    head_start: int = 0,
+    processors: int = PROCESSORS,
+) -> None:
+    """Pack layers ``layer_start..`` and heads ``head_start..`` of the blocks ``ids``.
+
+    Writes all of ``payload`` (uint8 ``[layout.nbytes]``, aligned to 16 bytes) and ``digest``
+    (uint64 ``[1]``). ``workspace``: uint64 ``[WORKSPACE_WORDS]``, zeros at first, one per stream.
+    Raises ValueError before anything is launched.
+    """
+    _check_move(pool, ids, layout, payload, layer_start, head_start)
+    _check_words(digest, workspace)
+    record = geometry(pool.shape, layout, layer_start, head_start, ids.count, PIECE_SLOTS)
+    if layout.scales:
+        grid, block, shared = _tile_launch(layout, processors)
+    else:
+        grid, block, shared = _piece_launch(record, processors)
+    args = (pool, payload, ids.array, workspace, digest, record)
+    kernel = Kernel(SOURCE, f"gather_{layout.encoding}")
+    device.launch(kernel, (grid,), (block,), args, shared)
+
+
+def scatter_blocks(
+    device: Device,
+    payload: DeviceArray,
+    layout: PayloadLayout,
+    ids: BlockIds,
+    pool: DeviceArray,
+    digest: DeviceArray,
+    workspace: DeviceArray,
+    *,
+    layer_start: int = 0,
+    head_start: int = 0,
+    processors: int = PROCESSORS,
+) -> None:
+    """Unpack a payload into the pool: the inverse of :func:`gather_blocks`.
+
+    ``digest`` becomes that of the payload as it was read: a receiver compares it with the
+    sender's before anybody reads the blocks. Ids must be distinct. Raises ValueError before
+    anything is launched.
+    """
+    _check_move(pool, ids, layout, payload, layer_start, head_start)
+    _check_words(digest, workspace)
+    if not ids.distinct:
+        raise ValueError("a block would be written twice: its id is there twice")
+    slots = BYTE_PIECE_SLOTS if layout.scales else PIECE_SLOTS
+    record = geometry(pool.shape, layout, layer_start, head_start, ids.count, slots)
+    grid, block, shared = _piece_launch(record, processors)
+    args = (pool, payload, ids.array, workspace, digest, record)
+    kernel = Kernel(SOURCE, f"scatter_{layout.encoding}")
+    device.launch(kernel, (grid,), (block,), args, shared)
+
+
+def _piece_launch(record: np.void, processors: int) -> tuple[int, int, int]:
+    """Grid, block and shared bytes of a kernel in which warps take pieces."""
+    warps = PIECE_THREADS // 32
+    grid = min(-(-int(record["pieces"]) // warps), processors * PIECE_BLOCKS)
+    return grid, PIECE_THREADS, 0
+
+
+def _tile_launch(layout: PayloadLayout, processors: int) -> tuple[int, int, int]:
+    """Grid, block and shared bytes of a kernel in which thread blocks take tiles."""
+    vectors = layout.block_size * layout.head_dim // VECTOR
+    block = -(-vectors // (TILE_SLOTS * 32)) * 32
+    if block > MAX_TILE_THREADS:
+        raise ValueError(
+            f"a head of a block has {vectors * VECTOR} elements; "
+            f"at most {MAX_TILE_THREADS * TILE_SLOTS * VECTOR} share a scale"
+        )
+    grid = min(layout.tiles, processors * max(1, TILE_THREADS_PER_PROCESSOR // block))
+    return grid, block, 3 * 4 * layout.scales
+
+
+def _check_move(
+    pool: DeviceArray,
+    ids: BlockIds,
+    layout: PayloadLayout,
+    payload: DeviceArray,
+    layer_start: int,
+    head_start: int,
+) -> None:
+    _check_array("pool", pool, np.uint16)
+    if len(pool.shape) != 6 or pool.shape[2] != 2:
+        raise ValueError(f"pool has shape {pool.shape}, not [L, NB, 2, Hk, BS, D]")
+    layers, num_blocks, _, heads, block_size, head_dim = pool.shape
+    _check_array("payload", payload, np.uint8)
+    if payload.shape != (layout.nbytes,):
+        raise ValueError(f"payload has shape {payload.shape}, not ({layout.nbytes},)")
+    if head_dim != layout.head_dim:
+        raise ValueError(f"head_dim is {head_dim} in the pool, {layout.head_dim} in the payload")
+    _check_range("layers", layer_start, layout.layers, layers)
+    _check_range("heads", head_start, layout.heads, heads)
+    if ids.highest >= num_blocks:
+        raise ValueError(f"block {ids.highest} is not in a pool of {num_blocks} blocks")
+    if max(block_size, layout.block_size) % min(block_size, layout.block_size):
+        raise ValueError(
+            f"block sizes {block_size} and {layout.block_size}: one must divide the other"
+        )
+    if (
+        (layout.blocks - 1) * layout.block_size >= ids.count * block_size
+        or (ids.count - 1) * block_size >= layout.blocks * layout.block_size
+    ):  # fmt: skip
+        raise ValueError(
+            f"{ids.count} blocks of {block_size} tokens and {layout.blocks} of "
+            f"{layout.block_size} do not hold the same request"
+        )
+
+
+def _check_words(digest: DeviceArray, workspace: DeviceArray) -> None:
+    for name, array, words in (("digest", digest, 1), ("workspace", workspace, WORKSPACE_WORDS)):
+        _check_array(name, array, np.uint64)
+        if array.shape != (words,):
+            raise ValueError(f"{name} has shape {array.shape}, not ({words},)")
+
+
+def _check_array(name: str, array: DeviceArray, dtype: npt.DTypeLike) -> None:
+    if array.dtype != np.dtype(dtype):
+        raise ValueError(f"{name} is of {array.dtype}, not of {np.dtype(dtype)}")
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{name} is not contiguous")
+
+
+def _check_range(what: str, start: int, count: int, limit: int) -> None:
+    if start < 0 or start + count > limit:
+        raise ValueError(f"{what} {start} to {start + count} are not in a pool of {limit}")
