@@ -13,7 +13,7 @@ import pytest
 from baton.engine.kernels.cuda.cupy_device import CupyDevice, cuda_is_available
 from baton.engine.kernels.cuda.device import Device
 
-from .host.builder import COMPILER, compiler
+from .host.builder import prune, why_not
 from .host_device import HostDevice
 
 Array = npt.NDArray[np.generic]
@@ -22,17 +22,19 @@ ORDERS = 8
 
 
 @pytest.fixture(scope="session")
-def build_cache(pytestconfig: pytest.Config) -> Path:
+def build_cache(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where built sources are kept from one run to the next."""
-    cache = pytestconfig.cache
-    return cache.mkdir("baton-cuda") if cache is not None else Path("/tmp/baton-cuda")
+    cache = getattr(pytestconfig, "cache", None)  # absent under -p no:cacheprovider
+    folder: Path = cache.mkdir("baton-cuda") if cache else tmp_path_factory.mktemp("baton-cuda")
+    prune(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
 def host_device(build_cache: Path) -> HostDevice:
     """The kernels on the CPU."""
-    if compiler() is None:
-        pytest.skip(f"the CUDA kernels are executed on the CPU by {COMPILER}, which is not there")
+    if reason := why_not():
+        pytest.skip(reason)
     return HostDevice(build_cache)
 
 

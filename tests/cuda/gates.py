@@ -44,8 +44,7 @@ GATES: dict[str, dict[str, Gate]] = {
     },
     "elementwise.cu": {
         "embed": Gate(32, needs=(LOAD_16, STORE_16), forbids=(CALL,)),
-        # 1,024 threads of 64 registers fill a multiprocessor's 65,536.
-        "(add_)?rms_norm(_f32)?": Gate(64, needs=(LOAD_16, STORE_16), forbids=(CALL,)),
+        "(add_)?rms_norm(_f32)?": Gate(56, needs=(LOAD_16, STORE_16), forbids=(CALL,)),
         "qk_norm_rope_append_.*": Gate(64, needs=(LOAD_16, STORE_16), forbids=(CALL,)),
         "silu_mul": Gate(40, needs=(LOAD_16, STORE_16), forbids=(CALL,)),
     },

@@ -67,7 +67,9 @@ def compile_source(text: str, target: str, cache_folder: Path) -> dict[str, Comp
     parts = (text, target, *OPTIONS, str(nvrtc_library()), Path(__file__).read_text("utf-8"))
     digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
     kept = cache_folder / f"sass-{target}-{digest}.json"
-    if not kept.exists():
+    if kept.exists():
+        kept.touch()  # builder.prune() keeps what is used
+    else:
         log, cubin = _compile(text, target)
         kernels = {name: asdict(kernel) for name, kernel in _read(log, _disassemble(cubin)).items()}
         work = kept.with_suffix(f".{id(kernels):x}")

@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr int kWordsPerThread = 4;
+constexpr int kWordsPerThread = 2;
 
 // The sum over the block, in each thread. `part` has room for 32; used once in a kernel.
 __device__ __forceinline__ float block_sum(float v, float* part) {
@@ -35,12 +35,14 @@ __device__ __forceinline__ void norm_row(const uint4* __restrict__ x, uint4* __r
                                          int words, float inverse_width, float eps) {
     __shared__ float part[32];
     const long long base = static_cast<long long>(blockIdx.x) * words;
-    uint4 row[kWordsPerThread], other[kWordsPerThread];
+    uint4 row[kWordsPerThread], other[kWordsPerThread], scales[kWordsPerThread];
 #pragma unroll
-    for (int j = 0; j < kWordsPerThread; j++) {
+    for (int j = 0; j < kWordsPerThread; j++) {  // the weights too: not a second wait for memory
         const int i = threadIdx.x + j * blockDim.x;
-        row[j] = i < words ? x[base + i] : make_uint4(0, 0, 0, 0);
-        if (kAdd) other[j] = i < words ? residual[base + i] : make_uint4(0, 0, 0, 0);
+        const uint4 zero = make_uint4(0, 0, 0, 0);
+        row[j] = i < words ? x[base + i] : zero;
+        if (kAdd) other[j] = i < words ? residual[base + i] : zero;
+        scales[j] = i < words ? weight[i] : zero;
     }
     float sum = 0.0f;
 #pragma unroll
@@ -67,7 +69,7 @@ __device__ __forceinline__ void norm_row(const uint4* __restrict__ x, uint4* __r
         if (i >= words) break;
         float v[8], w[8];
         unpack8(row[j], v);
-        unpack8(weight[i], w);
+        unpack8(scales[j], w);
 #pragma unroll
         for (int e = 0; e < 8; e++) v[e] = v[e] * scale * w[e];
         store8(out, base + i, v);

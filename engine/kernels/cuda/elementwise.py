@@ -22,7 +22,7 @@ from .device import Device, DeviceArray, Kernel
 Known = npt.NDArray[np.integer[Any]]
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
-MAX_WIDTH = 32_768
+MAX_WIDTH = 16_384
 """Values of a row that a block of 1,024 threads keeps in registers."""
 
 _SOURCE = "elementwise.cu"
@@ -115,9 +115,8 @@ def _check_norm(
 
 
 def _norm_block(width: int) -> tuple[int]:
-    """Two loads of 16 bytes in flight per thread and tensor, four in the widest rows."""
-    warps = -(-width // (_VECTOR * 2 * 32))
-    return (32 * min(warps, 32),)
+    """Two loads of 16 bytes per thread and tensor."""
+    return (32 * -(-width // (_VECTOR * 2 * 32)),)
 
 
 def qk_norm_rope_append(

@@ -6,10 +6,13 @@ options. A finished library is moved into place, so several processes may build 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import platform
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -60,9 +63,27 @@ def compiler() -> str | None:
     return run.stdout.splitlines()[0]
 
 
+def why_not() -> str | None:
+    """Why this machine cannot execute kernels, in one sentence; None when it can."""
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        return "the CUDA kernels are executed on the CPU of x86-64 Linux alone"
+    if compiler() is None:
+        return f"the CUDA kernels are executed on the CPU by {COMPILER}, which is not there"
+    return None
+
+
+def prune(cache_folder: Path, days: float = 7) -> None:
+    """Drop what no run has used for some days."""
+    oldest = time.time() - days * 86_400
+    for path in cache_folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            if path.is_file() and path.stat().st_mtime < oldest:
+                path.unlink()
+
+
 def sanitizer() -> Path | None:
     """The address sanitizer's library, which must be loaded first, or None."""
-    if compiler() is None:
+    if why_not() is not None:
         return None
     command = [COMPILER, "-print-file-name=libasan.so"]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -85,7 +106,9 @@ def build(
     for path in [source, *sorted({*headers, *CSRC.glob("*.cuh")})]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     library = cache_folder / f"{source.stem}-{variant}-{digest.hexdigest()}.so"
-    if not library.exists():
+    if library.exists():
+        library.touch()  # prune() keeps what is used
+    else:
         _compile(source, library, options)
     return library
 
