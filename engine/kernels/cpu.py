@@ -16,7 +16,7 @@ import xxhash
 from . import _cpu
 from .backend import F32, I32, I64, U8, PackedLinear, Weights
 from .host_arrays import HostArrays
-from .memory import aligned_zeros
+from .memory import Arena
 
 REVISION = 1
 """Raise it when a change of the C code changes a bit of any result."""
@@ -59,6 +59,7 @@ class CpuBackend(HostArrays):
             raise ValueError(f"instruction set {isa!r} is not one of {', '.join(usable)}")
         self._isa, (self._panel_floats, self._panel_halves) = usable[chosen]
         self.numerics = f"cpu-{REVISION}-{chosen}"
+        self._arena = Arena()
 
     def pack_linear(self, parts: Sequence[Weights], bias: F32 | None = None) -> CpuLinear:
         """Pack weights ``[out_i, in]`` (float32, or uint16 bfloat16 bits), stacked on ``out``.
@@ -71,7 +72,7 @@ class CpuBackend(HostArrays):
         bf16 = all(part.dtype == np.uint16 for part in parts)
         panel = self._panel_halves if bf16 else self._panel_floats
         padded = -(-rows // panel) * panel
-        panels = aligned_zeros(padded * columns * (2 if bf16 else 4))
+        panels = self._arena.zeros(padded * columns * (2 if bf16 else 4))
         start = 0
         for part in parts:
             _cpu.pack(self._isa, np.ascontiguousarray(part), panels, bf16, start)
