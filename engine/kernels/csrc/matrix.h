@@ -13,17 +13,18 @@
     static void NAME(const float *x, int64_t ldx, const TYPE *w, int64_t ldw, int64_t pstep,       \
                      int64_t k, const float *init, int64_t ldi, float *y, int64_t ldy) {           \
         vf sum[MR][P][NV];                                                                         \
-        const int64_t width = (NV)*LANES;                                                          \
+        const int64_t width = (NV)*LANES, beyond = k * ldw == pstep ? (P - 1) * pstep : 0;         \
         _Pragma("GCC unroll 16") for (int m = 0; m < MR; m++)                                      \
             _Pragma("GCC unroll 8") for (int p = 0; p < P; p++)                                    \
                 _Pragma("GCC unroll 8") for (int j = 0; j < NV; j++)                               \
                     sum[m][p][j] = v_load(init + m * ldi + p * width + j * LANES);                 \
         for (int64_t i = 0; i < k; i++) {                                                          \
             vf b[P][NV];                                                                           \
+            const int64_t ahead = AHEAD * width + (i + AHEAD < k ? 0 : beyond);                    \
             _Pragma("GCC unroll 8") for (int p = 0; p < P; p++) {                                  \
                 const TYPE *at = w + i * ldw + p * pstep;                                          \
                 for (int line = 0; line < (AHEAD ? width : 0); line += 64 / (int)sizeof *w)        \
-                    __builtin_prefetch(at + AHEAD * width + line);                                 \
+                    __builtin_prefetch(at + ahead + line);                                         \
                 LOAD(at, b[p], NV);                                                                \
             }                                                                                      \
             _Pragma("GCC unroll 16") for (int m = 0; m < MR; m++) {                                \
@@ -50,7 +51,8 @@ typedef void Micro(const float *x, int64_t ldx, const float *w, int64_t ldw, int
 typedef void MicroHalf(const float *x, int64_t ldx, const uint16_t *w, int64_t ldw, int64_t pstep,
                        int64_t k, const float *init, int64_t ldi, float *y, int64_t ldy);
 
-/* Rows of a panel that are fetched ahead: the processor's own prefetcher stops at each page. */
+/* Rows of a panel that are fetched ahead: the processor's own prefetcher stops at each page. Past
+ * the end of panels read side by side are the first rows of those whose turn is next. */
 #define FETCH 32
 
 /* Panels that R rows take side by side: what the registers hold, and no more than the fetches
