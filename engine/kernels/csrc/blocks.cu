@@ -182,9 +182,15 @@ __device__ __forceinline__ u64 scatter_pieces(const typename Codec::Packed* __re
 
 static constexpr int kTileSlots = 8;  // vectors of a tile that a thread holds
 
+__device__ __forceinline__ void barrier_of_a_tile() {
+#ifndef BATON_PLANT_NO_BARRIER
+    __syncthreads();
+#endif
+}
+
 // Of `rows` largest numbers (bits of bf16; a row is a token, or all of the tile) three sets are used
 // in turns. The next tile's is cleared before this tile's barrier; it was last read before the
-// barrier of the tile before, so one barrier per tile is enough.
+// barrier of the tile before.
 class Peaks {
   public:
     __device__ __forceinline__ Peaks(unsigned* of_all, unsigned rows)
@@ -199,9 +205,7 @@ class Peaks {
         unsigned* const next = of_all_ + (turn_ == 2 ? 0 : turn_ + 1) * rows_;
         for (unsigned i = threadIdx.x; i < rows_; i += blockDim.x) next[i] = 0;
 #endif
-#ifndef BATON_PLANT_NO_BARRIER
-        __syncthreads();
-#endif
+        barrier_of_a_tile();
     }
     __device__ __forceinline__ void next_tile() { turn_ = turn_ == 2 ? 0 : turn_ + 1; }
 
@@ -255,10 +259,10 @@ __device__ __forceinline__ void raise_peak(Share& share, unsigned* peak) {
     if (threadIdx.x % 32 == 0) atomicMax(peak, largest);
 }
 
-// Raises the peak of each token of a tile. Neighbouring lanes share a token as far as the power of
-// two that divides its vectors goes; one lane of them speaks for all.
+// Raises the peak of each token of a tile. Up to four neighbouring lanes share a token as far as the
+// power of two that divides its vectors goes; one of them speaks for all.
 __device__ __forceinline__ void raise_peaks(const Geometry& g, Share& share, unsigned* peaks) {
-    const unsigned width = g.token_vectors.by, lanes = min(width & (0u - width), 32u);
+    const unsigned width = g.token_vectors.by, lanes = width % 4 == 0 ? 4 : width % 2 == 0 ? 2 : 1;
     share.finite = true;
 #pragma unroll
     for (int s = 0; s < kTileSlots; s++) {
@@ -268,23 +272,27 @@ __device__ __forceinline__ void raise_peaks(const Geometry& g, Share& share, uns
             share.finite = false;
             largest = largest_finite(share.held[s]);
         }
-        for (unsigned d = 1; d < lanes; d *= 2)
-            largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, d));
+        if (lanes > 1) largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+        if (lanes > 2) largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
         if (v < g.tile_vectors && v % lanes == 0)
             atomicMax(peaks + split(v, g.token_vectors).quotient, largest);
     }
 }
 
-// Writes a tile's scales, two to a word, the last with zero beside it if it is alone.
+// Writes a tile's scales, two to a word, the last with zero beside it if it is alone; and their
+// factors to shared memory.
 template <class Codec>
 __device__ __forceinline__ u64 write_scales(const Geometry& g, const unsigned* peaks, unsigned rows,
-                                            unsigned tile, uint2* __restrict__ payload) {
+                                            unsigned tile, uint2* __restrict__ payload,
+                                            float* factors) {
     const u64 index = g.scales_at / 8 + static_cast<u64>(tile) * (g.scales / 2);
     u64 sum = 0;
     for (unsigned i = threadIdx.x; i < g.scales / 2; i += blockDim.x) {
-        const float low = scaling_for<Codec>(peaks[2 * i]).scale;
-        const float high = 2 * i + 1 < rows ? scaling_for<Codec>(peaks[2 * i + 1]).scale : 0.0f;
-        const uint2 word = make_uint2(__float_as_uint(low), __float_as_uint(high));
+        const Scaling low = scaling_for<Codec>(peaks[2 * i]);
+        Scaling high = {0.0f, 0.0f};
+        if (2 * i + 1 < rows) high = scaling_for<Codec>(peaks[2 * i + 1]);
+        factors[2 * i] = low.factor, factors[2 * i + 1] = high.factor;
+        const uint2 word = make_uint2(__float_as_uint(low.scale), __float_as_uint(high.scale));
         store(payload + index + i, word);
         sum += digest_of(word, key_of(index + i));
     }
@@ -298,6 +306,7 @@ __device__ __forceinline__ u64 quantize_tiles(const uint4* __restrict__ pool,
                                               const int* __restrict__ ids, const Geometry& g,
                                               unsigned* shared) {
     const unsigned rows = kPerToken ? split(g.tile_vectors, g.token_vectors).quotient : 1;
+    float* const factors = reinterpret_cast<float*>(shared + 3 * rows);  // rounded up to even
     Peaks peaks(shared, rows);
     u64 sum = 0;
     for (unsigned tile = blockIdx.x; tile < g.tiles; tile += gridDim.x, peaks.next_tile()) {
@@ -307,23 +316,19 @@ __device__ __forceinline__ u64 quantize_tiles(const uint4* __restrict__ pool,
         if (kPerToken) raise_peaks(g, share, peak);
         else raise_peak(share, peak);
         peaks.complete();
-        sum += write_scales<Codec>(g, peak, rows, tile, payload);
+        sum += write_scales<Codec>(g, peak, rows, tile, payload, factors);
+        barrier_of_a_tile();
         const u64 start = static_cast<u64>(tile) * g.tile_vectors + threadIdx.x;
         const u64 key = key_of(start), key_step = blockDim.x * kPlace;
         uint2* const to = payload + start;
-        unsigned largest = peak[0];
-        float factor = scaling_for<Codec>(largest).factor;
 #pragma unroll
         for (int s = 0; s < kTileSlots; s++) {
             const unsigned v = threadIdx.x + s * blockDim.x;
             if (v >= g.tile_vectors) continue;
-            if (kPerToken) {
-                largest = peak[split(v, g.token_vectors).quotient];
-                factor = scaling_for<Codec>(largest).factor;
-            }
+            const unsigned row = kPerToken ? split(v, g.token_vectors).quotient : 0;
             uint4 vector = share.held[s];
-            if (!share.finite) vector = Codec::prepared(vector, largest);
-            const uint2 packed = Codec::pack(vector, factor);
+            if (!share.finite) vector = Codec::prepared(vector, peak[row]);
+            const uint2 packed = Codec::pack(vector, factors[row]);
             store(to + s * blockDim.x, packed);
             sum += digest_of(packed, key + s * key_step);
         }

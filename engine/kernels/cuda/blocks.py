@@ -136,7 +136,7 @@ def _tile_launch(layout: PayloadLayout, processors: int) -> tuple[int, int, int]
             f"at most {MAX_TILE_THREADS * TILE_SLOTS * VECTOR} share a scale"
         )
     grid = min(layout.tiles, processors * max(1, TILE_THREADS_PER_PROCESSOR // block))
-    return grid, block, 3 * 4 * layout.scales
+    return grid, block, 4 * (3 * layout.scales + layout.scale_slots)
 
 
 def _check_move(
