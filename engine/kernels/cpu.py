@@ -15,6 +15,7 @@ import xxhash
 
 from . import _cpu
 from .backend import F32, I32, I64, U8, PackedLinear, Weights
+from .digest import payload_digest as numpy_digest
 from .host_arrays import HostArrays
 from .memory import Arena
 
@@ -198,6 +199,11 @@ class CpuBackend(HostArrays):
         """XXH3-64 of a payload."""
         digest = _cpu.checksum(self._isa, payload)
         return xxhash.xxh3_64_intdigest(payload.data) if digest is None else digest
+
+    def payload_digest(self, payload: U8) -> int:
+        """Digest of a payload that a GPU packed or is to unpack; see :mod:`.digest`."""
+        digest = _cpu.payload_digest(self._isa, payload)
+        return numpy_digest(payload) if digest is None else digest
 
 
 def _payload(pool: F32, layer_count: int, block_ids: I32) -> U8:

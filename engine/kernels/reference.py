@@ -19,6 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from .backend import F32, I32, I64, U8, PackedLinear, Weights
+from .digest import payload_digest
 from .host_arrays import HostArrays
 
 Floats = npt.NDArray[Any]
@@ -238,6 +239,10 @@ class NumpyBackend(HostArrays):
     def checksum(self, payload: U8) -> int:
         """XXH3-64 of a payload."""
         return xxhash.xxh3_64_intdigest(payload.data)
+
+    def payload_digest(self, payload: U8) -> int:
+        """Digest of a payload that a GPU packed or is to unpack; see :mod:`.digest`."""
+        return payload_digest(payload)
 
 
 def _rms(x: Floats, weight: Floats, eps: float) -> Floats:

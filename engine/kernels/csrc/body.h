@@ -13,6 +13,8 @@
 
 #include "blocks.h"
 
+#include "digest.h"
+
 const Kernels TABLE = {
     .name = TABLE_NAME,
     .panel_floats = FLOAT_VECTORS * LANES,
@@ -28,4 +30,5 @@ const Kernels TABLE = {
     .draw = draw,
     .move = move,
     .checksum = checksum,
+    .payload_digest = payload_digest,
 };

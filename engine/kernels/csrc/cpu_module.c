@@ -577,6 +577,23 @@ static PyObject *py_draw(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     return PyLong_FromLongLong(index);
 }
 
+/* payload_digest(isa, payload), or None on a machine of the other byte order */
+static PyObject *py_payload_digest(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Kernels *k;
+    const Py_buffer *payload;
+    uint64_t digest;
+    if (!has_arguments(n, 2) || !(k = chosen(a[0]))) return NULL;
+    if (!(payload = take(&arrays, a[1], "payload", 'B', 1, 0))) return refuse(&arrays);
+    if (__BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__) return done(&arrays);
+    Py_BEGIN_ALLOW_THREADS
+    digest = k->payload_digest(payload->buf, payload->len);
+    Py_END_ALLOW_THREADS
+    drop(&arrays);
+    return PyLong_FromUnsignedLongLong(digest);
+}
+
 /* ---- module ---- */
 
 #define FAST(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
@@ -586,7 +603,7 @@ static PyMethodDef methods[] = {
     FAST(pack), FAST(linear), FAST(embed), FAST(rms_norm), FAST(silu_mul), FAST(rope_append),
     FAST(layer_norm), FAST(gelu),
     FAST(attention), FAST(gather), FAST(scatter), FAST(copy_blocks), FAST(sum_blocks),
-    FAST(checksum), FAST(draw), {NULL, NULL, 0, NULL},
+    FAST(checksum), FAST(payload_digest), FAST(draw), {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_cpu",

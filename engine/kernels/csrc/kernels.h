@@ -80,6 +80,7 @@ typedef struct {
     /* XXH3-64 of the blocks in the order of the move; at least SUM_MIN bytes */
     uint64_t (*move)(const Move *);
     uint64_t (*checksum)(const char *data, int64_t bytes);
+    uint64_t (*payload_digest)(const char *data, int64_t bytes);
 } Kernels;
 
 /* The module offers those the processor has. */

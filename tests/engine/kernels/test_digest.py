@@ -47,6 +47,16 @@ def test_it_is_its_definition(rng, nbytes):
     assert payload_digest(payload) == defined(payload)
 
 
+def test_every_backend_has_it(backend, rng):
+    room = rng.integers(0, 256, 5000, np.uint8)
+    for nbytes in [*range(70), 1000, 4096, 4990]:
+        payload = room[nbytes % 8 :][:nbytes]
+        assert backend.payload_digest(payload) == defined(payload)
+    for wrong in (room[::2], room.view(np.int8), room.reshape(2, -1)):
+        with pytest.raises(ValueError, match="payload"):
+            backend.payload_digest(wrong)
+
+
 def test_its_bits_are_fixed():
     """Both ends of a handoff may be of different builds."""
     assert payload_digest(np.arange(256, dtype=np.uint8)) == 0xEB62CB50C2F97FAC
