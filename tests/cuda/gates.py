@@ -18,6 +18,7 @@ STORE_8 = r"STG\.E.*\.64.*"
 COPY_16 = r"LDGSTS\.E.*\.128.*"
 TENSOR = r"HMMA\.16816\.F32\.BF16"
 FRAGMENTS = r"LDSM\.16\..*"
+TRANSPOSE = r"MOVM\.16\.MT88"
 CALL = r"CALL.*"
 """A subroutine: division of 64 bits, exact division of floats."""
 
@@ -42,6 +43,13 @@ GATES: dict[str, dict[str, Gate]] = {
         "scatter_(fp8|int8)_(head|token)": Gate(64, needs=(LOAD_8, STORE_16)),
         "gather_(fp8|int8)_(head|token)": Gate(64, needs=(LOAD_16, STORE_8, "REDUX.*|SHFL.*")),
     },
+    "decode_attention.cu": {
+        # Shared memory admits two blocks of 128 threads on a multiprocessor, registers four.
+        r"decode_attention_d\d+": Gate(
+            128, needs=(TENSOR, COPY_16, FRAGMENTS, TRANSPOSE, STORE_16)
+        ),
+        r"decode_combine_d\d+": Gate(48),
+    },
     "elementwise.cu": {
         "embed": Gate(32, needs=(LOAD_16, STORE_16), forbids=(CALL,)),
         "(add_)?rms_norm(_f32)?": Gate(56, needs=(LOAD_16, STORE_16), forbids=(CALL,)),
@@ -54,5 +62,10 @@ GATES: dict[str, dict[str, Gate]] = {
         "sample_weigh_f32": Gate(64, needs=(LOAD_16, READ_16)),
         "sample_weigh_bf16": Gate(64, needs=(LOAD_8, READ_16)),
         "sample_(choose|report)_(f32|bf16)": Gate(128, forbids=ATOMICS),
+    },
+    "prefill_attention.cu": {
+        # The sums of 32 rows a warp take 128; two blocks of 128 threads leave 255 to each thread.
+        "prefill_attention_d64": Gate(240, needs=(TENSOR, COPY_16, FRAGMENTS, STORE_16)),
+        "prefill_attention_d128": Gate(255, needs=(TENSOR, COPY_16, FRAGMENTS, STORE_16)),
     },
 }

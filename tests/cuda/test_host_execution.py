@@ -204,14 +204,15 @@ def test_fragments_of_ldmatrix_and_mma(device, rng):
     arrays = [device.upload(v) for v in (a, b, np.ascontiguousarray(b.T))]
     for seed in SEEDS:
         outputs = [device.empty((16, 8), np.float32) for _ in range(2)]
-        outputs.append(device.empty((32,), np.uint32))
+        outputs += [device.empty((32,), np.uint32) for _ in range(2)]
         with order(device, seed):
             device.launch(probe("tensor"), (1,), (32,), (*arrays, *outputs))
-        product, turned, single = (device.download(out) for out in outputs)
+        product, turned, single, across = (device.download(out) for out in outputs)
         expected = widen(a) @ widen(b).T
         assert np.abs(product - expected).max() < 1e-5
         assert np.abs(turned - expected).max() < 1e-5
         assert (single == a[:8, :8].copy().view(np.uint32).reshape(32)).all()
+        assert (across == a[:8, :8].T.copy().view(np.uint32).reshape(32)).all()
 
 
 def bfloat(values):

@@ -82,6 +82,14 @@ BATON_LDMATRIX_4(ldmatrix_x4_trans, ".trans")
 #undef BATON_LDMATRIX_2
 #undef BATON_LDMATRIX_4
 
+// The transposed 8x8 matrix of 16-bit elements; lane l holds elements 2 (l % 4) and the next of row
+// l / 4, before and after. Whole warps only.
+__device__ __forceinline__ unsigned transpose_8x8(unsigned pair) {
+    unsigned transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+    return transposed;
+}
+
 // d[16][8] += a[16][16] b[16][8], bf16 in, float32 out. With g = lane / 4, t = 2 (lane % 4): a[0] holds
 // row g, columns t and t+1; a[1] row g+8; a[2], a[3] the same rows at columns t+8. b[0] holds column g,
 // rows t and t+1, b[1] rows t+8. d[0], d[1] are row g, columns t and t+1; d[2], d[3] row g+8.

@@ -369,6 +369,13 @@ static inline void ldmatrix_x2_trans(unsigned* r, const void* row, CUDA_HOST_WHE
 static inline void ldmatrix_x4_trans(unsigned* r, const void* row, CUDA_HOST_WHERE) {
     cuda_host::load_matrices(r, row, 4, CUDA_HOST_AT(kLdmatrixTrans));
 }
+static inline unsigned transpose_8x8(unsigned pair) {
+    const int row = static_cast<int>(cuda_host::lane()) / 4, column = cuda_host::lane() % 4 * 2;
+    const int shift = row % 2 * 16;
+    const unsigned low = __shfl_sync(cuda_host::kFull, pair, column * 4 + row / 2) >> shift;
+    const unsigned high = __shfl_sync(cuda_host::kFull, pair, column * 4 + 4 + row / 2) >> shift;
+    return (low & 0xffffu) | high << 16;
+}
 static inline void mma_bf16_16816(float* d, const unsigned* a, const unsigned* b, CUDA_HOST_WHERE) {
     cuda_host::Thread& t = *cuda_host::S.current;
     memcpy(t.a, a, 16), memcpy(t.b, b, 8), memcpy(t.d, d, 16);

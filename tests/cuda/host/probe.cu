@@ -96,7 +96,8 @@ extern "C" __global__ void conversions(const float* in, unsigned short* bf, unsi
 
 // c[16][8] = a[16][16] b[8][16]^T through ldmatrix: rows of a, rows of b; b also transposed twice.
 extern "C" __global__ void tensor(const uint4* a, const uint4* b, const uint4* b_transposed, float* c,
-                                  float* c_transposed, unsigned* single) {
+                                  float* c_transposed, unsigned* single,
+                                  unsigned* single_transposed) {
     __shared__ __align__(16) bf16 rows[16 * 16], columns[8 * 16], turned[16 * 8];
     const int l = threadIdx.x;
     reinterpret_cast<uint4*>(rows)[l] = a[l];
@@ -110,6 +111,7 @@ extern "C" __global__ void tensor(const uint4* a, const uint4* b, const uint4* b
     ldmatrix_x2(fb, columns + l % 8 * 16 + l / 8 % 2 * 8);
     ldmatrix_x2_trans(ft, turned + l % 16 * 8);
     ldmatrix_x1(single + l, rows + l % 8 * 16);
+    single_transposed[l] = transpose_8x8(single[l]);
     float d[4] = {0, 0, 0, 0}, e[4] = {1, 1, 1, 1};
     mma_bf16_16816(d, fa, fb);
     mma_bf16_16816(e, fa, ft);

@@ -1,0 +1,316 @@
+// Decode attention: one query row per sequence over a paged cache, split over the keys.
+//
+// Every key and value is read from memory once and used by the heads of one group only, so the
+// kernel has to be limited by loads. A multiprocessor of an H200 gets 8 KiB, 16 tokens of 128 dims,
+// every 251 ns (4.3 TB/s): time to issue 1760 warp instructions. On CUDA cores unpacking and
+// products of these 4096 elements take 128 instructions and 128 more per head, plus the sums across
+// lanes: a group of 8 would be limited by issue, not by loads. On tensor cores everything together
+// takes about 300 whatever the group, no more than CUDA cores need for one head. Hence one kernel
+// for all groups, with the *tokens* on the 16 rows of the mma and the heads on its 8 columns (S^T =
+// K Q^T, O^T = V^T P^T): a group of 8 wastes nothing, and the accumulators take 32 registers where
+// rows of heads, padded to 16, would take 64. Wider groups are walked in pieces of 8.
+//
+// The loads: each warp has a pipeline of its own over tiles of 16 tokens, waits for its own copies
+// only and meets the other warps of its block once, at the end. Two blocks of four warps with 16
+// KiB in flight per warp keep 128 KiB in flight on a multiprocessor; 4.3 TB/s at a latency of 1 us
+// need 33 KiB. Shared memory limits the blocks on a multiprocessor, not the registers.
+//
+// The peak kept by the softmax is a whole number, the largest score in base 2 rounded up: rescaling
+// by 2^(old - new) is exact, and a key's weight as rounded to bf16 for the tensor core does not
+// depend on the keys met before it. The weights are summed as rounded, so a row that sees one key
+// gets its very value. Splitting changes only the order of sums.
+//
+// The plan (engine/kernels/cuda/attention_plan.py) is rows of four int32: (items, 0, 0, 0); then
+// per sequence (first slot, splits, 0, 0); then the items (sequence, begin, end, slot): positions
+// [begin, end) of a sequence for all its heads, and the slot of the workspace for the result, -1
+// for the only split of a sequence, which goes to `out` at once. Blocks walk items * heads with the
+// stride of the grid, so one grid, which a graph has captured, serves every plan.
+#include "paged_kv.cuh"
+
+constexpr int kWarps = 4, kThreads = kWarps * kWarp;
+constexpr int kTile = 16;  // tokens of a warp's step: the rows of the mma
+constexpr int kHeads = 8;  // heads of a group that share a walk: the columns of the mma
+// Pieces of 16 bytes in the keys of a tile; as many in its values.
+template <int D> constexpr int kPieces = kTile * D / 8;
+// Tiles a warp has in shared memory (24 KiB), all but one of them in flight.
+template <int D> constexpr int kStages = 3 * 128 / D;
+// Floats from one head to the next when warps merge: the columns of a fragment differ in banks.
+template <int D> constexpr int kStride = D + 4;
+
+template <int D> struct Walker {
+    PagedHead kv;
+    uint4* stages;  // this warp's
+    int warp, lane;
+    int first_tile;  // this warp's first, then every kWarps-th; absolute, in kTile positions
+    unsigned rows, rows_ahead;
+
+    // Lane l finds half l % 2 of the l / 2-th of the next 16 tiles, one fetch ahead of its use.
+    __device__ __forceinline__ unsigned find(int step) const {
+        return kv.row_of_group((first_tile + (step + (lane >> 1)) * kWarps) * 2 + (lane & 1));
+    }
+
+    __device__ __forceinline__ void load(int step, int steps) {
+        if (step < steps) {
+            if ((step & 15) == 0) {
+                rows = rows_ahead;
+                rows_ahead = find(step + 16);
+            }
+            const int piece = lane % (D / 8), start = (first_tile + step * kWarps) * kTile;
+            uint4* keys = stages + step % kStages<D> * (2 * kPieces<D>);
+            const bf16* half[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const unsigned row = __shfl_sync(kAllLanes, rows, (step & 15) * 2 + i);
+                half[i] = kv.pool + static_cast<long long>(row) * D + piece * 8;
+            }
+            const long long to_value = kv.value_distance() * D;
+#pragma unroll
+            for (int i = 0; i < kTile; i += 256 / D) {
+                const int row = i + lane / (D / 8);
+                const bool wanted = kv.readable(start + row);
+                const bf16* key = half[i / kGroup] + (row % kGroup) * D;
+                copy_or_zero(keys + swizzled<D>(row, piece), key, wanted);
+                copy_or_zero(keys + kPieces<D> + swizzled<D>(row, piece), key + to_value, wanted);
+            }
+        }
+        cp_async_commit();
+    }
+};
+
+// What a warp knows of its keys: columns 2t, 2t + 1 are heads, rows g, g + 8 of a tile are dims.
+template <int D> struct Sums {
+    float out[D / 16][4];
+    float peak[2], weight[2];
+};
+
+template <int D>
+__device__ __forceinline__ void add_tile(Sums<D>& sums, const unsigned (&query)[D / 16][2],
+                                         const uint4* keys, int start, int begin, int end, int lane,
+                                         float scale_log2) {
+    const int low = lane & 7, upper = (lane >> 3) & 1, last = lane >> 4;
+    float score[2][4];
+#pragma unroll
+    for (int i = 0; i < 8; i++) score[i >> 2][i & 3] = 0.0f;
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+        unsigned a[4];
+        ldmatrix_x4(a, keys + swizzled<D>(low + upper * 8, 2 * k + last));
+        mma_bf16_16816(score[k & 1], a, query[k]);  // two chains: half the latency
+    }
+    float s[4], peak[2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[i] = score[0][i] + score[1][i];
+    if (start < begin || start + kTile > end) {
+        const int position = start + (lane >> 2);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int at = position + (i >> 1) * 8;
+#ifdef BATON_PLANT_WINDOW
+            const bool seen = at < end;
+#elif defined(BATON_PLANT_CAUSAL_MASK)
+            const bool seen = at >= begin;
+#else
+            const bool seen = at >= begin && at < end;
+#endif
+            if (!seen) s[i] = minus_infinity();
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float top = fmaxf(s[i], s[i + 2]);
+#pragma unroll
+        for (int d = 4; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, d));
+        peak[i] = fmaxf(sums.peak[i], ceilf(top * scale_log2));
+    }
+    const bool grew = peak[0] != sums.peak[0] || peak[1] != sums.peak[1];
+    if (__any_sync(kAllLanes, grew)) {
+        const float by[2] = {power_of_two(sums.peak[0] - peak[0]),
+                             power_of_two(sums.peak[1] - peak[1])};
+#pragma unroll
+        for (int i = 0; i < 2; i++) sums.weight[i] *= by[i], sums.peak[i] = peak[i];
+#pragma unroll
+        for (int m = 0; m < D / 16; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) sums.out[m][i] *= by[i & 1];
+    }
+    unsigned weight[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float p0 = exp2f(fmaf(s[2 * i], scale_log2, -peak[0]));
+        const float p1 = exp2f(fmaf(s[2 * i + 1], scale_log2, -peak[1]));
+        const unsigned packed = pack_bf16(p0, p1);
+        sums.weight[0] += low_bf16(packed), sums.weight[1] += high_bf16(packed);
+        weight[i] = transpose_8x8(packed);
+    }
+    const uint4* values = keys + kPieces<D>;
+#pragma unroll
+    for (int m = 0; m < D / 16; m++) {
+        unsigned a[4];
+        ldmatrix_x4_trans(a, values + swizzled<D>(low + last * 8, 2 * m + upper));
+        mma_bf16_16816(sums.out[m], a, weight);
+    }
+}
+
+// The warps' sums become one: through shared memory, in the order of the warps.
+template <int D>
+__device__ __forceinline__ void write_out(const Sums<D>& sums, float* merge, int warp, int lane,
+                                          int heads, int slot, long long row, long long partial_row,
+                                          bf16* out, float* partial, float2* partial_stats) {
+    float2* stats = (float2*)(merge + kWarps * kHeads * kStride<D>);
+    const int g = lane >> 2, t = lane & 3;
+    float* mine = merge + (warp * kHeads + 2 * t) * kStride<D>;
+#pragma unroll
+    for (int m = 0; m < D / 16; m++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            mine[(i & 1) * kStride<D> + m * 16 + (i >> 1) * 8 + g] = sums.out[m][i];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float weight = sums.weight[i];
+#pragma unroll
+        for (int d = 4; d < 32; d *= 2) weight += __shfl_xor_sync(kAllLanes, weight, d);
+        if (g == 0) stats[warp * kHeads + 2 * t + i] = {sums.peak[i], weight};
+    }
+#ifndef BATON_PLANT_BARRIER
+    __syncthreads();
+#endif
+    const int dim = threadIdx.x % (D / 4) * 4;
+    for (int head = threadIdx.x / (D / 4); head < heads; head += kThreads / (D / 4)) {
+        float peak = kLowest, weight = 0.0f;
+        float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int w = 0; w < kWarps; w++) peak = fmaxf(peak, stats[w * kHeads + head].x);
+#pragma unroll
+        for (int w = 0; w < kWarps; w++) {
+            const float2 of = stats[w * kHeads + head];
+            const float4 v = *(const float4*)(merge + (w * kHeads + head) * kStride<D> + dim);
+            const float by = power_of_two(of.x - peak);
+            weight += by * of.y;
+            sum.x += by * v.x, sum.y += by * v.y, sum.z += by * v.z, sum.w += by * v.w;
+        }
+        if (slot >= 0) {
+            *(float4*)(partial + (partial_row + head) * D + dim) = sum;
+            if (dim == 0) partial_stats[partial_row + head] = {peak, weight};
+        } else {
+            const float by = weight > 0.0f ? 1.0f / weight : 0.0f;
+            const uint2 packed = {pack_bf16(sum.x * by, sum.y * by),
+                                  pack_bf16(sum.z * by, sum.w * by)};
+            *(uint2*)(out + (row + head) * D + dim) = packed;
+        }
+    }
+}
+
+template <int D>
+__device__ __forceinline__ void decode_attention(
+    const bf16* __restrict__ q, const bf16* __restrict__ kv_layer, const int* __restrict__ tables,
+    const int4* __restrict__ plan, bf16* __restrict__ out, float* __restrict__ partial,
+    float2* __restrict__ partial_stats, int sequences, int table_width, int kv_heads, int group,
+    int block_size, float scale_log2) {
+    DYNAMIC_SHARED(shared);
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const int pieces = (group + kHeads - 1) / kHeads, walks = kv_heads * pieces;
+    const int total = plan[0].x * walks;
+    for (int work = blockIdx.x; work < total; work += gridDim.x) {
+        const int4 item = plan[1 + sequences + work / walks];
+        const int kv_head = work % walks / pieces, piece = work % walks % pieces;
+        const int heads = min(kHeads, group - piece * kHeads), slot = item.w;
+        const int first_head = kv_head * group + piece * kHeads;
+        const int begin = item.y, end = item.z;
+
+        Walker<D> walker;
+        const int* table = tables + static_cast<long long>(item.x) * table_width;
+        walker.kv = {kv_layer, table, block_size, kv_heads, kv_head, begin, end};
+        walker.stages = (uint4*)shared + warp * (kStages<D> * 2 * kPieces<D>);
+        walker.warp = warp, walker.lane = lane;
+        walker.first_tile = begin / (kTile * kWarps) * kWarps + warp;
+        walker.rows_ahead = walker.find(0);
+        const int tiles = (end + kTile - 1) / kTile - walker.first_tile;
+        const int steps = begin < end && tiles > 0 ? (tiles + kWarps - 1) / kWarps : 0;
+#pragma unroll
+        for (int i = 0; i < kStages<D> - 1; i++) walker.load(i, steps);
+
+        unsigned query[D / 16][2];
+        const int g = lane >> 2, t = lane & 3;
+        const long long row = static_cast<long long>(item.x) * (kv_heads * group) + first_head;
+        const unsigned* words = (const unsigned*)(q + (row + min(g, heads - 1)) * D);
+#pragma unroll
+        for (int i = 0; i < D / 8; i++)
+            query[i >> 1][i & 1] = g < heads ? words[i * 4 + t] : 0u;
+
+        Sums<D> sums;
+#pragma unroll
+        for (int m = 0; m < D / 16; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) sums.out[m][i] = 0.0f;
+        sums.peak[0] = sums.peak[1] = kLowest, sums.weight[0] = sums.weight[1] = 0.0f;
+        for (int step = 0; step < steps; step++) {
+#ifdef BATON_PLANT_ASYNC_WAIT
+            cp_async_wait<kStages<D> - 1>();
+#else
+            cp_async_wait<kStages<D> - 2>();
+#endif
+            __syncwarp();  // all lanes' copies are here, and the tile before is done with
+            walker.load(step + kStages<D> - 1, steps);
+            add_tile<D>(sums, query, walker.stages + step % kStages<D> * (2 * kPieces<D>),
+                        (walker.first_tile + step * kWarps) * kTile, begin, end, lane, scale_log2);
+        }
+        __syncthreads();  // the stages of all warps become the place to merge in
+        write_out<D>(sums, (float*)shared, warp, lane, heads, slot, row,
+                     static_cast<long long>(slot) * (kv_heads * group) + first_head, out, partial,
+                     partial_stats);
+        __syncthreads();
+    }
+}
+
+// Splits of a sequence become its output row. A warp takes one head, a lane D / 32 dims.
+template <int D>
+__device__ __forceinline__ void decode_combine(const int4* __restrict__ plan,
+                                               const float* __restrict__ partial,
+                                               const float2* __restrict__ partial_stats,
+                                               bf16* __restrict__ out, int heads) {
+    const int lane = threadIdx.x % kWarp;
+    const int head = blockIdx.x * kWarps + threadIdx.x / kWarp, sequence = blockIdx.y;
+    const int4 splits = plan[1 + sequence];
+    if (head >= heads || splits.y == 1) return;
+    float peak = kLowest, weight = 0.0f, sum[D / 32];
+#pragma unroll
+    for (int i = 0; i < D / 32; i++) sum[i] = 0.0f;
+    for (int s = lane; s < splits.y; s += kWarp)
+        peak = fmaxf(peak, partial_stats[(long long)(splits.x + s) * heads + head].x);
+    peak = warp_max(peak);
+#pragma unroll 4
+    for (int s = 0; s < splits.y; s++) {
+        const long long row = (long long)(splits.x + s) * heads + head;
+        const float2 of = partial_stats[row];
+        const float2* from = (const float2*)(partial + row * D);
+        const float by = power_of_two(of.x - peak);
+        weight += by * of.y;
+#pragma unroll
+        for (int i = 0; i < D / 64; i++) {
+            const float2 v = from[i * kWarp + lane];
+            sum[2 * i] += by * v.x, sum[2 * i + 1] += by * v.y;
+        }
+    }
+    const float by = weight > 0.0f ? 1.0f / weight : 0.0f;
+    unsigned* to = (unsigned*)(out + (static_cast<long long>(sequence) * heads + head) * D);
+#pragma unroll
+    for (int i = 0; i < D / 64; i++)
+        to[i * kWarp + lane] = pack_bf16(sum[2 * i] * by, sum[2 * i + 1] * by);
+}
+
+#define KERNELS(D)                                                                                 \
+    extern "C" __global__ void __launch_bounds__(kThreads, 4) decode_attention_d##D(               \
+        const bf16* q, const bf16* kv_layer, const int* tables, const int4* plan, bf16* out,       \
+        float* partial, float2* partial_stats, int sequences, int table_width, int kv_heads,       \
+        int group, int block_size, float scale_log2) {                                             \
+        decode_attention<D>(q, kv_layer, tables, plan, out, partial, partial_stats, sequences,     \
+                            table_width, kv_heads, group, block_size, scale_log2);                 \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(kThreads) decode_combine_d##D(                    \
+        const int4* plan, const float* partial, const float2* partial_stats, bf16* out,            \
+        int heads) {                                                                               \
+        decode_combine<D>(plan, partial, partial_stats, out, heads);                               \
+    }
+
+KERNELS(64)
+KERNELS(128)

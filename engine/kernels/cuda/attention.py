@@ -1,0 +1,141 @@
+"""Launchers of ``decode_attention.cu`` and ``prefill_attention.cu``: attention over the paged pool.
+
+Queries, outputs and the pool are bfloat16 bits (uint16). ``kv_layer[NB, 2, Hk, BS, D]`` is one
+layer of the pool, ``D`` 64 or 128, ``BS`` a multiple of 8; query head ``h`` reads KV head
+``h // (Hq / Hk)``. A row's bits do not depend on other rows, on where its blocks lie or, in
+prefill, on the chunk it is in. The keys a row sees must be finite, and so must be those that the
+rows of its tile see; what lies outside is not read. Plans come from :mod:`.attention_plan`, tables
+are checked by its ``check_tables`` where they are made. Wrong types, shapes and orders raise
+ValueError before the launch.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from .attention_plan import ALL_POSITIONS, PREFILL_KEYS, PREFILL_ROWS, DecodeShape
+from .checks import BF16, check_array, check_multiple
+from .device import Device, DeviceArray, Kernel
+
+HEAD_DIMS = (64, 128)
+DECODE_BLOCKS = 264
+"""Twice the multiprocessors of an H200: as many blocks of threads as run at once."""
+
+_DECODE = {d: Kernel("decode_attention.cu", f"decode_attention_d{d}") for d in HEAD_DIMS}
+_COMBINE = {d: Kernel("decode_attention.cu", f"decode_combine_d{d}") for d in HEAD_DIMS}
+_PREFILL = {d: Kernel("prefill_attention.cu", f"prefill_attention_d{d}") for d in HEAD_DIMS}
+_THREADS = 128
+_WARPS = 4
+_DECODE_SHARED = 96 * 1024
+_GROUP = 8
+
+
+def decode_attention(
+    device: Device,
+    q: DeviceArray,
+    kv_layer: DeviceArray,
+    block_tables: DeviceArray,
+    plan: DeviceArray,
+    shape: DecodeShape,
+    scale: float,
+    partial: DeviceArray,
+    partial_stats: DeviceArray,
+    out: DeviceArray,
+    blocks: int = DECODE_BLOCKS,
+) -> None:
+    """``out[S, Hq, D]``: one query row ``q[S, Hq, D]`` per sequence, keys as the plan says.
+
+    ``block_tables[S, Nmax]`` and ``plan[shape.rows, 4]`` int32; workspace float32
+    ``partial[shape.items, Hq, D]`` and ``partial_stats[shape.items, Hq, 2]`` (peak in base 2, sum
+    of weights), undefined before. Grids depend on ``shape`` and ``blocks`` alone.
+    """
+    kv_heads, group, block_size, dim = _check_heads(q, kv_layer, scale)
+    sequences, heads = shape.sequences, kv_heads * group
+    check_array("q", q, BF16, (sequences, heads, dim))
+    check_array("out", out, BF16, (sequences, heads, dim))
+    check_array("block_tables", block_tables, np.int32, (sequences, None))
+    check_array("plan", plan, np.int32, (shape.rows, 4))
+    check_array("partial", partial, np.float32, (shape.items, heads, dim))
+    check_array("partial_stats", partial_stats, np.float32, (shape.items, heads, 2))
+    if blocks < 1:
+        raise ValueError(f"{blocks} blocks of threads")
+    numbers = [sequences, block_tables.shape[1], kv_heads, group, block_size]
+    device.launch(
+        _DECODE[dim],
+        (blocks,),
+        (_THREADS,),
+        [q, kv_layer, block_tables, plan, out, partial, partial_stats]
+        + [np.int32(n) for n in numbers]
+        + [_base2(scale)],
+        _DECODE_SHARED,
+    )
+    device.launch(
+        _COMBINE[dim],
+        (-(-heads // _WARPS), sequences),
+        (_THREADS,),
+        [plan, partial, partial_stats, out, np.int32(heads)],
+    )
+
+
+def prefill_attention(
+    device: Device,
+    q: DeviceArray,
+    kv_layer: DeviceArray,
+    block_tables: DeviceArray,
+    positions: DeviceArray,
+    plan: DeviceArray,
+    scale: float,
+    window: int,
+    out: DeviceArray,
+) -> None:
+    """``out[T, Hq, D]``: rows ``q[T, Hq, D]`` of several sequences, each up to ``positions[T]``.
+
+    ``block_tables[S, Nmax]``, ``positions`` and ``plan[n, 8]`` int32; the plan is made with the
+    same positions and window (0: all). No tiles launch nothing.
+    """
+    kv_heads, group, block_size, dim = _check_heads(q, kv_layer, scale)
+    rows, heads = q.shape[0], kv_heads * group
+    check_array("q", q, BF16, (rows, heads, dim))
+    check_array("out", out, BF16, (rows, heads, dim))
+    check_array("block_tables", block_tables, np.int32, (None, None))
+    check_array("positions", positions, np.int32, (rows,))
+    check_array("plan", plan, np.int32, (None, 8))
+    if group > PREFILL_ROWS:
+        raise ValueError(f"a group has 1 to {PREFILL_ROWS} heads, got {group}")
+    if window < 0:
+        raise ValueError(f"the window is {window}")
+    if plan.shape[0] == 0:
+        return
+    numbers = [block_tables.shape[1], kv_heads, group, block_size, window or ALL_POSITIONS]
+    device.launch(
+        _PREFILL[dim],
+        (plan.shape[0] * kv_heads,),
+        (_THREADS,),
+        [q, kv_layer, block_tables, positions, plan, out]
+        + [np.int32(n) for n in numbers]
+        + [_base2(scale)],
+        (PREFILL_ROWS + 4 * PREFILL_KEYS) * dim * 2 + PREFILL_ROWS * 4 + 32,
+    )
+
+
+def _check_heads(q: DeviceArray, kv_layer: DeviceArray, scale: float) -> tuple[int, int, int, int]:
+    """Return KV heads, group, block size and head dim after checking that kernels have them."""
+    check_array("kv_layer", kv_layer, BF16, (None, 2, None, None, None))
+    blocks, _, kv_heads, block_size, dim = kv_layer.shape
+    if dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim is {dim}; the CUDA kernels have {HEAD_DIMS}")
+    check_multiple("the block size", block_size, _GROUP)
+    if blocks * 2 * kv_heads * block_size >= 2**31:
+        raise ValueError(f"a layer of {kv_layer.shape} has more than 2^31 rows")
+    if len(q.shape) != 3 or q.shape[1] < 1 or q.shape[1] % kv_heads:
+        raise ValueError(f"q has shape {q.shape}, not a multiple of {kv_heads} heads")
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"the scale is {scale}")
+    return kv_heads, q.shape[1] // kv_heads, block_size, dim
+
+
+def _base2(scale: float) -> np.float32:
+    """Scale scores such that 2^score is what exp of the scaled score would be."""
+    return np.float32(scale * math.log2(math.e))

@@ -1,0 +1,133 @@
+"""Plans of attention calls: every key and row exactly once, whatever the batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from baton.engine.kernels.cuda.attention_plan import (
+    PREFILL_ROWS,
+    DecodeShape,
+    check_tables,
+    decode_chunk,
+    plan_decode,
+    plan_prefill,
+)
+
+
+def plan_of(shape, lengths):
+    out = np.full((shape.rows, 4), -7, np.int32)
+    plan_decode(shape, np.array(lengths, np.int32), out)
+    items = out[1 + shape.sequences :]
+    assert not items[out[0, 0] :].any()
+    return out[1 : 1 + shape.sequences], items[: out[0, 0]]
+
+
+@pytest.mark.parametrize("window", [0, 1, 70, 128, 5000])
+@pytest.mark.parametrize("chunk", [64, 1000])
+def test_a_decode_plan_has_every_key_once(rng, chunk, window):
+    lengths = rng.integers(0, 900, 12)
+    shape = DecodeShape.longest(14, 900, chunk, window)
+    heads, items = plan_of(shape, lengths)
+    assert (np.diff(items[:, 2] - items[:, 1]) <= 0).all()
+    slots = []
+    for s, length in enumerate(lengths):
+        mine = items[items[:, 0] == s]
+        mine = mine[np.argsort(mine[:, 1])]
+        first, splits = heads[s, :2]
+        assert len(mine) == splits
+        seen = np.concatenate([np.arange(a, b) for _, a, b, _ in mine] or [np.arange(0)])
+        begin = max(0, length - window) if window else 0
+        np.testing.assert_array_equal(seen, np.arange(begin, length))
+        assert (mine[1:, 1] % chunk == 0).all()
+        assert mine[:, 3].tolist() == ([-1] if splits == 1 else list(range(first, first + splits)))
+        slots += [slot for slot in mine[:, 3] if slot >= 0]
+        alone = plan_of(shape, [length])[1]
+        np.testing.assert_array_equal(alone[np.argsort(alone[:, 1]), 1:3], mine[:, 1:3])
+    assert sorted(slots) == list(range(len(slots)))
+    assert not heads[len(lengths) :].any()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"), [([300], "5 pieces"), ([1, 1, 1], "up to 2"), ([-1], "from 0")]
+)
+def test_a_decode_plan_that_does_not_fit_is_refused(lengths, message):
+    with pytest.raises(ValueError, match=message):
+        plan_of(DecodeShape(2, 4, 64), lengths)
+
+
+@pytest.mark.parametrize("out", [np.zeros((8, 4), np.int32), np.zeros((7, 4), np.int64)])
+def test_a_buffer_of_another_shape_is_refused(out):
+    with pytest.raises(ValueError, match="out is"):
+        plan_decode(DecodeShape(2, 4, 64), np.ones(1, np.int32), out)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0), (1, 1, 1, -1)])
+def test_a_shape_without_room_is_refused(sizes):
+    with pytest.raises(ValueError, match="shape of a decode plan"):
+        DecodeShape(*sizes)
+
+
+def test_chunks_grow_with_the_batch():
+    assert [decode_chunk(n, 8) for n in (1, 16, 17, 64, 256)] == [256, 256, 512, 1024, 1024]
+
+
+@pytest.mark.parametrize("window", [0, 1, 50])
+@pytest.mark.parametrize("group", [1, 5, 64, 128])
+def test_a_prefill_plan_has_every_row_once(rng, group, window):
+    offsets = np.cumsum([0, 200, 0, 1, 77]).astype(np.int32)
+    positions = rng.integers(0, 500, offsets[-1]).astype(np.int32)
+    plan = plan_prefill(offsets, positions, group, window)
+    assert plan.dtype == np.int32
+    rows = []
+    for sequence, first, count, begin, end, common_begin, common_end, _ in plan:
+        assert 0 < count * group <= PREFILL_ROWS
+        assert offsets[sequence] <= first
+        assert first + count <= offsets[sequence + 1]
+        rows += range(first, first + count)
+        seen = positions[first : first + count]
+        lows = np.maximum(seen + 1 - window, 0) if window else np.zeros_like(seen)
+        assert (begin, end) == (lows.min(), seen.max() + 1)
+        assert (common_begin, common_end) == (lows.max(), seen.min() + 1)
+    assert sorted(rows) == list(range(offsets[-1]))
+    work = -(-plan[:, 4] // 64) - plan[:, 3] // 64
+    assert (np.diff(work) <= 0).all()
+
+
+def test_a_prefill_plan_of_nothing():
+    assert plan_prefill(np.zeros(3, np.int32), np.zeros(0, np.int32), 4).shape == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "group", "window", "message"),
+    [
+        ([0, 3], 4, 0, "rise from 0 to the 4 rows"),
+        ([0, 5, 4], 4, 0, "rise"),
+        ([1, 4], 4, 0, "rise"),
+        ([0, 4], 129, 0, "1 to 128 heads"),
+        ([0, 4], 0, 0, "1 to 128 heads"),
+        ([0, 4], 4, -1, "window"),
+    ],
+)
+def test_a_wrong_prefill_plan_is_refused(offsets, group, window, message):
+    with pytest.raises(ValueError, match=message):
+        plan_prefill(np.array(offsets, np.int32), np.arange(4, dtype=np.int32), group, window)
+
+
+def test_negative_positions_are_refused():
+    with pytest.raises(ValueError, match="positions"):
+        plan_prefill(np.array([0, 1], np.int32), np.array([-1], np.int32), 4)
+
+
+def test_tables_must_name_blocks_where_rows_look():
+    tables = np.array([[3, 9, -1], [0, 5, 6]], np.int32)
+    lengths = np.array([32, 48], np.int32)
+    check_tables(tables, lengths, 16, 10)
+    check_tables(tables, np.array([32, 0], np.int32), 16, 10)
+    check_tables(np.array([[-1, 9]], np.int32), np.array([32], np.int32), 16, 10, window=16)
+    with pytest.raises(ValueError, match=r"block ids must be in 0\.\.8"):
+        check_tables(tables, lengths, 16, 9)
+    with pytest.raises(ValueError, match="block ids"):
+        check_tables(tables, np.array([33, 48], np.int32), 16, 10)
+    with pytest.raises(ValueError, match="room for 3"):
+        check_tables(tables, np.array([32, 49], np.int32), 16, 10)
