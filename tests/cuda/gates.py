@@ -56,6 +56,10 @@ GATES: dict[str, dict[str, Gate]] = {
         "qk_norm_rope_append_.*": Gate(64, needs=(LOAD_16, STORE_16), forbids=(CALL,)),
         "silu_mul": Gate(40, needs=(LOAD_16, STORE_16), forbids=(CALL,)),
     },
+    "skinny_linear.cu": {
+        "skinny_linear_.*": Gate(128, needs=(LOAD_16, TENSOR), forbids=ATOMICS),
+        "add_bias_(bf16|f32)": Gate(32),
+    },
     "sample.cu": {
         "sample_scan_f32": Gate(56, needs=(LOAD_16,)),
         "sample_scan_bf16": Gate(56, needs=(LOAD_8,)),

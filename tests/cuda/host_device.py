@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.engine.kernels.cuda.device import Argument, Array, Kernel
+from baton.engine.kernels.cuda.reference import from_bf16, to_bf16
 
 from .host.builder import CSRC, build
 
@@ -192,6 +193,20 @@ class HostDevice:
         finally:
             self._capturing = None
         return graph
+
+    def matmul(self, x: Array, weight: Array, out: Array, *, add: bool = False) -> None:
+        """Stand-in for cuBLAS: a float32 product of NumPy, rounded once where ``out`` is bf16."""
+
+        def work() -> None:
+            product = from_bf16(x).astype(np.float32) @ from_bf16(weight).astype(np.float32).T
+            if add:
+                product += out if out.dtype == np.float32 else from_bf16(out).astype(np.float32)
+            out[...] = product if out.dtype == np.float32 else to_bf16(product)
+
+        if self._capturing is not None:
+            self._capturing.launches.append(work)
+        else:
+            work()
 
     def synchronize(self) -> None:
         """Launches have ended when they return."""

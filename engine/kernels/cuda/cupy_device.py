@@ -16,6 +16,8 @@ from .sources import cuda_source
 
 _PLAIN_SHARED_BYTES = 48 * 1024
 _OPTIONS = ("-std=c++17",)
+_CUDA_R_32F, _CUDA_R_16BF = 0, 14
+"""cuBLAS's names of float32 and bfloat16."""
 
 
 def cuda_is_available() -> bool:
@@ -146,6 +148,28 @@ class CupyDevice:
         with self._lock, self._device, self._stream:
             function = self._function(kernel, shared_bytes)
             function(tuple(grid), tuple(block), values, shared_mem=shared_bytes)
+
+    def matmul(
+        self, x: DeviceArray, weight: DeviceArray, out: DeviceArray, *, add: bool = False
+    ) -> None:
+        """Queue a product of cuBLAS; ``cupy.matmul`` cannot give float32 from bfloat16."""
+        from cupy_backends.cuda.libs import cublas  # pyright: ignore[reportMissingImports]
+
+        (rows, depth), width = x.shape, weight.shape[0]
+        arrays: list[Any] = [weight, x, out]
+        if self._kept is not None:
+            self._kept.extend(arrays)
+        w, given, result = (array.data.ptr for array in arrays)
+        one, onto = np.ones(1, np.float32), np.full(1, add, np.float32)
+        into = _CUDA_R_32F if out.dtype == np.float32 else _CUDA_R_16BF
+        with self._lock, self._device, self._stream:
+            # cuBLAS counts columns first: out.T = weight @ x.T.
+            cublas.gemmEx(
+                self._cupy.cuda.device.get_cublas_handle(),
+                cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, width, rows, depth, one.ctypes.data,
+                w, _CUDA_R_16BF, depth, given, _CUDA_R_16BF, depth, onto.ctypes.data,
+                result, into, width, cublas.CUBLAS_COMPUTE_32F, cublas.CUBLAS_GEMM_DEFAULT,
+            )  # fmt: skip
 
     def synchronize(self) -> None:
         """Wait for everything queued."""

@@ -131,6 +131,16 @@ class Device(Protocol):
         """
         ...
 
+    def matmul(
+        self, x: DeviceArray, weight: DeviceArray, out: DeviceArray, *, add: bool = False
+    ) -> None:
+        """Queue ``out[m, N] = x[m, K] @ weight[N, K].T``, on top of ``out`` if ``add``.
+
+        ``x`` and ``weight`` bf16, ``out`` bf16 or float32, sums in float32; checked by
+        :func:`.linear.linear`.
+        """
+        ...
+
     def synchronize(self) -> None:
         """Wait for everything queued."""
         ...

@@ -1,0 +1,224 @@
+// out[m, N] = x[m, K] W[N, K]^T for up to 16 rows of x, bound by the time the weights take to arrive.
+//
+// Each weight goes once from memory to a register and into a tensor core: W is the 16-row operand, up
+// to 8 rows of x (or twice 8) the other one. The matrix product does not care in which order columns
+// come if both operands agree, so a lane takes 8 neighbouring columns of its row, 16 bytes, where the
+// fragment layout would have it gather pairs. While one step is multiplied the next is in flight:
+// 32 rows of 128 bytes for each of 8 warps, 32 KB a block, two blocks an SM.
+//
+// A block owns whole rows of W; its warps take pieces of 64 columns in turn and their sums are added
+// in the order of the warps. That order is the same for every m and for every block size, hence a row
+// of out has the same bits whatever else is in the batch. It is also why one row goes through the
+// tensor cores too: fused multiply-adds of one lane would add in another order.
+#include "device.cuh"
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kPiece = 64;           // columns of a warp's step: 128 bytes of each row
+constexpr int kTileRows = 16;        // weight rows of one matrix instruction
+constexpr int kHalfRows = 8;         // rows of x of one matrix instruction
+
+__device__ __forceinline__ uint4 zero16() { return make_uint4(0, 0, 0, 0); }
+
+__device__ __forceinline__ int lane_row() { return static_cast<int>(threadIdx.x % 32) / 4; }
+__device__ __forceinline__ int lane_part() { return static_cast<int>(threadIdx.x % 4); }
+
+__device__ __forceinline__ bool is_inside(int column, int k) {
+#ifdef BATON_PLANT_LINEAR_TAIL
+    return true;
+#else
+    return column < k;
+#endif
+}
+
+// Where the tiles' weight rows start, and how many rows there are from there on.
+template <int kTiles> struct Tiles {
+    int first[kTiles], rows[kTiles];
+};
+
+// 16 rows of each tile in kPieces pieces of 64 columns.
+template <int kTiles, int kPieces> struct Weights {
+    uint4 w[kPieces][kTiles][2][2];  // piece, tile, rows g and g + 8, first and second 32 columns
+
+    __device__ __forceinline__ void load(const bf16* all, const Tiles<kTiles>& tiles, int k, int piece) {
+#pragma unroll
+        for (int p = 0; p < kPieces; p++)
+#pragma unroll
+            for (int part = 0; part < 2; part++) {
+                const int column = (piece + p * kWarps) * kPiece + part * 32 + lane_part() * 8;
+#pragma unroll
+                for (int tile = 0; tile < kTiles; tile++)
+#pragma unroll
+                    for (int upper = 0; upper < 2; upper++) {
+                        const int r = lane_row() + 8 * upper;
+                        const bool inside = is_inside(column, k) && r < tiles.rows[tile];
+                        // In units of 16 bytes, of which int can count 32 GiB.
+                        const int at = (tiles.first[tile] + r) * (k / 8) + column / 8;
+                        w[p][tile][upper][part] =
+                            inside ? ldg16(reinterpret_cast<const uint4*>(all) + at) : zero16();
+                    }
+            }
+    }
+};
+
+// Adds the products of a step. What it needs of x is small, near, and waits for nobody: the weights
+// of the next step are in flight meanwhile.
+template <int kTiles, int kHalves, int kPieces>
+__device__ __forceinline__ void multiply(const Weights<kTiles, kPieces>& weights, const bf16* x, int m,
+                                         int k, int piece, float (*sums)[kHalves][4]) {
+#pragma unroll
+    for (int p = 0; p < kPieces; p++)
+#pragma unroll
+        for (int part = 0; part < 2; part++) {
+            const int column = (piece + p * kWarps) * kPiece + part * 32 + lane_part() * 8;
+            uint4 other[kHalves];
+#pragma unroll
+            for (int half = 0; half < kHalves; half++) {
+                const int r = lane_row() + kHalfRows * half;
+                const bool inside = is_inside(column, k) && r < m;
+                const int at = r * (k / 8) + column / 8;
+                other[half] = inside ? __ldg(reinterpret_cast<const uint4*>(x) + at) : zero16();
+            }
+#pragma unroll
+            for (int tile = 0; tile < kTiles; tile++) {
+                const uint4 &low = weights.w[p][tile][0][part], &high = weights.w[p][tile][1][part];
+                const unsigned first[4] = {low.x, high.x, low.y, high.y};
+#ifdef BATON_PLANT_LINEAR_ORDER
+                const unsigned second[4] = {low.z, low.w, high.z, high.w};
+#else
+                const unsigned second[4] = {low.z, high.z, low.w, high.w};
+#endif
+#pragma unroll
+                for (int half = 0; half < kHalves; half++) {
+                    const unsigned b0[2] = {other[half].x, other[half].y};
+                    const unsigned b1[2] = {other[half].z, other[half].w};
+                    mma_bf16_16816(sums[tile][half], first, b0);
+                    mma_bf16_16816(sums[tile][half], second, b1);
+                }
+            }
+        }
+}
+
+__device__ __forceinline__ void store(float* out, float v) { *out = v; }
+__device__ __forceinline__ void store(bf16* out, float v) { *out = float_to_bf16(v); }
+__device__ __forceinline__ float load(const float* p) { return *p; }
+__device__ __forceinline__ float load(const bf16* p) { return bf16_to_float(*p); }
+
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+
+// Sums of one block: part[warp][weight row][row of x].
+template <int kTiles, int kHalves> struct Sums {
+    float part[kWarps][kTiles * kTileRows][kHalves * kHalfRows + 1];
+
+    __device__ __forceinline__ float total(int row, int column) const {
+        float sum = part[0][row][column];
+#pragma unroll
+        for (int warp = 1; warp < kWarps; warp++) sum += part[warp][row][column];
+        return sum;
+    }
+};
+
+// The products of the block's weight rows with all rows of x, in `shared`.
+template <int kTiles, int kHalves>
+__device__ __forceinline__ void products(const bf16* x, const bf16* w, const Tiles<kTiles>& tiles, int m,
+                                         int k, Sums<kTiles, kHalves>& shared) {
+    constexpr int kPieces = kTiles * kHalves == 1 ? 2 : 1;  // what 128 registers hold
+    const int warp = static_cast<int>(threadIdx.x / 32);
+    float sums[kTiles][kHalves][4] = {};
+    Weights<kTiles, kPieces> now, next;
+    now.load(w, tiles, k, warp);
+#pragma unroll 2
+    for (int piece = warp; piece * kPiece < k; piece += kWarps * kPieces) {
+        next.load(w, tiles, k, piece + kWarps * kPieces);
+        multiply<kTiles, kHalves, kPieces>(now, x, m, k, piece, sums);
+        now = next;
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; tile++)
+#pragma unroll
+        for (int half = 0; half < kHalves; half++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                shared.part[warp][tile * kTileRows + lane_row() + i / 2 * 8]
+                           [half * kHalfRows + lane_part() * 2 + i % 2] = sums[tile][half][i];
+#ifndef BATON_PLANT_LINEAR_BARRIER
+    __syncthreads();
+#endif
+}
+
+// out = x W^T + bias, added to what out holds if `add`. bias: float32 or null.
+template <int kTiles, int kHalves, class Out>
+__device__ __forceinline__ void linear(const bf16* x, const bf16* w, const float* bias, Out* out, int m,
+                                       int n, int k, int add) {
+    __shared__ Sums<kTiles, kHalves> shared;
+    constexpr int kRows = kTiles * kTileRows;
+    const int first = static_cast<int>(blockIdx.x) * kRows;
+    Tiles<kTiles> tiles;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; tile++)
+        tiles.first[tile] = first + tile * kTileRows, tiles.rows[tile] = n - tiles.first[tile];
+    products<kTiles, kHalves>(x, w, tiles, m, k, shared);
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * m; i += kThreads) {
+        const int r = i % kRows, at = i / kRows;
+        if (first + r >= n) continue;
+        float v = shared.total(r, at);
+        if (bias) v += bias[first + r];
+        Out* to = out + static_cast<long long>(at) * n + first + r;
+        if (add) v += load(to);
+        store(to, v);
+    }
+}
+
+// out[m, F] = silu(x G^T) * (x U^T) with W[2 F, K] holding the rows of G, then those of U.
+template <int kHalves>
+__device__ __forceinline__ void linear_silu_mul(const bf16* x, const bf16* w, bf16* out, int m, int f,
+                                                int k) {
+    __shared__ Sums<2, kHalves> shared;
+    const int first = static_cast<int>(blockIdx.x) * kTileRows;
+    products<2, kHalves>(x, w, Tiles<2>{{first, f + first}, {f - first, f - first}}, m, k, shared);
+    for (int i = static_cast<int>(threadIdx.x); i < kTileRows * m; i += kThreads) {
+        const int r = i % kTileRows, at = i / kTileRows;
+        if (first + r >= f) continue;
+        const float gate = shared.total(r, at), up = shared.total(kTileRows + r, at);
+        out[static_cast<long long>(at) * f + first + r] = float_to_bf16(silu(gate) * up);
+    }
+}
+
+#define LINEAR(tiles, halves, Out, name)                                                          \
+    extern "C" __global__ void __launch_bounds__(kThreads, 2)                                     \
+        skinny_linear_##tiles##_##halves##_##name(const bf16* __restrict__ x,                     \
+                                                  const bf16* __restrict__ w, const float* bias,  \
+                                                  Out* out, int m, int n, int k, int add) {       \
+        linear<tiles, halves, Out>(x, w, bias, out, m, n, k, add);                                \
+    }
+LINEAR(1, 1, bf16, bf16)
+LINEAR(1, 2, bf16, bf16)
+LINEAR(2, 1, bf16, bf16)
+LINEAR(2, 2, bf16, bf16)
+LINEAR(1, 1, float, f32)
+LINEAR(1, 2, float, f32)
+LINEAR(2, 1, float, f32)
+LINEAR(2, 2, float, f32)
+
+#define SILU_MUL(halves)                                                                          \
+    extern "C" __global__ void __launch_bounds__(kThreads, 2)                                     \
+        skinny_linear_silu_mul_##halves(const bf16* __restrict__ x, const bf16* __restrict__ w,   \
+                                        bf16* out, int m, int f, int k) {                         \
+        linear_silu_mul<halves>(x, w, out, m, f, k);                                              \
+    }
+SILU_MUL(1)
+SILU_MUL(2)
+
+// out += bias for each row, where cuBLAS has made the product.
+template <class Out>
+__device__ __forceinline__ void add_bias(Out* out, const float* bias, int n) {
+    Out* row = out + static_cast<long long>(blockIdx.x) * n;
+    for (int i = static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x); i < n;
+         i += static_cast<int>(gridDim.y * blockDim.x))
+        store(row + i, load(row + i) + bias[i]);
+}
+extern "C" __global__ void __launch_bounds__(kThreads) add_bias_bf16(bf16* out, const float* bias, int n) {
+    add_bias(out, bias, n);
+}
+extern "C" __global__ void __launch_bounds__(kThreads) add_bias_f32(float* out, const float* bias, int n) {
+    add_bias(out, bias, n);
+}

@@ -1,0 +1,168 @@
+"""Products with few rows: against NumPy in float64, under shuffled schedules, row by row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from baton.engine.kernels.cuda import reference_linear
+from baton.engine.kernels.cuda.linear import MAX_SKINNY, linear, linear_silu_mul
+from baton.engine.kernels.cuda.reference import from_bf16, to_bf16
+
+from .host_device import HostDevice, LaunchFailed
+
+
+def random_bf16(rng, *shape):
+    return to_bf16(rng.standard_normal(shape))
+
+
+def run_linear(device, x, weight, bias=None, dtype=np.float32, onto=None):
+    """The product into poisoned memory, or onto what is there."""
+    out = device.empty((len(x), len(weight)), dtype) if onto is None else device.upload(onto)
+    there = None if bias is None else device.upload(bias)
+    given = device.upload(x), device.upload(weight)
+    linear(device, *given, there, out, add=onto is not None)
+    return device.download(out)
+
+
+def assert_sums(got, exact, x, weight):
+    """Within the rounding of float32 sums over the depth."""
+    size = np.abs(from_bf16(x)) @ np.abs(from_bf16(weight)).T + 1
+    assert (np.abs(got - exact) <= size * 2e-6).all()
+
+
+def assert_rounded(bits, exact, x, weight):
+    """bf16 of a value within the rounding of float32 sums of the exact one."""
+    room = (np.abs(from_bf16(x)) @ np.abs(from_bf16(weight)).T + 1) * 2e-6
+    got = from_bf16(bits)
+    assert (got >= from_bf16(to_bf16(exact - room))).all()
+    assert (got <= from_bf16(to_bf16(exact + room))).all()
+
+
+SHAPES = [
+    (1, 16, 64), (1, 5, 8), (3, 33, 200), (7, 100, 1032), (8, 64, 512), (9, 17, 72), (16, 48, 2056),
+    (4, 3100, 104), (13, 3073, 40), (17, 40, 64), (40, 9, 16), (0, 8, 8),
+]  # fmt: skip
+
+
+@pytest.mark.sanitized
+@pytest.mark.parametrize(("rows", "width", "depth"), SHAPES)
+def test_linear(device, rng, rows, width, depth):
+    x, weight = random_bf16(rng, rows, depth), random_bf16(rng, width, depth)
+    bias = rng.standard_normal(width).astype(np.float32)
+    onto = rng.standard_normal((rows, width)).astype(np.float32)
+    exact = reference_linear.linear(x, weight)
+    assert_sums(run_linear(device, x, weight), exact, x, weight)
+    assert_sums(run_linear(device, x, weight, bias, onto=onto), exact + bias + onto, x, weight)
+    assert_rounded(run_linear(device, x, weight, dtype=np.uint16), exact, x, weight)
+    onto = to_bf16(onto)
+    sums = run_linear(device, x, weight, dtype=np.uint16, onto=onto)
+    assert_rounded(sums, exact + from_bf16(onto), x, weight)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "depth"),
+    [(1, 24, 64), (6, 16, 136), (8, 8, 640), (9, 40, 72), (16, 56, 520), (30, 16, 64)],
+)
+def test_linear_silu_mul(device, rng, rows, width, depth):
+    x, weight = random_bf16(rng, rows, depth), random_bf16(rng, 2 * width, depth)
+    out, space = device.empty((rows, width), np.uint16), device.empty((rows, 2 * width), np.uint16)
+    linear_silu_mul(device, device.upload(x), device.upload(weight), space, out)
+    exact = reference_linear.linear_silu_mul(x, weight)
+    got = from_bf16(device.download(out))
+    # A step of bf16 is 2^-8; with many rows gate and up are rounded before as well.
+    room = 2.0**-8 if rows <= MAX_SKINNY else 2.0**-6
+    assert (np.abs(got - exact) <= room * np.abs(exact) + 1e-2 * (rows > MAX_SKINNY) + 1e-4).all()
+
+
+@pytest.mark.parametrize("width", [40, 3090])
+def test_a_row_has_its_bits_in_any_company(device, rng, width):
+    """Alone, at each place of each number of rows; and whatever blocks its weights lie in."""
+    depth = 328
+    weight = random_bf16(rng, width, depth)
+    x = random_bf16(rng, MAX_SKINNY, depth)
+    whole = run_linear(device, x, weight)
+    for rows in (1, 2, 7, 8, 9, 15):
+        chosen = rng.choice(MAX_SKINNY, rows, replace=False)
+        assert run_linear(device, x[chosen], weight).tobytes() == whole[chosen].tobytes()
+    part = run_linear(device, x, weight[:24])
+    assert part.tobytes() == whole[:, :24].tobytes()
+    others = x.copy()
+    others[1:] = to_bf16([np.inf])
+    assert run_linear(device, others, weight)[0].tobytes() == whole[0].tobytes()
+
+
+def test_under_shuffled_schedules(device, schedules, rng):
+    x, weight = random_bf16(rng, 11, 712), random_bf16(rng, 96, 712)
+    given, weights = device.upload(x), device.upload(weight)
+
+    def run():
+        sums, products = device.empty((11, 96), np.float32), device.empty((11, 48), np.uint16)
+        linear(device, given, weights, None, sums)
+        linear_silu_mul(device, given, weights, device.empty((11, 96), np.uint16), products)
+        return [device.download(sums), device.download(products)]
+
+    assert_sums(schedules(run)[0], reference_linear.linear(x, weight), x, weight)
+
+
+def test_in_a_graph(device, rng):
+    """Captured once for few and for many rows, replayed with other inputs."""
+    for rows in (3, 20):
+        weight, bias = random_bf16(rng, 24, 64), rng.standard_normal(24).astype(np.float32)
+        x, out = device.zeros((rows, 64), np.uint16), device.empty((rows, 24), np.float32)
+        there = device.upload(weight), device.upload(bias)
+        graph = device.capture(lambda x=x, out=out, there=there: linear(device, x, *there, out))
+        fresh = random_bf16(rng, rows, 64)
+        device.write(x, fresh)
+        graph.replay()
+        exact = reference_linear.linear(fresh, weight, bias)
+        assert_sums(device.download(out), exact, fresh, weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": ((2, 16), np.float32)}, "x is float32"),
+        ({"x": ((2, 24), np.uint16)}, "x has shape"),
+        ({"weight": ((8, 16), np.float32)}, "weight is float32"),
+        ({"x": ((2, 12), np.uint16), "weight": ((8, 12), np.uint16)}, "multiple of 8"),
+        ({"bias": ((8,), np.uint16)}, "bias is uint16"),
+        ({"bias": ((7,), np.float32)}, "bias has shape"),
+        ({"out": ((2, 8), np.float64)}, "out is float64"),
+        ({"out": ((2, 9), np.float32)}, "out has shape"),
+    ],
+)
+def test_wrong_arrays_are_refused(device, change, message):
+    shapes = {
+        "x": ((2, 16), np.uint16), "weight": ((8, 16), np.uint16), "bias": None,
+        "out": ((2, 8), np.float32),
+    } | change  # fmt: skip
+    arrays = {name: of and device.zeros(*of) for name, of in shapes.items()}
+    with pytest.raises(ValueError, match=message):
+        linear(device, **arrays)
+
+
+def test_a_transposed_weight_is_refused(device):
+    weight = device.zeros((16, 8), np.uint16).T
+    x, out = device.zeros((2, 16), np.uint16), device.zeros((2, 8), np.float32)
+    with pytest.raises(ValueError, match="not contiguous"):
+        linear(device, x, weight, None, out)
+
+
+@pytest.mark.parametrize("bug", ["BARRIER", "TAIL", "ORDER"])
+def test_planted_bugs_are_caught(host_device: HostDevice, bug):
+    rng = np.random.default_rng(5)
+    x, weight = random_bf16(rng, 9, 360), random_bf16(rng, 40, 360)
+    exact = reference_linear.linear(x, weight)
+
+    def right(device):
+        for seed in range(4):
+            try:
+                with device.order(seed):
+                    assert_sums(run_linear(device, x, weight), exact, x, weight)
+            except (AssertionError, LaunchFailed):
+                return False
+        return True
+
+    assert right(host_device)
+    assert not right(host_device.with_defines(f"BATON_PLANT_LINEAR_{bug}"))
