@@ -29,6 +29,7 @@ from ..proto import (
     update_batch,
 )
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder, decode_kv_header, encode_kv_header
+from ..proto.contexts import wrap_tokens
 from ..proto.errors import ProtocolError
 from ..proto.messages import (
     ClientToRouter,
@@ -199,11 +200,15 @@ def _snapshot_row() -> None:
     """A whole context of 32k tokens, in the middle of its generation.
 
     Sent before, with one token more each time (and its update), and while somebody else holds
-    the array, so that all ids are looked at each time, as at the first.
+    the array of its buffer, so that all ids are looked at each time. "make" is construction of
+    an array, which is copied; "make, encode" is that and the first message.
     """
     ids = np.arange(32768, dtype=np.int64) % 32000
     context, growing, shared = _long_context(ids), _long_context(ids), _long_context(ids)
     context.update(7)
+
+    def make() -> TextContext:
+        return TextContext(max_length=1 << 40, tokens=wrap_tokens(ids), eos_token_ids={2})
 
     def update_and_encode() -> None:
         growing.update(7)
@@ -218,6 +223,8 @@ def _snapshot_row() -> None:
             "encode": partial(encode, context),
             "a token more": update_and_encode,
             "held by others": partial(encode, shared),
+            "make": make,
+            "make, encode": lambda: encode(make()),
             "decode": partial(decode, frames),
             "map enc": partial(as_map, context),
             "map dec": partial(from_map, message),

@@ -501,6 +501,6 @@ def wrap_tokens(tokens: npt.ArrayLike) -> TokenBuffer:
     array = np.asarray(tokens)
     if array.size and array.dtype.kind not in "iu":
         raise InputError(f"tokens must be integers, not {array.dtype}")
-    if array.dtype == np.int32 and array.ndim == 1 and array.size:
-        return TokenBuffer.of_int32(array)
+    if array.ndim == 1 and array.size:
+        return TokenBuffer.copy_of(array)
     return TokenBuffer(array.astype(np.int64))

@@ -192,9 +192,18 @@ class TokenBuffer:
         self._narrow, self._known = None, 0
 
     @classmethod
-    def of_int32(cls, ids: Int32) -> TokenBuffer:
-        """A buffer of int32 ids ``[n]``, n > 0, which are copied, and widened when first used."""
-        return cls.from_state(ids.copy(), _fresh_state(len(ids)))
+    def copy_of(cls, ids: npt.NDArray[np.integer[Any]]) -> TokenBuffer:
+        """A buffer of its own of ids ``[n]``, n > 0, of any integer type.
+
+        They are copied as int32 where they fit, so that sending them needs no look at them, and
+        widened when first used.
+        """
+        if ids.dtype != np.int32:
+            tokens = ids.astype(np.int64, copy=False)
+            if not _fit(tokens):
+                return cls(tokens.copy())
+            ids = tokens
+        return cls.from_state(ids.astype(np.int32), _fresh_state(len(ids)))
 
     @classmethod
     def from_state(cls, ids: npt.NDArray[Any], state: Sequence[int]) -> TokenBuffer:
@@ -264,7 +273,7 @@ class TokenBuffer:
                 ids = ids.astype(np.int32)
         else:
             ids = self._learn(length)
-        ids.flags.writeable = False
+        ids.setflags(write=False)
         return ids
 
     def _learn(self, length: int) -> npt.NDArray[Any]:
@@ -581,7 +590,7 @@ def _fresh_state(length: int) -> tuple[int, ...]:
 def _fit(tokens: Int64) -> bool:
     """Whether all tokens are int32."""
     # Read as unsigned, a negative one is larger than all others: one pass finds both.
-    if int(np.maximum.reduce(tokens.view(np.uint64), initial=0)) < _INT32:
+    if np.maximum.reduce(tokens.view(np.uint64), initial=0) < _INT32:
         return True
     return bool(tokens.min() >= -_INT32 and tokens.max() < _INT32)
 

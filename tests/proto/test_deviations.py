@@ -195,9 +195,10 @@ def test_v13_masks_have_two_columns_and_ids_ascend():
 def test_v14_slack_is_zeroed_and_never_sent():
     ctx = context()
     ctx.update(5)
-    assert ctx.tokens._store[5:].tolist() == [0, 0, 0]
+    slack = len(ctx.tokens._store) - 5
+    assert ctx.tokens._store[5:].tolist() == [0] * slack != []
     ctx.rollback(1)
-    assert ctx.tokens._store[4:].tolist() == [0] * 4
+    assert ctx.tokens._store[4:].tolist() == [0] * (slack + 1)
     raw = msgspec.msgpack.decode(msgpack_numpy_encoder()(ctx))
     assert raw["tokens"]["array"]["shape"] == [4]
     speech = TTSContext(max_length=9, tokens=[1])

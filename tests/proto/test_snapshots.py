@@ -22,6 +22,7 @@ from baton.proto import (
     SamplingParams,
     TextAndVisionContext,
     TextContext,
+    TokenBuffer,
     VersionMismatch,
     msgpack_numpy_decoder,
     msgpack_numpy_encoder,
@@ -126,7 +127,7 @@ def test_ids_travel_as_int32_where_they_fit(token):
 
 
 def test_only_the_valid_part_of_a_buffer_travels():
-    context = TextContext(max_length=9000, tokens=np.arange(2000))
+    context = TextContext(max_length=9000, tokens=TokenBuffer(np.arange(2000)))
     context.update(1)
     assert context.tokens._capacity == 4000
     header, tokens = sent(context)
@@ -163,10 +164,11 @@ def test_tokens_are_independent_of_the_frames_once_used_or_copied(copy):
     assert arrived == context
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_a_context_of_int32_ids_is_one_of_its_own(dtype):
-    ids = np.arange(2000, dtype=dtype)
-    context = TextContext(max_length=9000, tokens=ids)
+@pytest.mark.parametrize("dtype", [np.int16, np.int32, np.int64, np.uint64, ">i8"])
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_context_of_ids_is_one_of_its_own(dtype, step):
+    ids = np.repeat(np.arange(2000, dtype=dtype), step)
+    context = TextContext(max_length=9000, tokens=ids[::step])
     ids[:] = 0
     assert context.tokens.all.tolist() == list(range(2000))
     assert context.tokens.all.dtype == np.int64
@@ -176,6 +178,17 @@ def test_a_context_of_int32_ids_is_one_of_its_own(dtype):
     context.update(8)
     assert decode(frames).tokens[-1] == 7
     assert decode(sent(context)) == context
+
+
+@pytest.mark.parametrize("make", [list, np.array, lambda ids: np.array(ids, np.uint16)])
+def test_ids_are_looked_at_when_they_are_copied_and_no_more(make):
+    """So the first message of a context takes no longer than the later ones."""
+    context = TextContext(max_length=9000, tokens=make(range(2000)))
+    assert np.shares_memory(context.tokens.ids(), context.tokens.ids())
+    with pytest.raises(AttributeError):
+        object.__getattribute__(context.tokens, "_store")
+    assert decode(sent(context)) == context
+    assert context.tokens.all.tolist() == list(range(2000))
 
 
 def arrays(value):
