@@ -202,6 +202,19 @@ def test_flat_rows_that_fit_no_list(device, rng, scale):
     np.testing.assert_array_equal(draw(device, logits, specs), expected_tokens(logits, specs))
 
 
+@pytest.mark.parametrize("vocab", [128256, sampling.MAX_VOCAB])
+def test_large_vocabularies(device, rng, vocab):
+    filters = [{}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.95}, {"min_p": 0.05}, {"top_k": 1}]
+    specs = [spec_of(position=i, logprobs=20, **params) for i, params in enumerate(filters)]
+    logits = (3 * rng.standard_normal((len(specs), vocab))).astype(np.float32)
+    tokens, errors, _, ids, _ = Batch(device, logits, specs).run()
+    assert not errors.any()
+    for token, top, row, spec in zip(tokens, ids, logits, specs, strict=True):
+        expected = cpu_sample(row, spec)
+        assert token == expected[0] or token in neighbours(row, spec)
+        assert top.tolist() == list(expected[1].top)
+
+
 def test_extreme_temperatures(device, rng):
     logits = np.round(random_logits(rng, 20, 300))
     temperatures = [1e-40, 1e-30, 1e-5, 1e30, 3e38]
@@ -236,6 +249,24 @@ def test_under_shuffled_schedules(device, schedules, rng):
     batch = Batch(device, logits, specs)
     outputs = schedules(batch.run)
     np.testing.assert_array_equal(outputs[0], expected_tokens(logits, specs))
+
+
+def test_in_a_graph(device, rng):
+    """Captured once, replayed with other logits and parameters in the same arrays."""
+    vocab, count = 600, 5
+    first, then = random_logits(rng, 2 * count, vocab).reshape(2, count, vocab)
+    batch = Batch(device, first, [spec_of(position=i) for i in range(count)])
+    tokens, errors = device.empty((count,), np.int32), device.empty((count,), np.int32)
+    graph = device.capture(
+        lambda: sampling.sample(device, batch.logits, batch.rows, batch.space, tokens, errors)
+    )
+    specs = [spec_of(position=i, temperature=0.7, **FLAT[i]) for i in range(count)]
+    other = Batch(device, then, specs)
+    device.write(batch.logits, device.download(other.logits))
+    device.write(batch.rows, device.download(other.rows))
+    graph.replay()
+    assert not device.download(errors).any()
+    np.testing.assert_array_equal(device.download(tokens), expected_tokens(then, specs))
 
 
 def test_rows_without_a_token_report_why(device):
