@@ -41,7 +41,8 @@ HELP = {
     "decode_chunk_budget": "most tokens a decode worker recomputes per step after a preemption "
     "(0: no bound)",
     "max_length": "longest context served in tokens (0: the model's own limit)",
-    "backend": "kernels: auto, cpu (C) or numpy",
+    "device": "where models run: cpu, or cuda (an NVIDIA GPU that all workers share)",
+    "backend": "kernels of device cpu: auto, cpu (C) or numpy",
     "grace": "seconds running requests may take to finish after an interrupt",
     "stats_interval": "seconds between lines of figures (0: none)",
     "log_level": "least severe log lines shown: info, warning or error",

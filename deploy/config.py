@@ -21,6 +21,7 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 TRANSPORTS = ("ipc", "tcp")
 HANDOFFS = ("auto", "zmq")
 BACKENDS = ("auto", "cpu", "numpy")
+DEVICES = ("cpu", "cuda")
 SERVED_TASKS = ("", *TASKS)
 LOG_LEVELS = ("info", "warning", "error")
 _MOST = 2**31 - 1
@@ -53,6 +54,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     decode_kv_memory: str = ""
     decode_chunk_budget: int = 256
     max_length: int = 0
+    device: str = "cpu"
     backend: str = "auto"
     grace: float = 30.0
     stats_interval: float = 10.0
@@ -74,7 +76,10 @@ def check(settings: ServeSettings) -> ServeSettings:
         _require(math.isfinite(getattr(settings, name)), name, "must be a finite number")
     _require_choice(settings, "transport", TRANSPORTS)
     _require_choice(settings, "handoff", HANDOFFS)
+    _require_choice(settings, "device", DEVICES)
     _require_choice(settings, "backend", BACKENDS)
+    on_cpu = settings.device == "cpu"
+    _require(on_cpu or settings.backend == "auto", "backend", "chooses kernels of device cpu only")
     _require_choice(settings, "log_level", LOG_LEVELS)
     _require(settings.task in SERVED_TASKS, "task", f"must be one of {', '.join(TASKS)}")
     for prefix in ("", "prefill_", "decode_"):

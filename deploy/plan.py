@@ -171,14 +171,20 @@ def _decode(
     return ProcessSpec(name=name, role="decode", module="baton.decode_worker", config=config)
 
 
+_DEVICE_SHARE = 0.9
+"""Of a GPU's memory: the rest is for its driver's contexts and for what kernels take."""
+
+
 def _runner(settings: ServeSettings, role: str, kv_default: int) -> RunnerConfig:
     blocks, memory = kv_size(settings, role)
+    on_gpu = settings.device == "cuda"
     return RunnerConfig(
         model=model_folder(settings),
-        backend=settings.backend,
+        backend="cuda" if on_gpu else settings.backend,
         block_size=settings.block_size,
         num_blocks=blocks,
-        kv_bytes=memory or kv_default,
+        kv_bytes=memory or (0 if on_gpu else kv_default),
+        device_share=_DEVICE_SHARE / (settings.prefill + settings.decode),
         max_length=settings.max_length,
         task=settings.task,
     )

@@ -17,9 +17,12 @@ from .embedding_config import EMBED, GENERATE, TASKS, EmbeddingSettings, load_em
 from .kernels import load_backend
 from .kernels.backend import Backend
 from .kernels.memory import Allocate, aligned_zeros
+from .models.decoder import Decoder
 from .models.registry import architecture_of
 from .models.weights import Progress
 from .pipeline import EmbeddingsPipeline, TextGenerationPipeline
+from .pipeline.model import PipelineModel
+from .pipeline.steps import StepComputer
 
 F32 = npt.NDArray[np.float32]
 
@@ -29,8 +32,9 @@ DEFAULT_KV_BYTES = 256 << 20
 class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What to load and how much memory to give it.
 
-    ``model``: folder. ``backend``: "auto", "cpu" or "numpy". ``block_size``: tokens per KV
-    block. ``num_blocks`` or ``kv_bytes``: size of the pool (``num_blocks`` wins).
+    ``model``: folder. ``backend``: "auto", "cpu", "numpy" or "cuda". ``block_size``: tokens per
+    KV block. ``num_blocks`` or ``kv_bytes``: size of the pool (``num_blocks`` wins); neither, on
+    a GPU: what the weights leave of ``device_share`` of its memory.
     ``max_length``: longest context served, 0 for the model's own limit; a pool that holds
     fewer tokens lowers it. ``name``: what clients call the model, by default the folder's
     name. ``task``: "generate" or "embed", by default what the folder is made for.
@@ -48,6 +52,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     task: str = ""
     layer_group: int = 0
     full_digest: bool = False
+    device_share: float = 0.9
 
 
 @dataclass(slots=True, frozen=True)
@@ -98,29 +103,61 @@ def load_runner(
     config: RunnerConfig,
     on_progress: Progress | None = None,
     allocate: Allocate = aligned_zeros,
+    backend: Backend | None = None,
 ) -> Runner:
     """Load a text model.
 
     ``on_progress(done, total)``: bytes of weights packed so far. ``allocate``: gives the memory
-    of the KV pool, which others may share. Raises
-    :class:`CheckpointError` for the folder, :class:`ConfigError` for the settings.
+    of the KV pool, which others may share. ``backend``: instead of the one that the config names.
+    Raises :class:`CheckpointError` for the folder, :class:`ConfigError` for the settings.
     """
     checkpoint = load_checkpoint(config.model)
     make = architecture_of(checkpoint.config, checkpoint.folder).generator
     if make is None or model_task(checkpoint, config.task) != GENERATE:
         raise ConfigError(f"{checkpoint.folder} is an embedding model and generates no text")
     length = _served_length(config, checkpoint)
-    backend = load_backend(config.backend)
+    backend = backend or _load_backend(config.backend)
     layout = _layout(config, checkpoint, backend)
-    blocks = _num_blocks(config, layout)
+    if config.num_blocks or config.kv_bytes or backend.on_host:
+        _num_blocks(config.num_blocks, config.kv_bytes, layout)  # before the weights are read
     model = make(checkpoint, backend, length, on_progress, block_size=config.block_size)
+    kv_bytes = config.kv_bytes
+    if not backend.on_host and not kv_bytes:
+        kv_bytes = int(backend.memory_bytes() * config.device_share) - model.weights_bytes
+    blocks = _num_blocks(config.num_blocks, kv_bytes, layout)
     size = blocks * layout.block_bytes * layout.num_layers
     kv = model.load_kv_manager(backend, size, allocate)
     numerics = _numerics(checkpoint, backend, length)
     served = _fit_pool(length, blocks, layout)
     card = _card(config, checkpoint, numerics, layout, served, model.weights_bytes)
-    pipeline = TextGenerationPipeline(model, kv, config.layer_group)
+    computer = _device_steps(model, backend, served, layout, blocks)
+    pipeline = TextGenerationPipeline(model, kv, config.layer_group, computer)
     return Runner(card, pipeline, backend, checkpoint.generation.defaults)
+
+
+def _load_backend(name: str) -> Backend:
+    if name != "cuda":
+        return load_backend(name)
+    from .kernels.cuda.backend import CudaBackend
+    from .kernels.cuda.cupy_device import CupyDevice
+
+    return CudaBackend(CupyDevice())
+
+
+def _device_steps(
+    model: PipelineModel, backend: Backend, length: int, layout: KVLayout, blocks: int
+) -> StepComputer | None:
+    """What computes steps on a GPU; None for a model on the host."""
+    if backend.on_host:
+        return None
+    from .kernels.cuda.backend import CudaBackend
+    from .pipeline.decode_graph import GraphSizes
+    from .pipeline.device_steps import DeviceSteps
+
+    if not isinstance(backend, CudaBackend) or not isinstance(model, Decoder):
+        raise ConfigError(f"no {type(model).__name__} runs on {backend.name}")
+    sizes = GraphSizes(layout.blocks_for(length), length, blocks * layout.block_size)
+    return DeviceSteps(model, backend, sizes)
 
 
 def load_embedder(config: RunnerConfig, on_progress: Progress | None = None) -> EmbeddingRunner:
@@ -129,6 +166,8 @@ def load_embedder(config: RunnerConfig, on_progress: Progress | None = None) -> 
     entry = architecture_of(checkpoint.config, checkpoint.folder)
     if entry.embedder is None or model_task(checkpoint, config.task) != EMBED:
         raise ConfigError(f"{checkpoint.folder} is a text model; to embed with it say task=embed")
+    if config.backend == "cuda":
+        raise ConfigError("embedding models run on the CPU: leave --device cuda out")
     settings = load_embedding_settings(checkpoint.folder) or entry.pooling
     length = _embedded_length(config, checkpoint, settings)
     backend = load_backend(config.backend)
@@ -172,12 +211,12 @@ def _layout(config: RunnerConfig, checkpoint: Checkpoint, backend: Backend) -> K
     )
 
 
-def _num_blocks(config: RunnerConfig, layout: KVLayout) -> int:
-    blocks = config.num_blocks or config.kv_bytes // (layout.block_bytes * layout.num_layers)
+def _num_blocks(num_blocks: int, kv_bytes: int, layout: KVLayout) -> int:
+    blocks = num_blocks or kv_bytes // (layout.block_bytes * layout.num_layers)
     if blocks < 1:
         raise ConfigError(
-            f"the KV pool holds no block: num_blocks {config.num_blocks}, kv_bytes "
-            f"{config.kv_bytes}, one block {layout.block_bytes * layout.num_layers} bytes"
+            f"the KV pool holds no block: num_blocks {num_blocks}, kv_bytes {kv_bytes}, one "
+            f"block {layout.block_bytes * layout.num_layers} bytes"
         )
     return blocks
 

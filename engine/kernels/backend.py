@@ -79,6 +79,10 @@ class Backend(Protocol):
         """KV pool ``[L, NB, 2, Hk, BS, D]`` of zeros; ``allocate`` gives memory of the host."""
         ...
 
+    def memory_bytes(self) -> int:
+        """All memory of the machine or device that arrays can be in."""
+        ...
+
     def plan_attention(self, row_offsets: I32, positions: I32) -> object:
         """What :meth:`attention` wants to know of host arrays; for its ``plan``, as is."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -32,6 +33,10 @@ class HostArrays:
     def kv_pool(self, shape: tuple[int, ...], allocate: Callable[[int], U8]) -> F32:
         """KV pool of zeros in the memory that ``allocate`` gives."""
         return host_pool(shape, allocate)
+
+    def memory_bytes(self) -> int:
+        """The machine's memory."""
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def plan_attention(self, row_offsets: I32, positions: I32) -> object:
         """None: attention reads its rows where they are."""

@@ -146,6 +146,10 @@ class HostDevice:
         finally:
             self.seed = before
 
+    def memory_bytes(self) -> int:
+        """A small device's."""
+        return 1 << 30
+
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> HostArray:
         """Make an array of 0xff bytes: what is not written stays a NaN or -1."""
         if self._capturing is not None:

@@ -71,6 +71,11 @@ class CupyDevice:
         capability = self._device.compute_capability
         self.name = f"cuda-sm_{capability}"
 
+    def memory_bytes(self) -> int:
+        """All memory of the GPU, whoever uses it."""
+        with self._device:
+            return int(self._cupy.cuda.runtime.memGetInfo()[1])
+
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> DeviceArray:
         """Make an array with undefined content."""
         with self._lock, self._device, self._stream:

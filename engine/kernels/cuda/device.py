@@ -81,6 +81,10 @@ class Device(Protocol):
 
     name: str
 
+    def memory_bytes(self) -> int:
+        """All memory of the device."""
+        ...
+
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> DeviceArray:
         """Make an array with undefined content, aligned to 256 bytes."""
         ...

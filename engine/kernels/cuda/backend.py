@@ -1,0 +1,271 @@
+"""The CUDA kernels as a Backend: bfloat16 in memory, float32 inside, on any :class:`Device`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..backend import F32, I32, U8, A, PackedLinear, Weights
+from . import attention, elementwise
+from .bfloat16 import bfloat16_bits
+from .block_mover import BlockMover
+from .device import Device, DeviceArray
+from .linear import linear
+from .row_plan import RowPlan
+
+REVISION = 1
+"""Raise it when a change of the CUDA code changes a bit of any result."""
+
+
+@dataclass(slots=True, frozen=True)
+class CudaLinear:
+    """Weights bfloat16 ``[out, in]`` and bias float32 ``[out]`` on the device."""
+
+    weight: Any
+    bias: Any
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the input."""
+        return int(self.weight.shape[1])
+
+    @property
+    def out_features(self) -> int:
+        """Columns of the output."""
+        return int(self.weight.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on the device."""
+        return int(self.weight.nbytes) + (0 if self.bias is None else int(self.bias.nbytes))
+
+
+class CudaBackend:
+    """Kernels of one GPU; see :class:`~baton.engine.kernels.backend.Backend`.
+
+    Arrays are the device's own; the annotations are those of a CPU. Activations, weights, keys and
+    values are bfloat16 bits (uint16), logits float32. Rows are not independent: large products go
+    to cuBLAS, which chooses by the number of rows. Wrong arguments raise ValueError before
+    anything is launched.
+    """
+
+    name = "cuda"
+    row_independent = False
+    kv_dtype = "bfloat16"
+    on_host = False
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.numerics = f"{device.name}-{REVISION}-bf16"
+        # Blocks move on other threads than the one that computes, each with buffers of its own.
+        self._local = threading.local()
+
+    # ------------------------------------------------------------------ arrays
+
+    def empty(self, rows: int, columns: int, *, logits: bool = False) -> Any:
+        """Activations bfloat16 ``[rows, columns]``, or float32 if they are ``logits``."""
+        return self.device.empty((rows, columns), np.float32 if logits else np.uint16)
+
+    def upload(self, array: npt.NDArray[A]) -> Any:
+        """A copy on the device, of the same type."""
+        return self.device.upload(np.ascontiguousarray(array))
+
+    def parameters(self, weights: npt.NDArray[A]) -> Any:
+        """A bfloat16 copy on the device of float32 weights, or of bfloat16 bits."""
+        return self.device.upload(_bits(weights))
+
+    def kv_pool(self, shape: tuple[int, ...], allocate: Callable[[int], U8]) -> Any:
+        """KV pool of the device's own memory, bfloat16; ``allocate`` is not asked."""
+        return self.device.zeros(shape, np.uint16)
+
+    def memory_bytes(self) -> int:
+        """All memory of the GPU."""
+        return self.device.memory_bytes()
+
+    def plan_attention(self, row_offsets: I32, positions: I32) -> RowPlan:
+        """Work lists of the rows, for :meth:`attention`."""
+        return RowPlan(self.device, row_offsets, positions)
+
+    def take_rows(self, x: Any, rows: Any, out: Any) -> None:
+        """``out[i] = x[rows[i]]``."""
+        count, width = out.shape[0], _width(out.shape[1:])
+        elementwise.embed(self.device, rows, x.reshape(len(x), width), out.reshape(count, width))
+
+    # ------------------------------------------------------------------ products
+
+    def pack_linear(self, parts: Sequence[Weights], bias: F32 | None = None) -> CudaLinear:
+        """Weights ``[out_i, in]`` (float32, or uint16 bfloat16 bits), stacked on ``out``."""
+        if not parts or any(p.ndim != 2 or p.shape[1] != parts[0].shape[1] for p in parts):
+            raise ValueError("weights must be matrices with the same number of columns")
+        weight = self.device.upload(np.concatenate([_bits(part) for part in parts]))
+        return CudaLinear(weight, None if bias is None else self.device.upload(bias))
+
+    def linear(self, x: Any, weight: PackedLinear, out: Any) -> None:
+        """``out[T, out] = x[T, in] @ weight.T + bias``."""
+        if not isinstance(weight, CudaLinear):
+            raise ValueError("weight was packed by another backend")  # noqa: TRY004
+        linear(self.device, x, weight.weight, weight.bias, out)
+
+    # ------------------------------------------------------------------ rows
+
+    def embed(self, ids: Any, table: Any, out: Any) -> None:
+        """``out[t] = table[ids[t]]``."""
+        elementwise.embed(self.device, ids, table, out)
+
+    def rms_norm(self, x: Any, weight: Any, eps: float, out: Any) -> None:
+        """``out = x / sqrt(mean(x^2) + eps) * weight`` per row ``[T, H]``."""
+        elementwise.rms_norm(self.device, x, weight, eps, out)
+
+    def add_rms_norm(self, x: Any, residual: Any, weight: Any, eps: float, out: Any) -> None:
+        """``residual += x`` in place, then ``out = rms_norm(residual)``."""
+        elementwise.add_rms_norm(self.device, x, residual, weight, eps, out)
+
+    def silu_mul(self, gate_up: Any, out: Any) -> None:
+        """``out[T, F] = silu(gate_up[:, :F]) * gate_up[:, F:]``."""
+        elementwise.silu_mul(self.device, gate_up, out)
+
+    def layer_norm(self, x: Any, weight: Any, bias: Any, eps: float, out: Any) -> None:
+        """Not to be had: encoders run on the CPU."""
+        raise NotImplementedError("the CUDA backend has no layer norm")
+
+    def add_layer_norm(
+        self, x: Any, residual: Any, weight: Any, bias: Any, eps: float, out: Any
+    ) -> None:
+        """Not to be had: encoders run on the CPU."""
+        raise NotImplementedError("the CUDA backend has no layer norm")
+
+    def gelu(self, x: Any, out: Any) -> None:
+        """Not to be had: encoders run on the CPU."""
+        raise NotImplementedError("the CUDA backend has no GELU")
+
+    # ------------------------------------------------------------------ attention
+
+    def qk_norm_rope_append(
+        self,
+        qkv: Any,
+        positions: Any,
+        slots: Any,
+        cos_sin: Any,
+        q_norm: Any,
+        k_norm: Any,
+        eps: float,
+        kv_layer: Any,
+        q_out: Any,
+    ) -> None:
+        """Normalise and rotate q and k; write q to ``q_out``, k and v into the paged cache."""
+        elementwise.qk_norm_rope_append(
+            self.device, qkv, positions, slots, cos_sin, q_norm, k_norm, eps, kv_layer, q_out
+        )
+
+    def attention(
+        self,
+        q: Any,
+        kv_layer: Any,
+        block_tables: Any,
+        row_offsets: Any,
+        positions: Any,
+        scale: float,
+        window: int,
+        out: Any,
+        plan: object = None,
+    ) -> None:
+        """Causal paged attention with grouped heads; ``plan`` is of :meth:`plan_attention`."""
+        if not isinstance(plan, RowPlan):
+            raise ValueError("attention needs the plan of its rows")  # noqa: TRY004
+        rows, heads, dim = q.shape
+        out = out.reshape(rows, heads, dim)
+        kv_heads, decoded = kv_layer.shape[2], plan.decoded
+        if decoded:
+            self._decode(q[:decoded], kv_layer, block_tables, plan, scale, window, out[:decoded])
+        if decoded < rows:
+            attention.prefill_attention(
+                self.device,
+                q[decoded:],
+                kv_layer,
+                block_tables[decoded:],
+                positions[decoded:],
+                plan.prefill(heads // kv_heads, window),
+                scale,
+                window,
+                out[decoded:],
+            )
+
+    def _decode(
+        self,
+        q: DeviceArray,
+        kv_layer: DeviceArray,
+        block_tables: Any,
+        plan: RowPlan,
+        scale: float,
+        window: int,
+        out: DeviceArray,
+    ) -> None:
+        work = plan.decode(kv_layer.shape[2], window)
+        attention.decode_attention(
+            self.device,
+            q,
+            kv_layer,
+            block_tables[: plan.decoded],
+            work.plan,
+            work.shape,
+            scale,
+            work.partial(q),
+            work.stats(q),
+            out,
+        )
+
+    # ------------------------------------------------------------------ blocks
+
+    def gather_blocks(
+        self, pool: Any, layer_start: int, layer_count: int, block_ids: I32, out: U8
+    ) -> int:
+        """Copy blocks of some layers to the host; the digest of the copy."""
+        return self._mover.gather(pool, layer_start, layer_count, block_ids, out)
+
+    def scatter_blocks(
+        self, pool: Any, layer_start: int, layer_count: int, block_ids: I32, payload: U8
+    ) -> int:
+        """Inverse of :meth:`gather_blocks`; the digest of what it wrote."""
+        return self._mover.scatter(pool, layer_start, layer_count, block_ids, payload)
+
+    def copy_blocks(
+        self,
+        source: Any,
+        target: Any,
+        layer_start: int,
+        layer_count: int,
+        source_ids: I32,
+        target_ids: I32,
+    ) -> int:
+        """Copy blocks from pool to pool on the device; the digest of their bytes."""
+        return self._mover.copy(source, target, layer_start, layer_count, source_ids, target_ids)
+
+    def sum_blocks(self, pool: Any, layer_start: int, layer_count: int, block_ids: I32) -> int:
+        """The digest that :meth:`gather_blocks` would return."""
+        return self._mover.sum(pool, layer_start, layer_count, block_ids)
+
+    def checksum(self, payload: U8) -> int:
+        """The digest of a payload on the host."""
+        return self._mover.digest(payload)
+
+    @property
+    def _mover(self) -> BlockMover:
+        mover: BlockMover | None = getattr(self._local, "mover", None)
+        if mover is None:
+            mover = self._local.mover = BlockMover(self.device)
+        return mover
+
+
+def _bits(weights: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
+    if weights.dtype == np.uint16:
+        return np.ascontiguousarray(weights)
+    return bfloat16_bits(weights.astype(np.float32, copy=False))
+
+
+def _width(shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape, dtype=np.int64))
