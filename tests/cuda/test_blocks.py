@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from baton.engine.kernels.cuda import blocks, reference_blocks
 from baton.engine.kernels.cuda.device import Device
-from baton.engine.kernels.cuda.geometry import divisor
-from baton.engine.kernels.cuda.payload import ENCODINGS, PayloadLayout
+from baton.engine.kernels.cuda.payload import ENCODINGS
 from baton.engine.kernels.digest import payload_digest
 
 from .block_moves import (
@@ -26,6 +26,7 @@ from .block_moves import (
     random_ids,
     scatter,
 )
+from .host_device import HostDevice
 
 SCALED = [name for name, encoding in ENCODINGS.items() if encoding.largest]
 
@@ -158,6 +159,78 @@ def test_heads_of_a_shard_follow_their_owner(device: Device, rng: np.random.Gene
     np.testing.assert_array_equal(target[:, place], pool[:, ids, :, 2:4])
 
 
+# ---------------------------------------------------------------- pool to pool
+
+
+@pytest.mark.sanitized
+@pytest.mark.parametrize("shape", [(3, 7, 2, 4, 16, 64), (1, 9, 2, 3, 5, 24)])
+def test_blocks_are_copied_and_summed_in_every_order(
+    device: Device, schedules: Schedules, rng: np.random.Generator, shape: tuple[int, ...]
+) -> None:
+    layers, start = max(1, shape[0] - 1), shape[0] // 3
+    other = (shape[0], shape[1] + 4, *shape[2:])
+    source, blank = random_bf16(rng, shape), random_bf16(rng, other)
+    here, there = (rng.permutation(n)[:5].astype(np.int32) for n in (shape[1], other[1]))
+
+    def run() -> list[Array]:
+        target = device.upload(blank)
+        digests = [device.empty((1,), np.uint64) for _ in range(2)]
+        workspace, pool = device.zeros((2,), np.uint64), device.upload(source)
+        ids, places = blocks.upload_ids(device, here), blocks.upload_ids(device, there)
+        part = {"layer_start": start, "layer_count": layers, "processors": 1}
+        blocks.copy_blocks(device, pool, ids, target, places, digests[0], workspace, **part)
+        blocks.sum_blocks(device, pool, ids, digests[1], workspace, **part)
+        assert not device.download(workspace).any()
+        return [device.download(array) for array in (target, *digests)]
+
+    target, copied, summed = schedules(run)
+    expected = blank.copy()
+    taken = source[start : start + layers, here]
+    expected[start : start + layers, there] = taken
+    np.testing.assert_array_equal(target, expected)
+    digest = payload_digest(np.ascontiguousarray(taken).reshape(-1).view(np.uint8))
+    assert [int(copied[0]), int(summed[0])] == [digest, digest]
+
+
+NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which mmap names from Python 3.13 on
+
+
+def _vast_pool(shape: tuple[int, ...]) -> Array:
+    """Zeros that take memory only where they are touched."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+    try:
+        memory = mmap.mmap(-1, 2 * math.prod(shape), flags=flags)
+    except OSError:
+        pytest.skip("this machine does not promise more memory than it has")
+    return np.frombuffer(memory, np.uint16).reshape(shape)
+
+
+@pytest.mark.parametrize("encoding", ["bf16", "fp8_head"])
+def test_pools_may_have_more_than_2_32_vectors(
+    host_device: HostDevice, rng: np.random.Generator, encoding: str
+) -> None:
+    case = Case((2, 9_000_000, 1, 16, 128), 2, 2, 16, 1, layers=1, layer_start=1, encoding=encoding)
+    pool = _vast_pool(case.pool_shape)
+    ids = np.array([8_999_999, 3], np.int32)
+    pool[1, ids] = random_bf16(rng, (2, 2, 1, 16, 128))
+    table = blocks.upload_ids(host_device, ids)
+    payload = host_device.empty((case.layout.nbytes,), np.uint8)
+    digest, workspace = host_device.empty((1,), np.uint64), host_device.zeros((2,), np.uint64)
+    blocks.gather_blocks(
+        host_device, pool, table, case.layout, payload, digest, workspace, layer_start=1
+    )
+    small = pool[1:, ids]
+    expected = reference_blocks.gather_blocks(small, np.arange(2, dtype=np.int32), case.layout)
+    np.testing.assert_array_equal(payload, expected)
+    pool[1, ids] = 0
+    blocks.scatter_blocks(
+        host_device, payload, case.layout, table, pool, digest, workspace, layer_start=1
+    )
+    again = np.zeros_like(small)
+    reference_blocks.scatter_blocks(expected, case.layout, np.arange(2, dtype=np.int32), again)
+    np.testing.assert_array_equal(pool[1:, ids], again)
+
+
 # ---------------------------------------------------------------- conversions
 
 
@@ -252,118 +325,3 @@ def test_scatter_tells_damage(device: Device, rng: np.random.Generator, encoding
         _, received = scatter(device, case, damaged, pool, ids)
         assert received != sent
         assert received == payload_digest(damaged)
-
-
-# ---------------------------------------------------------------- refusals
-
-
-def _arguments(device: Device, encoding: str = "bf16") -> dict[str, Any]:
-    layout = PayloadLayout(2, 3, 2, 8, 16, encoding)
-    return {
-        "pool": device.zeros((4, 6, 2, 3, 8, 16), np.uint16),
-        "ids": blocks.upload_ids(device, [5, 0, 2]),
-        "layout": layout,
-        "payload": device.zeros((layout.nbytes,), np.uint8),
-        "digest": device.zeros((1,), np.uint64),
-        "workspace": device.zeros((2,), np.uint64),
-    }
-
-
-def _refusals(device: Device) -> dict[str, tuple[str, dict[str, Any]]]:
-    pool, payload = (4, 6, 2, 3, 8, 16), PayloadLayout(2, 3, 2, 8, 16).nbytes
-    strided = device.zeros((4, 6, 2, 3, 16, 16), np.uint16)[:, :, :, :, ::2]  # type: ignore[index]
-    sizes = {"layers": 2, "blocks": 3, "heads": 2, "block_size": 8, "head_dim": 16}
-
-    def other(**changes: int) -> dict[str, Any]:
-        layout = PayloadLayout(**{**sizes, **changes})
-        return {"layout": layout, "payload": device.zeros((layout.nbytes,), np.uint8)}
-
-    return {
-        "pool dtype": ("uint16", {"pool": device.zeros(pool, np.float32)}),
-        "pool strides": ("contiguous", {"pool": strided}),
-        "pool axes": ("shape", {"pool": device.zeros(pool[1:], np.uint16)}),
-        "pool sides": ("shape", {"pool": device.zeros((4, 6, 1, 3, 8, 16), np.uint16)}),
-        "id": ("block 6", {"ids": blocks.upload_ids(device, [5, 6, 2])}),
-        "number of ids": ("same request", {"ids": blocks.upload_ids(device, [5, 2])}),
-        "more ids": ("same request", {"ids": blocks.upload_ids(device, [5, 2, 0, 1])}),
-        "payload dtype": ("uint8", {"payload": device.zeros((payload,), np.int8)}),
-        "payload size": ("shape", {"payload": device.zeros((payload + 8,), np.uint8)}),
-        "payload strides": ("contiguous", {"payload": device.zeros((2 * payload,), np.uint8)[::2]}),  # type: ignore[index]
-        "layers": ("layers 3 to 5", {"layer_start": 3}),
-        "no layers": ("layers", {"layer_start": -1}),
-        "heads": ("heads 2 to 4", {"head_start": 2}),
-        "head size": ("head_dim", other(head_dim=24)),
-        "block size": ("divide", other(block_size=12)),
-        "digest": ("digest", {"digest": device.zeros((1,), np.int64)}),
-        "digest size": ("digest", {"digest": device.zeros((2,), np.uint64)}),
-        "workspace": ("workspace", {"workspace": device.zeros((1,), np.uint64)}),
-    }
-
-
-class NoLaunch:
-    """A device on which a launch is a failure."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "launch":
-            pytest.fail("launched")
-        return getattr(self._device, name)
-
-
-@pytest.mark.parametrize("move", [blocks.gather_blocks, blocks.scatter_blocks])
-def test_wrong_arguments_never_reach_a_kernel(device: Device, move: Any) -> None:
-    for name, (words, change) in _refusals(device).items():
-        arguments = {**_arguments(device), **change}
-        with pytest.raises(ValueError, match=words):
-            move(NoLaunch(device), **arguments)
-            pytest.fail(name)
-    move(device, **_arguments(device))
-
-
-def test_a_block_is_not_written_twice(device: Device) -> None:
-    arguments = {**_arguments(device), "ids": blocks.upload_ids(device, [5, 2, 5])}
-    with pytest.raises(ValueError, match="twice"):
-        blocks.scatter_blocks(NoLaunch(device), **arguments)  # type: ignore[arg-type]
-    blocks.gather_blocks(device, **arguments)
-
-
-@pytest.mark.parametrize("ids", [[], [[1]], [-1], [2**31], [0.5], np.array([3, 2**40])], ids=str)
-def test_ids_are_checked_before_they_travel(device: Device, ids: Any) -> None:
-    with pytest.raises(ValueError, match="ids"):
-        blocks.upload_ids(device, ids)
-
-
-def test_a_tile_too_large_for_a_thread_block_is_refused(device: Device) -> None:
-    layout = PayloadLayout(1, 1, 1, 256, 136, "int8_head")
-    arguments = {
-        **_arguments(device),
-        "pool": device.zeros((1, 1, 2, 1, 256, 136), np.uint16),
-        "ids": blocks.upload_ids(device, [0]),
-        "layout": layout,
-        "payload": device.zeros((layout.nbytes,), np.uint8),
-    }
-    with pytest.raises(ValueError, match="share a scale"):
-        blocks.gather_blocks(NoLaunch(device), **arguments)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [({"heads": 0}, "nothing"), ({"head_dim": 12}, "multiple"), ({"encoding": "fp4"}, "none of")],
-)
-def test_layouts_are_checked(change: dict[str, Any], words: str) -> None:
-    sizes = {"layers": 1, "blocks": 1, "heads": 1, "block_size": 8, "head_dim": 16}
-    with pytest.raises(ValueError, match=words):
-        PayloadLayout(**{**sizes, **change})
-
-
-def test_divisions_are_exact(rng: np.random.Generator) -> None:
-    """At the borders of each quotient, where a factor rounded the wrong way would show."""
-    for by in [*range(2, 200), *rng.integers(200, 2**31, 200).tolist(), 2**31 - 1]:
-        _, factor, shift = divisor(by)
-        assert factor < 2**32
-        borders = [by * q + r for q in (1, 2, (2**31 - 1) // by) for r in (-1, 0, 1)]
-        numbers = [0, 2**31 - 1, *borders, *rng.integers(0, 2**31, 20).tolist()]
-        for n in (n for n in numbers if 0 <= n < 2**31):
-            assert (n * factor >> 32) >> shift == n // by, (n, by)

@@ -1,8 +1,8 @@
-"""KV blocks between a paged pool and a payload: one kernel per move, see ``csrc/blocks.cu``.
+"""KV blocks between paged pools and payloads: one kernel per move, see ``csrc/blocks.cu``.
 
 A pool is ``[L, NB, 2, Hk, BS, D]`` of bf16 (uint16 bits). A payload holds some layers and some
-blocks of it, in the receiver's heads, block size and encoding (:class:`PayloadLayout`). Both
-directions return the payload's digest (``engine/kernels/digest.py``) through ``digest``.
+blocks of it, in the receiver's heads, block size and encoding (:class:`PayloadLayout`). Every move
+writes the payload's digest (``engine/kernels/digest.py``), also where none is made.
 
 Tokens are counted along the list of blocks: token t of a request is slot ``t % size`` of block
 ``t // size`` on either side. If one side has room for more tokens than the other, a payload has
@@ -119,6 +119,71 @@ def scatter_blocks(
     device.launch(kernel, (grid,), (block,), args, shared)
 
 
+def copy_blocks(
+    device: Device,
+    source: DeviceArray,
+    source_ids: BlockIds,
+    target: DeviceArray,
+    target_ids: BlockIds,
+    digest: DeviceArray,
+    workspace: DeviceArray,
+    *,
+    layer_start: int = 0,
+    layer_count: int,
+    processors: int = PROCESSORS,
+) -> None:
+    """``target[l, target_ids[i]] = source[l, source_ids[i]]`` for ``layer_count`` layers.
+
+    The pools share no memory and differ in their number of blocks only; ``source`` may be
+    another process's. ``digest`` is that of the bf16 payload the blocks would make. Target ids must
+    be distinct. Raises ValueError before anything is launched.
+    """
+    _check_pool("source", source, source_ids)
+    _check_pool("target", target, target_ids)
+    _check_words(digest, workspace)
+    if (source.shape[0], *source.shape[2:]) != (target.shape[0], *target.shape[2:]):
+        raise ValueError(f"pools of shape {source.shape} and {target.shape} differ in more than NB")
+    if source_ids.count != target_ids.count:
+        raise ValueError(f"{source_ids.count} blocks do not fit {target_ids.count}")
+    if not target_ids.distinct:
+        raise ValueError("a block would be written twice: its id is there twice")
+    here = _whole_blocks(source, source_ids, layer_start, layer_count)
+    there = _whole_blocks(target, target_ids, layer_start, layer_count)
+    grid, block, shared = _piece_launch(here, processors)
+    args = (source, source_ids.array, here, target, target_ids.array, there, workspace, digest)
+    device.launch(Kernel(SOURCE, "copy_bf16"), (grid,), (block,), args, shared)
+
+
+def sum_blocks(
+    device: Device,
+    pool: DeviceArray,
+    ids: BlockIds,
+    digest: DeviceArray,
+    workspace: DeviceArray,
+    *,
+    layer_start: int = 0,
+    layer_count: int,
+    processors: int = PROCESSORS,
+) -> None:
+    """Write the digest that :func:`copy_blocks` would; nothing else is written.
+
+    Raises ValueError before anything is launched.
+    """
+    _check_pool("pool", pool, ids)
+    _check_words(digest, workspace)
+    record = _whole_blocks(pool, ids, layer_start, layer_count)
+    grid, block, shared = _piece_launch(record, processors)
+    args = (pool, ids.array, workspace, digest, record)
+    device.launch(Kernel(SOURCE, "sum_bf16"), (grid,), (block,), args, shared)
+
+
+def _whole_blocks(pool: DeviceArray, ids: BlockIds, layer_start: int, layer_count: int) -> np.void:
+    layers, _, _, heads, block_size, head_dim = pool.shape
+    _check_range("layers", layer_start, layer_count, layers)
+    layout = PayloadLayout(layer_count, ids.count, heads, block_size, head_dim)
+    return geometry(pool.shape, layout, layer_start, 0, ids.count, PIECE_SLOTS)
+
+
 def _piece_launch(record: np.void, processors: int) -> tuple[int, int, int]:
     """Grid, block and shared bytes of a kernel in which warps take pieces."""
     warps = PIECE_THREADS // 32
@@ -147,10 +212,8 @@ def _check_move(
     layer_start: int,
     head_start: int,
 ) -> None:
-    _check_array("pool", pool, np.uint16)
-    if len(pool.shape) != 6 or pool.shape[2] != 2:
-        raise ValueError(f"pool has shape {pool.shape}, not [L, NB, 2, Hk, BS, D]")
-    layers, num_blocks, _, heads, block_size, head_dim = pool.shape
+    _check_pool("pool", pool, ids)
+    layers, _, _, heads, block_size, head_dim = pool.shape
     _check_array("payload", payload, np.uint8)
     if payload.shape != (layout.nbytes,):
         raise ValueError(f"payload has shape {payload.shape}, not ({layout.nbytes},)")
@@ -158,8 +221,6 @@ def _check_move(
         raise ValueError(f"head_dim is {head_dim} in the pool, {layout.head_dim} in the payload")
     _check_range("layers", layer_start, layout.layers, layers)
     _check_range("heads", head_start, layout.heads, heads)
-    if ids.highest >= num_blocks:
-        raise ValueError(f"block {ids.highest} is not in a pool of {num_blocks} blocks")
     if max(block_size, layout.block_size) % min(block_size, layout.block_size):
         raise ValueError(
             f"block sizes {block_size} and {layout.block_size}: one must divide the other"
@@ -172,6 +233,14 @@ def _check_move(
             f"{ids.count} blocks of {block_size} tokens and {layout.blocks} of "
             f"{layout.block_size} do not hold the same request"
         )
+
+
+def _check_pool(name: str, pool: DeviceArray, ids: BlockIds) -> None:
+    _check_array(name, pool, np.uint16)
+    if len(pool.shape) != 6 or pool.shape[2] != 2:
+        raise ValueError(f"{name} has shape {pool.shape}, not [L, NB, 2, Hk, BS, D]")
+    if ids.highest >= pool.shape[1]:
+        raise ValueError(f"block {ids.highest} is not in a pool of {pool.shape[1]} blocks")
 
 
 def _check_words(digest: DeviceArray, workspace: DeviceArray) -> None:
@@ -189,5 +258,5 @@ def _check_array(name: str, array: DeviceArray, dtype: npt.DTypeLike) -> None:
 
 
 def _check_range(what: str, start: int, count: int, limit: int) -> None:
-    if start < 0 or start + count > limit:
+    if start < 0 or count < 1 or start + count > limit:
         raise ValueError(f"{what} {start} to {start + count} are not in a pool of {limit}")
