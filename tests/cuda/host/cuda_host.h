@@ -135,7 +135,7 @@ struct State {
     const void* main_bottom;
     size_t main_size;
     void* main_fake;
-    unsigned count, warps;
+    unsigned count, warps, guarded;
     unsigned ready[kMaxThreads / kWarp];  // lanes that may run, per warp
     dim3 block, grid, block_index;
     void (*call)(void*, void**);
@@ -587,20 +587,22 @@ class Limits {  // for the time of a launch
     timer_t timer_;
 };
 
-inline bool make_threads() {
-    if (S.threads) return true;
+// Stacks for `count` threads, each behind a page that faults. A guarded stack takes two of the 65,530
+// mappings a process may have, and a test run loads many libraries: so only those in use are guarded.
+inline bool make_threads(unsigned count) {
     const size_t stride = kStack + kPage;
-    void* stacks = mmap(nullptr, kMaxThreads * stride, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    void* threads = mmap(nullptr, kMaxThreads * sizeof(Thread), PROT_READ | PROT_WRITE,
-                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (stacks == MAP_FAILED || threads == MAP_FAILED) return false;
-    S.threads = static_cast<Thread*>(threads);
-    for (size_t i = 0; i < kMaxThreads; i++) {
-        char* guard = static_cast<char*>(stacks) + i * stride;
-        mprotect(guard, kPage, PROT_NONE);
-        S.threads[i].bottom = guard + kPage;
+    if (!S.threads) {
+        void* stacks = mmap(nullptr, kMaxThreads * stride, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        void* threads = mmap(nullptr, kMaxThreads * sizeof(Thread), PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (stacks == MAP_FAILED || threads == MAP_FAILED) return false;
+        S.threads = static_cast<Thread*>(threads);
+        for (size_t i = 0; i < kMaxThreads; i++)
+            S.threads[i].bottom = static_cast<char*>(stacks) + i * stride + kPage;
     }
+    for (; S.guarded < count; S.guarded++)
+        if (mprotect(S.threads[S.guarded].bottom - kPage, kPage, PROT_NONE)) return false;
     return true;
 }
 
@@ -693,7 +695,7 @@ inline const char* launch(const Kernel& k, const unsigned* grid, const unsigned*
     S.block_index = {0, 0, 0};
     S.count = block[0] * block[1] * block[2], S.warps = (S.count + kWarp - 1) / kWarp;
     S.seed = S.random = seed;
-    if (!make_threads()) return "no memory for the stacks of the threads";
+    if (!make_threads(S.count)) return "no memory for the stacks of the threads";
 #if !defined(__SANITIZE_ADDRESS__)
     anchor = 1;
     dl_iterate_phdr(find_shared, nullptr);
