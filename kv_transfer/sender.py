@@ -41,6 +41,9 @@ from ..proto.messages import (
 
 MIN_FRAME_BYTES = 512 << 10
 """Frames are not made smaller than this for the sake of overlap."""
+MIN_SHARED_BYTES = 2 << 20
+"""The same where the receiver reads the sender's pool: nothing travels that could overlap, so small
+frames only cost both sides their headers."""
 FRAMES_IN_FLIGHT = 8
 """Frames a handoff is cut into at least, if they do not get too small."""
 
@@ -158,6 +161,7 @@ class _Handoff:
     started: float
     deadline: float
     frame_limit: int  # bytes the receiver takes in one frame
+    least_frame: int  # bytes no frame is cut below for overlap
     state: HandoffState = HandoffState.RESERVING
     grant: GrantRef | None = None
     cached_blocks: int = 0
@@ -237,8 +241,13 @@ class Sender:
         reserve: Reserve,
         now: float,
         frame_limit: int = MAX_KV_FRAME_BYTES,
+        *,
+        shared: bool = False,
     ) -> list[Output]:
-        """Ask ``endpoint`` for blocks; no frame will be larger than ``frame_limit`` bytes."""
+        """Ask ``endpoint`` for blocks; no frame will be larger than ``frame_limit`` bytes.
+
+        ``shared``: the worker there reads the blocks from this one's pool.
+        """
         key = (reserve.request, reserve.attempt)
         handoff = _Handoff(
             key=key,
@@ -249,6 +258,7 @@ class Sender:
             started=now,
             deadline=now + reserve.deadline,
             frame_limit=frame_limit,
+            least_frame=MIN_SHARED_BYTES if shared else MIN_FRAME_BYTES,
         )
         self._live[key] = handoff
         return [self._control(handoff, reserve, now)]
@@ -546,7 +556,7 @@ class Sender:
         missing = handoff.blocks - handoff.cached_blocks
         total = missing * self._layout.num_layers * self._layout.block_bytes
         most = min(self._config.frame_bytes, handoff.frame_limit)
-        return max(min(MIN_FRAME_BYTES, most), min(most, total // FRAMES_IN_FLIGHT))
+        return max(min(handoff.least_frame, most), min(most, total // FRAMES_IN_FLIGHT))
 
     def _push(self, handoff: _Handoff, now: float) -> list[Output]:
         outputs: list[Output] = []

@@ -279,8 +279,10 @@ class PrefillCore(WorkerCore):
         self._serial += 1
         incarnation = self._member.identity.incarnation
         reserve = job.reserve(incarnation, self._serial, self._limits.growth, now)
-        limit = link.frame_limit
-        outputs = self._sender.start(link.endpoint, link.incarnation, reserve, now, limit)
+        limit, shared = link.frame_limit, link.transport == SHARED
+        outputs = self._sender.start(
+            link.endpoint, link.incarnation, reserve, now, limit, shared=shared
+        )
         return self._sender_actions(outputs, now)
 
     # ------------------------------------------------------------------ decode workers
