@@ -74,13 +74,18 @@ template <class T> __device__ __forceinline__ void scan_chunk(const T* logits, B
 
 // Sums of the chunk's blocks of 128 weights, each from left to right.
 template <class T>
-__device__ __forceinline__ void sum_blocks(const RowLogits<T>& in, const float4* x, float best,
-                                           double* sums, float* shared) {
+__device__ __forceinline__ void sum_blocks(const RowLogits<T>& in, float4* x, float best, double* sums,
+                                           float* shared) {
     const Temperature temperature(in.row->temperature);
+    if (!in.plain()) {
+#pragma unroll
+        for (int run = 0; run < kPassRuns; run++)
+            x[run] = in.adjust(x[run], blockIdx.x * kChunk + (run * kPassThreads + threadIdx.x) * 4);
+    }
 #pragma unroll
     for (int run = 0; run < kPassRuns; run++) {
-        const int at = run * kPassThreads * 4 + threadIdx.x * 4;
-        float4 w = in.adjust(x[run], blockIdx.x * kChunk + at);
+        const int at = (run * kPassThreads + static_cast<int>(threadIdx.x)) * 4;
+        float4 w = x[run];
         w.x = exp_weight(temperature.divide(__fsub_rn(w.x, best)));
         w.y = exp_weight(temperature.divide(__fsub_rn(w.y, best)));
         w.z = exp_weight(temperature.divide(__fsub_rn(w.z, best)));
@@ -99,7 +104,6 @@ __device__ __forceinline__ void sum_blocks(const RowLogits<T>& in, const float4*
         }
         sums[blockIdx.x * kChunkSums + threadIdx.x] = sum;
     }
-    __syncthreads();
 }
 
 // Sum of exp(logit - highest) over the chunk, for log-probabilities.
@@ -120,6 +124,7 @@ __device__ __forceinline__ void sum_raw(const float4* x, float highest, double* 
         for (int w = 1; w < kPassThreads / 32; w++) own += parts[w];
         *sum = own;
     }
+    __syncthreads();
 }
 
 template <class T> __device__ __forceinline__ void weigh_chunk(const T* logits, BATCH) {
@@ -135,12 +140,12 @@ template <class T> __device__ __forceinline__ void weigh_chunk(const T* logits, 
     const float* tops = maxima_of(maxima, row, chunks, false) + chunks * kChunkGroups;
     const float best = row_maximum(tops, chunks);
     double* out = sums_of(sums, row, chunks);
+    if (reports) {
+        const float* raw = maxima_of(maxima, row, chunks, true) + chunks * kChunkGroups;
+        const float highest = in.plain() ? best : row_maximum(raw, chunks);
+        if (is_finite(highest)) sum_raw(x, highest, out + chunks * kChunkSums + blockIdx.x, shared);
+    }
     if (draws && is_finite(best)) sum_blocks(in, x, best, out, shared);
-    if (!reports) return;
-    const float highest =
-        in.plain() ? best
-                   : row_maximum(maxima_of(maxima, row, chunks, true) + chunks * kChunkGroups, chunks);
-    if (is_finite(highest)) sum_raw(x, highest, out + chunks * kChunkSums + blockIdx.x, shared);
 }
 
 // ---------------------------------------------------------------- choice
