@@ -6,7 +6,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ..digest import payload_digest
-from .blocks import WORKSPACE_WORDS, gather_blocks, scatter_blocks, upload_ids
+from .blocks import (
+    WORKSPACE_WORDS,
+    copy_blocks,
+    gather_blocks,
+    scatter_blocks,
+    sum_blocks,
+    upload_ids,
+)
 from .device import Device, DeviceArray
 from .payload import PayloadLayout
 
@@ -50,16 +57,31 @@ class BlockMover:
         target_ids: I32,
     ) -> int:
         """Copy blocks from one pool of the device to another; the digest of their bytes."""
-        if len(source_ids) != len(target_ids):
-            raise ValueError(f"{len(source_ids)} blocks do not fill {len(target_ids)}")
-        layout = _layout(source, count, len(source_ids))
-        staging = self._packed(source, start, layout, source_ids)
-        self._unpack(staging, layout, target, start, target_ids)
+        device = self._device
+        copy_blocks(
+            device,
+            source,
+            upload_ids(device, source_ids),
+            target,
+            upload_ids(device, target_ids),
+            self._digest,
+            self._workspace,
+            layer_start=start,
+            layer_count=count,
+        )
         return self._sum()
 
     def sum(self, pool: DeviceArray, start: int, count: int, ids: I32) -> int:
         """The digest that :meth:`gather` would return."""
-        self._packed(pool, start, _layout(pool, count, len(ids)), ids)
+        sum_blocks(
+            self._device,
+            pool,
+            upload_ids(self._device, ids),
+            self._digest,
+            self._workspace,
+            layer_start=start,
+            layer_count=count,
+        )
         return self._sum()
 
     def digest(self, payload: U8) -> int:
