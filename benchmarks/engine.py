@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -82,12 +83,17 @@ class Engine:
         return [s.token for s in result.sampled]
 
 
-def chunk(stream: int, start: int, tokens: I32) -> Chunk:
-    """Tokens of a stream, which has its own stretch of the pool."""
+@cache
+def table(stream: int) -> I32:
+    """Blocks of a stream, its own stretch of the pool; one object, as a worker's request has."""
     blocks = -(-(PROMPT + CONTEXT) // BLOCK)
-    table = np.arange(stream * blocks, (stream + 1) * blocks, dtype=np.int32)
+    return np.arange(stream * blocks, (stream + 1) * blocks, dtype=np.int32)
+
+
+def chunk(stream: int, start: int, tokens: I32) -> Chunk:
+    """Tokens of a stream."""
     spec = SampleSpec(GREEDY, start + len(tokens), EMPTY, 0)
-    return Chunk(bytes([stream]), start, tokens, table, spec)
+    return Chunk(bytes([stream]), start, tokens, table(stream), spec)
 
 
 class Machine:
