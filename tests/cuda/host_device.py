@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +24,9 @@ GUARD_BYTE, POISON_BYTE = 0xCD, 0xFF
 VARIANT = os.environ.get("BATON_CUDA_HOST_VARIANT", "plain")
 SHARED_BYTES_LIMIT = 227 * 1024
 SCALARS = {"i4": np.int32, "u4": np.uint32, "i8": np.int64, "u8": np.uint64, "f4": np.float32}
+
+
+_ADDRESS = re.compile(r"<([0-9a-f]+)>")
 
 
 class LaunchFailed(Exception):
@@ -63,7 +69,10 @@ def _forbid(raw: HostArray, nbytes: int) -> None:
 
 
 class Library:
-    """A built source: its kernels and their launch."""
+    """A built source: its kernels and their launch, one at a time in the process."""
+
+    _lock = threading.Lock()
+    _stacks: int | None = None
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
@@ -73,6 +82,10 @@ class Library:
             ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
             ctypes.c_uint64, ctypes.c_double,
         ]  # fmt: skip
+        self._library.baton_stacks.restype = ctypes.c_void_p
+        self._library.baton_stacks.argtypes = [ctypes.c_void_p]
+        with Library._lock:
+            Library._stacks = self._library.baton_stacks(Library._stacks)
         self.kernels: dict[str, tuple[int, list[str], int]] = {}
         for text in ("name", "signature"):
             getattr(self._library, f"baton_kernel_{text}").restype = ctypes.c_char_p
@@ -92,11 +105,21 @@ class Library:
         seconds: float,
     ) -> str | None:
         """Run kernel ``index``; return what went wrong."""
-        message = self._launch(
-            index, grid.ctypes.data, block.ctypes.data, shared_bytes, values.ctypes.data, seed,
-            seconds,
-        )  # fmt: skip
-        return None if message is None else message.decode()
+        with Library._lock:
+            message = self._launch(
+                index, grid.ctypes.data, block.ctypes.data, shared_bytes, values.ctypes.data, seed,
+                seconds,
+            )  # fmt: skip
+        return None if message is None else _ADDRESS.sub(self._line, message.decode())
+
+    def _line(self, match: re.Match[str]) -> str:
+        """The kernel's file and line of an address after a call, as in messages about races."""
+        address = f"{int(match[1], 16) - 1:x}"
+        command = ["addr2line", "-s", "-i", "-e", self._library._name, address]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        frames = [line.split(" ")[0] for line in run.stdout.splitlines()]
+        own = [frame for frame in frames if not frame.startswith("cuda_")]
+        return (own or frames or [match[0]])[0]
 
 
 class HostGraph:
@@ -115,7 +138,8 @@ class HostDevice:
     """Device on NumPy arrays; every launch is checked as far as the machine can see.
 
     ``seed`` decides the order of threads, warps and blocks of the launches to come; 0 is
-    ascending. ``defines`` are macros of the build, ``folder`` holds the sources.
+    ascending. ``defines`` are macros of the build, ``folder`` holds the sources, ``variant`` is
+    one of the builder's.
     """
 
     name = "host"
@@ -126,16 +150,17 @@ class HostDevice:
         defines: Sequence[str] = (),
         folder: Path = CSRC,
         seconds: float = 60.0,
+        variant: str = VARIANT,
     ) -> None:
         self.seed = 0
         self._cache, self._defines = cache_folder, tuple(defines)
-        self._folder, self._seconds = folder, seconds
-        self._libraries: dict[str, Library] = {}
+        self._folder, self._seconds, self._variant = folder, seconds, variant
+        self._libraries: dict[tuple[str, str], Library] = {}
         self._capturing: HostGraph | None = None
 
     def with_defines(self, *defines: str) -> HostDevice:
         """Return a device whose kernels are built with these macros, as planted bugs are."""
-        return HostDevice(self._cache, defines, self._folder, self._seconds)
+        return HostDevice(self._cache, defines, self._folder, self._seconds, self._variant)
 
     @contextmanager
     def order(self, seed: int) -> Iterator[None]:
@@ -149,6 +174,16 @@ class HostDevice:
     def memory_bytes(self) -> int:
         """A small device's."""
         return 1 << 30
+
+    @contextmanager
+    def watching_races(self) -> Iterator[None]:
+        """Refuse, for a while, what is ordered by no barrier: slower, and sure in any order."""
+        before = self._variant
+        self._variant = "races" if before == "plain" else before
+        try:
+            yield
+        finally:
+            self._variant = before
 
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> HostArray:
         """Make an array of 0xff bytes: what is not written stays a NaN or -1."""
@@ -250,14 +285,15 @@ class HostDevice:
         )
         if message is not None:
             raise LaunchFailed(message)
-        if VARIANT == "plain":
+        if self._variant != "sanitized":
             _check_guards(kernel, args)
 
     def _library(self, source: str) -> Library:
-        if source not in self._libraries:
-            path = build(self._folder / source, self._cache, VARIANT, self._defines)
-            self._libraries[source] = Library(path)
-        return self._libraries[source]
+        library = self._libraries.get((source, self._variant))
+        if library is None:
+            path = build(self._folder / source, self._cache, self._variant, self._defines)
+            library = self._libraries[source, self._variant] = Library(path)
+        return library
 
 
 def _size(kernel: Kernel, what: str, size: Sequence[int]) -> Array:

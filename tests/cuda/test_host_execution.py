@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ from baton.engine.kernels.cuda.cupy_device import CupyDevice, cuda_is_available
 from baton.engine.kernels.cuda.device import Kernel
 from baton.engine.kernels.cuda.sources import cuda_source
 
+from .conftest import in_order
 from .host_device import VARIANT, HostDevice, LaunchFailed
 
 HERE = Path(__file__).parent / "host"
@@ -41,15 +41,6 @@ def host(host_device, build_cache):
     return HostDevice(build_cache, folder=HERE, seconds=0.2)
 
 
-@contextmanager
-def order(device, seed):
-    if isinstance(device, HostDevice):
-        with device.order(seed):
-            yield
-    else:
-        yield
-
-
 def ints(device, n=32):
     return device.zeros((n,), np.int32)
 
@@ -58,7 +49,7 @@ def ints(device, n=32):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_shuffles(device, seed):
     out = device.empty((7, 32), np.int32)
-    with order(device, seed):
+    with in_order(device, seed):
         device.launch(probe("shuffles"), (1,), (32,), (out,))
     out = device.download(out)
     down, low, halves = (LANES + 4) % 8 + LANES // 8 * 8, LANES // 8 * 8 + 1, LANES.copy()
@@ -80,7 +71,7 @@ def test_shuffles(device, seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_votes_and_reductions(device, seed):
     out = device.empty((7, 32), np.uint32)
-    with order(device, seed):
+    with in_order(device, seed):
         device.launch(probe("votes"), (1,), (32,), (out,))
     out = device.download(out)
     bits = 1 << LANES.astype(np.uint64)
@@ -99,7 +90,7 @@ def test_votes_and_reductions(device, seed):
 def test_grids_blocks_exits_and_poisoned_shared_memory(device, seed, grid, block):
     blocks, threads = int(np.prod(grid)), int(np.prod(block))
     out, poisoned = device.empty((blocks, threads), np.int32), device.upload(np.ones(1, np.int32))
-    with order(device, seed):
+    with in_order(device, seed):
         device.launch(probe("shape"), grid, block, (out, poisoned), shared_bytes=4 * threads)
     out, poisoned = device.download(out), device.download(poisoned)
     t = np.arange(threads)
@@ -146,7 +137,7 @@ def _perm(source, selector):
 def test_atomics_and_locks(device, seed):
     sums, big = ints(device, 6), device.zeros((2,), np.uint64)
     wide = device.upload(np.array([0, 0xFFFFFFFF, 0, 0, 0], np.uint32))
-    with order(device, seed):
+    with in_order(device, seed):
         device.launch(probe("atomics"), (3,), (40,), (sums, wide, big))
     sums, wide, big = (device.download(a) for a in (sums, wide, big))
     total = 120 * 119 // 2
@@ -205,7 +196,7 @@ def test_fragments_of_ldmatrix_and_mma(device, rng):
     for seed in SEEDS:
         outputs = [device.empty((16, 8), np.float32) for _ in range(2)]
         outputs += [device.empty((32,), np.uint32) for _ in range(2)]
-        with order(device, seed):
+        with in_order(device, seed):
             device.launch(probe("tensor"), (1,), (32,), (*arrays, *outputs))
         product, turned, single, across = (device.download(out) for out in outputs)
         expected = widen(a) @ widen(b).T
@@ -225,7 +216,7 @@ def widen(bits):
 
 def run_pipeline(device, rows, seed, data, tail):
     out, rest = device.empty((64, 4), np.uint32), device.empty((64,), np.uint32)
-    with order(device, seed):
+    with in_order(device, seed):
         args = (device.upload(data[:rows]), device.upload(tail), out, rest, np.int32(rows))
         device.launch(probe("pipeline"), (1,), (64,), args)
     return device.download(out), device.download(rest)
@@ -262,7 +253,7 @@ def test_a_lax_wait_and_a_missing_barrier_come_to_light(host, rng, bug):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_shared_memory_of_template_instances(device, seed):
     out = device.empty((32,), np.int32)
-    with order(device, seed):
+    with in_order(device, seed):
         device.launch(probe("templates"), (1,), (32,), (out,))
     out = device.download(out)
     first, eighth = (LANES + 1) % 32, (LANES + 1) % 8
@@ -343,3 +334,27 @@ def test_arguments_must_be_aligned_for_their_loads(host):
     host.launch(probe("bounded"), (1,), (32,), GOOD)
     with pytest.raises(LaunchFailed, match="has no kernel missing"):
         host.launch(probe("missing"), (1,), (1,), ())
+
+
+RACES = [
+    "read_before_write",
+    "write_before_read",
+    "warps_without_barrier",
+    "lanes_outside_the_mask",
+    "matrix_before_write",
+    "copy_before_read",
+    "plain_beside_atomic",
+]
+
+
+@pytest.mark.skipif(VARIANT == "sanitized", reason="the sanitizers watch other things")
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", RACES)
+def test_races_in_shared_memory_are_refused_in_any_order(host, name, seed):
+    out = host.zeros((64,), np.int32)
+    with host.watching_races(), in_order(host, seed):
+        host.launch(probe("ordered"), (2,), (64,), (out,), shared_bytes=512)
+        with pytest.raises(LaunchFailed, match=r"race in shared memory: a .*probe\.cu:\d+ and the"):
+            host.launch(probe(name), (2,), (64,), (out,), shared_bytes=512)
+    with in_order(host, seed):
+        host.launch(probe(name), (2,), (64,), (out,), shared_bytes=512)

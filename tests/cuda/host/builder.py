@@ -22,12 +22,14 @@ HERE = Path(__file__).parent
 CSRC = HERE.parents[2] / "engine/kernels/csrc"
 COMPILER = "g++"
 OPTIONS = (
-    "-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
+    "-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-exceptions",
+    "-fno-rtti", "-fno-threadsafe-statics",
     "-fno-strict-aliasing", "-fstack-clash-protection", "-ffp-contract=off",
     "-ftrivial-auto-var-init=pattern", "-w",
 )  # fmt: skip
 VARIANTS = {
     "plain": (),
+    "races": ("-DBATON_RACES", "-O1", "-g", "-fsanitize=thread"),
     "sanitized": ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
 }
 KERNEL = re.compile(
@@ -43,6 +45,7 @@ EXPORT unsigned baton_kernel_count() {{ return sizeof kernels / sizeof kernels[0
 EXPORT const char* baton_kernel_name(unsigned i) {{ return kernels[i].name; }}
 EXPORT const char* baton_kernel_signature(unsigned i) {{ return kernels[i].signature; }}
 EXPORT unsigned baton_kernel_threads(unsigned i) {{ return kernels[i].max_threads; }}
+EXPORT char* baton_stacks(char* shared) {{ return cuda_host::use_stacks(shared); }}
 EXPORT const char* baton_launch(unsigned i, const unsigned* grid, const unsigned* block,
                                 size_t shared_bytes, void** values, uint64_t seed,
                                 double seconds) {{
@@ -129,7 +132,10 @@ def _compile(source: Path, library: Path, options: Sequence[str]) -> None:
         )
         launcher = work / "launcher.cc"
         launcher.write_text(LAUNCHER.format(source=source, rows=rows))
-        _run([*options, *include, str(launcher), "-o", str(work / "library.so")])
+        _run([*options, *include, "-c", str(launcher), "-o", str(work / "launcher.o")])
+        # What -fsanitize=thread calls is in the host header, not in g++'s library.
+        linked = [option for option in options if option != "-fsanitize=thread"]
+        _run([*linked, "-shared", str(work / "launcher.o"), "-o", str(work / "library.so")])
         (work / "library.so").replace(library)
     finally:
         shutil.rmtree(work)

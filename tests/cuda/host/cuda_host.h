@@ -8,6 +8,7 @@
 // Shared memory and the target of an asynchronous copy hold 0xff bytes (a NaN in every float
 // format) until something is written. What a GPU would leave undefined or wait for without end is
 // an error that names the kernel and the line. A limit of processor time ends a loop without end.
+// With BATON_RACES, accesses to shared memory that no barrier orders are errors too.
 //
 // x86-64 Linux, g++. Not modelled: the memory model between blocks, timing, bank conflicts, wgmma
 // and TMA; the hardware's exponential and reciprocals are those of the C library.
@@ -121,7 +122,7 @@ struct Thread {
     unsigned mask;      // lanes of the warp that take part
     int source;         // shuffle: lane to read; reduce: 1 if signed; ldmatrix: matrices
     uint64_t value;     // operand, then result
-    const void* row;    // ldmatrix
+    const void *row, *pc;  // ldmatrix
     unsigned a[4], b[2];
     float d[4];
     unsigned commits, copies, atomics;
@@ -135,7 +136,7 @@ struct State {
     const void* main_bottom;
     size_t main_size;
     void* main_fake;
-    unsigned count, warps, guarded;
+    unsigned count, warps;
     unsigned ready[kMaxThreads / kWarp];  // lanes that may run, per warp
     dim3 block, grid, block_index;
     void (*call)(void*, void**);
@@ -147,7 +148,7 @@ struct State {
     char *shared, *shared_end;
     uint64_t random, seed;
     volatile sig_atomic_t expired;
-    bool failed, dirty;
+    bool failed;
     char error[600];
 };
 static State S;
@@ -194,7 +195,7 @@ inline __attribute__((noinline)) void suspend() {
 
 __attribute__((format(printf, 1, 2))) inline void report(const char* format, ...) {
     if (S.failed) return;
-    S.failed = S.dirty = true;
+    S.failed = true;
     int n = snprintf(S.error, sizeof S.error, "%s, block (%u, %u, %u)", S.name, S.block_index.x,
                      S.block_index.y, S.block_index.z);
     if (S.current) {
@@ -247,6 +248,130 @@ inline void may_yield() {
     if ((S.seed && !(draw() & 3)) || ++S.current->atomics % 4096 == 0) suspend();
 }
 
+// ---------------------------------------------------------------- races in shared memory
+
+#if defined(BATON_RACES)
+// g++ reports every access (its thread sanitizer's calls, answered here). Two accesses to a byte of
+// shared memory by different threads, one of them a write, need a __syncthreads or a __syncwarp of
+// both in between; exchanges of values order no memory. Time counts these meetings.
+struct Access {
+    uint32_t time;
+    uint16_t thread;
+    bool atomic, collective;  // collective: by all lanes of the warp at once, as ldmatrix reads
+    const char* pc;
+};
+struct Byte {
+    Access write, reads[4];  // the last of other threads each
+};
+struct Races {
+    uint32_t now, block;                                     // the last meeting, the last barrier
+    uint32_t warp[kMaxThreads / kWarp][kWarp][kWarp];        // last __syncwarp of two lanes
+    Byte *fixed, *dynamics;
+    size_t dynamic_room;
+    const char* base;                                        // where this library is loaded
+    bool in_atomic;
+};
+static Races R;
+#define CUDA_HOST_QUIET __attribute__((no_sanitize("thread")))
+
+CUDA_HOST_QUIET inline bool in_order(const Access& before, unsigned thread) {
+    if (!before.time || before.thread == thread || R.block > before.time) return true;
+    return before.thread / kWarp == thread / kWarp &&
+           (before.collective ||
+            R.warp[thread / kWarp][before.thread % kWarp][thread % kWarp] > before.time);
+}
+CUDA_HOST_QUIET inline Byte* shadow_of(const char* at) {
+    if (S.shared && at >= S.shared && at < S.shared_end) return R.fixed + (at - S.shared);
+    const char* dynamic = reinterpret_cast<const char*>(S.dynamic);
+    if (at >= dynamic && at < dynamic + S.dynamic_bytes) return R.dynamics + (at - dynamic);
+    return nullptr;
+}
+CUDA_HOST_QUIET inline bool touch(Byte& b, Access a, bool write) {
+    const bool fine = in_order(b.write, a.thread) || (a.atomic && b.write.atomic);
+    const Access* other = fine ? nullptr : &b.write;
+    unsigned slot = 0;
+    for (unsigned i = 0; i < 4; i++) {
+        if (write && !in_order(b.reads[i], a.thread) && !(a.atomic && b.reads[i].atomic))
+            other = &b.reads[i];
+        if (b.reads[i].thread == a.thread) slot = i;
+        else if (b.reads[slot].thread != a.thread && b.reads[i].time < b.reads[slot].time) slot = i;
+    }
+    if (other) {
+        report("race in shared memory: a %s of thread %u at <%zx> and the %s of thread %u at <%zx> "
+               "have no barrier between them", write ? "write" : "read", a.thread,
+               static_cast<size_t>(a.pc - R.base), other == &b.write ? "write" : "read",
+               other->thread, static_cast<size_t>(other->pc - R.base));
+        return false;
+    }
+    if (write) b.write = a;
+    else b.reads[slot] = a;
+    return true;
+}
+// An access of a thread, which the schedule may make for it.
+CUDA_HOST_QUIET inline void note(const Thread& t, const void* p, size_t bytes, bool write,
+                                 const void* pc, bool collective = false) {
+    const char* at = static_cast<const char*>(p);
+    if (!shadow_of(at)) return;
+    Access a = {R.now, static_cast<uint16_t>(&t - S.threads), R.in_atomic, collective,
+                static_cast<const char*>(pc)};
+    for (size_t i = 0; i < bytes && !S.failed; i++)
+        if (Byte* b = shadow_of(at + i)) touch(*b, a, write);
+}
+CUDA_HOST_QUIET inline void note_meeting(unsigned warp, unsigned group) {
+    R.now++;
+    for (unsigned i = 0; i < kWarp; i++)
+        for (unsigned j = 0; j < kWarp; j++)
+            if (group >> i & group >> j & 1u) R.warp[warp][i][j] = R.now;
+}
+CUDA_HOST_QUIET inline void note_barrier() { R.block = ++R.now; }
+CUDA_HOST_QUIET inline void note_access(const void* p, size_t bytes, bool write, const void* pc) {
+    if (!S.current || S.failed) return;
+    note(*S.current, p, bytes, write, pc);
+    if (S.failed) suspend();
+}
+inline void make_shadows() {
+    if (!R.now) R.now = 1;
+    const auto size = static_cast<size_t>(S.shared_end - S.shared);
+    if (!R.fixed && S.shared) R.fixed = static_cast<Byte*>(calloc(size, sizeof(Byte)));
+    if (S.dynamic_bytes > R.dynamic_room) {
+        free(R.dynamics);
+        R.dynamics = static_cast<Byte*>(calloc(R.dynamic_room = S.dynamic_bytes, sizeof(Byte)));
+    }
+}
+struct Atomically {
+    CUDA_HOST_QUIET Atomically() { R.in_atomic = true; }
+    CUDA_HOST_QUIET ~Atomically() { R.in_atomic = false; }
+};
+#define CUDA_HOST_HOOK(name, bytes, write)                                                       \
+    extern "C" CUDA_HOST_QUIET __attribute__((noinline)) void name(void* p) {                    \
+        note_access(p, bytes, write, __builtin_return_address(0));                               \
+    }
+#define CUDA_HOST_HOOKS(bytes)                                                                   \
+    CUDA_HOST_HOOK(__tsan_read##bytes, bytes, false)                                             \
+    CUDA_HOST_HOOK(__tsan_write##bytes, bytes, true)                                             \
+    CUDA_HOST_HOOK(__tsan_volatile_read##bytes, bytes, false)                                    \
+    CUDA_HOST_HOOK(__tsan_volatile_write##bytes, bytes, true)
+CUDA_HOST_HOOKS(1)
+CUDA_HOST_HOOKS(2)
+CUDA_HOST_HOOKS(4)
+CUDA_HOST_HOOKS(8)
+CUDA_HOST_HOOKS(16)
+extern "C" CUDA_HOST_QUIET __attribute__((noinline)) void __tsan_read_range(void* p, size_t n) {
+    note_access(p, n, false, __builtin_return_address(0));
+}
+extern "C" CUDA_HOST_QUIET __attribute__((noinline)) void __tsan_write_range(void* p, size_t n) {
+    note_access(p, n, true, __builtin_return_address(0));
+}
+extern "C" void __tsan_init() {}
+extern "C" void __tsan_func_entry(void*) {}
+extern "C" void __tsan_func_exit(void*) {}
+#else
+inline void note(const Thread&, const void*, size_t, bool, const void*, bool = false) {}
+inline void note_meeting(unsigned, unsigned) {}
+inline void note_barrier() {}
+struct Atomically {};
+#endif
+
 // ---------------------------------------------------------------- what lanes exchange
 
 inline float bf16_half(unsigned word, unsigned half) {
@@ -292,6 +417,8 @@ inline void load_matrices(Thread* warp, unsigned matrices, bool transposed) {
                    warp[l].place.file, warp[l].place.line, l);
             return;
         }
+    for (unsigned l = 0; l < matrices * 8; l++)
+        note(warp[l], warp[l].row, 16, false, warp[l].pc, true);
     for (unsigned l = 0; l < kWarp; l++)
         for (unsigned m = 0; m < matrices; m++) {
             uint16_t pair[2];
@@ -388,13 +515,15 @@ inline void release_warp(unsigned w) {
         for (unsigned o = 0; o < kWarp && complete; o++) {
             if (!(t.mask >> o & 1u)) continue;
             bool gone = !(present >> o & 1u) || warp[o].wait == Wait::kEnded;
-            if (gone && t.place.op == Op::kSyncWarp) continue;  // only lanes still running are meant
+            if (gone && t.place.op == Op::kSyncWarp) continue;  // means the lanes that still run
             complete = !gone && warp[o].wait == Wait::kWarp && warp[o].mask == t.mask &&
-                       warp[o].place == t.place && (t.place.op == Op::kShuffle || warp[o].source == t.source);
+                       warp[o].place == t.place &&
+                       (t.place.op == Op::kShuffle || warp[o].source == t.source);
             group |= 1u << o;
         }
         if (!complete) continue;
         exchange(warp, group, t);
+        if (t.place.op == Op::kSyncWarp) note_meeting(w, group);
         for (unsigned o = 0; o < kWarp; o++)
             if (group >> o & 1u) warp[o].wait = Wait::kNone;
         S.ready[w] |= group, released = true;
@@ -435,6 +564,7 @@ inline void release_block() {
         return report("thread %u waits in %s at %s:%d, but thread %u has ended", number(*first),
                       name_of(first->place.op), first->place.file, first->place.line,
                       number(*ended));
+    note_barrier();
     for (unsigned i = 0; i < S.count; i++) {
         Thread& t = S.threads[i];
         t.value = t.place.op == Op::kSyncThreadsAnd  ? trues == S.count
@@ -475,12 +605,6 @@ inline int choose_warp(int last) {
 }
 
 inline void prepare_block() {
-#if defined(__SANITIZE_ADDRESS__)
-    if (S.dirty)  // threads that were given up have left their frames behind
-        for (unsigned i = 0; i < kMaxThreads; i++)
-            __asan_unpoison_memory_region(S.threads[i].bottom, kStack);
-    S.dirty = false;
-#endif
     for (unsigned i = 0; i < S.count; i++) {
         Thread& t = S.threads[i];
         // Stacks start at different offsets of a page: equal ones would fight for cache lines.
@@ -491,6 +615,7 @@ inline void prepare_block() {
         memset(t.stack, 0, 6 * sizeof(void*));
         t.wait = Wait::kNone, t.copies = t.commits = t.atomics = 0, t.source = 0, t.value = 0;
     }
+    note_barrier();
     for (unsigned w = 0; w < S.warps; w++) S.ready[w] = lanes_in(w);
     memset(S.dynamic, 0xff, S.dynamic_bytes);
     if (S.shared) memset(S.shared, 0xff, static_cast<size_t>(S.shared_end - S.shared));
@@ -561,7 +686,8 @@ class Limits {  // for the time of a launch
         timer_create(CLOCK_THREAD_CPUTIME_ID, &event, &timer_);
         struct itimerspec when = {};
         when.it_value.tv_sec = static_cast<time_t>(seconds);
-        when.it_value.tv_nsec = static_cast<long>((seconds - static_cast<double>(when.it_value.tv_sec)) * 1e9) + 1;
+        const double rest = seconds - static_cast<double>(when.it_value.tv_sec);
+        when.it_value.tv_nsec = static_cast<long>(rest * 1e9) + 1;
         timer_settime(timer_, 0, &when, nullptr);
     }
     ~Limits() {
@@ -587,23 +713,22 @@ class Limits {  // for the time of a launch
     timer_t timer_;
 };
 
-// Stacks for `count` threads, each behind a page that faults. A guarded stack takes two of the 65,530
-// mappings a process may have, and a test run loads many libraries: so only those in use are guarded.
-inline bool make_threads(unsigned count) {
-    const size_t stride = kStack + kPage;
-    if (!S.threads) {
-        void* stacks = mmap(nullptr, kMaxThreads * stride, PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        void* threads = mmap(nullptr, kMaxThreads * sizeof(Thread), PROT_READ | PROT_WRITE,
-                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (stacks == MAP_FAILED || threads == MAP_FAILED) return false;
-        S.threads = static_cast<Thread*>(threads);
-        for (size_t i = 0; i < kMaxThreads; i++)
-            S.threads[i].bottom = static_cast<char*>(stacks) + i * stride + kPage;
+// The libraries of a process share one set of stacks: guard pages are many mappings, and a process
+// may have 65,530. `stacks` is null the first time. Returns null without memory.
+inline char* use_stacks(char* stacks) {
+    const size_t stride = kStack + kPage, bytes = kMaxThreads * stride;
+    const int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    if (!stacks) {
+        void* made = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, kind, -1, 0);
+        if (made == MAP_FAILED) return nullptr;
+        stacks = static_cast<char*>(made);
+        for (size_t i = 0; i < kMaxThreads; i++) mprotect(stacks + i * stride, kPage, PROT_NONE);
     }
-    for (; S.guarded < count; S.guarded++)
-        if (mprotect(S.threads[S.guarded].bottom - kPage, kPage, PROT_NONE)) return false;
-    return true;
+    void* threads = mmap(nullptr, kMaxThreads * sizeof(Thread), PROT_READ | PROT_WRITE, kind, -1, 0);
+    if (threads == MAP_FAILED) return nullptr;
+    S.threads = static_cast<Thread*>(threads);
+    for (size_t i = 0; i < kMaxThreads; i++) S.threads[i].bottom = stacks + i * stride + kPage;
+    return stacks;
 }
 
 #if !defined(__SANITIZE_ADDRESS__)
@@ -616,6 +741,9 @@ inline int find_shared(struct dl_phdr_info* info, size_t, void*) {
         if (header.p_type != PT_TLS || !start) continue;
         if (&anchor < start || &anchor >= start + header.p_memsz) continue;
         S.shared = start, S.shared_end = start + header.p_memsz;
+#if defined(BATON_RACES)
+        R.base = reinterpret_cast<const char*>(info->dlpi_addr);
+#endif
         return 1;
     }
     return 0;
@@ -659,7 +787,8 @@ template <class A> struct Parameter {
 };
 template <class T> struct Parameter<T*> {
     static constexpr char kind = 'p';
-    static constexpr unsigned bytes = std::alignment_of_v<std::conditional_t<std::is_void_v<T>, char, T>>;
+    using To = std::conditional_t<std::is_void_v<T>, char, T>;
+    static constexpr unsigned bytes = std::alignment_of_v<To>;
 };
 
 struct Kernel {
@@ -695,19 +824,23 @@ inline const char* launch(const Kernel& k, const unsigned* grid, const unsigned*
     S.block_index = {0, 0, 0};
     S.count = block[0] * block[1] * block[2], S.warps = (S.count + kWarp - 1) / kWarp;
     S.seed = S.random = seed;
-    if (!make_threads(S.count)) return "no memory for the stacks of the threads";
+    if (!S.threads) return "no memory for the stacks of the threads";
 #if !defined(__SANITIZE_ADDRESS__)
     anchor = 1;
     dl_iterate_phdr(find_shared, nullptr);
 #endif
     number_threads(S.count);
     // Its exact size under the address sanitizer, which sees a read behind it too.
-    S.dynamic = static_cast<unsigned char*>(aligned_alloc(128, (shared_bytes + kGuard + 127) / 128 * 128));
+    const size_t room = (shared_bytes + kGuard + 127) / 128 * 128;
+    S.dynamic = static_cast<unsigned char*>(aligned_alloc(128, room));
     if (!S.dynamic) return "no memory for dynamic shared memory";
     S.dynamic_bytes = shared_bytes;
     memset(S.dynamic + shared_bytes, 0xa5, kGuard);
 #if defined(__SANITIZE_ADDRESS__)
     __asan_poison_memory_region(S.dynamic + shared_bytes, kGuard);
+#endif
+#if defined(BATON_RACES)
+    make_shadows();
 #endif
     unsigned control = __builtin_ia32_stmxcsr();
     __builtin_ia32_ldmxcsr(control | 0x8040);  // denormals are zero, as under -ftz=true
@@ -716,6 +849,11 @@ inline const char* launch(const Kernel& k, const unsigned* grid, const unsigned*
         run_grid();
     }
     __builtin_ia32_ldmxcsr(control);
+#if defined(__SANITIZE_ADDRESS__)
+    if (S.failed)  // threads that were given up have left their frames behind
+        for (unsigned i = 0; i < kMaxThreads; i++)
+            __asan_unpoison_memory_region(S.threads[i].bottom, kStack);
+#endif
 #if defined(__SANITIZE_ADDRESS__)
     __asan_unpoison_memory_region(S.dynamic + shared_bytes, kGuard);
 #endif

@@ -114,9 +114,13 @@ CUDA_HOST_REDUCE(xor, kReduceXor, unsigned)
 // ---------------------------------------------------------------- atomics
 
 namespace cuda_host {
-template <class T, class F> static inline T atomically(T* at, F next) {
-    T old = *at;
-    *at = next(old);
+template <class T, class F> static __forceinline__ T atomically(T* at, F next) {
+    T old;
+    {
+        Atomically marked;
+        old = *at;
+        *at = next(old);
+    }
     may_yield();
     return old;
 }
@@ -136,7 +140,7 @@ template <class T> struct Same { using type = T; };
 template <class T> using As = typename Same<T>::type;  // only the address decides the type
 }  // namespace cuda_host
 #define CUDA_HOST_ATOMIC(name, expression)                                            \
-    template <class T> static inline T name(T* at, cuda_host::As<T> v) {              \
+    template <class T> static __forceinline__ T name(T* at, cuda_host::As<T> v) {              \
         static_assert(sizeof(T) == 4 || sizeof(T) == 8, "32 or 64 bits");             \
         return cuda_host::atomically(at, [v](T old) -> T { return (expression); });   \
     }
@@ -151,7 +155,7 @@ CUDA_HOST_ATOMIC(atomicExch, (static_cast<void>(old), v))
 CUDA_HOST_ATOMIC(atomicInc, old >= v ? 0 : old + 1)
 CUDA_HOST_ATOMIC(atomicDec, old == 0 || old > v ? v : old - 1)
 template <class T>
-static inline T atomicCAS(T* at, cuda_host::As<T> expected, cuda_host::As<T> desired) {
+static __forceinline__ T atomicCAS(T* at, cuda_host::As<T> expected, cuda_host::As<T> desired) {
     return cuda_host::atomically(at, [=](T old) { return old == expected ? desired : old; });
 }
 
@@ -295,7 +299,7 @@ typedef unsigned short bf16;
 #define DYNAMIC_SHARED(name) unsigned char* const name = cuda_host::S.dynamic
 
 namespace cuda_host {
-static inline void copy_async(void* to, const void* from, unsigned bytes, unsigned filled,
+static __attribute__((noinline)) void copy_async(void* to, const void* from, unsigned bytes, unsigned filled,
                               Place place) {
     Thread& t = *S.current;
     if (!is_shared(to, bytes))
@@ -306,16 +310,18 @@ static inline void copy_async(void* to, const void* from, unsigned bytes, unsign
     if (t.copies == kMaxCopies)
         CUDA_HOST_FAIL("cp.async at %s:%d: more than %zu copies in flight", place.file, place.line,
                        kMaxCopies);
+    note(t, to, bytes, true, __builtin_return_address(0));
     t.copy[t.copies++] = {to, from, bytes, filled < bytes ? filled : bytes, t.commits};
     memset(to, 0xff, bytes);  // from now on the old bytes may be gone
 }
 // The bytes land here and not before, those of the last `keep` groups not yet.
-static inline void land(unsigned keep) {
+static __attribute__((noinline)) void land(unsigned keep) {
     Thread& t = *S.current;
     unsigned left = 0;
     for (unsigned i = 0; i < t.copies; i++) {
         Copy& c = t.copy[i];
         if (c.group + keep < t.commits) {
+            note(t, c.to, c.bytes, true, __builtin_return_address(0));
             memcpy(c.to, c.from, c.filled);
             memset(static_cast<char*>(c.to) + c.filled, 0, c.bytes - c.filled);
         } else {
@@ -324,49 +330,49 @@ static inline void land(unsigned keep) {
     }
     t.copies = left;
 }
-static inline void load_matrices(unsigned* r, const void* row, int matrices, Place place) {
+static __attribute__((noinline)) void load_matrices(unsigned* r, const void* row, int matrices, Place place) {
     Thread& t = *S.current;
-    t.row = row, t.source = matrices;
+    t.row = row, t.source = matrices, t.pc = __builtin_return_address(0);
     wait_for_warp(kFull, place);
     for (int i = 0; i < matrices; i++) r[i] = t.a[i];
 }
 }  // namespace cuda_host
 
-static inline void cp_async16(void* to, const void* from, CUDA_HOST_WHERE) {
+static __forceinline__ void cp_async16(void* to, const void* from, CUDA_HOST_WHERE) {
     cuda_host::copy_async(to, from, 16, 16, CUDA_HOST_AT(kSyncWarp));
 }
-static inline void cp_async8(void* to, const void* from, CUDA_HOST_WHERE) {
+static __forceinline__ void cp_async8(void* to, const void* from, CUDA_HOST_WHERE) {
     cuda_host::copy_async(to, from, 8, 8, CUDA_HOST_AT(kSyncWarp));
 }
-static inline void cp_async4(void* to, const void* from, CUDA_HOST_WHERE) {
+static __forceinline__ void cp_async4(void* to, const void* from, CUDA_HOST_WHERE) {
     cuda_host::copy_async(to, from, 4, 4, CUDA_HOST_AT(kSyncWarp));
 }
-static inline void cp_async16_fill(void* to, const void* from, unsigned bytes, CUDA_HOST_WHERE) {
+static __forceinline__ void cp_async16_fill(void* to, const void* from, unsigned bytes, CUDA_HOST_WHERE) {
     cuda_host::copy_async(to, from, 16, bytes, CUDA_HOST_AT(kSyncWarp));
 }
 static inline void cp_async_commit() { cuda_host::S.current->commits++; }
-template <int kKeep> static inline void cp_async_wait() { cuda_host::land(kKeep); }
-static inline void cp_async_wait_all() {
+template <int kKeep> static __forceinline__ void cp_async_wait() { cuda_host::land(kKeep); }
+static __forceinline__ void cp_async_wait_all() {
     cp_async_commit();
     cuda_host::land(0);
 }
 
-static inline void ldmatrix_x1(unsigned* r, const void* row, CUDA_HOST_WHERE) {
+static __forceinline__ void ldmatrix_x1(unsigned* r, const void* row, CUDA_HOST_WHERE) {
     cuda_host::load_matrices(r, row, 1, CUDA_HOST_AT(kLdmatrix));
 }
-static inline void ldmatrix_x2(unsigned* r, const void* row, CUDA_HOST_WHERE) {
+static __forceinline__ void ldmatrix_x2(unsigned* r, const void* row, CUDA_HOST_WHERE) {
     cuda_host::load_matrices(r, row, 2, CUDA_HOST_AT(kLdmatrix));
 }
-static inline void ldmatrix_x4(unsigned* r, const void* row, CUDA_HOST_WHERE) {
+static __forceinline__ void ldmatrix_x4(unsigned* r, const void* row, CUDA_HOST_WHERE) {
     cuda_host::load_matrices(r, row, 4, CUDA_HOST_AT(kLdmatrix));
 }
-static inline void ldmatrix_x1_trans(unsigned* r, const void* row, CUDA_HOST_WHERE) {
+static __forceinline__ void ldmatrix_x1_trans(unsigned* r, const void* row, CUDA_HOST_WHERE) {
     cuda_host::load_matrices(r, row, 1, CUDA_HOST_AT(kLdmatrixTrans));
 }
-static inline void ldmatrix_x2_trans(unsigned* r, const void* row, CUDA_HOST_WHERE) {
+static __forceinline__ void ldmatrix_x2_trans(unsigned* r, const void* row, CUDA_HOST_WHERE) {
     cuda_host::load_matrices(r, row, 2, CUDA_HOST_AT(kLdmatrixTrans));
 }
-static inline void ldmatrix_x4_trans(unsigned* r, const void* row, CUDA_HOST_WHERE) {
+static __forceinline__ void ldmatrix_x4_trans(unsigned* r, const void* row, CUDA_HOST_WHERE) {
     cuda_host::load_matrices(r, row, 4, CUDA_HOST_AT(kLdmatrixTrans));
 }
 static inline unsigned transpose_8x8(unsigned pair) {

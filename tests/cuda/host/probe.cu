@@ -41,7 +41,8 @@ extern "C" __global__ void shape(int* out, int* poisoned) {
     const int n = blockDim.x * blockDim.y * blockDim.z;
     if (all[t] != -1 || dynamic[t] != -1 || spare[t % 8] != 0xffff) poisoned[0] = 0;
     __syncthreads();
-    all[t] = t, dynamic[t] = b, spare[t % 8] = 1;
+    all[t] = t, dynamic[t] = b;
+    if (t < 8) spare[t] = 1;
     const int odd = __syncthreads_count(t & 1);
     const int every = __syncthreads_and(t >= 0) * 2 + __syncthreads_or(t == 3);
     out[b * n + t] = all[n - 1 - t] + 1000 * dynamic[(t + 1) % n] + 100 * odd + 10000 * every;
@@ -246,3 +247,73 @@ extern "C" __global__ void misaligned_copy(const uint4* in) {
     cp_async16(reinterpret_cast<char*>(buffer) + 8, in);
 }
 extern "C" __global__ void __launch_bounds__(64) bounded(long long wide, float f, unsigned u, const uint4* p) {}
+
+// ---------------------------------------------------------------- races in shared memory
+
+// None: barriers, a warp's own barrier, atomics, and a byte beside another thread's.
+extern "C" __global__ void ordered(int* out) {
+    __shared__ int part[64], sum;
+    __shared__ unsigned char bytes[64];
+    const int t = threadIdx.x;
+    part[t] = t, bytes[t] = static_cast<unsigned char>(t);
+    if (t == 0) sum = 0;
+    __syncthreads();
+    atomicAdd(&sum, part[63 - t]);
+    __syncthreads();
+    part[t] = sum;
+    __syncwarp();
+    if (t % 32 < 16) {
+        bytes[t] = static_cast<unsigned char>(part[t ^ 1]);
+        __syncwarp(0x0000ffffu);
+        out[t] = bytes[t ^ 1] + part[t ^ 16];
+    }
+}
+extern "C" __global__ void read_before_write(int* out) {
+    __shared__ int part[64];
+    part[threadIdx.x] = threadIdx.x;
+    out[threadIdx.x] = part[threadIdx.x ^ 1];
+}
+extern "C" __global__ void write_before_read(int* out) {
+    __shared__ int part[64];
+    part[threadIdx.x] = threadIdx.x;
+    __syncthreads();
+    const int v = part[63 - threadIdx.x];
+    part[threadIdx.x] = v;
+    out[threadIdx.x] = v;
+}
+extern "C" __global__ void warps_without_barrier(int* out) {
+    DYNAMIC_SHARED(raw);
+    int* part = reinterpret_cast<int*>(raw);
+    part[threadIdx.x] = threadIdx.x;
+    __syncwarp();
+    out[threadIdx.x] = part[threadIdx.x ^ 32];
+}
+extern "C" __global__ void lanes_outside_the_mask(int* out) {
+    __shared__ int part[64];
+    part[threadIdx.x] = threadIdx.x;
+    __syncwarp(threadIdx.x % 32 < 16 ? 0x0000ffffu : 0xffff0000u);
+    out[threadIdx.x] = part[threadIdx.x ^ 16];
+}
+extern "C" __global__ void matrix_before_write(int* out) {
+    __shared__ __align__(16) bf16 rows[2][64];
+    rows[threadIdx.x / 32][threadIdx.x % 32 * 2] = 1, rows[threadIdx.x / 32][threadIdx.x % 32 * 2 + 1] = 2;
+    unsigned r;
+    ldmatrix_x1(&r, &rows[threadIdx.x / 32][threadIdx.x % 8 * 8]);
+    out[threadIdx.x] = static_cast<int>(r);
+}
+extern "C" __global__ void copy_before_read(int* out) {
+    __shared__ int part[64];
+    part[threadIdx.x] = threadIdx.x;
+    __syncthreads();
+    const int v = part[63 - threadIdx.x];
+    cp_async4(&part[threadIdx.x], out + threadIdx.x);
+    cp_async_wait_all();
+    out[threadIdx.x] = v;
+}
+extern "C" __global__ void plain_beside_atomic(int* out) {
+    __shared__ int sum;
+    if (threadIdx.x == 0) sum = 0;
+    __syncthreads();
+    atomicAdd(&sum, 1);
+    out[threadIdx.x] = sum;
+}
