@@ -27,6 +27,9 @@ REVISION = 1
 class CpuLinear:
     """Weights as panels ``[ceil(out / panel), in, panel]`` of float32 or bfloat16.
 
+    With tiles (``amx``) bfloat16 panels are padded to 32 terms: ``[.., ceil(in / 32), 16, 16, 2]``,
+    pairs of terms innermost.
+
     ``bias`` is padded to whole panels; ``isa`` is the instruction set that packed them.
     """
 
@@ -46,8 +49,10 @@ class CpuLinear:
 class CpuBackend(HostArrays):
     """Kernels in C; see :class:`~baton.engine.kernels.backend.Backend`.
 
-    ``isa`` picks an instruction set by name (``avx512``, ``avx2``, ``plain``), None the best
-    one of this machine. Wrong arguments raise ValueError before anything is written.
+    ``isa`` picks an instruction set by name (``amx``, ``avx512``, ``avx2``, ``plain``), None
+    the best one of this machine. ``amx`` multiplies bfloat16 weights on matrix tiles, with x as
+    the sum of two bfloat16 (within 2^-17), and is ``avx512`` in all else. Wrong arguments
+    raise ValueError before anything is written.
     """
 
     name = "cpu"
@@ -58,7 +63,7 @@ class CpuBackend(HostArrays):
         chosen = next(iter(usable)) if isa is None else isa
         if chosen not in usable:
             raise ValueError(f"instruction set {isa!r} is not one of {', '.join(usable)}")
-        self._isa, (self._panel_floats, self._panel_halves) = usable[chosen]
+        self._isa, (self._panel_floats, self._panel_halves, self._terms_halves) = usable[chosen]
         self.numerics = f"cpu-{REVISION}-{chosen}"
         self._arena = Arena()
 
@@ -73,7 +78,8 @@ class CpuBackend(HostArrays):
         bf16 = all(part.dtype == np.uint16 for part in parts)
         panel = self._panel_halves if bf16 else self._panel_floats
         padded = -(-rows // panel) * panel
-        panels = self._arena.zeros(padded * columns * (2 if bf16 else 4))
+        terms = -(-columns // self._terms_halves) * self._terms_halves if bf16 else columns
+        panels = self._arena.zeros(padded * terms * (2 if bf16 else 4))
         start = 0
         for part in parts:
             _cpu.pack(self._isa, np.ascontiguousarray(part), panels, bf16, start)

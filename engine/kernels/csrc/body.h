@@ -19,6 +19,7 @@ const Kernels TABLE = {
     .name = TABLE_NAME,
     .panel_floats = FLOAT_VECTORS * LANES,
     .panel_halves = HALF_VECTORS * LANES,
+    .terms_halves = 1,
     .pack = pack,
     .linear = linear,
     .rms_norm = rms_norm,

@@ -17,8 +17,13 @@ typedef struct {
     int usable;
 } Choice;
 
+#if defined(__x86_64__)
+static Kernels kernels_amx;
+#endif
+
 static Choice choices[] = {
 #if defined(__x86_64__)
+    {&kernels_amx, 0},
     {&kernels_avx512, 0},
     {&kernels_avx2, 0},
 #endif
@@ -29,10 +34,11 @@ static Choice choices[] = {
 static void find_usable(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    choices[0].usable = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+    choices[1].usable = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    choices[1].usable = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+    choices[2].usable = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                         __builtin_cpu_supports("bmi2");
+    choices[0].usable = choices[1].usable && add_tiles(&kernels_amx);
 #endif
 }
 
@@ -44,14 +50,15 @@ static const Kernels *chosen(PyObject *index) {
     return NULL;
 }
 
-/* instruction_sets() -> [(index, name, panel width of f32, of bf16)], best first */
+/* instruction_sets() -> [(index, name, panel width of f32, of bf16, terms of bf16)], best first */
 static PyObject *py_instruction_sets(PyObject *self, PyObject *none) {
     (void)self, (void)none;
     PyObject *list = PyList_New(0);
     for (int i = 0; list && i < CHOICES; i++) {
         if (!choices[i].usable) continue;
         const Kernels *k = choices[i].kernels;
-        PyObject *item = Py_BuildValue("(isii)", i, k->name, k->panel_floats, k->panel_halves);
+        PyObject *item = Py_BuildValue("(isiii)", i, k->name, k->panel_floats, k->panel_halves,
+                                       k->terms_halves);
         if (!item || PyList_Append(list, item) < 0) Py_CLEAR(list);
         Py_XDECREF(item);
     }
@@ -64,6 +71,12 @@ static PyObject *py_instruction_sets(PyObject *self, PyObject *none) {
 static int64_t whole_panels(const Kernels *k, int64_t columns, int64_t bf16) {
     int64_t panel = bf16 ? k->panel_halves : k->panel_floats;
     return (columns + panel - 1) / panel * panel;
+}
+
+/* Bytes of the panels of `columns` columns of `in` terms each. */
+static int64_t panel_bytes(const Kernels *k, int64_t columns, int64_t in, int64_t bf16) {
+    int64_t terms = bf16 ? (in + k->terms_halves - 1) / k->terms_halves * k->terms_halves : in;
+    return whole_panels(k, columns, bf16) * terms * (bf16 ? 2 : 4);
 }
 
 /* pack(isa, part, panels, in_features, start): part as columns start.. of uint8 panels */
@@ -85,8 +98,8 @@ static PyObject *py_pack(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     }
     if (!part) return refuse(&arrays);
     int64_t out = part->shape[0], in = part->shape[1];
-    int64_t wide = whole_panels(k, start + out, bf16);
-    if ((bf16 && !from_bf16) || start < 0 || wide * in * (bf16 ? 2 : 4) > panels->len) {
+    if ((bf16 && !from_bf16) || start < 0 ||
+        panel_bytes(k, start + out, in, bf16) > panels->len) {
         PyErr_SetString(PyExc_ValueError, "panels are too small, or of the wrong type");
         return refuse(&arrays);
     }
@@ -103,6 +116,7 @@ static PyObject *py_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     const Py_buffer *x, *panels, *bias = NULL, *y;
     const Kernels *k;
     int64_t bf16;
+    int failed;
     if (!has_arguments(n, 6) || !(k = chosen(a[0])) || !get_int(a[3], &bf16)) return NULL;
     if (!(x = take(&arrays, a[1], "x", 'f', 2, 0))) return refuse(&arrays);
     if (!(panels = take(&arrays, a[2], "panels", 'B', 1, 0))) return refuse(&arrays);
@@ -116,12 +130,15 @@ static PyObject *py_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
         return refuse(&arrays);
     }
     if (!has_length(y, "out", 0, rows) || !apart(x, y, "x and out")) return refuse(&arrays);
-    if (!has_length(panels, "panels", 0, wide * in * (bf16 ? 2 : 4))) return refuse(&arrays);
+    if (!has_length(panels, "panels", 0, panel_bytes(k, out, in, bf16))) return refuse(&arrays);
     if (bias && !has_length(bias, "bias", 0, wide)) return refuse(&arrays);
     Py_BEGIN_ALLOW_THREADS
-    k->linear(x->buf, panels->buf, bf16 != 0, bias ? bias->buf : NULL, y->buf, rows, in, out);
+    failed = k->linear(x->buf, panels->buf, bf16 != 0, bias ? bias->buf : NULL, y->buf, rows, in,
+                       out);
     Py_END_ALLOW_THREADS
-    return done(&arrays);
+    drop(&arrays);
+    if (failed) return PyErr_NoMemory();
+    Py_RETURN_NONE;
 }
 
 /* ---- rows ---- */

@@ -60,15 +60,16 @@ typedef struct {
 typedef struct {
     const char *name;
     int panel_floats, panel_halves; /* columns of a packed panel of f32 and bf16 weights */
+    int terms_halves; /* a panel of bf16 weights is padded to a multiple of so many terms */
     /* pack rows of w[out, in] as columns start.. of the panels; source and target both bf16 or f32 */
     void (*pack)(const void *w, int from_bf16, void *panels, int to_bf16, int64_t start,
                  int64_t out, int64_t in);
-    void (*linear)(const float *x, const void *panels, int bf16, const float *bias, float *y,
-                   int64_t rows, int64_t in, int64_t out);
+    /* returns 0, or -1 when no scratch memory could be had; so do all that return int */
+    int (*linear)(const float *x, const void *panels, int bf16, const float *bias, float *y,
+                  int64_t rows, int64_t in, int64_t out);
     void (*rms_norm)(const float *x, float *residual, const float *weight, float eps, float *y,
                      int64_t rows, int64_t width);
     void (*rope_append)(const RopeAppend *);
-    /* returns 0, or -1 when no scratch memory could be had */
     int (*attention)(const Attention *);
     void (*silu_mul)(const float *gate_up, float *y, int64_t rows, int64_t width);
     void (*layer_norm)(const float *x, float *residual, const float *weight, const float *bias,
@@ -85,5 +86,9 @@ typedef struct {
 
 /* The module offers those the processor has. */
 extern const Kernels kernels_avx512, kernels_avx2, kernels_plain;
+
+/* Those of AVX-512 with bf16 products on the matrix tiles of AMX; 0 where the processor, the
+ * system or the compiler has none. Asks the system once for the process's right to use them. */
+int add_tiles(Kernels *);
 
 #endif

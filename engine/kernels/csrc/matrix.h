@@ -203,12 +203,13 @@ static void tail_panel(const Linear *l) {
     }
 }
 
-static void linear(const float *x, const void *panels, int bf16, const float *bias, float *y,
-                   int64_t rows, int64_t in, int64_t out) {
+static int linear(const float *x, const void *panels, int bf16, const float *bias, float *y,
+                  int64_t rows, int64_t in, int64_t out) {
     int64_t groups = rows <= MATRIX_ROWS ? 1 : (rows + GROUP_ROWS - 1) / GROUP_ROWS;
     Linear l = {x, panels, bf16, bias, y, rows, in, out, panel_of(bf16), groups};
     int64_t full = out / l.width, panel = 0, count = beside(&l, share(rows, groups));
     for (; panel + count <= full; panel += count) full_panels(&l, panel, count);
     for (; panel < full; panel++) full_panels(&l, panel, 1);
     if (full * l.width < out) tail_panel(&l);
+    return 0;
 }

@@ -11,14 +11,22 @@ import hashlib
 import numpy as np
 
 DIGESTS = {
+    ("1", "amx"): "21d7fd7decf4bbac",
     ("1", "avx512"): "21d7fd7decf4bbac",
     ("1", "avx2"): "7edb7a232b65a830",
     ("1", "plain"): "0957d8a22f92a9e8",
 }
 ENCODER_DIGESTS = {
+    ("1", "amx"): "1816ebd286e11a0e",
     ("1", "avx512"): "1816ebd286e11a0e",
     ("1", "avx2"): "8226cb1637cd48f5",
     ("1", "plain"): "7b72bd41f26d7416",
+}
+HALF_DIGESTS = {
+    ("1", "amx"): "f9f8ccf10912194b",
+    ("1", "avx512"): "6cf53e8de2403f22",
+    ("1", "avx2"): "6cf53e8de2403f22",
+    ("1", "plain"): "6ab98264d8063d66",
 }
 
 
@@ -54,6 +62,14 @@ def encoder_results(backend) -> list[np.ndarray]:
     return [normed, active]
 
 
+def half_results(backend) -> list[np.ndarray]:
+    """Of products with bfloat16 weights."""
+    halves = (floats(2, 129, 300).view(np.uint32) >> 16).astype(np.uint16)
+    linear = np.empty((9, 129), np.float32)
+    backend.linear(floats(1, 9, 300), backend.pack_linear([halves], floats(13, 129)), linear)
+    return [linear]
+
+
 def digest_of(arrays: list[np.ndarray]) -> str:
     return hashlib.sha256(b"".join(a.tobytes() for a in arrays)).hexdigest()[:16]
 
@@ -66,3 +82,8 @@ def test_encoder_bits_are_those_of_the_revision(compiled):
 def test_bits_are_those_of_the_revision(compiled):
     _, revision, isa = compiled.numerics.split("-")
     assert digest_of(results(compiled)) == DIGESTS[revision, isa]
+
+
+def test_bf16_bits_are_those_of_the_revision(compiled):
+    _, revision, isa = compiled.numerics.split("-")
+    assert digest_of(half_results(compiled)) == HALF_DIGESTS[revision, isa]
