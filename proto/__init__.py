@@ -39,6 +39,7 @@ from .images import ImageMetadata
 from .numpy_maps import msgpack_numpy_decoder, msgpack_numpy_encoder
 from .outputs import LogProbabilities, SchedulerResult, TextGenerationOutput
 from .pixels import PixelContext
+from .ranges import Range
 from .requests import build_wire_context, check_wire_context
 from .sampling import (
     SamplingParams,
@@ -48,7 +49,7 @@ from .sampling import (
 from .snapshots import ContextDecoder, ContextEncoder
 from .speech import TTSContext
 from .status import GenerationStatus
-from .tokens import FUTURE_TOKEN, Range, TokenBuffer
+from .tokens import FUTURE_TOKEN, TokenBuffer
 from .validators import (
     validate_aspect_ratio_args,
     validate_image_grid_thw_args,

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from .ranges import Range
+
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
@@ -37,39 +39,6 @@ _ALONE = 2
 """References to a store that only its buffer has: the slot's and that of who counts."""
 _ROOM = 64
 """Least room behind tokens that arrived, so that the first ones appended do not copy them again."""
-
-
-@dataclass(slots=True)
-class Range:
-    """Half-open range ``[start, end)`` of token positions."""
-
-    start: int
-    end: int
-
-    def __post_init__(self) -> None:
-        if self.start < 0 or self.end < 0:
-            raise ValueError(f"range [{self.start}, {self.end}) must not be negative")
-        if self.start > self.end:
-            raise ValueError(f"range start {self.start} is behind its end {self.end}")
-
-    def __len__(self) -> int:
-        return self.end - self.start
-
-    def bump_start(self, n: int) -> None:
-        """Move the start by ``n``; it stays within ``[0, end]``."""
-        if not 0 <= self.start + n <= self.end:
-            raise ValueError(f"start {self.start} + {n} leaves [0, {self.end}]")
-        self.start += n
-
-    def bump_end(self, n: int) -> None:
-        """Move the end by ``n``; it stays at or behind the start."""
-        if self.end + n < max(self.start, 0):
-            raise ValueError(f"end {self.end} + {n} falls before the start {self.start}")
-        self.end += n
-
-    def advance(self) -> None:
-        """Make the range empty at its end."""
-        self.start = self.end
 
 
 class _ValidPrefix:

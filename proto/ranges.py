@@ -1,0 +1,38 @@
+"""A window of token positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Range:
+    """Half-open range ``[start, end)`` of token positions."""
+
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.end < 0:
+            raise ValueError(f"range [{self.start}, {self.end}) must not be negative")
+        if self.start > self.end:
+            raise ValueError(f"range start {self.start} is behind its end {self.end}")
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def bump_start(self, n: int) -> None:
+        """Move the start by ``n``; it stays within ``[0, end]``."""
+        if not 0 <= self.start + n <= self.end:
+            raise ValueError(f"start {self.start} + {n} leaves [0, {self.end}]")
+        self.start += n
+
+    def bump_end(self, n: int) -> None:
+        """Move the end by ``n``; it stays at or behind the start."""
+        if self.end + n < max(self.start, 0):
+            raise ValueError(f"end {self.end} + {n} falls before the start {self.start}")
+        self.end += n
+
+    def advance(self) -> None:
+        """Make the range empty at its end."""
+        self.start = self.end
