@@ -26,7 +26,7 @@ HELP = {
     "decode": "number of decode workers",
     "address": "where clients connect, ipc://PATH or tcp://HOST:PORT (empty: a path of this user)",
     "transport": "sockets between router and workers: ipc or tcp (on 127.0.0.1)",
-    "handoff": "how KV blocks travel: auto (shared memory where workers use ipc) or zmq",
+    "handoff": "how KV blocks travel: auto (memory that ipc workers share, a GPU's too) or zmq",
     "policy": "how the router chooses workers: round_robin, least_loaded or prefix_aware",
     "block_size": "tokens per KV block",
     "kv_blocks": "KV blocks per worker (0: from kv_memory)",

@@ -31,6 +31,7 @@ from ..proto.hashing import cache_salt
 from ..proto.ids import RequestID
 from ..proto.limits import PROTOCOL_VERSION
 from ..proto.messages import (
+    DEVICE,
     SHARED,
     STREAMED,
     Abort,
@@ -219,14 +220,16 @@ class DecodeCore(WorkerCore):
         if refusal is not None:
             return [ToPeer(peer, refusal)]
         if message.pool is not None and SHARED in message.transports:
-            return [MapPool(peer, message.incarnation, message.pool)]
+            return [MapPool(peer, message.incarnation, message.pool, SHARED)]
+        if message.device_pool is not None and DEVICE in message.transports:
+            return [MapPool(peer, message.incarnation, message.device_pool, DEVICE)]
         return [ToPeer(peer, self._opened(STREAMED))]
 
     def _on_mapped(self, event: PoolMapped, now: float) -> list[Action]:
         if event.failure:
             note = Note("handoff.not_shared", {"reason": event.failure})
             return [note, ToPeer(event.peer, self._opened(STREAMED))]
-        return [ToPeer(event.peer, self._opened(SHARED))]
+        return [ToPeer(event.peer, self._opened(event.transport))]
 
     def _refusal(self, message: Open) -> Message | None:
         if message.version != PROTOCOL_VERSION:

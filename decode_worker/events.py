@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..engine.grammar import CompileGrammar, DropGrammar, GrammarDone
 from ..engine.plan import StepPlan, StepResult
-from ..proto.messages import KVFrame, Message, PoolTicket
+from ..proto.messages import DeviceTicket, KVFrame, Message, PoolTicket
 from ..runtime.actions import (
     DrainRequested,
     Exit,
@@ -59,11 +59,12 @@ class ToPeer:
 
 @dataclass(slots=True, frozen=True)
 class MapPool:
-    """Map a prefill worker's pool, answer with :class:`PoolMapped`."""
+    """Map a prefill worker's pool for ``transport``, answer with :class:`PoolMapped`."""
 
     peer: bytes
     incarnation: int
-    ticket: PoolTicket
+    ticket: PoolTicket | DeviceTicket
+    transport: str
 
 
 @dataclass(slots=True, frozen=True)
@@ -72,6 +73,7 @@ class PoolMapped:
 
     peer: bytes
     failure: str
+    transport: str
 
 
 @dataclass(slots=True, frozen=True)

@@ -6,7 +6,6 @@ compute thread owns the model and the blocks of the step it runs.
 
 from __future__ import annotations
 
-import mmap
 import threading
 
 import numpy as np
@@ -20,7 +19,7 @@ from ..engine.warm_up import warm_up
 from ..kv_transfer.checksums import envelope_digest
 from ..kv_transfer.frames import FrameWriter
 from ..kv_transfer.receiver import Receiver, ReceiverConfig
-from ..kv_transfer.shared_pool import MappedPools, unmap
+from ..kv_transfer.shared_pool import MappedPools, Mapping, unmap
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder, decode_kv_header
 from ..proto.errors import EnvelopeDamaged, ProtocolError
 from ..proto.limits import MAX_KV_FRAME_BYTES
@@ -77,7 +76,7 @@ class DecodeShell:
         )
         self.core = self._make_core(config, runner, member)
         self._writer = FrameWriter(runner.backend, runner.pool)
-        self._pools = MappedPools(runner.card.layout, _unmap_aside)
+        self._pools = MappedPools(runner.card.layout, _unmap_aside, runner.backend.open_pool)
         identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
         self._links = RouterLinks(
             loop, context, config.routers, identity, self.feed, dropped=self._dropped
@@ -132,7 +131,7 @@ class DecodeShell:
                     self._outgoing.setdefault(peer, []).append(message)
                 case events.MapPool(peer=peer):
                     failure = self._pools.open(peer, action.incarnation, action.ticket)
-                    self.feed(events.PoolMapped(peer, failure))
+                    self.feed(events.PoolMapped(peer, failure, action.transport))
                 case events.RunStep(plan=plan):
                     self._compute.submit(plan)
                 case CompileGrammar():
@@ -230,7 +229,7 @@ class DecodeShell:
             self._control.send(peer, self._encoder.encode(messages))
 
 
-def _unmap_aside(memory: mmap.mmap) -> None:
+def _unmap_aside(memory: Mapping) -> None:
     """Unmap on a thread: the last map of a dead worker's pool frees gigabytes, page by page."""
     thread = threading.Thread(target=unmap, args=(memory,), name="unmap", daemon=True)
     try:

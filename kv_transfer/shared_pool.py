@@ -1,5 +1,8 @@
 """KV memory that other processes of this host may read: the owner's side and the readers'.
 
+Memory of a GPU is mapped by the engine, from a :class:`DeviceTicket`; what follows is about memory
+of the host.
+
 The memory is a memfd, so it has no name in any file system and is gone when the last process
 that maps it has ended, however it ended. Invariants: it is sealed against shrinking, so no read
 can fault; a reader believes a ticket only after it found the owner's mark behind it, since
@@ -19,12 +22,13 @@ import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ..proto.layout import KVLayout
-from ..proto.messages import PoolTicket
+from ..proto.messages import DeviceTicket, PoolTicket
 
 Bytes = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
@@ -105,7 +109,7 @@ def _as_pool(memory: mmap.mmap, layout: KVLayout) -> F32:
     return np.frombuffer(memory, np.float32, math.prod(shape), HEAD_BYTES).reshape(shape)
 
 
-def unmap(memory: mmap.mmap) -> None:
+def unmap(memory: Mapping) -> None:
     """Give a mapping back, a tenth of a second per GiB when it was the last, without the GIL.
 
     A mapping that somebody still looks at goes with the last array on it.
@@ -130,23 +134,46 @@ def _open_memory(ticket: PoolTicket) -> int:
         os.close(place)
 
 
+class Mapping(Protocol):
+    """Memory of another process, mapped; reading it after the close is undefined."""
+
+    def close(self) -> None:
+        """Give it back; BufferError while arrays on it live."""
+        ...
+
+
+OpenDevicePool = Callable[[DeviceTicket, KVLayout], tuple[Mapping, Any]]
+"""Maps a pool on a GPU: the mapping, and the pool as an array of the device."""
+
+
+def _open_nowhere(_ticket: DeviceTicket, _layout: KVLayout) -> tuple[Mapping, Any]:
+    raise ValueError("this worker has no GPU")
+
+
 class MappedPools:
     """The pools a reader has mapped, by the owner's incarnation; gone with its last connection.
 
     Invariants: a connection holds at most one pool; an incarnation has one pool, the one its
     first ticket names. ``release`` is given what nobody needs any more, to :func:`unmap` it.
+    ``open_device``: maps what a :class:`DeviceTicket` names.
     """
 
-    def __init__(self, layout: KVLayout, release: Callable[[mmap.mmap], object] = unmap) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        release: Callable[[Mapping], object] = unmap,
+        open_device: OpenDevicePool = _open_nowhere,
+    ) -> None:
         self._layout = layout
         self._release = release
-        self._pools: dict[int, tuple[PoolTicket, mmap.mmap, F32]] = {}
+        self._open_device = open_device
+        self._pools: dict[int, tuple[PoolTicket | DeviceTicket, Mapping, F32]] = {}
         self._owners: dict[bytes, int] = {}
 
     def __len__(self) -> int:
         return len(self._pools)
 
-    def open(self, peer: bytes, incarnation: int, ticket: PoolTicket) -> str:
+    def open(self, peer: bytes, incarnation: int, ticket: PoolTicket | DeviceTicket) -> str:
         """Map the pool of ``peer``, and let go of another one it had.
 
         Returns why it cannot be, or an empty string.
@@ -158,12 +185,18 @@ class MappedPools:
             return "another pool is mapped for this incarnation"
         if known is None:
             try:
-                memory = _map(ticket, self._layout)
+                memory, pool = self._mapped(ticket)
             except (OSError, ValueError, OverflowError) as error:
                 return str(error) or type(error).__name__
-            self._pools[incarnation] = ticket, memory, _as_pool(memory, self._layout)
+            self._pools[incarnation] = ticket, memory, pool
         self._owners[peer] = incarnation
         return ""
+
+    def _mapped(self, ticket: PoolTicket | DeviceTicket) -> tuple[Mapping, F32]:
+        if isinstance(ticket, DeviceTicket):
+            return self._open_device(ticket, self._layout)
+        memory = _map(ticket, self._layout)
+        return memory, _as_pool(memory, self._layout)
 
     def get(self, incarnation: int) -> F32 | None:
         """The pool of an incarnation, float32 ``[L, NB, 2, Hk, BS, D]``."""

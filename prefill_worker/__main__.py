@@ -12,10 +12,11 @@ import zmq
 from ..engine.checkpoint import load_checkpoint
 from ..engine.embedding_config import GENERATE
 from ..engine.kernels.memory import aligned_zeros
-from ..engine.runner import load_embedder, load_runner, model_task
+from ..engine.runner import Runner, load_embedder, load_runner, model_task
 from ..kv_transfer.shared_pool import PoolOwner, can_share
 from ..proto.ids import new_incarnation
 from ..proto.layout import ModelCard
+from ..proto.messages import DeviceTicket
 from ..runtime.lifecycle import on_stop_signal
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
@@ -55,9 +56,15 @@ def _text(config: PrefillWorkerConfig, loop: Loop, context: Context) -> PrefillS
     runner = load_runner(config.runner, LoadProgress(), allocate)
     control = RouterChannel(context, config.endpoint)
     member = _member(config, runner.card, control)
-    shell = PrefillShell(config, runner, member, control, loop, context, owner.ticket)
+    ticket = owner.ticket if runner.backend.on_host else _device_ticket(config, runner)
+    shell = PrefillShell(config, runner, member, control, loop, context, ticket)
     _ready(member, runner.num_blocks)
     return shell
+
+
+def _device_ticket(config: PrefillWorkerConfig, runner: Runner) -> DeviceTicket | None:
+    """Where decode workers of this host find the pool on the GPU, if they may read it there."""
+    return runner.backend.pool_ticket(runner.pool) if config.share_pool else None
 
 
 def _shared_or_own(owner: PoolOwner, nbytes: int) -> npt.NDArray[np.uint8]:

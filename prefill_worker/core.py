@@ -25,7 +25,7 @@ from ..kv_transfer import sender as handoff
 from ..kv_transfer.sender import Key, Sender
 from ..proto.errors import BatonError, InternalError
 from ..proto.messages import (
-    SHARED,
+    READ_IN_PLACE,
     Abort,
     Aborted,
     Accepted,
@@ -33,6 +33,7 @@ from ..proto.messages import (
     Busy,
     Committed,
     Credit,
+    DeviceTicket,
     Grant,
     Message,
     Opened,
@@ -104,7 +105,7 @@ class PrefillCore(WorkerCore):
         sender: Sender,
         limits: PrefillLimits,
         times: StepTime | None = None,
-        ticket: PoolTicket | None = None,
+        ticket: PoolTicket | DeviceTicket | None = None,
     ) -> None:
         """``ticket``: where decode workers of this host find the pool, if they may read it."""
         super().__init__(member)
@@ -279,7 +280,7 @@ class PrefillCore(WorkerCore):
         self._serial += 1
         incarnation = self._member.identity.incarnation
         reserve = job.reserve(incarnation, self._serial, self._limits.growth, now)
-        limit, shared = link.frame_limit, link.transport == SHARED
+        limit, shared = link.frame_limit, link.transport in READ_IN_PLACE
         outputs = self._sender.start(
             link.endpoint, link.incarnation, reserve, now, limit, shared=shared
         )
@@ -385,7 +386,7 @@ class PrefillCore(WorkerCore):
                     allocation = job.sequence.allocation if job else None
                     if allocation is not None:
                         link = self._links.get(output.endpoint)
-                        shared = link is not None and link.transport == SHARED
+                        shared = link is not None and link.transport in READ_IN_PLACE
                         actions.append(PackFrame(output, allocation.block_table, shared))
                 case handoff.Granted():
                     self._granted(output, now)

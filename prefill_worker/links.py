@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..proto.limits import PROTOCOL_VERSION
-from ..proto.messages import SHARED, STREAMED, Open, Opened, OpenRefused, PoolTicket
+from ..proto.messages import (
+    DEVICE,
+    SHARED,
+    STREAMED,
+    DeviceTicket,
+    Open,
+    Opened,
+    OpenRefused,
+    PoolTicket,
+)
 from ..runtime.actions import Note
 from ..runtime.membership import WorkerIdentity
 from .events import Action, Connect, ToPeer
@@ -20,7 +29,7 @@ from .link import OPEN_REPEAT_S, Link, LinkState
 class DecodeLinks:
     """All decode endpoints this worker has to do with."""
 
-    def __init__(self, me: WorkerIdentity, ticket: PoolTicket | None = None) -> None:
+    def __init__(self, me: WorkerIdentity, ticket: PoolTicket | DeviceTicket | None = None) -> None:
         self._me = me
         self._ticket = ticket
         self._links: dict[str, Link] = {}
@@ -105,12 +114,18 @@ class DecodeLinks:
 
     def _open(self, link: Link, now: float) -> Action:
         link.repeat_at = now + OPEN_REPEAT_S
+        transports, pool, device_pool = [STREAMED], None, None
+        if isinstance(self._ticket, DeviceTicket):
+            transports, device_pool = [DEVICE, STREAMED], self._ticket
+        elif self._ticket is not None:
+            transports, pool = [SHARED, STREAMED], self._ticket
         message = Open(
             version=PROTOCOL_VERSION,
             worker=self._me.worker,
             incarnation=self._me.incarnation,
             model=self._me.model,
-            transports=[STREAMED] if self._ticket is None else [SHARED, STREAMED],
-            pool=self._ticket,
+            transports=transports,
+            pool=pool,
+            device_pool=device_pool,
         )
         return ToPeer(link.endpoint, message)

@@ -14,7 +14,7 @@ from ..engine.step_time import StepTime
 from ..engine.warm_up import warm_up
 from ..kv_transfer.frames import FramePacker
 from ..kv_transfer.sender import Sender, SenderConfig
-from ..proto.messages import PoolTicket
+from ..proto.messages import DeviceTicket, PoolTicket
 from ..runtime.actions import DrainRequested, Exit, Note, Tick, ToRouter
 from ..runtime.compute import ComputeThread
 from ..runtime.links import RouterLinks
@@ -44,7 +44,7 @@ class PrefillShell:
         control: RouterChannel,
         loop: Loop,
         context: Context,
-        ticket: PoolTicket | None = None,
+        ticket: PoolTicket | DeviceTicket | None = None,
     ) -> None:
         self._loop = loop
         self._control = control
@@ -82,7 +82,10 @@ class PrefillShell:
 
     @staticmethod
     def _make_core(
-        config: PrefillWorkerConfig, runner: Runner, member: Membership, ticket: PoolTicket | None
+        config: PrefillWorkerConfig,
+        runner: Runner,
+        member: Membership,
+        ticket: PoolTicket | DeviceTicket | None,
     ) -> PrefillCore:
         layout = runner.card.layout
         cache = runner.pipeline.kv.new_cache()

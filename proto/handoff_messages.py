@@ -29,8 +29,10 @@ from .wire import AnyWireContext, EosTokenIds
 # --------------------------------------------------------------------------- prefill -> decode
 
 
-STREAMED, SHARED = "zmq", "shm"
-"""Transports of KV blocks: bytes over ZeroMQ, or read from the sender's memory on one host."""
+STREAMED, SHARED, DEVICE = "zmq", "shm", "cuda_ipc"
+"""Transports of KV blocks: bytes over ZeroMQ, or read in the sender's memory, which may be a
+GPU's, by a process of the same host."""
+READ_IN_PLACE = frozenset((SHARED, DEVICE))
 
 
 class PoolTicket(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -45,6 +47,19 @@ class PoolTicket(msgspec.Struct, frozen=True, array_like=True, gc=False):
     mark: Binary
 
 
+class DeviceTicket(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where a process of the same host finds my KV memory on a GPU: a CUDA IPC handle.
+
+    ``host``: the boot id of the kernel it is valid on. ``offset``: bytes from the start of the
+    allocation that the handle stands for to the pool of ``nbytes``.
+    """
+
+    host: Name
+    handle: Binary
+    offset: Word
+    nbytes: Word
+
+
 class Open(Message, frozen=True, kw_only=True):
     """First message on a link: who I am and what my blocks look like."""
 
@@ -54,6 +69,7 @@ class Open(Message, frozen=True, kw_only=True):
     model: ModelCard
     transports: Names
     pool: PoolTicket | None = None  # for the transport "shm"
+    device_pool: DeviceTicket | None = None  # for the transport "cuda_ipc"
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -44,11 +44,14 @@ from .client_messages import (
     Tokens,
 )
 from .handoff_messages import (
+    DEVICE,
+    READ_IN_PLACE,
     SHARED,
     STREAMED,
     Commit,
     Committed,
     Credit,
+    DeviceTicket,
     Fence,
     GrammarSpec,
     Grant,
@@ -102,6 +105,8 @@ from .worker_messages import (
 )
 
 __all__ = [
+    "DEVICE",
+    "READ_IN_PLACE",
     "SHARED",
     "STREAMED",
     "UNSEALED",
@@ -123,6 +128,7 @@ __all__ = [
     "DecodeToPrefill",
     "Describe",
     "Described",
+    "DeviceTicket",
     "Drain",
     "Drained",
     "Fence",

@@ -22,6 +22,9 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ...proto.layout import KVLayout
+from ...proto.messages import DeviceTicket
+
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -47,6 +50,14 @@ class PackedLinear(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes held."""
+        ...
+
+
+class Mapping(Protocol):
+    """Memory of another process; arrays on it must not be used after the close."""
+
+    def close(self) -> None:
+        """Give it back."""
         ...
 
 
@@ -77,6 +88,17 @@ class Backend(Protocol):
 
     def kv_pool(self, shape: tuple[int, ...], allocate: Callable[[int], U8]) -> F32:
         """KV pool ``[L, NB, 2, Hk, BS, D]`` of zeros; ``allocate`` gives memory of the host."""
+        ...
+
+    def pool_ticket(self, pool: F32) -> DeviceTicket | None:
+        """Where other processes of this host find the pool on the device; None: nowhere."""
+        ...
+
+    def open_pool(self, ticket: DeviceTicket, layout: KVLayout) -> tuple[Mapping, F32]:
+        """Another process's pool on the device, to read: the mapping to close, and the array.
+
+        Raises ValueError for a ticket that does not fit, OSError when it cannot be opened.
+        """
         ...
 
     def memory_bytes(self) -> int:

@@ -8,7 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from .backend import F32, I32, U8, A
+from ...proto.layout import KVLayout
+from ...proto.messages import DeviceTicket
+from .backend import F32, I32, U8, A, Mapping
 from .memory import host_pool
 
 
@@ -33,6 +35,14 @@ class HostArrays:
     def kv_pool(self, shape: tuple[int, ...], allocate: Callable[[int], U8]) -> F32:
         """KV pool of zeros in the memory that ``allocate`` gives."""
         return host_pool(shape, allocate)
+
+    def pool_ticket(self, pool: F32) -> DeviceTicket | None:
+        """None: the memory is the host's."""
+        return None
+
+    def open_pool(self, ticket: DeviceTicket, layout: KVLayout) -> tuple[Mapping, F32]:
+        """Raise ValueError: a kernel of the host does not reach a GPU's memory."""
+        raise ValueError("this worker computes on the CPU")
 
     def memory_bytes(self) -> int:
         """The machine's memory."""

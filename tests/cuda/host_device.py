@@ -134,6 +134,19 @@ class HostGraph:
             launch()
 
 
+class HostMapping:
+    """Memory of another device of this process; a test sees whether it was closed."""
+
+    closed = False
+
+    def close(self) -> None:
+        """Note it."""
+        self.closed = True
+
+
+_EXPORTED: dict[bytes, HostArray] = {}
+
+
 class HostDevice:
     """Device on NumPy arrays; every launch is checked as far as the machine can see.
 
@@ -194,6 +207,25 @@ class HostDevice:
     def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> HostArray:
         """Make an array of zeros."""
         return host_array(shape, dtype, fill=0)
+
+    def shareable(self, shape: Sequence[int], dtype: npt.DTypeLike) -> HostArray:
+        """Make an array of zeros."""
+        return self.zeros(shape, dtype)
+
+    def export(self, array: HostArray) -> tuple[bytes, int]:
+        """Name the array for other devices of this process; the offset is not 0, as on a GPU."""
+        handle = id(array).to_bytes(64, "little")
+        _EXPORTED[handle] = array
+        return handle, 512
+
+    def open(
+        self, handle: bytes, offset: int, shape: Sequence[int], dtype: npt.DTypeLike
+    ) -> tuple[HostMapping, HostArray]:
+        """Find an exported array."""
+        array = _EXPORTED.get(handle)
+        if array is None or offset != 512 or array.shape != tuple(shape) or array.dtype != dtype:
+            raise OSError("the handle names nothing here")
+        return HostMapping(), array
 
     def upload(self, array: Array) -> HostArray:
         """Copy an array into guarded memory."""

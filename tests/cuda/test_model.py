@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -16,7 +17,12 @@ from baton.engine.llm import LLMEngine
 from baton.engine.pipeline.device_steps import DeviceSteps
 from baton.engine.plan import Chunk, SampleSpec
 from baton.engine.runner import Runner, RunnerConfig, load_runner
+from baton.kv_transfer.frames import FramePacker, FrameWriter
+from baton.kv_transfer.shared_pool import MappedPools
+from baton.proto.messages import DeviceTicket, GrantRef, KVFrame
 from baton.proto.sampling import SamplingParams
+
+from .host_device import HostDevice
 
 SHAPE = Shape("tiny", vocab=128, hidden=128, intermediate=192, layers=2, heads=2, kv_heads=1)
 BLOCK, BLOCKS = 8, 48
@@ -115,3 +121,63 @@ def test_blocks_go_from_one_pool_to_another_and_their_digest_shows_damage(
     pools = [device.download(runner.pool)[:, theirs] for runner in (receiver, direct)]
     assert pools[0].tobytes() == pools[1].tobytes()
     assert pools[0].tobytes() == device.download(sender.pool)[:, blocks].tobytes()
+
+
+def test_a_decode_worker_reads_blocks_out_of_the_sender_s_gpu_memory(
+    folder: Path, device: Device, rng: np.random.Generator
+) -> None:
+    sender, receiver = load(folder, CudaBackend(device)), load(folder, CudaBackend(device))
+    layout = sender.card.layout
+    ticket = sender.backend.pool_ticket(sender.pool)
+    assert ticket is not None
+    pools = MappedPools(layout, open_device=receiver.backend.open_pool)
+    if device.name != "host":
+        pytest.skip("CUDA opens a handle in another process only")
+    assert pools.open(b"peer", 7, ticket) == ""
+    (chunk,) = chunks_of([37], rng)
+    logits_of(sender, [chunk])
+    blocks, count = chunk.block_table, len(chunk.block_table)
+    frame = KVFrame(
+        grant=GrantRef(1, 0, 0),
+        index=0,
+        layer_start=0,
+        layer_count=SHAPE.layers,
+        block_start=0,
+        block_count=count,
+        nbytes=SHAPE.layers * count * layout.block_bytes,
+        checksum=0,
+    )
+    packer = FramePacker(sender.backend, sender.pool)
+    assert packer.view(frame, blocks) is None  # nobody reads a GPU's memory as bytes
+    named, payload = packer.name(frame, blocks)
+    theirs = rng.permutation(BLOCKS)[:count].astype(np.int32)
+    writer = FrameWriter(receiver.backend, receiver.pool)
+    assert writer.fetch(named, theirs, pools.get(7), payload)
+    mine = device.download(sender.pool)[:, blocks]
+    assert device.download(receiver.pool)[:, theirs].tobytes() == mine.tobytes()
+    # What the sender has overwritten by then is not taken for what it named.
+    scribble = np.full((1,), 0x3F80, np.uint16)
+    device.write(sender.pool[1, blocks[0], 0, 0, 0, :1], scribble)
+    assert not writer.fetch(named, theirs, pools.get(7), payload)
+    pools.close(b"peer")
+    assert pools.get(7) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"host": "elsewhere"}, "another host"),
+        ({"nbytes": 100}, "not made of blocks"),
+        ({"handle": bytes(64)}, "names nothing"),
+    ],
+)
+def test_a_ticket_that_does_not_fit_is_refused_in_words(
+    folder: Path, host_device: HostDevice, change: dict[str, object], why: str
+) -> None:
+    runner = load(folder, CudaBackend(host_device))
+    ticket = runner.backend.pool_ticket(runner.pool)
+    assert isinstance(ticket, DeviceTicket)
+    pools = MappedPools(runner.card.layout, open_device=runner.backend.open_pool)
+    assert why in pools.open(b"peer", 7, msgspec.structs.replace(ticket, **change))
+    host = MappedPools(runner.card.layout, open_device=load(folder).backend.open_pool)
+    assert "computes on the CPU" in host.open(b"peer", 7, ticket)

@@ -36,6 +36,7 @@ from baton.proto.messages import (
     Busy,
     Commit,
     Committed,
+    DeviceTicket,
     Drained,
     GrammarSpec,
     Grant,
@@ -576,18 +577,24 @@ def test_opening_compares_models(bench):
 
 
 @pytest.mark.parametrize("failure", ["", "no such process"])
-def test_a_pool_is_mapped_before_the_link_is_open(bench, failure):
-    ticket = PoolTicket(1, 2, 4096, b"m" * 16)
+@pytest.mark.parametrize(
+    ("transport", "where"),
+    [
+        ("shm", {"pool": PoolTicket(1, 2, 4096, b"m" * 16)}),
+        ("cuda_ipc", {"device_pool": DeviceTicket("host", b"h" * 64, 512, 4096)}),
+    ],
+)
+def test_a_pool_is_mapped_before_the_link_is_open(bench, failure, transport, where):
     opening = Open(
         version=PROTOCOL_VERSION, worker="p", incarnation=5, model=CARD,
-        transports=["shm", "zmq"], pool=ticket,
+        transports=[transport, "zmq"], **where,
     )  # fmt: skip
     bench.ask(opening)
     assert not bench.to_peer(Opened)
     (wanted,) = [each for each in bench.other if isinstance(each, MapPool)]
-    assert (wanted.incarnation, wanted.ticket) == (5, ticket)
-    bench.feed(PoolMapped(wanted.peer, failure))
-    assert bench.to_peer(Opened)[0].transport == ("zmq" if failure else "shm")
+    assert (wanted.incarnation, wanted.ticket) == (5, *where.values())
+    bench.feed(PoolMapped(wanted.peer, failure, wanted.transport))
+    assert bench.to_peer(Opened)[0].transport == ("zmq" if failure else transport)
     bench.ask(msgspec.structs.replace(opening, transports=["zmq"]))
     assert bench.to_peer(Opened)[0].transport == "zmq"
     bench.ask(msgspec.structs.replace(opening, model=msgspec.structs.replace(CARD, vocab_size=7)))

@@ -43,6 +43,7 @@ from baton.proto.messages import (
     Busy,
     Commit,
     Committed,
+    DeviceTicket,
     Drained,
     GrammarSpec,
     Grant,
@@ -105,7 +106,7 @@ def make_context(prompt: int = 10, new: int | None = 8) -> WireContext:
 class Bench:
     """A core on a clock that tests move; what it does, sorted."""
 
-    def __init__(self, ticket: PoolTicket | None = None, **limits) -> None:
+    def __init__(self, ticket: PoolTicket | DeviceTicket | None = None, **limits) -> None:
         me = WorkerIdentity("prefill-0", "prefill", 5, 1, "ipc:///p", "default", CARD, 8)
         self.member = Membership(me, (ROUTER, "router-2"))
         self.cache = PagedCache(64, LAYOUT.block_size)
@@ -324,27 +325,33 @@ def test_a_long_prompt_runs_in_chunks_and_passes_block_by_block(bench):
     assert bench.commit().frames == len(frames)
 
 
-def test_blocks_are_named_to_who_maps_the_pool_and_sent_to_who_does_not(monkeypatch):
+SHARED_POOL = PoolTicket(1, 2, 4096, b"m" * 16)
+DEVICE_POOL = DeviceTicket("host", b"h" * 64, 512, 4096)
+
+
+@pytest.mark.parametrize(
+    ("ticket", "offered"),
+    [(SHARED_POOL, ["shm", "zmq"]), (DEVICE_POOL, ["cuda_ipc", "zmq"]), (None, ["zmq"])],
+)
+def test_blocks_are_named_to_who_maps_the_pool_and_sent_to_who_does_not(
+    ticket, offered, monkeypatch
+):
     monkeypatch.setattr(sender, "MIN_FRAME_BYTES", 1)  # or there were nothing to cut here
     counts = {}
-    ticket = PoolTicket(1, 2, 4096, b"m" * 16)
-    for transport in ("shm", "zmq"):
+    for transport in offered:
         bench = Bench(ticket=ticket)
         bench.assign()
         bench.feed(PeerUp(DECODE))
         (opening,) = bench.to_peer(Open)
-        assert (opening.transports, opening.pool) == (["shm", "zmq"], ticket)
+        assert opening.transports == offered
+        assert opening.pool == (ticket if ticket is SHARED_POOL else None)
+        assert opening.device_pool == (ticket if ticket is DEVICE_POOL else None)
         bench.open(transport=transport)
         bench.grant()
         bench.step()
-        assert {a.shared for a in bench.did(PackFrame)} == {transport == "shm"}
+        assert {a.shared for a in bench.did(PackFrame)} == {transport != "zmq"}
         counts[transport] = bench.commit().frames
-    assert counts["shm"] < counts["zmq"]
-    quiet = Bench()
-    quiet.assign()
-    quiet.feed(PeerUp(DECODE))
-    (opening,) = quiet.to_peer(Open)
-    assert (opening.transports, opening.pool) == (["zmq"], None)
+    assert all(counts[transport] < counts["zmq"] for transport in offered[:-1])
 
 
 def test_what_the_decode_worker_has_cached_is_not_sent(bench):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..backend import F32, I32, U8, A, PackedLinear, Weights
+from ....proto.layout import KVLayout
+from ....proto.messages import DeviceTicket
+from ..backend import F32, I32, U8, A, Mapping, PackedLinear, Weights
 from . import attention, elementwise
 from .bfloat16 import bfloat16_bits
 from .block_mover import BlockMover
@@ -81,7 +84,22 @@ class CudaBackend:
 
     def kv_pool(self, shape: tuple[int, ...], allocate: Callable[[int], U8]) -> Any:
         """KV pool of the device's own memory, bfloat16; ``allocate`` is not asked."""
-        return self.device.zeros(shape, np.uint16)
+        return self.device.shareable(shape, np.uint16)
+
+    def pool_ticket(self, pool: Any) -> DeviceTicket:
+        """The pool's handle and place, for decode workers on GPUs of this host."""
+        handle, offset = self.device.export(pool)
+        return DeviceTicket(host_id(), handle, offset, int(pool.nbytes))
+
+    def open_pool(self, ticket: DeviceTicket, layout: KVLayout) -> tuple[Mapping, Any]:
+        """The pool of another process, ``[L, NB, 2, Hk, BS, D]``; its blocks are only read."""
+        block = layout.num_layers * layout.block_bytes
+        if layout.dtype != self.kv_dtype or ticket.nbytes < block or ticket.nbytes % block:
+            raise ValueError(f"a pool of {ticket.nbytes} bytes is not made of blocks of {block}")
+        if ticket.host != host_id():
+            raise ValueError("the pool is on another host")
+        shape = (layout.num_layers, ticket.nbytes // block, *layout.block_shape)
+        return self.device.open(ticket.handle, ticket.offset, shape, np.uint16)
 
     def memory_bytes(self) -> int:
         """All memory of the GPU."""
@@ -259,6 +277,14 @@ class CudaBackend:
         if mover is None:
             mover = self._local.mover = BlockMover(self.device)
         return mover
+
+
+def host_id() -> str:
+    """Tells this boot of this machine from others; empty where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:
+        return ""
 
 
 def _bits(weights: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:

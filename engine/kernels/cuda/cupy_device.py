@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,17 @@ class CupyGraph:
     def replay(self) -> None:
         """Queue the graph on the device's stream."""
         self._graph.launch(self._stream)
+
+
+class CupyMapping:
+    """Memory of another process; see :class:`~baton.engine.kernels.cuda.device.Mapping`."""
+
+    def __init__(self, device: CupyDevice, pointer: int) -> None:
+        self._device, self._pointer = device, pointer
+
+    def close(self) -> None:
+        """Wait for what was queued, then unmap."""
+        self._device.unmap(self._pointer)
 
 
 class CupyDevice:
@@ -87,6 +98,48 @@ class CupyDevice:
         with self._lock, self._device, self._stream:
             array: DeviceArray = self._cupy.zeros(tuple(shape), np.dtype(dtype))
         return array
+
+    def shareable(self, shape: Sequence[int], dtype: npt.DTypeLike) -> DeviceArray:
+        """Make an array of zeros by an allocation past the memory pool, whose handle is its own."""
+        dtype = np.dtype(dtype)
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        with self._lock, self._device, self._stream:
+            memory = self._cupy.cuda.Memory(nbytes)
+            pointer = self._cupy.cuda.MemoryPointer(memory, 0)
+            array: Any = self._cupy.ndarray(tuple(shape), dtype, pointer)
+            array.data.memset_async(0, nbytes, self._stream)
+        return cast("DeviceArray", array)
+
+    def export(self, array: DeviceArray) -> tuple[bytes, int]:
+        """CUDA IPC handle of the allocation that ``array`` lies in, and its offset there."""
+        base: Any = array
+        start = base.data.mem.ptr
+        with self._device:
+            handle = self._cupy.cuda.runtime.ipcGetMemHandle(start)
+        return bytes(handle), int(base.data.ptr - start)
+
+    def open(
+        self, handle: bytes, offset: int, shape: Sequence[int], dtype: npt.DTypeLike
+    ) -> tuple[CupyMapping, DeviceArray]:
+        """Map what another process exported; OSError when that cannot be."""
+        cuda, dtype = self._cupy.cuda, np.dtype(dtype)
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        with self._device:
+            try:
+                pointer = cuda.runtime.ipcOpenMemHandle(handle)
+            except (cuda.runtime.CUDARuntimeError, ValueError) as error:
+                raise OSError(f"the GPU memory of another process: {error}") from None
+            mapping = CupyMapping(self, pointer)
+            memory = cuda.UnownedMemory(pointer, offset + nbytes, mapping, self._device.id)
+            where = cuda.MemoryPointer(memory, offset)
+            array: DeviceArray = self._cupy.ndarray(tuple(shape), dtype, where)
+        return mapping, array
+
+    def unmap(self, pointer: int) -> None:
+        """Give back what :meth:`open` mapped, once everything queued is done."""
+        with self._lock, self._device:
+            self._stream.synchronize()
+            self._cupy.cuda.runtime.ipcCloseMemHandle(pointer)
 
     def upload(self, array: Array) -> DeviceArray:
         """Copy a NumPy array to the device, in row-major order."""

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ..backend import Mapping
+
 Array = npt.NDArray[Any]
 
 
@@ -91,6 +93,20 @@ class Device(Protocol):
 
     def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> DeviceArray:
         """Make an array of zeros."""
+        ...
+
+    def shareable(self, shape: Sequence[int], dtype: npt.DTypeLike) -> DeviceArray:
+        """Make an array of zeros in an allocation of its own, which can be exported."""
+        ...
+
+    def export(self, array: DeviceArray) -> tuple[bytes, int]:
+        """Return a handle for other processes of this host, and where in it the array begins."""
+        ...
+
+    def open(
+        self, handle: bytes, offset: int, shape: Sequence[int], dtype: npt.DTypeLike
+    ) -> tuple[Mapping, DeviceArray]:
+        """Map what another process exported; OSError when that cannot be."""
         ...
 
     def upload(self, array: Array) -> DeviceArray:
