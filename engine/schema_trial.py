@@ -44,7 +44,7 @@ _ANSWER_S = 1.0  # on top of the trial's own time
 
 
 class SchemaCost(msgspec.Struct, frozen=True, array_like=True):
-    """What a schema took: ``seconds`` to compile, ``nbytes`` of memory."""
+    """What a schema took: ``seconds`` of CPU to compile, ``nbytes`` of memory."""
 
     seconds: float
     nbytes: int
@@ -226,12 +226,12 @@ def _on_small_stack(tokenizer: LLTokenizer, schema: str) -> _Verdict:
 
 
 def _try(tokenizer: LLTokenizer, schema: str) -> _Verdict:
-    before, began = _pages(1), time.perf_counter()
+    before, began = _pages(1), time.process_time()
     try:
         matcher = compile_schema(tokenizer, schema)
     except BatonError as error:
         return _Verdict(message=str(error), too_complex=isinstance(error, SchemaTooComplex))
-    seconds, nbytes = time.perf_counter() - began, _pages(1) - before
+    seconds, nbytes = time.process_time() - began, _pages(1) - before
     del matcher
     if nbytes > MAX_SCHEMA_BYTES:
         return _too_complex(
