@@ -22,4 +22,4 @@ def warm_up(pipeline: TextGenerationPipeline, times: StepTime) -> None:
     for _ in range(2):  # the first touches memory, the second is typical
         result = pipeline.execute(StepPlan(0, (chunk,)))
         times.learn(1, result.seconds)
-    pipeline.pool[:, 0] = 0
+    pipeline.clear(0)

@@ -9,6 +9,9 @@ kernel by kernel, with the same results but for the cut of attention's sums.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from ...proto.errors import BatonError, InternalError
 from ..kernels.cuda.backend import CudaBackend
@@ -64,6 +67,12 @@ class DeviceSteps:
             self._backend.device.synchronize()
             return []
         return self._sampler.draw(logits, drawn, asked, failed)
+
+    def clear(self, pool: Any, block: int) -> None:
+        """Make a block zeros, in the order of what is launched."""
+        for layer in pool:
+            target = layer[block]
+            self._backend.device.write(target, np.zeros(target.shape, target.dtype))
 
     def _graph(self, rows: int) -> DecodeGraph | None:
         """The smallest bucket's graph that holds ``rows``, captured when it is first needed."""

@@ -28,6 +28,10 @@ class StepComputer(Protocol):
         """
         ...
 
+    def clear(self, pool: F32, block: int) -> None:
+        """Make a block zeros in all layers, before what is run next."""
+        ...
+
 
 class HostSteps:
     """The model, and the sampler on the host."""
@@ -43,6 +47,10 @@ class HostSteps:
         if logits is None:
             raise InternalError("the model gives no logits")
         return sample_rows(logits, [c for c in chunks if c.sample is not None], failed)
+
+    def clear(self, pool: F32, block: int) -> None:
+        """Make a block zeros."""
+        pool[:, block] = 0
 
 
 def sample_rows(

@@ -115,6 +115,10 @@ class TextGenerationPipeline:
         seconds = time.perf_counter() - began
         return StepResult(plan.step, tuple(sampled), seconds, plan.num_tokens, failed)
 
+    def clear(self, block: int) -> None:
+        """Make a block of the pool zeros; nobody may hold it."""
+        self._computer.clear(self.pool, block)
+
     def _run(
         self,
         chunks: Sequence[Chunk],

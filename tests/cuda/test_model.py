@@ -17,6 +17,8 @@ from baton.engine.llm import LLMEngine
 from baton.engine.pipeline.device_steps import DeviceSteps
 from baton.engine.plan import Chunk, SampleSpec
 from baton.engine.runner import Runner, RunnerConfig, load_runner
+from baton.engine.step_time import StepTime
+from baton.engine.warm_up import warm_up
 from baton.kv_transfer.frames import FramePacker, FrameWriter
 from baton.kv_transfer.shared_pool import MappedPools
 from baton.proto.messages import DeviceTicket, GrantRef, KVFrame
@@ -97,6 +99,13 @@ def test_captured_steps_give_the_tokens_of_single_launches(
         outcomes.append([c.tokens.generated.tolist() for c in contexts])
         assert bool(steps.replays) == bool(buckets)
     assert outcomes[0] == outcomes[1]
+
+
+def test_the_first_step_leaves_a_clean_pool(folder: Path, device: Device) -> None:
+    runner, times = load(folder, CudaBackend(device)), StepTime()
+    warm_up(runner.pipeline, times)
+    assert times.predict(1) > 0
+    assert not device.download(runner.pool).any()
 
 
 def test_blocks_go_from_one_pool_to_another_and_their_digest_shows_damage(
