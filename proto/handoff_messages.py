@@ -252,5 +252,5 @@ class KVFrame(msgspec.Struct, frozen=True, array_like=True, tag="KV", gc=False):
     block_start: Count  # logical block index in the request, not a pool address
     block_count: Count
     nbytes: Count
-    checksum: Word  # XXH3-64 of the payload
+    checksum: Word  # of the payload: XXH3-64, between GPUs the digest of decision 12
     shared: bool = False
