@@ -367,7 +367,7 @@ def main() -> None:
         return
     limit_blas_threads(1)
     with scratch_folder() as scratch:
-        flags = ("--log-level=info", "--chunk-budget=128", "--kv-memory=64MiB")
+        flags = ("--log-level=info", "--kv-memory=64MiB")
         with Served(scratch, options.model, decode=2, flags=flags) as served:
             card = served_card(served.address)
             print(f"ms until the blocks are free; bar: p99 {BAR_MS}; limit: the step in flight")

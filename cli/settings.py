@@ -32,6 +32,8 @@ HELP = {
     "kv_blocks": "KV blocks per worker (0: from kv_memory)",
     "kv_memory": "memory for KV blocks per worker, such as 512MiB (empty: by what is free)",
     "chunk_budget": "most prompt tokens a prefill worker computes per step (0: no bound)",
+    "step_time": "seconds a step with prompt tokens should take; chunks are cut to that, never "
+    "below 32 tokens (0: chunk budgets alone decide)",
     "max_batch": "most requests decoded together by one decode worker",
     "prefill_kv_blocks": "kv_blocks of prefill workers (0: as all)",
     "prefill_kv_memory": "kv_memory of prefill workers (empty: as all)",

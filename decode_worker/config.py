@@ -15,7 +15,8 @@ class DecodeWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     ``data_endpoint``: address for KV frames; empty: next to ``endpoint`` (``ipc``) or any
     free port of the same host (``tcp``). ``routers``: router name to worker-side address.
     ``max_batch``: requests decoded in one step. ``token_budget``: tokens per step for
-    requests that are recomputed after a preemption. ``window`` and ``credit_budget``: bytes a
+    requests that are recomputed after a preemption; ``step_seconds``: how long a step with such
+    tokens should take (0: any time). ``window`` and ``credit_budget``: bytes a
     single handoff and all handoffs may have in flight. ``drain_grace_s``: how long requests
     may run on after SIGTERM; others then take them over.
     """
@@ -28,6 +29,7 @@ class DecodeWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     pool: str = "default"
     max_batch: int = 32
     token_budget: int = 256
+    step_seconds: float = 0.05
     window: int = 32 << 20
     credit_budget: int = 256 << 20
     drain_grace_s: float = 30.0

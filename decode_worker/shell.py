@@ -90,7 +90,12 @@ class DecodeShell:
         layout = runner.card.layout
         cache = runner.pipeline.kv.new_cache()
         scheduler = Scheduler(
-            SchedulerConfig(max_batch=config.max_batch, token_budget=config.token_budget), cache
+            SchedulerConfig(
+                max_batch=config.max_batch,
+                token_budget=config.token_budget,
+                step_seconds=config.step_seconds,
+            ),
+            cache,
         )
         receiver = Receiver(
             member.identity.incarnation,

@@ -27,7 +27,7 @@ LOG_LEVELS = ("info", "warning", "error")
 _MOST = 2**31 - 1
 _MAY_BE_ZERO = (
     "kv_blocks", "prefill_kv_blocks", "decode_kv_blocks", "chunk_budget", "decode_chunk_budget",
-    "max_length", "grace", "stats_interval",
+    "step_time", "max_length", "grace", "stats_interval",
 )  # fmt: skip
 
 
@@ -46,6 +46,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_blocks: int = 0
     kv_memory: str = ""
     chunk_budget: int = 512
+    step_time: float = 0.05
     max_batch: int = 32
     prefill_kv_blocks: int = 0
     prefill_kv_memory: str = ""
@@ -72,7 +73,7 @@ def check(settings: ServeSettings) -> ServeSettings:
     for name in ServeSettings.__struct_fields__:
         value = getattr(settings, name)
         _require(not isinstance(value, int) or value <= _MOST, name, f"must be at most {_MOST}")
-    for name in ("grace", "stats_interval"):
+    for name in ("step_time", "grace", "stats_interval"):
         _require(math.isfinite(getattr(settings, name)), name, "must be a finite number")
     _require_choice(settings, "transport", TRANSPORTS)
     _require_choice(settings, "handoff", HANDOFFS)

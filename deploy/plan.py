@@ -146,6 +146,7 @@ def _prefill(
         routers={ROUTER: addresses.workers},
         runner=runner,
         token_budget=settings.chunk_budget,
+        step_seconds=settings.step_time,
         max_active=settings.prefill_max_batch,
         share_pool=shares_memory(settings),
         drain_grace_s=settings.grace,
@@ -165,6 +166,7 @@ def _decode(
         runner=runner,
         max_batch=settings.max_batch,
         token_budget=settings.decode_chunk_budget,
+        step_seconds=settings.step_time,
         drain_grace_s=settings.grace,
         log_level=cast("Level", settings.log_level),
     )

@@ -29,12 +29,11 @@ import msgspec
 from ..proto.errors import BatonError, CapacityError, InternalError
 from ..proto.messages import WorkerLoad
 from .cache import Allocation, PagedCache
+from .chunk_budget import ChunkBudget
 from .events import ChunkDone, Event, Failed, Finished, Prefilled, TokenEvent
 from .plan import Chunk, Sampled, StepPlan, StepResult
 from .roster import Roster, by_rank
 from .sequence import Sequence
-
-_UNBOUNDED = 1 << 62
 
 _Rows = dict[bytes, tuple[Sequence, int]]
 """Sequences of a step and how many of their tokens it computes, by request."""
@@ -44,13 +43,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Limits of one step.
 
     ``max_batch``: sequences running at once. ``token_budget``: prefill tokens per step, 0 for
-    no limit; decode rows come on top, so neither can starve the other. ``one_token``: prefill
-    mode, a sequence leaves with its first token. ``growth``: tokens beyond the known ones a
-    sequence gets room for when it is admitted, against early preemption.
+    no limit; decode rows come on top, so neither can starve the other. ``step_seconds``: how
+    long a step with prefill tokens should take, 0 for any time (:mod:`.chunk_budget`).
+    ``one_token``: prefill mode, a sequence leaves with its first token. ``growth``: tokens
+    beyond the known ones a sequence gets room for when it is admitted, against early preemption.
     """
 
     max_batch: int = 32
     token_budget: int = 0
+    step_seconds: float = 0.0
     one_token: bool = False
     growth: int = 64
 
@@ -83,6 +84,7 @@ class Scheduler:
         self._events: list[Event] = []
         self._refused: tuple[Sequence, int] | None = None
         self._counters = _Counters()
+        self._budget = ChunkBudget(config.token_budget, config.step_seconds)
 
     # ------------------------------------------------------------------ requests come and go
 
@@ -244,7 +246,7 @@ class Scheduler:
         """Fill the batch by rank; a waiting sequence without room lets only ready ones pass."""
         running = self._roster.running
         left = (s.num_tokens - s.num_computed_tokens for s in running)
-        budget = (self.config.token_budget or _UNBOUNDED) - sum(n for n in left if n > 1)
+        budget = self._budget.tokens - sum(n for n in left if n > 1)
         while len(running) < self.config.max_batch:
             sequence = self._next(budget)
             if sequence is None:
@@ -292,7 +294,7 @@ class Scheduler:
         """
         rows: list[Chunk] = []
         prefills: list[Chunk] = []
-        budget = self.config.token_budget or _UNBOUNDED
+        budget = self._budget.tokens
         one_token = self.config.one_token
         for sequence in self._roster.running:
             tokens, allocation = sequence.num_tokens, sequence.allocation
@@ -320,6 +322,9 @@ class Scheduler:
         self.steps += 1
         self._counters.compute_seconds += result.seconds
         rows = self._out.popleft()
+        counts = [count for _, count in rows.values()]
+        if max(counts) > 1:
+            self._budget.learn(sum(counts), result.seconds)
         events = self.take_events()
         sampled = {drawn.request: drawn for drawn in result.sampled}
         for request, (sequence, count) in rows.items():

@@ -13,7 +13,8 @@ class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
     ``endpoint``: control address this worker binds (what ``target_endpoint`` names).
     ``routers``: router name to worker-side address. ``token_budget``: most prompt tokens per
-    step (0: a whole prompt). ``max_active``: requests that hold blocks on the decode side at
+    step (0: a whole prompt); ``step_seconds``: how long such a step should take (0: any time).
+    ``max_active``: requests that hold blocks on the decode side at
     a time. ``max_queue``: requests beyond which an Assign is answered Busy.
     ``stream_tokens``: prompts with at least this many uncached tokens are sent layer by layer.
     ``share_pool``: decode workers of this host may read the pool; they are told where it is.
@@ -26,6 +27,7 @@ class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     runner: RunnerConfig
     pool: str = "default"
     token_budget: int = 512
+    step_seconds: float = 0.05
     max_active: int = 16
     max_queue: int = 1024
     max_reserve_tries: int = 3

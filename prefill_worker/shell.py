@@ -91,7 +91,10 @@ class PrefillShell:
         cache = runner.pipeline.kv.new_cache()
         scheduler = Scheduler(
             SchedulerConfig(
-                max_batch=config.max_active, token_budget=config.token_budget, one_token=True
+                max_batch=config.max_active,
+                token_budget=config.token_budget,
+                step_seconds=config.step_seconds,
+                one_token=True,
             ),
             cache,
         )

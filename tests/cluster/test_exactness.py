@@ -63,6 +63,7 @@ def check(cluster, model: str, block_size: int, budget: int, backend: str) -> No
         decode=2,
         block_size=block_size,
         chunk_budget=budget,
+        step_time=0,
         backend=backend,
         transport="tcp" if block_size == 16 else "ipc",
     )

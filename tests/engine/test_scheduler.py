@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,7 +123,7 @@ class Stream:
 class Driver:
     """A scheduler, its executor and the checks that follow every call."""
 
-    def __init__(self, num_blocks: int = 64, block_size: int = 4, **config: int | bool) -> None:
+    def __init__(self, num_blocks: int = 64, block_size: int = 4, **config: Any) -> None:
         self.cache = PagedCache(num_blocks, block_size)
         self.scheduler = Scheduler(SchedulerConfig(**config), self.cache)
         self.function = TokenFunction(self.cache)
@@ -314,6 +315,19 @@ def test_decode_rows_come_first_and_on_top_of_the_budget() -> None:
     assert plan is not None
     assert [(c.start, len(c.tokens)) for c in plan.chunks] == [(3, 1), (0, 4)]
     assert plan.chunks[1].sample is None
+
+
+def test_a_step_with_prompt_tokens_gets_as_many_as_the_time_it_should_take_allows() -> None:
+    driver = Driver(300, token_budget=200, step_seconds=0.02)  # every step takes 0.01
+    driver.add(Request(prompt(900), ignore_eos=True))
+    sizes = []
+    while (plan := driver.start()) is not None and len(plan.chunks[0].tokens) > 1:
+        sizes.append(len(plan.chunks[0].tokens))
+        driver.finish()
+    assert sizes[:2] == [64, 128] and max(sizes) == 200
+    driver.finish()
+    driver.run()
+    driver.check_streams()
 
 
 def test_prefill_is_first_come_first_served_and_fills_the_budget() -> None:
