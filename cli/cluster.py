@@ -15,6 +15,7 @@ from ..proto.errors import ConfigError, InputError
 from .numbers import seconds
 
 ADDRESS_VARIABLE = "BATON_ADDRESS"
+KEYS_VARIABLE = "BATON_KEYS"
 TIMEOUT = 5.0
 
 
@@ -24,6 +25,11 @@ def add_address(parser: argparse.ArgumentParser, timeout: float = TIMEOUT) -> No
         "--address",
         metavar="ADDRESS",
         help=f"the cluster's address (else {ADDRESS_VARIABLE}, else where this user's serve is)",
+    )
+    parser.add_argument(
+        "--keys",
+        metavar="FOLDER",
+        help=f"key folder, for a cluster that has keys (else {KEYS_VARIABLE})",
     )
     parser.add_argument(
         "--timeout",
@@ -44,9 +50,15 @@ def address_of(arguments: argparse.Namespace) -> str:
         raise ConfigError(str(problem)) from problem
 
 
+def keys_of(arguments: argparse.Namespace) -> str:
+    """The key folder; empty for none."""
+    return arguments.keys or os.environ.get(KEYS_VARIABLE, "")
+
+
 def connect(arguments: argparse.Namespace) -> Client:
     """A client of that cluster."""
-    return Client(address_of(arguments), connect_timeout=arguments.timeout)
+    address, keys = address_of(arguments), keys_of(arguments)
+    return Client(address, keys=keys, connect_timeout=arguments.timeout)
 
 
 def parsed(status: dict[str, object]) -> ClusterReport:

@@ -49,6 +49,7 @@ HELP = {
     "stats_interval": "seconds between lines of figures (0: none)",
     "log_level": "least severe log lines shown: info, warning or error",
     "run_dir": "parent of the private folder of sockets (empty: the system's temporary folder)",
+    "keys": "key folder made by baton keygen, for sockets that other hosts reach (empty: none)",
 }
 """One line for each field of :class:`ServeSettings`, shown by ``baton serve --help``."""
 

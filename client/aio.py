@@ -11,6 +11,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -21,8 +22,8 @@ from ..proto.contexts import TextContext
 from ..proto.errors import BatonError, ConnectionLost, InputError, InternalError
 from ..proto.ids import RequestID
 from ..proto.messages import Describe, Described, Drained, Message, StatusReport
+from ..runtime.keyring import Keys, client_keys
 from ..runtime.loop import Loop
-from ..runtime.security import CurveKeys
 from .connection import Connection, Sink
 from .embedding import Embedding, embed_specs
 from .events import Ended, NewTokens
@@ -59,13 +60,13 @@ class AsyncClient:
         self,
         address: str,
         *,
-        keys: CurveKeys | None = None,
+        keys: Keys | str | Path | None = None,
         connect_timeout: float = 5.0,
         reconnect_timeout: float = 30.0,
     ) -> None:
         check_timeouts(connect_timeout=connect_timeout, reconnect_timeout=reconnect_timeout)
         self._address = address
-        self._keys = keys
+        self._keys = client_keys(keys)
         self._timeout = connect_timeout
         self._reconnect_timeout = reconnect_timeout
         self._models = ModelCache()

@@ -14,10 +14,11 @@ from ..proto.codec import EnvelopeDecoder
 from ..proto.errors import BatonError, ConnectionLost, ProtocolError
 from ..proto.limits import MAX_DESCRIBED_BYTES
 from ..proto.messages import Message, RouterToClient
+from ..runtime.allowed_keys import ROUTER
 from ..runtime.channel import Buffers, ChannelOptions, Frames, SendResult
+from ..runtime.keyring import Keys, keys_to
 from ..runtime.loop import Loop
 from ..runtime.outbox import Outbox
-from ..runtime.security import CurveKeys
 from ..runtime.sockets import Context, DealerChannel
 from .core import ClientCore
 from .events import (
@@ -58,7 +59,7 @@ class Connection:
         loop: Loop,
         address: str,
         *,
-        keys: CurveKeys | None = None,
+        keys: Keys | None = None,
         connect_timeout: float = 5.0,
         reconnect_timeout: float = 30.0,
     ) -> None:
@@ -138,9 +139,8 @@ class Connection:
 
     def _connect(self) -> DealerChannel:
         identity = new_identity()
-        channel = DealerChannel(
-            self._context, self._address, identity, keys=self._keys, options=_PATIENT
-        )
+        keys = keys_to(self._keys, self._address, ROUTER)  # each time: they may be replaced
+        channel = DealerChannel(self._context, self._address, identity, keys=keys, options=_PATIENT)
         channel.attach(
             self._loop,
             self._hear,

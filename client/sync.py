@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -21,8 +22,8 @@ import numpy.typing as npt
 from ..proto.contexts import TextContext
 from ..proto.errors import BatonError, ConnectionLost, InternalError
 from ..proto.messages import Describe, Described, Drained, Message, StatusReport
+from ..runtime.keyring import Keys, client_keys
 from ..runtime.loop import Loop
-from ..runtime.security import CurveKeys
 from .connection import Connection, Sink
 from .embedding import Embedding, embed_specs
 from .events import Ended, NewTokens, RequestSpec
@@ -51,7 +52,7 @@ Answer = TypeVar("Answer", bound=Message)
 class _Background:
     """The connection and its thread; ends when the Client does, also by garbage collection."""
 
-    def __init__(self, address: str, keys: CurveKeys | None, timeouts: tuple[float, float]) -> None:
+    def __init__(self, address: str, keys: Keys | None, timeouts: tuple[float, float]) -> None:
         self._loop = Loop()
         try:
             self.connection = Connection(
@@ -96,18 +97,22 @@ class Client:
 
     ``connect_timeout``: seconds a call waits for a router that does not answer;
     ``reconnect_timeout``: the same for streams that run already, while the router restarts.
+    ``keys``: the key folder of a cluster that spans hosts, for ``tcp://``. Raises ConfigError
+    where the folder cannot be used.
     """
 
     def __init__(
         self,
         address: str,
         *,
-        keys: CurveKeys | None = None,
+        keys: Keys | str | Path | None = None,
         connect_timeout: float = 5.0,
         reconnect_timeout: float = 30.0,
     ) -> None:
         check_timeouts(connect_timeout=connect_timeout, reconnect_timeout=reconnect_timeout)
-        self._background = _Background(address, keys, (connect_timeout, reconnect_timeout))
+        self._background = _Background(
+            address, client_keys(keys), (connect_timeout, reconnect_timeout)
+        )
         self._timeout = connect_timeout
         self._models = ModelCache()
         self._models_lock = threading.Lock()

@@ -10,6 +10,7 @@ from ..engine.runner import load_runner
 from ..proto.ids import new_incarnation
 from ..proto.limits import MAX_KV_FRAME_BYTES
 from ..runtime.channel import ChannelOptions
+from ..runtime.keyring import load_keys
 from ..runtime.lifecycle import on_stop_signal
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
@@ -34,6 +35,7 @@ def data_address(config: DecodeWorkerConfig) -> str:
 
 def serve(config: DecodeWorkerConfig) -> int:
     """Load the model, join the cluster, run until drained or told to stop."""
+    load_keys(config.keys, "decode", config.worker_id)
     runner = load_runner(config.runner, LoadProgress())
     loop = Loop()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

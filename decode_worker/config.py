@@ -18,7 +18,8 @@ class DecodeWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     requests that are recomputed after a preemption; ``step_seconds``: how long a step with such
     tokens should take (0: any time). ``window`` and ``credit_budget``: bytes a
     single handoff and all handoffs may have in flight. ``drain_grace_s``: how long requests
-    may run on after SIGTERM; others then take them over.
+    may run on after SIGTERM; others then take them over. ``keys``: key folder; with it TCP
+    sockets demand CURVE.
     """
 
     worker_id: str
@@ -35,3 +36,4 @@ class DecodeWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     drain_grace_s: float = 30.0
     log_format: str = "json"
     log_level: Level = "info"
+    keys: str = ""

@@ -61,6 +61,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     stats_interval: float = 10.0
     log_level: str = "warning"
     run_dir: str = ""
+    keys: str = ""
 
 
 def check(settings: ServeSettings) -> ServeSettings:

@@ -67,6 +67,11 @@ def model_folder(settings: ServeSettings) -> str:
     return str(Path(settings.model).resolve() if settings.model else demo_model_folder())
 
 
+def key_folder(settings: ServeSettings) -> str:
+    """Absolute key folder, empty without one; children run in other folders."""
+    return str(Path(settings.keys).absolute()) if settings.keys else ""
+
+
 def ipc_addresses(settings: ServeSettings, client: str, folder: str) -> Addresses:
     """Sockets as files of ``folder``, the client socket at ``client``."""
     return Addresses(
@@ -132,6 +137,7 @@ def _router(settings: ServeSettings, addresses: Addresses, cluster_key: str) -> 
         cluster_key=cluster_key,
         model_folder=model_folder(settings),
         policy=PolicyConfig(name=settings.policy),
+        keys=key_folder(settings),
         log_level=cast("Level", settings.log_level),
     )
     return ProcessSpec(name=ROUTER, role=ROUTER, module="baton.router", config=config)
@@ -149,6 +155,7 @@ def _prefill(
         step_seconds=settings.step_time,
         max_active=settings.prefill_max_batch,
         share_pool=shares_memory(settings),
+        keys=key_folder(settings),
         drain_grace_s=settings.grace,
         log_level=cast("Level", settings.log_level),
     )
@@ -167,6 +174,7 @@ def _decode(
         max_batch=settings.max_batch,
         token_budget=settings.decode_chunk_budget,
         step_seconds=settings.step_time,
+        keys=key_folder(settings),
         drain_grace_s=settings.grace,
         log_level=cast("Level", settings.log_level),
     )

@@ -17,6 +17,7 @@ from ..kv_transfer.shared_pool import PoolOwner, can_share
 from ..proto.ids import new_incarnation
 from ..proto.layout import ModelCard
 from ..proto.messages import DeviceTicket
+from ..runtime.keyring import load_keys
 from ..runtime.lifecycle import on_stop_signal
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
@@ -32,6 +33,7 @@ _log = get_logger()
 
 def serve(config: PrefillWorkerConfig) -> int:
     """Load the model, join the cluster, run until drained or told to stop."""
+    load_keys(config.keys, "prefill", config.worker_id)
     loop = Loop()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     shell = _text(config, loop, context) if _is_text(config) else _embed(config, loop, context)

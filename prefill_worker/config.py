@@ -19,6 +19,7 @@ class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     ``stream_tokens``: prompts with at least this many uncached tokens are sent layer by layer.
     ``share_pool``: decode workers of this host may read the pool; they are told where it is.
     ``drain_grace_s``: how long requests may run on after SIGTERM; others then take them over.
+    ``keys``: key folder; with it TCP sockets demand CURVE.
     """
 
     worker_id: str
@@ -37,3 +38,4 @@ class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     drain_grace_s: float = 30.0
     log_format: str = "json"
     log_level: Level = "info"
+    keys: str = ""

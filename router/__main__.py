@@ -8,6 +8,7 @@ import sys
 import zmq
 
 from ..proto.ids import new_incarnation
+from ..runtime.keyring import load_keys
 from ..runtime.lifecycle import on_stop_signal
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
@@ -22,6 +23,7 @@ GC_THRESHOLDS = (50_000, 50, 100)
 
 def serve(config: RouterConfig) -> int:
     """Run the router; returns the exit code."""
+    load_keys(config.keys, "router", config.name)
     files = read_text_files(config.model_folder, config.max_described_bytes)
     loop = Loop()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -68,6 +68,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     that comes still later is served by replay. ``resume_window_s``: how long the
     requests of a vanished client run on; 0 aborts them at once, so their blocks are free
     within milliseconds, and a client that does come back is served by replay.
+    ``keys``: key folder; with it TCP sockets demand CURVE.
     """
 
     client_address: str
@@ -101,6 +102,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_attempts: int = 8
     poison_deaths: int = 2
     log_level: Level = "info"
+    keys: str = ""
     max_described_bytes: int = MAX_DESCRIBED_BYTES - DESCRIBED_MARGIN
 
     def __post_init__(self) -> None:

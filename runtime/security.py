@@ -13,11 +13,25 @@ from ..proto.errors import ConfigError, InputError
 
 
 class CurveKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """A process's CURVE pair in z85 (40 bytes each), and the server's public key to connect to."""
+    """A process's CURVE pair in z85 (40 bytes each), and whose public key to connect to.
+
+    Of several server keys the next is tried when a handshake fails.
+    """
 
     public: bytes
     secret: bytes
-    server: bytes | None = None
+    server: bytes | tuple[bytes, ...] | None = None
+
+    def __repr__(self) -> str:
+        """Without the secret, which must not reach a log."""
+        return f"CurveKeys(public={self.public!r}, server={self.server!r})"
+
+    @property
+    def servers(self) -> tuple[bytes, ...]:
+        """The server keys, in the order to try them."""
+        if self.server is None:
+            return ()
+        return (self.server,) if isinstance(self.server, bytes) else self.server
 
 
 def apply_server_keys(socket: zmq.Socket[bytes], keys: CurveKeys | None) -> None:
@@ -32,9 +46,9 @@ def apply_client_keys(socket: zmq.Socket[bytes], keys: CurveKeys | None) -> None
     """Make ``socket`` speak CURVE to the server whose key it knows."""
     if keys is None:
         return
-    if keys.server is None:
+    if not keys.servers:
         raise ConfigError("CURVE keys for a connection need the server's public key")
-    socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+    socket.setsockopt(zmq.CURVE_SERVERKEY, keys.servers[0])
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
 
