@@ -66,7 +66,13 @@ def _text(config: PrefillWorkerConfig, loop: Loop, context: Context) -> PrefillS
 
 def _device_ticket(config: PrefillWorkerConfig, runner: Runner) -> DeviceTicket | None:
     """Where decode workers of this host find the pool on the GPU, if they may read it there."""
-    return runner.backend.pool_ticket(runner.pool) if config.share_pool else None
+    if not config.share_pool:
+        return None
+    try:
+        return runner.backend.pool_ticket(runner.pool)
+    except OSError as error:
+        _log.warning("pool.not_shared", error=str(error))
+        return None
 
 
 def _shared_or_own(owner: PoolOwner, nbytes: int) -> npt.NDArray[np.uint8]:

@@ -5,6 +5,8 @@ import pytest
 
 from baton.engine.kernels.cuda.device import Device
 from baton.engine.kernels.cuda.elementwise import silu_mul
+from baton.engine.kernels.cuda.linear import MAX_SKINNY, linear
+from baton.engine.kernels.cuda.reference import from_bf16, to_bf16
 
 from .host_device import HostDevice, LaunchFailed
 
@@ -23,6 +25,25 @@ def test_a_graph_computes_what_its_arrays_hold_when_it_is_replayed(
         expected = device.empty((3, 16), np.uint16)
         silu_mul(device, device.upload(pinned), expected)
         assert device.download(out).tobytes() == device.download(expected).tobytes()
+
+
+@pytest.mark.parametrize("rows", [MAX_SKINNY, MAX_SKINNY + 8])
+@pytest.mark.parametrize("dtype", [np.uint16, np.float32])
+def test_a_graph_holds_products_of_few_rows_and_of_many(
+    device: Device, rng: np.random.Generator, rows: int, dtype: type
+) -> None:
+    depth, width = 64, 48
+    weight = to_bf16(rng.standard_normal((width, depth)))
+    x, out = device.zeros((rows, depth), np.uint16), device.empty((rows, width), dtype)
+    on_device = device.upload(weight)
+    graph = device.capture(lambda: linear(device, x, on_device, None, out))
+    for _ in range(2):
+        values = to_bf16(rng.standard_normal((rows, depth)))
+        device.write(x, values)
+        graph.replay()
+        got = device.download(out)
+        got = from_bf16(got) if dtype is np.uint16 else got
+        np.testing.assert_allclose(got, from_bf16(values) @ from_bf16(weight).T, 1e-2, 5e-2)
 
 
 def test_a_write_that_does_not_fit_is_refused(device: Device) -> None:

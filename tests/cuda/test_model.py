@@ -178,6 +178,7 @@ def test_a_decode_worker_reads_blocks_out_of_the_sender_s_gpu_memory(
         ({"host": "elsewhere"}, "another host"),
         ({"nbytes": 100}, "not made of blocks"),
         ({"handle": bytes(64)}, "names nothing"),
+        ({"handle": bytes(63)}, "a handle of 63 bytes"),
     ],
 )
 def test_a_ticket_that_does_not_fit_is_refused_in_words(

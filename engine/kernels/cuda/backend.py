@@ -21,6 +21,8 @@ from .device import Device, DeviceArray
 from .linear import linear
 from .row_plan import RowPlan
 
+HANDLE_BYTES = 64
+"""Of a CUDA IPC handle."""
 REVISION = 1
 """Raise it when a change of the CUDA code changes a bit of any result."""
 
@@ -98,6 +100,8 @@ class CudaBackend:
             raise ValueError(f"a pool of {ticket.nbytes} bytes is not made of blocks of {block}")
         if ticket.host != host_id():
             raise ValueError("the pool is on another host")
+        if len(ticket.handle) != HANDLE_BYTES:  # CuPy would raise an IndexError
+            raise ValueError(f"a handle of {len(ticket.handle)} bytes, not {HANDLE_BYTES}")
         shape = (layout.num_layers, ticket.nbytes // block, *layout.block_shape)
         return self.device.open(ticket.handle, ticket.offset, shape, np.uint16)
 

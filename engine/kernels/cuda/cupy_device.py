@@ -11,13 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ....proto.errors import ConfigError
+from .cublas import WORKSPACE_BYTES, Cublas, find_library
 from .device import Argument, Array, DeviceArray, Kernel
 from .sources import cuda_source
 
 _PLAIN_SHARED_BYTES = 48 * 1024
 _OPTIONS = ("-std=c++17",)
-_CUDA_R_32F, _CUDA_R_16BF = 0, 14
-"""cuBLAS's names of float32 and bfloat16."""
 
 
 def cuda_is_available() -> bool:
@@ -32,12 +31,12 @@ def cuda_is_available() -> bool:
 class CupyGraph:
     """A captured graph with the arrays its kernels use."""
 
-    def __init__(self, graph: Any, stream: Any, kept: list[Any]) -> None:
-        self._graph, self._stream, self._kept = graph, stream, kept
+    def __init__(self, device: CupyDevice, graph: Any, kept: list[Any]) -> None:
+        self._device, self._graph, self._kept = device, graph, kept
 
     def replay(self) -> None:
         """Queue the graph on the device's stream."""
-        self._graph.launch(self._stream)
+        self._device.replay(self._graph)
 
 
 class CupyMapping:
@@ -77,10 +76,27 @@ class CupyDevice:
             self._stream = cupy.cuda.Stream(non_blocking=True)
         self._lock = threading.RLock()  # what another thread queues must not join a capture
         self._kept: list[Any] | None = None  # arrays of the launches being captured
+        self._cublas: Cublas | None = None
+        self._cublas_space: DeviceArray | None = None  # cuBLAS writes there
         self._shared_bytes: dict[Kernel, int] = {}
         self._source = source
         capability = self._device.compute_capability
         self.name = f"cuda-sm_{capability}"
+
+    @property
+    def cupy(self) -> Any:
+        """The CuPy module."""
+        return self._cupy
+
+    @property
+    def stream(self) -> Any:
+        """The CuPy stream that everything is queued on."""
+        return self._stream
+
+    def compile(self, source: str) -> None:
+        """Compile the kernels of a file now, or find them compiled in CuPy's cache."""
+        with self._lock, self._device, self._stream:
+            self._module(source).compile()
 
     def memory_bytes(self) -> int:
         """All memory of the GPU, whoever uses it."""
@@ -113,9 +129,12 @@ class CupyDevice:
     def export(self, array: DeviceArray) -> tuple[bytes, int]:
         """CUDA IPC handle of the allocation that ``array`` lies in, and its offset there."""
         base: Any = array
-        start = base.data.mem.ptr
+        start, runtime = base.data.mem.ptr, self._cupy.cuda.runtime
         with self._device:
-            handle = self._cupy.cuda.runtime.ipcGetMemHandle(start)
+            try:
+                handle = runtime.ipcGetMemHandle(start)
+            except runtime.CUDARuntimeError as error:
+                raise OSError(f"this system shares no GPU memory: {error}") from None
         return bytes(handle), int(base.data.ptr - start)
 
     def open(
@@ -189,7 +208,12 @@ class CupyDevice:
             finally:
                 self._kept = None
             graph.upload(self._stream)
-        return CupyGraph(graph, self._stream, kept)
+        return CupyGraph(self, graph, kept)
+
+    def replay(self, graph: Any) -> None:
+        """Queue a graph of CuPy's."""
+        with self._lock, self._device:
+            graph.launch(self._stream)
 
     def launch(
         self,
@@ -201,52 +225,53 @@ class CupyDevice:
     ) -> None:
         """Queue a kernel."""
         values = tuple(_as_passed(a) for a in args)
-        if self._kept is not None:
-            self._kept.extend(args)
         with self._lock, self._device, self._stream:
+            if self._kept is not None:
+                self._kept.extend(args)
             function = self._function(kernel, shared_bytes)
             function(tuple(grid), tuple(block), values, shared_mem=shared_bytes)
 
     def matmul(
         self, x: DeviceArray, weight: DeviceArray, out: DeviceArray, *, add: bool = False
     ) -> None:
-        """Queue a product of cuBLAS; ``cupy.matmul`` cannot give float32 from bfloat16."""
-        from cupy_backends.cuda.libs import cublas  # pyright: ignore[reportMissingImports]
-
-        (rows, depth), width = x.shape, weight.shape[0]
-        arrays: list[Any] = [weight, x, out]
-        if self._kept is not None:
-            self._kept.extend(arrays)
-        w, given, result = (array.data.ptr for array in arrays)
-        one, onto = np.ones(1, np.float32), np.full(1, add, np.float32)
-        into = _CUDA_R_32F if out.dtype == np.float32 else _CUDA_R_16BF
+        """Queue a product of cuBLAS; CuPy's own gives no float32 and cannot be captured."""
+        sizes = (x.shape[0], weight.shape[0], x.shape[1])
+        arrays: list[Any] = [x, weight, out]
+        at = [array.data.ptr for array in arrays]
         with self._lock, self._device, self._stream:
-            # cuBLAS counts columns first: out.T = weight @ x.T.
-            cublas.gemmEx(
-                self._cupy.cuda.device.get_cublas_handle(),
-                cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, width, rows, depth, one.ctypes.data,
-                w, _CUDA_R_16BF, depth, given, _CUDA_R_16BF, depth, onto.ctypes.data,
-                result, into, width, cublas.CUBLAS_COMPUTE_32F, cublas.CUBLAS_GEMM_DEFAULT,
-            )  # fmt: skip
+            if self._kept is not None:
+                self._kept.extend(arrays)
+            cublas = self._cublas = self._cublas or self._new_cublas()
+            wide = out.dtype == np.float32
+            cublas.matmul(at[0], at[1], at[2], sizes, wide=wide, add=add)
+
+    def _new_cublas(self) -> Cublas:
+        space: Any = self.empty((WORKSPACE_BYTES,), np.uint8)
+        self._cublas_space = space
+        return Cublas(find_library(), self._stream.ptr, space.data.ptr)
 
     def synchronize(self) -> None:
         """Wait for everything queued."""
-        with self._device:
+        with self._lock, self._device:  # waiting while another thread captures would end that
             self._stream.synchronize()
 
     def _function(self, kernel: Kernel, shared_bytes: int) -> Any:
         function = self._functions.get(kernel)
         if function is None:
-            module = self._modules.get(kernel.source)
-            if module is None:
-                module = self._cupy.RawModule(code=self._source(kernel.source), options=_OPTIONS)
-                self._modules[kernel.source] = module
-            function = self._functions[kernel] = module.get_function(kernel.name)
+            function = self._module(kernel.source).get_function(kernel.name)
+            self._functions[kernel] = function
         # More than 48 KiB must be asked for once; it stays with the function.
         if shared_bytes > self._shared_bytes.get(kernel, _PLAIN_SHARED_BYTES):
             function.max_dynamic_shared_size_bytes = shared_bytes
             self._shared_bytes[kernel] = shared_bytes
         return function
+
+    def _module(self, source: str) -> Any:
+        module = self._modules.get(source)
+        if module is None:
+            module = self._cupy.RawModule(code=self._source(source), options=_OPTIONS)
+            self._modules[source] = module
+        return module
 
 
 def _as_passed(argument: Argument) -> Any:

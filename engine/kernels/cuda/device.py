@@ -100,7 +100,10 @@ class Device(Protocol):
         ...
 
     def export(self, array: DeviceArray) -> tuple[bytes, int]:
-        """Return a handle for other processes of this host, and where in it the array begins."""
+        """Return a handle for other processes of this host, and where in it the array begins.
+
+        OSError where the system has no such handles.
+        """
         ...
 
     def open(

@@ -1,0 +1,105 @@
+"""cuBLAS by its own functions: one handle on one stream, with a workspace that is ours.
+
+CuPy's binding refuses every call while its stream is captured; the library does not. With a
+workspace that is set, a product allocates nothing, so a graph may hold it, and two graphs of
+one device share the workspace only because one stream runs them in turn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+WORKSPACE_BYTES = 32 << 20
+"""What NVIDIA's documentation of cublasSetWorkspace recommends for Hopper."""
+
+_CUDA_R_32F, _CUDA_R_16BF = 0, 14
+_COMPUTE_32F, _GEMM_DEFAULT = 68, -1
+_OP_N, _OP_T = 0, 1
+_INT, _SIZE, _POINTER = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
+_SIGNATURES = {
+    "cublasCreate_v2": (ctypes.POINTER(_POINTER),),
+    "cublasDestroy_v2": (_POINTER,),
+    "cublasSetStream_v2": (_POINTER, _POINTER),
+    "cublasSetWorkspace_v2": (_POINTER, _POINTER, _SIZE),
+    "cublasGemmEx": (
+        _POINTER, _INT, _INT, _INT, _INT, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER, _INT,
+        _INT, _POINTER, _POINTER, _INT, _INT, _INT, _INT,
+    ),
+}  # fmt: skip
+
+
+class CublasFailed(RuntimeError):
+    """A function of cuBLAS returned a status other than success."""
+
+
+@cache
+def find_library() -> str:
+    """Path of the cuBLAS that this process has loaded, or would load.
+
+    Raises RuntimeError where there is none.
+    """
+    # Comes with CuPy.
+    from cuda.pathfinder import (  # pyright: ignore[reportMissingImports]
+        load_nvidia_dynamic_lib,
+    )
+
+    path: str | None = load_nvidia_dynamic_lib("cublas").abs_path
+    if path is None:
+        raise RuntimeError("cuBLAS is not installed")
+    return path
+
+
+class Cublas:
+    """A handle of cuBLAS for ``stream``; the current device must be the stream's.
+
+    ``workspace``: address of :data:`WORKSPACE_BYTES` on the device, which the caller keeps.
+    Raises CublasFailed. Not thread-safe.
+    """
+
+    def __init__(self, library: str, stream: int, workspace: int) -> None:
+        self._library = ctypes.CDLL(library)
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = arguments, ctypes.c_int
+        self._handle = _POINTER()
+        self._call("cublasCreate_v2", ctypes.byref(self._handle))
+        self._call("cublasSetStream_v2", self._handle, stream)
+        # Setting the stream resets the workspace, so this comes second.
+        self._call("cublasSetWorkspace_v2", self._handle, workspace, WORKSPACE_BYTES)
+        self._one, self._onto = ctypes.c_float(1.0), (ctypes.c_float(0.0), ctypes.c_float(1.0))
+
+    def close(self) -> None:
+        """Give the handle back; nothing may be called any more."""
+        handle, self._handle = self._handle, _POINTER()
+        if handle:
+            self._call("cublasDestroy_v2", handle)
+
+    def matmul(
+        self,
+        x: int,
+        weight: int,
+        out: int,
+        sizes: tuple[int, int, int],
+        *,
+        wide: bool,
+        add: bool,
+    ) -> None:
+        """Queue ``out[m, N] = x[m, K] @ weight[N, K].T``, on top of ``out`` if ``add``.
+
+        Addresses on the device, ``sizes`` are m, N, K; ``x`` and ``weight`` bf16, ``out`` float32
+        if ``wide``, else bf16. Sums are float32.
+        """
+        rows, width, depth = sizes
+        # cuBLAS counts columns first: out.T = weight @ x.T.
+        self._call(
+            "cublasGemmEx", self._handle, _OP_T, _OP_N, width, rows, depth,
+            ctypes.addressof(self._one), weight, _CUDA_R_16BF, depth, x, _CUDA_R_16BF, depth,
+            ctypes.addressof(self._onto[add]), out, _CUDA_R_32F if wide else _CUDA_R_16BF, width,
+            _COMPUTE_32F, _GEMM_DEFAULT,
+        )  # fmt: skip
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status:
+            raise CublasFailed(f"{name} returned status {status}")

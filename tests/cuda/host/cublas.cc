@@ -1,0 +1,66 @@
+// The functions of cuBLAS that Baton calls, on host memory: what they are given is what is tested.
+#include <cstddef>
+#include <cstring>
+
+namespace {
+struct Handle {
+    void* stream;
+    void* workspace;
+    size_t workspace_bytes;
+};
+
+float read(const void* at, long i, int type) {
+    if (type == 0) return static_cast<const float*>(at)[i];
+    unsigned bits = static_cast<const unsigned short*>(at)[i] << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+void write(void* at, long i, int type, float value) {
+    if (type == 0) {
+        static_cast<float*>(at)[i] = value;
+        return;
+    }
+    unsigned bits;
+    memcpy(&bits, &value, 4);
+    static_cast<unsigned short*>(at)[i] = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+EXPORT int cublasCreate_v2(Handle** handle) {
+    *handle = new Handle{};
+    return 0;
+}
+EXPORT int cublasDestroy_v2(Handle* handle) {
+    delete handle;
+    return 0;
+}
+EXPORT int cublasSetStream_v2(Handle* handle, void* stream) {
+    *handle = {stream, nullptr, 0};
+    return 0;
+}
+EXPORT int cublasSetWorkspace_v2(Handle* handle, void* workspace, size_t bytes) {
+    handle->workspace = workspace, handle->workspace_bytes = bytes;
+    return 0;
+}
+EXPORT int cublasGemmEx(
+    Handle* handle, int transa, int transb, int m, int n, int k, const void* alpha, const void* a,
+    int atype, int lda, const void* b, int btype, int ldb, const void* beta, void* c, int ctype,
+    int ldc, int compute, int algorithm) {
+    if (!handle->stream || !handle->workspace || handle->workspace_bytes < 32u << 20) return 1;
+    if (atype != 14 || btype != 14 || (ctype != 14 && ctype != 0)) return 15;
+    if (compute != 68 || algorithm != -1) return 7;
+    float scale = *static_cast<const float*>(alpha), keep = *static_cast<const float*>(beta);
+    for (long j = 0; j < n; j++)
+        for (long i = 0; i < m; i++) {
+            float sum = 0;
+            for (long p = 0; p < k; p++)
+                sum += read(a, transa ? p + i * lda : i + p * lda, atype) *
+                       read(b, transb ? j + p * ldb : p + j * ldb, btype);
+            float before = keep ? keep * read(c, i + j * ldc, ctype) : 0;
+            write(c, i + j * ldc, ctype, scale * sum + before);
+        }
+    return 0;
+}
