@@ -27,6 +27,12 @@ _SENTENCES = {
     "hung": "{name} has not answered for {seconds:.1f} s; ending it",
     "cannot_run": "{name} cannot run: {detail}",
     "gave_up": "{name} ended too often; stopping the cluster. Last message: {detail}",
+    "replacing": "{name} ended too often ({detail}); another takes its place in {seconds:.1f} s",
+    "not_added": "{name} cannot run and was not added: {detail}",
+    "unplaced": "{name} waits for a host: {detail}",
+    "drain_over": "{name} has not finished within the grace period; others take its requests over",
+    "rolled_out": "rollout finished: {detail}",
+    "rollout_stopped": "rollout {detail}",
     "draining": "draining: running requests may finish within {seconds:.0f} s "
     "(interrupt again to stop at once)",
     "grace_over": "the grace period is over; stopping with requests unfinished",

@@ -1,0 +1,323 @@
+"""What a cluster should consist of, and the way there: targets, drains, rollouts, the end.
+
+Pure: ``handle(event, now) -> actions``; no process, socket or clock. Times are seconds of one
+monotonic clock. Every event is followed by a look at what is and what should be, so nothing
+depends on the order in which things happen. Phases::
+
+    STARTING ──all ready──▶ SERVING ──Down──▶ DRAINING ──routers gone──▶ STOPPING ──▶ ENDED
+        └──────────────── Down, or a member that cannot run ────────────────▶┘
+
+Invariants: those of :mod:`.pools`, :mod:`.rollout` and :mod:`.tickets`; the core ends only when
+no member is left, and after :class:`End` decides nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .core import Phase, Say
+from .launcher import POOLS, ROUTER, MemberEnded, MemberStarted, MemberUnplaced
+from .members import Member, Stage, View
+from .orders import (
+    Action,
+    Answer,
+    Begin,
+    Down,
+    Drain,
+    End,
+    Event,
+    KillMember,
+    Measured,
+    Outcome,
+    Reported,
+    RequestResources,
+    Rollout,
+    Scale,
+    Tick,
+)
+from .pools import ControllerLimits, Pools
+from .rollout import Replacement
+from .targets import Bounds, clamped, describe_targets, scale_refusal
+from .tickets import Tickets
+
+GOING_DOWN = "the cluster is going down"
+
+
+class ControllerCore:
+    """One cluster; ``targets``: how many workers of each pool it begins with."""
+
+    def __init__(
+        self,
+        targets: dict[str, int],
+        routers: Iterable[str] = (ROUTER,),
+        limits: ControllerLimits | None = None,
+        bounds: Bounds | None = None,
+    ) -> None:
+        sizes = {role: targets.get(role, 0) for role in POOLS}
+        self.pools = Pools(tuple(routers), sizes, limits or ControllerLimits())
+        self.limits = self.pools.limits
+        self.bounds = bounds or Bounds()
+        self.phase = Phase.STARTING
+        self.rollout: Replacement | None = None
+        self.last_rollout = ""
+        """How the last one ended, for people."""
+        self._tickets = Tickets()
+        self._requested: dict[str, int] = {}
+        self._exit_code = 0
+        self._drain_until = 0.0
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Decide; the actions are to be carried out in order."""
+        if self.phase is Phase.ENDED:
+            return []
+        return [*self._heard(event, now), *self._look(now)]
+
+    def _heard(self, event: Event, now: float) -> list[Action]:
+        match event:
+            case Scale():
+                return self._scale(event)
+            case Drain():
+                return self._drain(event, now)
+            case Rollout():
+                return self._begin_rollout(event)
+            case Down():
+                return self._down(event, now)
+            case Measured(targets):
+                if self.phase is Phase.SERVING:
+                    self.pools.targets |= clamped(targets, self.bounds)
+            case Reported(router, report):
+                if self.pools.members.get(router) is not None:
+                    self.pools.members.views[router] = View.of(report)
+                self.pools.observe(now)
+            case MemberStarted():
+                return self._started(event, now)
+            case MemberEnded():
+                return self._ended(event, now)
+            case MemberUnplaced():
+                return self._unplaced(event, now)
+            case Begin() | Tick():
+                pass
+        return []
+
+    @property
+    def _ending(self) -> bool:
+        return self.phase not in (Phase.STARTING, Phase.SERVING)
+
+    # ------------------------------------------------------------- what operators want
+
+    def _scale(self, event: Scale) -> list[Action]:
+        problem = GOING_DOWN if self._ending else scale_refusal(event.targets, self.bounds)
+        if problem:
+            return [Answer(event.ticket, Outcome.FAILED, problem)]
+        replaced = self._tickets.end_scales("replaced by a later scale")
+        self.pools.targets |= event.targets
+        self._tickets.scales.append(event.ticket)
+        text = describe_targets(self.pools.targets)
+        return [*replaced, Answer(event.ticket, Outcome.ACCEPTED, text)]
+
+    def _drain(self, event: Drain, now: float) -> list[Action]:
+        member = self.pools.members.get(event.worker)
+        problem = GOING_DOWN if self._ending else ""
+        if member is None or member.role == ROUTER:
+            known = ", ".join(sorted(each.name for each in self.pools.members.workers()))
+            problem = problem or f"no worker {event.worker[:80]!r}; known are {known or 'none'}"
+        if problem or member is None:
+            return [Answer(event.ticket, Outcome.FAILED, problem)]
+        self._tickets.drains[event.ticket] = member.name
+        actions: list[Action] = [Answer(event.ticket, Outcome.ACCEPTED, "draining")]
+        if member.active:
+            self.pools.shrink(member.role)
+            actions.append(self.pools.let_go(member, now))
+        return actions
+
+    def _begin_rollout(self, event: Rollout) -> list[Action]:
+        problem = ""
+        if self._ending:
+            problem = GOING_DOWN
+        elif self.rollout is not None:
+            problem = f"a rollout is running, {self.rollout.progress(self.pools)}"
+        elif self.phase is Phase.STARTING:
+            problem = "the cluster is not ready yet; see baton wait-ready"
+        if problem:
+            return [Answer(event.ticket, Outcome.FAILED, problem)]
+        self.rollout = Replacement(event.ticket, event.revision, self.pools.revision)
+        self.pools.revision = event.revision
+        self.rollout.said = self.rollout.progress(self.pools)
+        return [Answer(event.ticket, Outcome.ACCEPTED, self.rollout.said)]
+
+    # ------------------------------------------------------------- what happens to members
+
+    def _started(self, event: MemberStarted, now: float) -> list[Action]:
+        member = self.pools.members.get(event.name)
+        if member is None:
+            return []
+        member.restarts += member.pid != 0
+        member.pid, member.host, member.waits_for = event.pid, event.host, ""
+        if member.role == ROUTER:
+            self.pools.members.views.pop(member.name, None)
+        if member.stage is Stage.READY:
+            member.enter(Stage.STARTING, now)
+        elif member.stage is Stage.DRAINING and member.restarts:
+            member.died = True  # others have its requests by now
+            return [self.pools.stop(member, self.limits.grace, now)]
+        return []
+
+    def _ended(self, event: MemberEnded, now: float) -> list[Action]:
+        member = self.pools.members.remove(event.name)
+        if member is None:
+            return []
+        actions: list[Action] = [*self._tickets.end_drains(event, died=member.died)]
+        if member.role == ROUTER and self.phase is Phase.DRAINING and event.code != 0:
+            self._exit_code = 1
+        if member.stage is Stage.STOPPING or self._ending:
+            return actions
+        if member.role != ROUTER and event.code == 0 and member.was_ready:
+            if member.active:  # somebody drained it behind our back
+                self.pools.shrink(member.role)
+            return [*actions, Say("retired", member.name)]
+        if member.stage is Stage.DRAINING:
+            return actions
+        return [*actions, *self._lost(member, event.reason, now, refused=event.refused)]
+
+    def _lost(self, member: Member, why: str, now: float, *, refused: bool) -> list[Action]:
+        """A member that was wanted is not to be had."""
+        if self.phase is Phase.STARTING:
+            what = "cannot_run" if refused else "gave_up"
+            return [Say(what, member.name, why), *self._stop_all(now, 1)]
+        if self.rollout is not None and self.rollout.is_new(member):
+            return self._end_rollout(f"{member.name} cannot run: {why or 'no message'}")
+        if not member.was_ready and member.role != ROUTER:  # the pool stays as large as it is
+            self.pools.shrink(member.role)
+            text = f"{member.name} cannot run: {why or 'no message'}"
+            return [Say("not_added", member.name, why), *self._tickets.end_scales(text)]
+        if not self.limits.replace:
+            return [Say("gave_up", member.name, why), *self._stop_all(now, 1)]
+        wait = self.pools.hold(member.role, now)
+        return [Say("replacing", member.name, why, wait)]
+
+    def _unplaced(self, event: MemberUnplaced, now: float) -> list[Action]:
+        member = self.pools.members.get(event.name)
+        if member is None or not member.active or self._ending:
+            return []
+        if event.final:
+            stop = self.pools.stop(member, self.limits.stop_timeout, now)
+            return [stop, *self._lost(member, event.why, now, refused=True)]
+        if member.waits_for == event.why:
+            return []
+        member.waits_for = event.why
+        text = f"{member.name} waits for a host: {event.why}"
+        return [Say("unplaced", member.name, event.why), *self._tickets.progress(text)]
+
+    def _overdue(self, now: float) -> list[Action]:
+        """Members added while serving that never become ready."""
+        actions: list[Action] = []
+        for member in self.pools.overdue(now) if self.phase is Phase.SERVING else ():
+            why = member.waits_for or f"not ready after {self.limits.ready_timeout:g} s"
+            actions.append(self.pools.stop(member, self.limits.stop_timeout, now))
+            actions += self._lost(member, why, now, refused=True)
+        return actions
+
+    # ------------------------------------------------------------- what is and what should be
+
+    def _look(self, now: float) -> list[Action]:
+        """Everything that follows from where the members stand now."""
+        actions: list[Action] = []
+        if self.phase is Phase.STARTING or self.phase is Phase.SERVING:
+            actions += self._overdue(now)
+        if self.phase is Phase.STARTING or self.phase is Phase.SERVING:
+            actions += [*self.pools.fill(now), *self.pools.shed(now), *self.pools.drains(now)]
+            actions += self._arrived(now)
+        if self.phase is Phase.DRAINING:
+            actions += self._look_draining(now)
+        actions += self._request()
+        if self.phase is Phase.STOPPING and not self.pools.members:
+            self.phase = Phase.ENDED
+            actions += [*self._tickets.end_downs(), End(self._exit_code)]
+        return actions
+
+    def _arrived(self, now: float) -> list[Action]:
+        """What has come true, and the rollout's next step."""
+        actions: list[Action] = []
+        if self.phase is Phase.STARTING and self.pools.settled():
+            self.phase = Phase.SERVING
+            actions.append(Say("ready"))
+        if self.phase is not Phase.SERVING:
+            return actions
+        if self.rollout is not None:
+            actions += self._advance_rollout(self.rollout, now)
+        if self.pools.reached():
+            text = describe_targets(self.pools.targets)
+            actions += self._tickets.end_scales(text, Outcome.DONE)
+        return actions
+
+    def _request(self) -> list[Action]:
+        wanted = {} if self._ending else self.pools.wanted()
+        if wanted == self._requested:
+            return []
+        self._requested = wanted
+        return [RequestResources(dict(wanted))]
+
+    # ------------------------------------------------------------- rollout
+
+    def _advance_rollout(self, rollout: Replacement, now: float) -> list[Action]:
+        actions = rollout.advance(self.pools, now)
+        text = rollout.progress(self.pools)
+        if rollout.finished:
+            self.rollout, self.last_rollout = None, f"finished: {text}"
+            said = Say("rolled_out", detail=text)
+            return [*actions, Answer(rollout.ticket, Outcome.DONE, text), said]
+        if text != rollout.said:
+            rollout.said = text
+            actions.append(Answer(rollout.ticket, Outcome.PROGRESS, text))
+        return actions
+
+    def _end_rollout(self, why: str) -> list[Action]:
+        """It cannot go on: members not replaced stay, and a router missing comes back as it was."""
+        rollout, self.rollout = self.rollout, None
+        if rollout is None:
+            return []
+        self.pools.revision, self.pools.surge = rollout.before, ""
+        text = f"stopped at {rollout.progress(self.pools)}: {why}"
+        self.last_rollout = text
+        return [Say("rollout_stopped", detail=text), Answer(rollout.ticket, Outcome.FAILED, text)]
+
+    # ------------------------------------------------------------- the end
+
+    def _down(self, event: Down, now: float) -> list[Action]:
+        actions: list[Action] = []
+        if event.ticket is not None:
+            self._tickets.downs.append(event.ticket)
+            actions.append(Answer(event.ticket, Outcome.ACCEPTED, "going down"))
+        if self._ending:
+            return actions if event.ticket is not None else [*actions, *self._kill_all()]
+        actions += [*self._end_rollout(GOING_DOWN), *self._tickets.end_all(GOING_DOWN)]
+        if self.phase is Phase.STARTING:
+            return [*actions, *self._stop_all(now, 0)]
+        self.phase = Phase.DRAINING
+        self._drain_until = now + self.limits.grace
+        actions.append(Say("draining", seconds=self.limits.grace))
+        for router in self.pools.members.of_role(ROUTER):
+            # The grace is watched here, so that its end is said; the backend's comes later.
+            grace = self.limits.grace + self.limits.stop_timeout
+            actions.append(self.pools.stop(router, grace, now))
+        return actions
+
+    def _look_draining(self, now: float) -> list[Action]:
+        if not self.pools.members.of_role(ROUTER):
+            return self._stop_all(now, 0)
+        if now >= self._drain_until:
+            return [Say("grace_over"), *self._stop_all(now, 0)]
+        return []
+
+    def _stop_all(self, now: float, code: int) -> list[Action]:
+        """No more requests: end what is there, within the stop timeout."""
+        ended = [*self._end_rollout(GOING_DOWN), *self._tickets.end_all(GOING_DOWN)]
+        self.phase = Phase.STOPPING
+        self._exit_code = max(self._exit_code, code)
+        timeout = self.limits.stop_timeout
+        stops = [self.pools.stop(member, timeout, now) for member in self.pools.members]
+        return [*ended, *stops]
+
+    def _kill_all(self) -> list[Action]:
+        self.phase = Phase.STOPPING
+        return [KillMember(member.name) for member in self.pools.members]

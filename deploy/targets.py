@@ -1,0 +1,66 @@
+"""How large the pools may be, and what is wrong with a size somebody asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from .launcher import DECODE, POOLS, PREFILL
+
+MAX_MEMBERS = 1024
+"""Workers of one pool; more is taken for a slip of the hand."""
+
+
+class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Least and most workers of each pool; 0: no bound. ``embeds``: no decode workers at all."""
+
+    prefill_min: int = 0
+    prefill_max: int = 0
+    decode_min: int = 0
+    decode_max: int = 0
+    embeds: bool = False
+
+    def least(self, role: str) -> int:
+        """Fewest workers of a pool that serves."""
+        if role == DECODE and self.embeds:
+            return 0
+        return max(1, self.prefill_min if role == PREFILL else self.decode_min)
+
+    def most(self, role: str) -> int:
+        """Most workers of a pool."""
+        if role == DECODE and self.embeds:
+            return 0
+        return (self.prefill_max if role == PREFILL else self.decode_max) or MAX_MEMBERS
+
+
+def scale_refusal(targets: Mapping[str, int], bounds: Bounds) -> str:
+    """Why the pools cannot get this size, in one sentence; empty: they can."""
+    if not targets:
+        return "name a pool and its size, such as decode=2"
+    for role, count in targets.items():
+        if role not in POOLS:
+            return f"no pool {role[:40]!r}; the pools are {' and '.join(POOLS)}"
+        if role == DECODE and bounds.embeds:
+            return "an embedding model is served by prefill workers alone; decode cannot be scaled"
+        if count < bounds.least(role):
+            rule = f" ({role}_min)" if bounds.least(role) > 1 else ""
+            return f"{role} must be at least {bounds.least(role)}{rule}, not {count}"
+        if count > bounds.most(role):
+            rule = f" ({role}_max)" if bounds.most(role) < MAX_MEMBERS else ""
+            return f"{role} must be at most {bounds.most(role)}{rule}, not {count}"
+    return ""
+
+
+def clamped(targets: Mapping[str, int], bounds: Bounds) -> dict[str, int]:
+    """The nearest sizes within the bounds; other roles are left out."""
+    return {
+        role: min(max(targets[role], bounds.least(role)), bounds.most(role))
+        for role in POOLS
+        if role in targets
+    }
+
+
+def describe_targets(targets: Mapping[str, int]) -> str:
+    """Sizes as the operator writes them."""
+    return " ".join(f"{role}={count}" for role, count in targets.items())

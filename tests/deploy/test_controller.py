@@ -1,0 +1,295 @@
+import pytest
+
+from baton.deploy.core import Phase
+from baton.deploy.launcher import MemberUnplaced
+from baton.deploy.members import Stage
+from baton.deploy.orders import Down, Drain, Measured, Outcome, Reported, Rollout, Scale, Tick
+from baton.deploy.report import ClusterReport, WorkerReport
+
+from .world import GRACE, World
+
+
+def serving(**kwargs) -> World:
+    world = World(1, **kwargs)
+    world.settle(5)
+    assert world.core.phase is Phase.SERVING
+    return world
+
+
+def names(world: World, role: str) -> set[str]:
+    return {p.name for p in world.processes.values() if p.role == role}
+
+
+def test_everything_starts_and_is_ready():
+    world = serving(prefill=1, decode=2, routers=("router-0", "router-1"))
+    assert set(world.processes) == {"router-0", "router-1", "prefill-0", "decode-0", "decode-1"}
+    assert world.requested == {"router": 2, "prefill": 1, "decode": 2}
+    assert world.said == ["ready"]
+
+
+def test_scale_up_takes_the_lowest_free_names():
+    world = serving()
+    ticket = world.ticket()
+    world.feed(Scale(ticket, {"decode": 4}))
+    assert names(world, "decode") == {"decode-0", "decode-1", "decode-2", "decode-3"}
+    assert ticket in world.open
+    world.settle(5)
+    assert world.outcomes[ticket] is Outcome.DONE
+    assert world.requested["decode"] == 4
+
+
+def test_scale_down_drains_the_highest_and_stops_it_when_it_has_left():
+    world = serving(decode=3)
+    ticket = world.ticket()
+    world.feed(Scale(ticket, {"decode": 1}))
+    drained = {n for n, p in world.processes.items() if p.drained_at is not None}
+    assert drained == {"decode-1", "decode-2"}
+    assert not any(p.stopping for p in world.processes.values())
+    world.settle(5)
+    assert names(world, "decode") == {"decode-0"}
+    assert world.outcomes[ticket] is Outcome.DONE
+    assert names(world, "prefill") == {"prefill-0", "prefill-1"}
+
+
+def test_a_drain_that_does_not_end_is_bounded_by_the_grace():
+    world = serving(decode=2)
+    world.feed(Scale(world.ticket(), {"decode": 1}))
+    world.now += GRACE - 0.1
+    world.report("router")
+    assert not world.processes["decode-1"].stopping
+    world.now += 0.2
+    world.report("router")
+    assert world.processes["decode-1"].stopping
+    assert "drain_over" in world.said
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        ({"decode": -1}, "at least 1, not -1"),
+        ({"decode": 0}, "at least 1, not 0"),
+        ({"decode": 7}, "at most 6 (decode_max), not 7"),
+        ({"prefill": 1025}, "at most 1024, not 1025"),
+        ({"encode": 1}, "no pool 'encode'; the pools are prefill and decode"),
+        ({"router": 2}, "no pool 'router'"),
+        ({}, "name a pool"),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused_in_a_sentence_and_nothing_happens(targets, words):
+    world = serving()
+    before = dict(world.processes)
+    answers = world.core.handle(Scale(9, {"prefill": 3, **targets} if targets else {}), world.now)
+    assert [a.outcome for a in answers] == [Outcome.FAILED]
+    assert words in answers[0].text
+    assert world.processes == before
+    assert world.core.pools.targets == {"prefill": 2, "decode": 2}
+
+
+def test_the_autoscaler_is_held_within_the_bounds():
+    world = serving()
+    world.feed(Measured({"prefill": 0, "decode": 99, "router": 3}))
+    assert world.core.pools.targets == {"prefill": 1, "decode": 6}
+
+
+def test_a_later_scale_replaces_an_earlier_one():
+    world = serving()
+    first, second = world.ticket(), world.ticket()
+    world.feed(Scale(first, {"decode": 4}))
+    world.feed(Scale(second, {"decode": 3}))
+    world.settle(5)
+    assert (world.outcomes[first], world.outcomes[second]) == (Outcome.FAILED, Outcome.DONE)
+    assert len(names(world, "decode")) == 3
+
+
+def test_a_drained_worker_is_not_replaced():
+    world = serving()
+    ticket = world.ticket()
+    world.operator.add("decode-0")
+    world.feed(Drain(ticket, "decode-0"))
+    world.settle(5)
+    assert world.outcomes[ticket] is Outcome.DONE
+    assert names(world, "decode") == {"decode-1"}
+
+
+def test_a_worker_drained_through_a_router_is_not_replaced_either():
+    world = serving()
+    world.processes["decode-0"].drained_at = world.now
+    world.settle(5)
+    assert names(world, "decode") == {"decode-1"}
+
+
+def test_a_worker_that_cannot_be_added_leaves_the_pool_as_it_was():
+    world = serving()
+    ticket = world.ticket()
+    world.bad.add(0)
+    world.feed(Scale(ticket, {"decode": 3}))
+    world.settle(5)
+    assert world.outcomes[ticket] is Outcome.FAILED
+    assert names(world, "decode") == {"decode-0", "decode-1"}
+    assert world.core.phase is Phase.SERVING
+
+
+def test_a_worker_without_a_host_is_said_once_and_at_last_given_up():
+    world = serving()
+    ticket = world.ticket()
+    world.feed(Scale(ticket, {"decode": 3}))
+    for _ in range(3):
+        world.feed(MemberUnplaced("decode-2", "all hosts are taken"))
+    assert world.said.count("unplaced") == 1
+    assert ticket in world.open
+    world.feed(MemberUnplaced("decode-2", "only two hosts are allowed", final=True))
+    assert world.outcomes[ticket] is Outcome.FAILED
+    assert world.processes["decode-2"].stopping
+    assert world.core.pools.targets["decode"] == 2
+
+
+def rolled(world: World, ticket: int, rounds: int = 60) -> list[int]:
+    """Roll out revision 1; returns the largest number of workers seen."""
+    world.feed(Rollout(ticket, 1))
+    most = []
+    for _ in range(rounds):
+        world.settle(1)
+        most.append(sum(p.role != "router" for p in world.processes.values()))
+    return most
+
+
+@pytest.mark.parametrize("routers", [("router",), ("router-0", "router-1")])
+def test_a_rollout_replaces_everybody_with_one_on_top(routers):
+    world = serving(prefill=2, decode=3, routers=routers)
+    ticket = world.ticket()
+    most = rolled(world, ticket)
+    assert world.outcomes[ticket] is Outcome.DONE
+    assert max(most) == 6
+    assert {p.revision for p in world.processes.values()} == {1}
+    assert len(world.processes) == 5 + len(routers)
+    assert world.core.last_rollout.startswith("finished: ")
+
+
+def test_a_rollout_that_cannot_start_its_first_member_leaves_all_as_it_was():
+    world = serving()
+    ticket = world.ticket()
+    world.bad.add(1)
+    rolled(world, ticket)
+    assert world.outcomes[ticket] is Outcome.FAILED
+    assert {p.revision for p in world.processes.values()} == {0}
+    assert len(world.serving("prefill")) == len(world.serving("decode")) == 2
+    assert "prefill-2 cannot run: bad" in world.core.last_rollout
+
+
+def test_a_router_that_cannot_be_replaced_comes_back_as_it_was():
+    world = serving()
+    ticket = world.ticket()
+    world.feed(Rollout(ticket, 1))
+    world.bad.add(("router", 1))
+    world.settle(60)
+    assert world.outcomes[ticket] is Outcome.FAILED
+    assert world.processes["router"].revision == 0
+    assert {p.revision for p in world.processes.values()} == {0, 1}
+    assert len(world.serving("decode")) == 2
+    again = world.ticket()
+    world.feed(Rollout(again, 2))
+    world.settle(60)
+    assert world.outcomes[again] is Outcome.DONE
+    assert {p.revision for p in world.processes.values()} == {2}
+
+
+def test_a_second_rollout_is_refused_and_a_scale_meanwhile_holds():
+    world = serving(decode=2)
+    first, second, scale = world.ticket(), world.ticket(), world.ticket()
+    world.feed(Rollout(first, 1))
+    world.feed(Rollout(second, 2))
+    assert world.outcomes[second] is Outcome.FAILED
+    world.feed(Scale(scale, {"decode": 4}))
+    world.settle(60)
+    assert world.outcomes[first] is world.outcomes[scale] is Outcome.DONE
+    assert len(world.serving("decode")) == 4
+    assert {p.revision for p in world.processes.values()} == {1}
+
+
+def test_down_in_mid_rollout_ends_both():
+    world = serving()
+    rollout, down = world.ticket(), world.ticket()
+    world.feed(Rollout(rollout, 1))
+    world.settle(3)
+    world.feed(Down(down))
+    assert world.outcomes[rollout] is Outcome.FAILED
+    assert world.requested == {}
+    world.settle(5)
+    assert (world.ended, world.outcomes[down]) == (0, Outcome.DONE)
+
+
+def test_orders_while_going_down_are_refused():
+    world = serving()
+    world.feed(Down(world.ticket()))
+    tickets = [world.ticket() for _ in range(3)]
+    for event in (Scale(tickets[0], {"decode": 3}), Drain(tickets[1], "decode-0")):
+        world.feed(event)
+    world.feed(Rollout(tickets[2], 1))
+    assert {world.outcomes[ticket] for ticket in tickets} == {Outcome.FAILED}
+
+
+def test_the_end_comes_even_when_the_routers_hang():
+    world = serving()
+    world.feed(Down())
+    world.now += GRACE
+    world.feed(Tick())
+    assert "grace_over" in world.said
+    assert all(p.stopping for p in world.processes.values())
+
+
+def test_a_second_signal_kills():
+    world = serving()
+    world.feed(Down())
+    world.feed(Down())
+    assert all(p.stopping for p in world.processes.values())
+
+
+def test_a_worker_that_ends_too_often_ends_the_cluster_or_is_replaced():
+    world = serving()
+    world.crash(world.processes["decode-0"], for_good=True)
+    assert world.core.phase is Phase.STOPPING
+    world = serving(replace=True)
+    world.crash(world.processes["decode-0"], for_good=True)
+    assert world.core.phase is Phase.SERVING
+    world.settle(5)
+    assert len(world.serving("decode")) == 2
+
+
+def test_only_what_every_router_sees_is_ready():
+    world = serving(routers=("router-0", "router-1"))
+    world.feed(Scale(world.ticket(), {"decode": 3}))
+    new = world.processes["decode-2"]
+    world.go_on(new)
+    ready = WorkerReport(id="decode-2", role="decode", pid=new.pid, state="ready")
+    world.feed(Reported("router-0", ClusterReport(workers=[ready])))
+    assert world.core.pools.members.get("decode-2").stage is Stage.STARTING
+    world.feed(Reported("router-1", ClusterReport(workers=[ready])))
+    assert world.core.pools.members.get("decode-2").stage is Stage.READY
+
+
+@pytest.mark.parametrize("routers", [("router",), ("router-0", "router-1")])
+@pytest.mark.parametrize("replace", [False, True])
+def test_whatever_happens_the_invariants_hold_and_it_ends_when_asked(routers, replace):
+    """The checks are in World; here is what must come true in the end."""
+    for seed in range(700):
+        world = World(seed, routers=routers, replace=replace)
+        for _ in range(80):
+            world.step()
+        if seed % 2 and not world.ending:
+            settled_as_wanted(world)
+        if world.ended is None:
+            world.feed(Down())
+        world.settle(20)
+        assert world.ended is not None, seed
+        assert not world.open, seed
+
+
+def settled_as_wanted(world: World) -> None:
+    world.bad = set()
+    world.settle(150)
+    if world.ending:
+        return  # a bad member in the beginning
+    core = world.core
+    for role, count in core.pools.targets.items():
+        assert len(world.serving(role)) == len(names(world, role)) == count
+    assert core.rollout is None

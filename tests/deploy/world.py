@@ -1,0 +1,272 @@
+"""A cluster that is only told about: what a controller sees when processes start, die and leave.
+
+Members start, register, crash, are drained and end as :mod:`baton.deploy.launcher` promises;
+the checks on every action are those of the controller's docstrings.
+"""
+
+import random
+
+from baton.deploy.controller import ControllerCore
+from baton.deploy.core import Phase
+from baton.deploy.launcher import ROUTER, MemberEnded, MemberStarted
+from baton.deploy.orders import (
+    Answer,
+    Begin,
+    Down,
+    Drain,
+    DrainMember,
+    End,
+    KillMember,
+    Measured,
+    Outcome,
+    Reported,
+    RequestResources,
+    Rollout,
+    Scale,
+    StartMember,
+    StopMember,
+    Tick,
+)
+from baton.deploy.pools import ControllerLimits
+from baton.deploy.report import ClusterReport, WorkerReport
+from baton.deploy.targets import Bounds
+
+GRACE = 10.0
+
+
+class Process:
+    """One member as it really is."""
+
+    def __init__(self, action: StartMember, pid: int) -> None:
+        self.name, self.role, self.revision = action.name, action.role, action.revision
+        self.pid = pid
+        self.up = False  # its process runs
+        self.ready = False  # it registered
+        self.drained_at: float | None = None  # first DrainMember of this process
+        self.left = False
+        self.stopping = False
+        self.lost = False  # no router hears it
+
+
+class World:
+    """The core under test and everything around it."""
+
+    def __init__(self, seed: int, prefill=2, decode=2, routers=("router",), **limits) -> None:
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.routers = routers
+        self.core = ControllerCore(
+            {"prefill": prefill, "decode": decode},
+            routers,
+            ControllerLimits(grace=GRACE, ready_timeout=60.0, **limits),
+            Bounds(decode_max=6),
+        )
+        self.processes: dict[str, Process] = {}
+        self.bad: set = set()  # revisions nothing runs with, or (role, revision)
+        self.pid = 100
+        self.tickets = 0
+        self.open: set[int] = set()
+        self.outcomes: dict[int, Outcome] = {}
+        self.operator: set[str] = set()  # workers an operator asked out
+        self.seen: dict[str, dict[str, int]] = {}  # router: worker to pid it said is ready
+        self.requested: dict[str, int] = {}
+        self.ended: int | None = None
+        self.said: list[str] = []
+        self.feed(Begin())
+
+    # ------------------------------------------------------------- in
+
+    def ticket(self) -> int:
+        self.tickets += 1
+        self.open.add(self.tickets)
+        return self.tickets
+
+    def feed(self, event) -> None:
+        for action in self.core.handle(event, self.now):
+            self.carry_out(action)
+
+    def report(self, router: str) -> None:
+        process = self.processes.get(router)
+        if process is None or not process.ready or process.stopping:
+            return
+        workers = []
+        for p in self.processes.values():
+            if p.role == ROUTER or p.lost or not (p.ready or p.left):
+                continue
+            state = "dead" if p.left else "draining" if p.drained_at is not None else "ready"
+            reason = "drained" if p.left else ""
+            workers.append(
+                WorkerReport(id=p.name, role=p.role, pid=p.pid, state=state, reason=reason)
+            )
+        self.seen[router] = {w.id: w.pid for w in workers if w.state == "ready"}
+        self.feed(Reported(router, ClusterReport(workers=workers)))
+
+    # ------------------------------------------------------------- out
+
+    def carry_out(self, action) -> None:
+        assert self.ended is None
+        match action:
+            case StartMember(name):
+                assert name not in self.processes, f"{name} twice"
+                self.pid += 1
+                self.processes[name] = Process(action, self.pid)
+            case DrainMember(name):
+                self.drain(self.processes[name])
+            case StopMember(name):
+                self.stop(self.processes[name])
+            case KillMember(name):
+                self.processes[name].stopping = True
+            case RequestResources(bundles):
+                self.requested = bundles
+            case Answer(ticket, outcome):
+                self.answer(ticket, outcome)
+            case End(code):
+                assert not self.processes
+                self.ended = code
+            case say:
+                self.said.append(say.what)
+
+    def answer(self, ticket, outcome) -> None:
+        if ticket is None:
+            return
+        assert ticket in self.open, "an answer after the final one"
+        if outcome in (Outcome.DONE, Outcome.FAILED):
+            self.open.discard(ticket)
+            self.outcomes[ticket] = outcome
+
+    @property
+    def ending(self) -> bool:
+        return self.core.phase not in (Phase.STARTING, Phase.SERVING)
+
+    def serving(self, role: str) -> list[str]:
+        """Workers that take requests, as far as the routers have said."""
+        return [
+            p.name
+            for p in self.processes.values()
+            if p.role == role and p.drained_at is None and not p.stopping and self.is_seen(p)
+        ]
+
+    def is_seen(self, process: Process) -> bool:
+        """Whether every router said last that it is ready."""
+        return all(self.seen.get(r, {}).get(process.name) == process.pid for r in self.routers)
+
+    def drain(self, process: Process) -> None:
+        if process.drained_at is None and process.up:
+            process.drained_at = self.now
+            if process.name not in self.operator:
+                left = len(self.serving(process.role))
+                assert left >= self.core.pools.targets[process.role], "drained below the target"
+
+    def stop(self, process: Process) -> None:
+        known = self.is_seen(process)
+        if process.role == ROUTER and not self.ending:
+            others = [self.processes.get(r) for r in self.routers if r != process.name]
+            assert all(p is not None and p.up and not p.stopping for p in others)
+        elif not self.ending and process.ready and known and not process.left:
+            assert process.drained_at is not None, f"{process.name} stopped without a drain"
+            assert self.now - process.drained_at >= GRACE, f"{process.name} stopped in its drain"
+        process.stopping = True
+
+    # ------------------------------------------------------------- what may happen
+
+    def start_up(self, process: Process) -> None:
+        """It runs, registers, or turns out not to be able to."""
+        if not process.up:
+            process.up = True
+            self.feed(MemberStarted(process.name, "", process.pid))
+        elif {process.revision, (process.role, process.revision)} & self.bad:
+            self.end(process, MemberEnded(process.name, 1, "bad", refused=True))
+        else:
+            process.ready = True
+
+    def crash(self, process: Process, *, for_good: bool) -> None:
+        for view in self.seen.values():
+            view.pop(process.name, None)
+        if process.role == ROUTER:
+            self.seen.pop(process.name, None)
+        if for_good:
+            self.end(process, MemberEnded(process.name, -9, "crashed"))
+            return
+        self.pid += 1
+        process.pid, process.ready, process.left = self.pid, False, False
+        process.lost = False
+        process.drained_at = None
+        self.feed(MemberStarted(process.name, "", process.pid))
+
+    def end(self, process: Process, event: MemberEnded) -> None:
+        del self.processes[process.name]
+        self.seen.pop(process.name, None)
+        self.operator.discard(process.name)
+        self.feed(event)
+
+    def go_on(self, process: Process) -> None:
+        """The next thing that would happen to it undisturbed."""
+        if process.stopping:
+            self.end(process, MemberEnded(process.name, 0 if process.ready else -15))
+        elif process.left:
+            self.end(process, MemberEnded(process.name, 0))
+        elif process.drained_at is not None:
+            process.left = True
+        elif not process.ready:
+            self.start_up(process)
+
+    def step(self) -> None:
+        """One random event."""
+        if self.ended is not None:
+            return
+        self.now += self.rng.choice((0.0, 0.1, 0.3, 1.0))
+        process = self.rng.choice(list(self.processes.values()) or [None])
+        kind = self.rng.random()
+        if process is None:
+            self.feed(Tick())
+        elif kind < 0.45:
+            self.go_on(process)
+        elif kind < 0.75:
+            self.report(self.rng.choice(self.routers))
+        elif kind < 0.80:
+            self.feed(Tick())
+        elif kind < 0.86 and process.up and not process.stopping:
+            self.crash(process, for_good=False)
+        elif kind < 0.865 and process.up and not process.stopping:
+            self.crash(process, for_good=True)
+        elif kind < 0.885 and process.role != ROUTER:
+            process.lost = not process.lost
+        elif kind < 0.98:
+            self.order(self.rng.random())
+        elif kind < 0.985:
+            self.feed(Down(self.ticket()))
+
+    def order(self, kind: float) -> None:
+        if kind < 0.4:
+            targets = {r: self.rng.randint(-1, 5) for r in ("prefill", "decode")}
+            self.feed(Scale(self.ticket(), targets))
+        elif kind < 0.5:
+            self.feed(Measured({"prefill": self.rng.randint(0, 4), "decode": 3}))
+        elif kind < 0.65:
+            workers = [p.name for p in self.processes.values() if p.role != ROUTER]
+            name = self.rng.choice([*workers, "decode-99"])
+            self.operator.add(name)
+            self.feed(Drain(self.ticket(), name))
+        else:
+            revision = self.core.pools.revision + self.rng.randint(1, 3)
+            if self.rng.random() < 0.3 and revision not in self.revisions():
+                self.bad.add(revision)
+            self.feed(Rollout(self.ticket(), revision))
+
+    def revisions(self) -> set[int]:
+        return {p.revision for p in self.processes.values()} | {0}
+
+    def settle(self, rounds: int = 60) -> None:
+        """Undisturbed time."""
+        for process in list(self.processes.values()):
+            if process.lost:  # the backend finds it hanging
+                self.crash(process, for_good=False)
+        for _ in range(rounds):
+            self.now += 1.0
+            for process in list(self.processes.values()):
+                if self.processes.get(process.name) is process:
+                    self.go_on(process)
+            for router in self.routers:
+                self.report(router)
+            if self.ended is None:
+                self.feed(Tick())
