@@ -1,4 +1,7 @@
-"""Which running cluster a verb talks to: the ``--address`` flag and a client for it."""
+"""Which running cluster a verb talks to: the ``--address`` flag and a client for it.
+
+An address may be a list of routers with commas between them.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,9 @@ import os
 import msgspec
 
 from ..client import Client
+from ..client.routers import router_addresses
 from ..deploy.addresses import trusted_default_address
 from ..deploy.report import ClusterReport
-from ..proto.endpoints import check_endpoint
-from ..proto.errors import ConfigError, InputError
 from .numbers import seconds
 
 ADDRESS_VARIABLE = "BATON_ADDRESS"
@@ -24,7 +26,8 @@ def add_address(parser: argparse.ArgumentParser, timeout: float = TIMEOUT) -> No
     parser.add_argument(
         "--address",
         metavar="ADDRESS",
-        help=f"the cluster's address (else {ADDRESS_VARIABLE}, else where this user's serve is)",
+        help="the cluster's address, or its routers' with commas between them "
+        f"(else {ADDRESS_VARIABLE}, else where this user's serve is)",
     )
     parser.add_argument(
         "--keys",
@@ -40,14 +43,10 @@ def add_address(parser: argparse.ArgumentParser, timeout: float = TIMEOUT) -> No
     )
 
 
-def address_of(arguments: argparse.Namespace) -> str:
-    """The checked address."""
+def addresses_of(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The checked addresses of the cluster's routers."""
     given: str | None = arguments.address
-    address = given or os.environ.get(ADDRESS_VARIABLE) or trusted_default_address()
-    try:
-        return check_endpoint(address)
-    except InputError as problem:
-        raise ConfigError(str(problem)) from problem
+    return router_addresses(given or os.environ.get(ADDRESS_VARIABLE) or trusted_default_address())
 
 
 def keys_of(arguments: argparse.Namespace) -> str:
@@ -56,9 +55,9 @@ def keys_of(arguments: argparse.Namespace) -> str:
 
 
 def connect(arguments: argparse.Namespace) -> Client:
-    """A client of that cluster."""
-    address, keys = address_of(arguments), keys_of(arguments)
-    return Client(address, keys=keys, connect_timeout=arguments.timeout)
+    """A client of that cluster, at any of its routers."""
+    addresses, keys = addresses_of(arguments), keys_of(arguments)
+    return Client(addresses, keys=keys, connect_timeout=arguments.timeout)
 
 
 def parsed(status: dict[str, object]) -> ClusterReport:

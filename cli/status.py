@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
+from ..client import Client
 from ..deploy.banner import mebibytes
 from ..deploy.report import DRAINED, ClusterReport, HandoffRecord, WorkerReport
-from .cluster import add_address, connect, parsed
+from ..proto.errors import BatonError, ConnectionLost, VersionMismatch
+from .cluster import add_address, addresses_of, keys_of, parsed
 from .numbers import count
 
 
@@ -23,14 +26,50 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report."""
-    with connect(arguments) as client:
-        status = client.status(handoffs=arguments.handoffs)
+    """Print the report of the router, or of each router of a list; one has to answer."""
+    addresses = addresses_of(arguments)
+    answers = {address: _ask(address, arguments) for address in addresses}
+    if not any(isinstance(answer, dict) for answer in answers.values()):
+        raise next(answer for answer in answers.values() if isinstance(answer, BatonError))
     if arguments.json:
-        print(json.dumps(status, indent=2))
-    else:
-        print("\n".join(describe(parsed(status))))
+        print(json.dumps(_as_json(answers), indent=2))
+        return 0
+    for number, (address, answer) in enumerate(answers.items()):
+        if len(answers) > 1:
+            print("" if number == 0 else "\n", _heading(address, answer), sep="")
+        if isinstance(answer, dict):
+            print("\n".join(describe(parsed(answer))))
     return 0
+
+
+def _ask(address: str, arguments: argparse.Namespace) -> dict[str, Any] | BatonError:
+    """One router's report, or why there is none."""
+    try:
+        keys = keys_of(arguments)
+        with Client(address, keys=keys, connect_timeout=arguments.timeout) as client:
+            return client.status(handoffs=arguments.handoffs)
+    except (ConnectionLost, VersionMismatch) as problem:
+        return problem
+
+
+def _as_json(answers: dict[str, dict[str, Any] | BatonError]) -> dict[str, Any]:
+    """The report itself, or the reports of several routers by their addresses."""
+    shown = {
+        address: answer if isinstance(answer, dict) else {"error": str(answer)}
+        for address, answer in answers.items()
+    }
+    return {"routers": shown} if len(shown) > 1 else next(iter(shown.values()))
+
+
+def _heading(address: str, answer: dict[str, Any] | BatonError) -> str:
+    if not isinstance(answer, dict):
+        return f"router at {address}: {answer}"
+    router = answer["router"]
+    requests = router["requests"]
+    return (
+        f"{router['name']} at {address}: {requests['in_flight']} requests in flight,"
+        f" {router['clients']} clients with requests"
+    )
 
 
 def describe(report: ClusterReport) -> list[str]:

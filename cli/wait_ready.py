@@ -8,7 +8,7 @@ import time
 from ..client import Client
 from ..deploy.report import ClusterReport
 from ..proto.errors import ConnectionLost, TaskMismatch
-from .cluster import add_address, connect, parsed
+from .cluster import add_address, addresses_of, keys_of, parsed
 from .numbers import count
 
 _PAUSE = 0.1
@@ -26,9 +26,12 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Say what is ready; ConnectionLost when the time runs out."""
-    with connect(arguments) as client:
-        ready = wait_ready(client, arguments.prefill, arguments.decode, arguments.timeout)
+    """Say what is ready at every router of the list; ConnectionLost when the time runs out."""
+    until, ready = time.monotonic() + arguments.timeout, dict[str, int]()
+    for address in addresses_of(arguments):
+        left = max(0.0, until - time.monotonic())
+        with Client(address, keys=keys_of(arguments), connect_timeout=left) as client:
+            ready = wait_ready(client, arguments.prefill, arguments.decode, left)
     print(f"ready: {ready['prefill']} prefill, {ready['decode']} decode")
     return 0
 

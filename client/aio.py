@@ -45,6 +45,7 @@ from .model import (
 )
 from .options import check_timeouts, drain_question, question_timeout, status_question
 from .output import Assembler, Output
+from .routers import router_addresses
 
 Answer = TypeVar("Answer", bound=Message)
 _Preparing = Coroutine[Any, Any, Prepared]
@@ -58,14 +59,14 @@ class AsyncClient:
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         *,
         keys: Keys | str | Path | None = None,
         connect_timeout: float = 5.0,
         reconnect_timeout: float = 30.0,
     ) -> None:
         check_timeouts(connect_timeout=connect_timeout, reconnect_timeout=reconnect_timeout)
-        self._address = address
+        self._addresses = router_addresses(address)
         self._keys = client_keys(keys)
         self._timeout = connect_timeout
         self._reconnect_timeout = reconnect_timeout
@@ -173,7 +174,7 @@ class AsyncClient:
             self._loop = Loop(running)
             self._connection = Connection(
                 self._loop,
-                self._address,
+                self._addresses,
                 keys=self._keys,
                 connect_timeout=self._timeout,
                 reconnect_timeout=self._reconnect_timeout,

@@ -1,4 +1,4 @@
-"""The client's core on a loop: one connection to the router, and who hears of what.
+"""The client's core on a loop: one connection to a router at a time, and who hears of what.
 
 Lives on its loop's thread; the two clients differ only in how they reach that thread. A sink
 is called with each NewTokens and at last the Ended of its request.
@@ -6,18 +6,19 @@ is called with each NewTokens and at last the Ended of its request.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 
 import zmq
 
-from ..proto.codec import EnvelopeDecoder
+from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
 from ..proto.errors import BatonError, ConnectionLost, ProtocolError
 from ..proto.limits import MAX_DESCRIBED_BYTES
-from ..proto.messages import Message, RouterToClient
+from ..proto.messages import Message, Ping, RouterToClient
 from ..runtime.allowed_keys import ROUTER
 from ..runtime.channel import Buffers, ChannelOptions, Frames, SendResult
 from ..runtime.keyring import Keys, keys_to
-from ..runtime.loop import Loop
+from ..runtime.loop import Loop, Timer
 from ..runtime.outbox import Outbox
 from ..runtime.sockets import Context, DealerChannel
 from .core import ClientCore
@@ -29,8 +30,10 @@ from .events import (
     Disconnected,
     Ended,
     Event,
+    Look,
     Malformed,
     NewTokens,
+    Reached,
     Received,
     Reconnect,
     RequestSpec,
@@ -40,8 +43,10 @@ from .events import (
     Tick,
 )
 from .model import new_identity
+from .routers import router_addresses
 
-TICK_S = 0.05
+_LOOK_S = 2.0
+"""How long a router that is looked for may take to answer."""
 # While the user's event loop is busy for long, nobody reads and heartbeats go unheard.
 _PATIENT = ChannelOptions(
     max_frame_bytes=MAX_DESCRIBED_BYTES, heartbeat_s=1.0, heartbeat_timeout_s=5.0
@@ -52,22 +57,30 @@ AnswerSink = Callable[[Message | BatonError], object]
 
 
 class Connection:
-    """One client's connection. Raises ConfigError for an address that is none."""
+    """One client's connection, to one of the routers at ``addresses``.
+
+    Clients begin at different routers, so that the load spreads over them: which is drawn once,
+    and the others follow in their order. Raises ConfigError for an address that is none.
+    """
 
     def __init__(
         self,
         loop: Loop,
-        address: str,
+        addresses: str | Sequence[str],
         *,
         keys: Keys | None = None,
         connect_timeout: float = 5.0,
         reconnect_timeout: float = 30.0,
     ) -> None:
         self._loop = loop
-        self._address = address
         self._keys = keys
+        routers = router_addresses(addresses)
+        first = random.randrange(len(routers))  # noqa: S311 -- spreads load, hides nothing
         self._core = ClientCore(
-            address, connect_timeout=connect_timeout, reconnect_timeout=reconnect_timeout
+            *routers[first:],
+            *routers[:first],
+            connect_timeout=connect_timeout,
+            reconnect_timeout=reconnect_timeout,
         )
         self._context: Context = zmq.Context()
         self._decoder: EnvelopeDecoder[Message] = EnvelopeDecoder(
@@ -77,11 +90,13 @@ class Connection:
         self._sinks: dict[str, Sink] = {}
         self._asked: dict[int, AnswerSink] = {}
         self._tickets = 0
-        self._ticking = False
+        self._timer: Timer | None = None
+        self._timer_s = 0.0
+        self._look: DealerChannel | None = None
         self._closed = False
         self.connections = 0
         try:
-            self._channel = self._connect()
+            self._channel = self._connect(self._core.router)
         except BatonError:
             self._context.destroy(linger=0)
             raise
@@ -127,6 +142,7 @@ class Connection:
         self._closed = True
         self._outbox.drop(None)  # a flush is still to come
         self._channel.close()
+        self._stop_looking()
         self._context.destroy(linger=0)
         sinks, self._sinks = self._sinks, {}
         for request_id, sink in sinks.items():
@@ -137,31 +153,52 @@ class Connection:
 
     # ------------------------------------------------------------------ core and socket
 
-    def _connect(self) -> DealerChannel:
-        identity = new_identity()
-        keys = keys_to(self._keys, self._address, ROUTER)  # each time: they may be replaced
-        channel = DealerChannel(self._context, self._address, identity, keys=keys, options=_PATIENT)
-        channel.attach(
-            self._loop,
-            self._hear,
-            lambda: self._up(identity),
-            self._down,
-        )
-        return channel
-
-    def _down(self) -> None:
-        """Come back under another identity.
+    def _connect(self, address: str) -> DealerChannel:
+        """Each time under another identity.
 
         A router that paused has not noticed yet that the old connection is gone, and would
         never read a second one of the same name.
         """
-        self._handle(Disconnected())
-        self._renew()
+        identity = new_identity()
+        channel = self._dial(address, identity)
+        channel.attach(
+            self._loop,
+            self._hear,
+            lambda: self._up(identity),
+            lambda: self._handle(Disconnected()),
+        )
+        return channel
 
-    def _renew(self) -> None:
+    def _dial(self, address: str, identity: bytes) -> DealerChannel:
+        keys = keys_to(self._keys, address, ROUTER)  # each time: they may be replaced
+        return DealerChannel(self._context, address, identity, keys=keys, options=_PATIENT)
+
+    def _renew(self, address: str) -> None:
         self._outbox.drop(None)
         self._channel.close()
-        self._channel = self._connect()
+        self._stop_looking()
+        self._channel = self._connect(address)
+
+    def _look_for(self, address: str) -> None:
+        """Whether a router serves there: an answer counts, not a connection."""
+        self._stop_looking()
+        channel = self._look = self._dial(address, new_identity())
+
+        def answered(_frames: Frames) -> None:
+            if self._look is channel:
+                self._stop_looking()
+                self._handle(Reached(address))
+
+        ping = EnvelopeEncoder().encode([Ping()])
+        channel.attach(self._loop, answered, lambda: channel.send(ping))
+        self._loop.call_later(_LOOK_S, lambda: self._stop_looking(channel))
+
+    def _stop_looking(self, channel: DealerChannel | None = None) -> None:
+        """End the look, or only the one over ``channel``."""
+        look = self._look
+        if look is not None and channel in (None, look):
+            self._look = None
+            look.close()
 
     def _up(self, identity: bytes) -> None:
         self.connections += 1
@@ -182,13 +219,23 @@ class Connection:
     def _handle(self, event: Event) -> None:
         for action in self._core.handle(event, self._loop.now()):
             self._perform(action)
-        if self._core.active and not self._ticking:
-            self._ticking = True
-            self._loop.call_later(TICK_S, self._tick)
+        self._arm()
         self._loop.turn_soon()
 
+    def _arm(self) -> None:
+        """Tick as often as the core needs it now; a slow timer gives way to a faster one."""
+        every = self._core.tick_s
+        if self._closed or every is None:
+            return
+        if self._timer is not None:
+            if self._timer_s <= every:
+                return
+            self._timer.cancel()
+        self._timer_s = every
+        self._timer = self._loop.call_later(every, self._tick)
+
     def _tick(self) -> None:
-        self._ticking = False
+        self._timer = None
         if not self._closed:
             self._handle(Tick())
 
@@ -207,7 +254,9 @@ class Connection:
             case Answered():
                 self._asked.pop(action.ticket)(action.answer)
             case Reconnect():
-                self._renew()
+                self._renew(action.address)
+            case Look():
+                self._look_for(action.address)
 
 
 def _closed_end(request_id: str) -> Ended:

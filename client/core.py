@@ -18,6 +18,7 @@ from ..proto.errors import (
     DeadlineExceeded,
     DuplicateRequest,
     RequestFailed,
+    RouterClosing,
     VersionMismatch,
     error_from_code,
 )
@@ -44,7 +45,9 @@ from .events import (
     Disconnected,
     Ended,
     Event,
+    Look,
     Malformed,
+    Reached,
     Received,
     Reconnect,
     Send,
@@ -53,6 +56,7 @@ from .events import (
     Tick,
 )
 from .questions import Questions
+from .routers import Routers
 from .stream import DEADLINE_GRACE_S, State, Stream
 
 PING_S = 1.0
@@ -60,24 +64,31 @@ SILENCE_S = 3.0
 """Without a word for so long, a standing connection counts as dead."""
 SUSPENDED_S = 2.0
 """A tick this late means that the process itself was stopped, not that the router was silent."""
+SOON_S = 0.5
+"""How much sooner a ping, and a suspension of our own, counts where another router can be asked."""
+SILENCE_THEN_S = 1.5
+"""The silence after which another router is asked."""
+TICK_S = 0.05
+IDLE_TICK_S = 1.0
 
 
 class ClientCore:
     """State machine of one client.
 
-    ``address`` is for error messages. ``connect_timeout``: how long a new request waits for a
-    router that does not answer; ``reconnect_timeout``: the same for a running one.
+    ``addresses``: its routers; it is at one at a time, and begins with the first.
+    ``connect_timeout``: how long a new request waits for routers that do not answer;
+    ``reconnect_timeout``: the same for a running one.
     """
 
     def __init__(
-        self, address: str, *, connect_timeout: float = 5.0, reconnect_timeout: float = 30.0
+        self, *addresses: str, connect_timeout: float = 5.0, reconnect_timeout: float = 30.0
     ) -> None:
-        self._address = address
+        self._routers = Routers(addresses)
         self._connect_timeout = connect_timeout
         self._reconnect_timeout = reconnect_timeout
         self._streams: dict[str, Stream] = {}
         self._by_key: dict[bytes, Stream] = {}
-        self._questions = Questions(address)
+        self._questions = Questions(self._routers.shown)
         self._out: list[Action] = []
         self._identity = b""
         self._connected = False
@@ -88,8 +99,20 @@ class ClientCore:
 
     @property
     def active(self) -> bool:
-        """Whether anything is waited for; only then are ticks needed."""
+        """Whether anything is waited for."""
         return bool(self._streams) or len(self._questions) > 0
+
+    @property
+    def tick_s(self) -> float | None:
+        """How often a Tick is needed now, in seconds; None for never."""
+        if self.active:
+            return TICK_S
+        return IDLE_TICK_S if self._connected and self._routers.away else None
+
+    @property
+    def router(self) -> str:
+        """The address of the router that is connected or tried."""
+        return self._routers.current
 
     @property
     def unfinished(self) -> int:
@@ -137,15 +160,18 @@ class ClientCore:
         """From idle, when nobody listened for silence."""
         if not self.active:
             self._quiet_since = self._ticked = now
-            self._ping_at = now + PING_S
+            self._ping_at = now + self._ping_s
+            if not self._connected:
+                self._routers.trying(now)
 
     # ------------------------------------------------------------------ the connection
 
     def _connect(self, event: Connected, now: float) -> None:
         self._identity = event.identity
         self._connected = True
+        self._routers.connected(now)
         self._quiet_since = now
-        self._ping_at = now + PING_S
+        self._ping_at = now + self._ping_s
         for stream in list(self._streams.values()):
             if stream.state is State.STOPPING:
                 self._stopped(stream, report=stream.report)
@@ -154,12 +180,37 @@ class ClientCore:
         self._questions.reconnected()
         self._send_questions(now)
 
-    def _disconnect(self, _event: Disconnected, _now: float) -> None:
-        self._connected = False
+    def _disconnect(self, _event: Disconnected, now: float) -> None:
+        self._move(now)
 
-    def _malformed(self, event: Malformed, _now: float) -> None:
+    def _move(self, now: float) -> None:
+        """Ask another router, or the only one once more; streams go on from where they are."""
+        self._connected = False
+        self._out.append(Reconnect(self._routers.move(now)))
+
+    def _reached(self, event: Reached, now: float) -> None:
+        if event.address == self._routers.home and self._routers.away:
+            self._routers.home_is_back = True
+            self._maybe_go_home(now)
+
+    def _maybe_go_home(self, now: float) -> None:
+        """Only when nothing runs: a stream is nowhere better than where it is."""
+        if self._routers.home_is_back and not self.active:
+            self._connected = False
+            self._out.append(Reconnect(self._routers.go_home(now)))
+
+    def _malformed(self, event: Malformed, now: float) -> None:
         if isinstance(event.error, VersionMismatch):
-            self._fail_all(event.error)
+            self._mismatch(event.error, now)
+
+    def _mismatch(self, error: VersionMismatch, now: float) -> None:
+        """The router speaks another version: in a rolling update another one may not."""
+        if not self._connected:
+            return
+        if self._routers.refuse():
+            self._fail_all(error)
+        else:
+            self._move(now)
 
     # ------------------------------------------------------------------ the router
 
@@ -193,25 +244,36 @@ class ClientCore:
             # Our FinalAck for it was lost: without another the router repeats this for ever.
             self._acknowledge(message)
             return
+        if self._closes(stream, message):
+            if self._connected:  # else others of the same envelope were turned away as well
+                self._move(now)
+            return
         stream.terminal = message
         if stream.state is State.STOPPING:
             self._stopped(stream, report=stream.report)
         elif not self._end_if_complete(stream):
             self._say(stream, stream.resume(now))
 
-    def _moved(self, message: Moved, _now: float) -> None:
+    def _closes(self, stream: Stream, message: Terminal) -> bool:
+        """Whether the router refuses a request only because it ends; each may do so once."""
+        if message.code != RouterClosing.code or stream.state is State.STOPPING:
+            return False
+        stream.turned_away += 1
+        return stream.turned_away < self._routers.count
+
+    def _moved(self, message: Moved, now: float) -> None:
+        """Another router took it up, for an older word of ours: we want it from this one."""
         stream = self._by_key.get(message.request)
         if stream is not None:
-            where = f" by router {message.router}" if message.router else ""
-            self._end(stream, error=RequestFailed(f"the request is served{where} elsewhere now"))
+            self._say(stream, stream.resume(now))
 
-    def _rejected(self, message: Rejected, _now: float) -> None:
+    def _rejected(self, message: Rejected, now: float) -> None:
         error = error_from_code(message.code, message.message)
         stream = self._streams.get(message.request_id)
         if stream is not None:
             self._end(stream, error=error)
         elif isinstance(error, VersionMismatch):
-            self._fail_all(error)
+            self._mismatch(error, now)
         else:
             failed = self._questions.fail_oldest(error)
             if failed is not None:
@@ -288,7 +350,8 @@ class ClientCore:
     # ------------------------------------------------------------------ time
 
     def _tick(self, _event: Tick, now: float) -> None:
-        if now - self._ticked > SUSPENDED_S:
+        late = SOON_S if self._routers.several else SUSPENDED_S
+        if now - self._ticked > late and self.active:
             self._heard_at = self._quiet_since = now
         self._ticked = now
         for stream in list(self._streams.values()):
@@ -297,6 +360,12 @@ class ClientCore:
         if self._connected and self.active:
             self._send_questions(now)
             self._keep_alive(now)
+        elif not self._connected and self.active and self._routers.overdue(now):
+            self._move(now)
+        if self._connected:
+            self._maybe_go_home(now)
+            if self._routers.wants_look(now):
+                self._out.append(Look(self._routers.home))
 
     def _look_at(self, stream: Stream, now: float) -> None:
         deadline = stream.deadline_at
@@ -317,19 +386,24 @@ class ClientCore:
     def _unreachable(self, stream: Stream) -> ConnectionLost:
         if stream.secret:
             return ConnectionLost(
-                f"the router at {self._address} has been silent for {self._reconnect_timeout:g} s"
+                f"the router at {self._routers.shown} has been silent for"
+                f" {self._reconnect_timeout:g} s"
             )
         return ConnectionLost(
-            f"no answer from {self._address} within {self._connect_timeout:g} s; is a cluster "
-            "running there? start one with: baton serve"
+            f"no answer from {self._routers.shown} within {self._connect_timeout:g} s; is a"
+            " cluster running there? start one with: baton serve"
         )
 
+    @property
+    def _ping_s(self) -> float:
+        return SOON_S if self._routers.several else PING_S
+
     def _keep_alive(self, now: float) -> None:
-        if now - self._quiet_since > SILENCE_S:
-            self._connected = False
-            self._out.append(Reconnect())
+        patience = SILENCE_THEN_S if self._routers.several else SILENCE_S
+        if now - self._quiet_since > patience:
+            self._move(now)
         elif now >= self._ping_at:
-            self._ping_at = now + PING_S
+            self._ping_at = now + self._ping_s
             self._out.append(Send(Ping()))
 
     def _send_questions(self, now: float) -> None:
@@ -352,6 +426,7 @@ class ClientCore:
         Ask: _ask,
         Connected: _connect,
         Disconnected: _disconnect,
+        Reached: _reached,
         Received: _receive,
         Malformed: _malformed,
         Tick: _tick,

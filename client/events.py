@@ -61,7 +61,14 @@ class Connected:
 
 @dataclass(slots=True, frozen=True)
 class Disconnected:
-    """The connection broke; it is being set up again."""
+    """The connection broke; a Reconnect says where the next one goes."""
+
+
+@dataclass(slots=True, frozen=True)
+class Reached:
+    """The router that a Look was for is there."""
+
+    address: str
 
 
 @dataclass(slots=True, frozen=True)
@@ -83,7 +90,7 @@ class Tick:
     """Time passed."""
 
 
-Event = Start | Stop | Ask | Connected | Disconnected | Received | Malformed | Tick
+Event = Start | Stop | Ask | Connected | Disconnected | Reached | Received | Malformed | Tick
 
 
 # --------------------------------------------------------------------------------- actions
@@ -133,7 +140,16 @@ class Answered:
 
 @dataclass(slots=True, frozen=True)
 class Reconnect:
-    """The router is silent on a standing connection: make a new one."""
+    """Give up the connection there is and make one to this router."""
+
+    address: str
 
 
-Action = Send | NewTokens | Ended | Answered | Reconnect
+@dataclass(slots=True, frozen=True)
+class Look:
+    """See whether this router is there, beside the connection: a Reached says that it is."""
+
+    address: str
+
+
+Action = Send | NewTokens | Ended | Answered | Reconnect | Look

@@ -55,6 +55,7 @@ class Stream:
         self.report = True
         self.deadline_at = None if spec.deadline is None else now + spec.deadline
         self.stop_until = 0.0
+        self.turned_away = 0  # by routers that were about to end
         self.retry_at = now
         self._backoff = FIRST_RETRY_S
         self._asked = -1  # the position that was asked for last

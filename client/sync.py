@@ -52,7 +52,12 @@ Answer = TypeVar("Answer", bound=Message)
 class _Background:
     """The connection and its thread; ends when the Client does, also by garbage collection."""
 
-    def __init__(self, address: str, keys: Keys | None, timeouts: tuple[float, float]) -> None:
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        keys: Keys | None,
+        timeouts: tuple[float, float],
+    ) -> None:
         self._loop = Loop()
         try:
             self.connection = Connection(
@@ -95,15 +100,18 @@ class _Background:
 class Client:
     """Connection to a cluster's router at ``address`` (``ipc://path`` or ``tcp://host:port``).
 
-    ``connect_timeout``: seconds a call waits for a router that does not answer;
+    ``address`` may name several routers of the cluster: a list, or one text with commas between
+    them. The client uses one of them, drawn at random, goes to the next when it dies or is
+    silent, with all its streams, and comes back to the first when that is there and no stream
+    runs. ``connect_timeout``: seconds a call waits for routers that do not answer;
     ``reconnect_timeout``: the same for streams that run already, while the router restarts.
     ``keys``: the key folder of a cluster that spans hosts, for ``tcp://``. Raises ConfigError
-    where the folder cannot be used.
+    for an address that is none, and where the folder cannot be used.
     """
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         *,
         keys: Keys | str | Path | None = None,
         connect_timeout: float = 5.0,

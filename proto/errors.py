@@ -9,6 +9,7 @@
     │   ├── EndpointUnknown          target_endpoint names no registered worker
     │   └── DuplicateRequest         the same id was submitted with another content
     ├── CapacityError                no room now; carries retry_after in seconds
+    │   ├── RouterClosing            the router is about to end; another one takes the request
     │   ├── EndpointDraining         target_endpoint names a worker that takes no new work
     │   └── EndpointDead             target_endpoint names a worker that stopped answering
     ├── RequestCancelled             the client asked for the end
@@ -79,6 +80,12 @@ class CapacityError(BatonError):
     """No room now; ``retry_after`` (seconds) says when to try again."""
 
     code = "overloaded"
+
+
+class RouterClosing(CapacityError):
+    """The router finishes what it has and takes nothing new; another one may."""
+
+    code = "router_closing"
 
 
 class EndpointDraining(CapacityError):

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import msgspec
 
-from ..proto.errors import BatonError, CapacityError, DuplicateRequest, InputError
+from ..proto.errors import BatonError, DuplicateRequest, InputError, RouterClosing
 from ..proto.ids import context_digest, request_key, resume_secret
 from ..proto.limits import (
     INLINE_ARRAY_BYTES,
@@ -52,6 +52,8 @@ from .status import Reporter
 
 ENDED_ABSENT_S = 30.0
 """How long the end of a request waits for a client that is gone, as native clients try."""
+CLOSING_WINDOW_S = 1.0
+"""How long a router that is about to end lets requests run on whose clients have left it."""
 _ENDED = State.ENDED
 
 
@@ -81,6 +83,8 @@ class ClientSide:
         """A client's connection was lost: its running requests end now, or after the window."""
         life = self._life
         window = life.config.resume_window_s
+        if self.closing:  # clients go to another router, which may not have asked for them yet
+            window = max(window, CLOSING_WINDOW_S)
         for request in life.clients.gone(identity):
             if request.state is State.ENDED:  # its terminal is kept for a client that comes back
                 request.limit = min(request.limit, now + ENDED_ABSENT_S)
@@ -117,7 +121,7 @@ class ClientSide:
         try:
             self._check_id(request_id)
             if self.closing:
-                raise CapacityError("the router is shutting down", retry_after=1.0)
+                raise RouterClosing("the router is shutting down", retry_after=1.0)
             attempt = max(life.last_attempt(key), self._recovery.orphans.highest(key)) + 1
             request = self._checked(key, message, attempt, now)
             life.registry.check_pool(message.pool)

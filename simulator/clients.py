@@ -156,17 +156,16 @@ class ClientNode(Node):
         self.cluster.network.after(DETECT_S, self.when_up(connected))
 
     def router_down(self) -> None:
-        """The connection broke; the socket goes on trying."""
+        """The connection broke."""
         self._unread.clear()
         self.feed(client.Disconnected())
-        self._connect()
 
-    def _renew(self) -> None:
-        """The core wants another connection."""
+    def _renew(self, name: str) -> None:
+        """The core wants another connection; the old router hears of it where it can."""
         self._unread.clear()
-        old = self.identity
+        old, router = self.identity, self.router
         self._connection += 1
-        router = self.router
+        self.router = self.cluster.router_named(name)
         self.cluster.network.after(DETECT_S, router.when_up(lambda: router.client_gone(old)))
         self._connect()
 
@@ -212,8 +211,8 @@ class ClientNode(Node):
                     self._tokens(action)
                 case client.Ended():
                     self._ended(action)
-                case client.Reconnect():
-                    self._renew()
+                case client.Reconnect(address=name):
+                    self._renew(name)
                 case _:
                     pass
 

@@ -281,7 +281,7 @@ def test_a_bad_address():
     with pytest.raises(ConfigError, match="must start with"):
         Client("localhost:4000")
     for address in (None, 5, b"ipc:///x"):
-        with pytest.raises(ConfigError, match="is text, not"):
+        with pytest.raises(ConfigError, match="is text or a list of texts, not"):
             Client(address)
 
 

@@ -544,7 +544,7 @@ def test_a_closing_router_refuses_new_requests_and_finishes_the_others(bench):
     key, _ = bench.run()
     bench.core.close()
     bench.submit("late")
-    assert bench.one(b"client", Terminal).code == "overloaded"
+    assert bench.one(b"client", Terminal).code == "router_closing"
     decode.tokens(key, 10, 5)
     decode.end(key, 11)
     assert bench.core.unfinished == 0

@@ -204,7 +204,7 @@ def test_a_terminating_router_finishes_what_runs_and_takes_nothing_new(start_rou
     router.process.send_signal(signal.SIGTERM)
     time.sleep(0.2)
     client.say(submit("late"))
-    assert client.wait(Terminal, request_id="late").code == "overloaded"
+    assert client.wait(Terminal, request_id="late").code == "router_closing"
     decode.say(
         Tokens(runs=[TokenRun(key, 1, 10, [6])]),
         Terminal(request=key, attempt=1, position=11, status="end_of_sequence"),
