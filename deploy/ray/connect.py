@@ -1,0 +1,155 @@
+"""Reaching a Ray cluster, or saying within ten seconds why not and what to do.
+
+``ray.init`` against a head that is gone blocks for minutes, and with a wrong token it tries
+for ever; so everything it would stumble over is looked at first, each look with its own limit.
+"""
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+
+from ...proto.errors import ConfigError, ConnectionLost
+
+RAY_VERSION = "2.60.0"
+"""What the extra ``ray`` pins: private parts of Ray are used, so no other will do."""
+NAMESPACE = "baton"
+TCP_TIMEOUT = 2.0
+PROBE_TIMEOUT = 7.0
+"""Seconds for the connection and for the questions to the head."""
+PROBE = ("-m", "baton.deploy.ray.probe")
+
+
+class HeadFacts(msgspec.Struct, frozen=True):
+    """What the head says: its versions, and the addresses of the live nodes."""
+
+    ray_version: str
+    python_version: str
+    nodes: list[str]
+
+
+def import_ray() -> Any:
+    """The ``ray`` module; ConfigError when it is missing or another version."""
+    try:
+        import ray
+    except ImportError as problem:
+        raise ConfigError(
+            "Ray is not installed here; install it with: pip install 'baton[ray]'"
+        ) from problem
+    if ray.__version__ != RAY_VERSION:
+        raise ConfigError(
+            f"Ray {ray.__version__} is installed and Baton needs {RAY_VERSION}; "
+            "install it with: pip install 'baton[ray]'"
+        )
+    return ray
+
+
+def connect(wanted: str = "auto") -> Any:
+    """Join this process to the cluster at ``wanted`` (``HOST:PORT`` or ``auto``); returns ``ray``.
+
+    ConfigError or ConnectionLost, each with what to do, in less than ten seconds.
+    """
+    ray = import_ray()
+    if ray.is_initialized():
+        return ray
+    address = find_address(wanted)
+    facts = ask_head(address)
+    check_versions(address, facts)
+    check_here(address, facts)
+    ray.init(
+        address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error"
+    )  # fmt: skip
+    return ray
+
+
+def find_address(wanted: str) -> str:
+    """``HOST:PORT`` of the head; ``auto`` is the cluster this machine belongs to."""
+    from ray._private.services import canonicalize_bootstrap_address
+
+    try:
+        address = canonicalize_bootstrap_address(wanted)
+    except (ValueError, ConnectionError) as problem:
+        raise ConfigError(f"--ray-address {wanted}: {problem}") from problem
+    if address is None:
+        raise ConnectionLost(
+            "no Ray cluster runs on this machine; start it (ray up, or ray start --head), "
+            "or give --ray-address HOST:PORT"
+        )
+    return str(address)
+
+
+def ask_head(address: str) -> HeadFacts:
+    """The head's own word; ConnectionLost when there is none, ConfigError for the token."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), TCP_TIMEOUT).close()
+    except (OSError, ValueError, OverflowError) as problem:
+        raise ConnectionLost(
+            f"no Ray head answers at {address}: {problem}; check that it runs (ray status), "
+            "the address, and that the port is open between the hosts"
+        ) from problem
+    command = [sys.executable, "-P", *PROBE, address]
+    try:
+        done = subprocess.run(  # noqa: S603 -- our own interpreter and module
+            command, capture_output=True, timeout=PROBE_TIMEOUT, check=False
+        )
+    except subprocess.TimeoutExpired as problem:
+        raise ConnectionLost(
+            f"what listens at {address} does not answer as a Ray head; check --ray-address"
+        ) from problem
+    with contextlib.suppress(msgspec.DecodeError):
+        return msgspec.json.decode(done.stdout, type=HeadFacts)
+    raise _refused(address, done.stderr.decode("utf-8", "replace"))
+
+
+def _refused(address: str, said: str) -> ConfigError | ConnectionLost:
+    if "AuthenticationError" in said or "authentication token" in said:
+        return ConfigError(
+            f"the Ray head at {address} wants a token and this process has none or a wrong one; "
+            "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the cluster's token file"
+        )
+    last = next((line for line in reversed(said.splitlines()) if line.strip()), "no message")
+    return ConnectionLost(f"the Ray head at {address} gives no answer: {last.strip()[:300]}")
+
+
+def check_versions(address: str, facts: HeadFacts) -> None:
+    """ConfigError unless the head runs the same Ray and the same minor version of Python."""
+    mine = platform.python_version()
+    if facts.ray_version != RAY_VERSION:
+        raise ConfigError(
+            f"the head at {address} runs Ray {facts.ray_version or 'of no known version'} and "
+            f"this machine {RAY_VERSION}; install the same on all nodes and start Ray again"
+        )
+    if facts.python_version.split(".")[:2] != mine.split(".")[:2]:
+        raise ConfigError(
+            f"the head at {address} runs Python {facts.python_version} and this machine {mine}; "
+            "give all nodes the same minor version"
+        )
+
+
+def check_here(address: str, facts: HeadFacts) -> None:
+    """ConfigError unless this machine is a node: Ray has nothing to run a caller on elsewhere."""
+    if not any(is_own_address(node) for node in facts.nodes):
+        known = ", ".join(sorted(set(facts.nodes))[:8]) or "none"
+        raise ConfigError(
+            f"this machine is no node of the Ray cluster at {address} (live nodes: {known}); "
+            "run this on its head, as the last of the head's start commands does"
+        )
+
+
+def is_own_address(address: str) -> bool:
+    """Whether an interface of this machine has this IP address."""
+    try:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as trial:
+            trial.bind((address, 0))
+        return True
+    except OSError:
+        return False

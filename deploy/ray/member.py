@@ -1,0 +1,203 @@
+"""The supervisor of one member: it runs as a Ray actor, the router or worker is its child.
+
+The child is started by the same command line as on one machine (``deploy.processes``). It asks
+the kernel to die with the *thread* that started it, so one thread starts every child, and that
+thread lives as long as the actor: where it ends, the process does. Whatever ends the actor (Ray,
+the raylet, a signal) ends the child with it, and Ray starts another actor, which starts
+another child.
+
+No ``ray`` here: the class is made an actor by :mod:`.actors`, and tests use it without.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from typing import Any
+
+import msgspec
+
+from ...runtime.loop import Loop
+from ..processes import Child, ProcessSpec, describe_log
+from ..restart import RestartLimits
+from ..run_folder import RunFolder, sweep
+from .member_core import Action, Begin, Event, Exited, MemberCore, State, Stop, Tick
+
+TICK = 0.1
+"""Seconds between looks at the clock."""
+
+
+class MemberReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a member says of itself.
+
+    ``host``: address of its node. ``supervisor`` and ``pid``: process ids of the actor and its
+    child (0: none lives). ``starts``: of this actor's children. ``code``, ``reason``,
+    ``refused``: of the last exit; ``reason`` is its last error line.
+    """
+
+    name: str
+    role: str
+    revision: int
+    host: str
+    supervisor: int
+    state: State
+    pid: int = 0
+    starts: int = 0
+    code: int = 0
+    reason: str = ""
+    refused: bool = False
+
+
+class Supervisor:
+    """Keeps one child running until told to stop. Methods are safe from any thread.
+
+    ``process``: what to run. ``host``: where this is, for the report.
+    """
+
+    def __init__(
+        self,
+        process: ProcessSpec,
+        *,
+        revision: int = 0,
+        host: str = "",
+        limits: RestartLimits | None = None,
+    ) -> None:
+        self._process = process
+        self._revision, self._host = revision, host
+        self._core = MemberCore(limits, retires=process.role != "router")
+        self._child: Child | None = None
+        self._last_error = self._last_words = ""
+        self._refused = False
+        self._loop = Loop()
+        sweep()  # what a killed predecessor left
+        self._folder = RunFolder()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="supervisor")
+        self._thread.start()
+
+    # ------------------------------------------------------------- from any thread
+
+    def report(self) -> MemberReport:
+        """How the member is."""
+        child, core = self._child, self._core
+        return MemberReport(
+            name=self._process.name,
+            role=self._process.role,
+            revision=self._revision,
+            host=self._host,
+            supervisor=os.getpid(),
+            state=core.state,
+            pid=0 if child is None else child.pid,
+            starts=core.starts,
+            code=core.code,
+            reason=core.reason,
+            refused=core.refused,
+        )
+
+    def stop(self, grace: float) -> None:
+        """SIGTERM to the child, SIGKILL ``grace`` seconds later; it is not started again."""
+        self._loop.post(lambda: self._decide(Stop(grace)))
+
+    def kill_child(self, pid: int) -> None:
+        """End the child's process group if it still is the process ``pid``; it is restarted."""
+        self._loop.post(lambda: self._kill(pid))
+
+    def close(self) -> None:
+        """End the child at once, and the supervising thread."""
+        self._loop.post(self._close)
+        self._ended.wait()
+        self._thread.join()
+
+    # ------------------------------------------------------------- the supervising thread
+
+    def _run(self) -> None:
+        try:
+            self._loop.call_later(0.0, lambda: self._decide(Begin()))
+            self._loop.call_later(TICK, self._tick)
+            self._loop.run()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        finally:
+            self._folder.close()
+            self._ended.set()
+
+    def _close(self) -> None:
+        self._core.handle(Stop(0.0), self._loop.now())
+        if self._child is not None:
+            child = self._child
+            child.kill()
+            child.wait()
+            self._on_exit()
+        self._loop.stop()
+
+    def _tick(self) -> None:
+        self._loop.call_later(TICK, self._tick)
+        self._decide(Tick())
+
+    def _decide(self, event: Event) -> None:
+        for action in self._core.handle(event, self._loop.now()):
+            self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> None:
+        if action is Action.START:
+            self._start()
+        elif self._child is not None:
+            self._child.terminate() if action is Action.TERMINATE else self._child.kill()
+
+    def _start(self) -> None:
+        try:
+            path = self._folder.write(f"{self._process.name}.json", self._process.config_json())
+            child = Child(self._process, path)
+        except OSError as problem:  # no space, no process: the child's end
+            why = f"cannot be started: {problem}"
+            self._loop.post(lambda: self._decide(Exited(1, why, refused=True)))
+            return
+        self._child = child
+        self._loop.add_fd(child.stderr_fd, self._on_stderr)
+        self._loop.add_fd(child.exit_fd, self._on_exit)
+
+    def _kill(self, pid: int) -> None:
+        if self._child is not None and self._child.pid == pid:
+            self._child.kill()
+
+    def _on_exit(self) -> None:
+        child = self._child
+        if child is None or (code := child.exit_code()) is None:
+            return
+        self._loop.remove_fd(child.exit_fd)
+        self._loop.remove_fd(child.stderr_fd)
+        child.kill()  # whatever it may have left in its process group
+        for event in child.drain_log():
+            self._on_log(event)
+        child.close()
+        self._child = None
+        reason = self._last_error or (self._last_words if code > 0 else "")
+        refused, self._refused = self._refused, False
+        self._last_error = self._last_words = ""
+        self._decide(Exited(code, reason, refused))
+
+    def _on_stderr(self) -> None:
+        child = self._child
+        if child is None:
+            return
+        events = child.read_log()
+        if not events and child.exit_code() is not None:
+            self._loop.remove_fd(child.stderr_fd)  # closed; the exit itself comes by exit_fd
+        for event in events:
+            self._on_log(event)
+
+    def _on_log(self, event: dict[str, Any]) -> None:
+        """Into the actor's log; the last error is kept for the report."""
+        if event.get("event") == "load.progress":
+            return
+        line = describe_log(event)
+        if event.get("raw"):
+            self._last_words = line
+        if event.get("level") in ("error", "critical"):
+            self._last_error = str(event.get("error", line))
+        self._refused = self._refused or event.get("event") == "process.failed"
+        sys.stderr.write(f"{self._process.name}: {event.get('level', 'info')}: {line}\n")
+        sys.stderr.flush()

@@ -1,0 +1,247 @@
+"""Starting, watching and ending the actors of members, on a thread of its own.
+
+Ray's calls may block as long as its head is away, so nobody else makes them: commands come
+through a queue, and what happens goes to ``emit``. Invariant: a :class:`MemberEnded` is said
+once, after the name is free in Ray.
+
+No ``ray`` here: :class:`RayApi` is the seam, :mod:`.api` the real one.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ...proto.errors import BatonError
+from ...runtime.log import get_logger
+from ..launcher import MemberEnded, MemberEvent, MemberSpec, MemberStarted, MemberUnplaced
+from .member import MemberReport
+from .member_core import State
+
+CYCLE = 0.2
+"""Seconds between two looks at all members."""
+UNPLACED_AFTER = 2.0
+"""How long a member may be silent before it is looked for, and wait before that is said."""
+ASK_AGAIN = 1.0
+"""A stop that had no effect for so long (its actor was just being restarted) is said again."""
+MARGIN = 5.0
+"""How long after its grace an actor may still report; then it is killed unheard."""
+CAPACITY_EVERY = 5.0
+_log = get_logger()
+
+
+class ActorGone(Exception):
+    """The actor has ended for good, not by us."""
+
+
+class RayApi(Protocol):
+    """What is needed of Ray. Methods may block while its head is away, and raise BatonError."""
+
+    def create(self, spec: MemberSpec) -> Any:
+        """The actor of this name, made if there is none."""
+
+    def ask(self, actor: Any) -> Any:
+        """Ask it for its report; returns a ticket for :meth:`answer`."""
+
+    def answer(self, ticket: Any) -> MemberReport | None:
+        """The report, or None while there is none. ActorGone, or BatonError for "ask again"."""
+
+    def stop(self, actor: Any, grace: float) -> None:
+        """Have it end its child within ``grace`` seconds."""
+
+    def kill_child(self, actor: Any, pid: int) -> None:
+        """Have it end its hung child."""
+
+    def kill(self, actor: Any) -> None:
+        """End the actor for good."""
+
+    def is_free(self, name: str) -> bool:
+        """Whether no actor has this name."""
+        raise NotImplementedError
+
+    def why_unplaced(self, actor: Any, role: str) -> str:
+        """Why the actor has no node; empty if it has one."""
+        raise NotImplementedError
+
+    def request(self, bundles: dict[str, int]) -> None:
+        """Ask the autoscaler for room."""
+
+    def capacity(self) -> dict[str, int] | None:
+        """Most members of each role its nodes can ever hold; None: not known."""
+
+
+@dataclass(slots=True)
+class _Remote:
+    """One member's actor, as last heard."""
+
+    spec: MemberSpec
+    actor: Any = None
+    ticket: Any = None
+    asked_at: float = 0.0
+    report: MemberReport | None = None
+    said: tuple[int, int] = (0, 0)  # (supervisor, pid) of the last MemberStarted
+    waits_for: str = ""
+    waits_since: float = 0.0
+    waits_said: str = ""
+    stop_until: float | None = None
+    stop_said_at: float = 0.0
+    ending: MemberEnded | None = None  # to be said once the name is free
+    kills: int = 0
+
+
+class MemberWatch:
+    """See the module docstring; ``emit`` is called on the watching thread."""
+
+    def __init__(self, api: RayApi, emit: Callable[[MemberEvent], object]) -> None:
+        self._api = api
+        self._emit = emit
+        self._remotes: dict[str, _Remote] = {}
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._over = threading.Event()
+        self.capacity: dict[str, int] | None = None
+        """See :meth:`RayApi.capacity`; as last read."""
+        self._capacity_at = 0.0
+        self._thread = threading.Thread(target=self._run, name="ray", daemon=True)
+
+    # ------------------------------------------------------------- from any thread
+
+    def begin(self) -> None:
+        """Start watching."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Watch no more; the actors stay as they are."""
+        self._over.set()
+
+    def put(self, command: Callable[[], object]) -> None:
+        """Run ``command``, a method of this object, on the watching thread."""
+        self._commands.put(command)
+
+    # ------------------------------------------------------------- the watching thread
+
+    def _run(self) -> None:
+        while not self._over.wait(CYCLE):
+            self.cycle(time.monotonic())
+
+    def cycle(self, now: float) -> None:
+        """Carry out what was asked for, then look at every member."""
+        while not self._commands.empty():
+            self._guarded(self._commands.get())
+        if now >= self._capacity_at:
+            self._capacity_at = now + CAPACITY_EVERY
+            self._guarded(self._read_capacity)
+        for remote in list(self._remotes.values()):
+            self._guarded(functools.partial(self._look, remote, now))
+
+    def _guarded(self, command: Callable[[], object]) -> None:
+        try:
+            command()
+        except BatonError as problem:
+            _log.warning("ray.call_failed", error=str(problem))
+        except Exception:
+            _log.exception("ray.call_failed")
+
+    def _read_capacity(self) -> None:
+        self.capacity = self._api.capacity()
+
+    def start(self, spec: MemberSpec) -> None:
+        """See ``Backend.start``."""
+        self._remotes[spec.name] = _Remote(spec)
+
+    def stop(self, name: str, grace: float) -> None:
+        """See ``Backend.stop``."""
+        remote = self._remotes.get(name)
+        if remote is not None and remote.ending is None:
+            remote.stop_until = time.monotonic() + grace
+            remote.stop_said_at = 0.0
+
+    def kill(self, name: str) -> None:
+        """See ``Backend.kill``."""
+        remote = self._remotes.get(name)
+        if remote is not None and remote.ending is None:
+            remote.ending = MemberEnded(name, -9, "killed")
+
+    def kill_child(self, name: str, pid: int) -> None:
+        """End the member's child if it still is this process."""
+        remote = self._remotes.get(name)
+        if remote is not None and remote.actor is not None:
+            self._api.kill_child(remote.actor, pid)
+
+    def request(self, bundles: dict[str, int]) -> None:
+        """See ``Backend.request``."""
+        self._api.request(bundles)
+
+    # ------------------------------------------------------------- one member
+
+    def _look(self, remote: _Remote, now: float) -> None:
+        if remote.ending is not None:
+            self._finish(remote, remote.ending)
+            return
+        if remote.actor is None:
+            remote.actor = self._api.create(remote.spec)
+            remote.asked_at = now
+        if remote.stop_until is not None:
+            self._stop(remote, remote.stop_until, now)
+        if remote.ticket is None:
+            remote.ticket = self._api.ask(remote.actor)
+        self._hear(remote, now)
+
+    def _hear(self, remote: _Remote, now: float) -> None:
+        try:
+            report = self._api.answer(remote.ticket)
+        except ActorGone as problem:
+            remote.ending = MemberEnded(remote.spec.name, -9, f"its actor has ended: {problem}")
+            return
+        except BatonError:  # its actor is being restarted
+            remote.ticket = None
+            return
+        if report is not None:
+            remote.ticket, remote.report = None, report
+            remote.asked_at, remote.waits_said = now, ""
+            self._heard(remote, report)
+        elif now - remote.asked_at >= UNPLACED_AFTER:
+            self._say_unplaced(remote, now)
+
+    def _heard(self, remote: _Remote, report: MemberReport) -> None:
+        name = remote.spec.name
+        if report.state is State.ENDED:
+            remote.ending = MemberEnded(name, report.code, report.reason, report.refused)
+        elif report.pid and remote.said != (report.supervisor, report.pid):
+            remote.said = (report.supervisor, report.pid)
+            self._emit(MemberStarted(name, report.host, report.pid))
+
+    def _say_unplaced(self, remote: _Remote, now: float) -> None:
+        """Say what it waits for once that has not changed for a while: hosts come one by one."""
+        why = self._api.why_unplaced(remote.actor, remote.spec.role)
+        if why != remote.waits_for:
+            remote.waits_for, remote.waits_since = why, now
+        lasting = now - remote.waits_since >= UNPLACED_AFTER
+        if why and lasting and why != remote.waits_said:
+            remote.waits_said = why
+            self._emit(MemberUnplaced(remote.spec.name, why))
+
+    def _stop(self, remote: _Remote, until: float, now: float) -> None:
+        """Ask for the end; one that has no host, or gives no sign in time, is just killed."""
+        waits = remote.report is None and bool(
+            self._api.why_unplaced(remote.actor, remote.spec.role)
+        )
+        if waits or now > until + MARGIN:
+            remote.ending = MemberEnded(remote.spec.name, -9, "stopped")
+            return
+        heard = remote.report is not None and remote.report.state is State.STOPPING
+        if not remote.stop_said_at or (not heard and now - remote.stop_said_at >= ASK_AGAIN):
+            self._api.stop(remote.actor, max(0.0, until - now))
+            remote.stop_said_at = now
+
+    def _finish(self, remote: _Remote, ended: MemberEnded) -> None:
+        if remote.actor is not None and remote.kills % 10 == 0:
+            self._api.kill(remote.actor)
+        remote.kills += 1
+        if self._api.is_free(remote.spec.name):
+            del self._remotes[remote.spec.name]
+            self._emit(ended)

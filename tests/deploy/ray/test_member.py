@@ -1,0 +1,160 @@
+"""The supervisor of one member with real processes, without Ray."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.deploy.processes import ProcessSpec
+from baton.deploy.ray.member import Supervisor
+from baton.deploy.ray.member_core import State
+from baton.deploy.restart import RestartLimits
+
+pytestmark = pytest.mark.cluster
+
+LIMITS = RestartLimits(restarts=5, first_delay=0.05, max_delay=0.1)
+
+
+class NoConfig(msgspec.Struct):
+    """Of the stand-in for a worker."""
+
+    say: str = ""
+
+
+STAND_IN = """
+import ctypes, json, signal, sys, time
+from pathlib import Path
+parent = int(sys.argv[sys.argv.index("--parent") + 1])
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+say = json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())["say"]
+if say:
+    print(json.dumps({"level": "error", "event": "process.failed", "error": say}), file=sys.stderr)
+    sys.exit(1)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+while True:
+    time.sleep(1)
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """The name of a module that runs until SIGTERM, or fails with what its config says."""
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "stand_in"
+
+
+@pytest.fixture
+def supervise(module):
+    started = []
+
+    def start(say="") -> Supervisor:
+        spec = ProcessSpec(name="decode-0", role="decode", module=module, config=NoConfig(say))
+        started.append(Supervisor(spec, host="here", limits=LIMITS))
+        return started[-1]
+
+    yield start
+    for supervisor in started:
+        supervisor.close()
+
+
+def wait_for(condition, what: str):
+    until = time.monotonic() + 20
+    while not (result := condition()):
+        assert time.monotonic() < until, what
+        time.sleep(0.01)
+    return result
+
+
+def running(supervisor: Supervisor, other_than: int = 0) -> int:
+    def pid():
+        report = supervisor.report()
+        return report.pid if report.state is State.RUNNING and report.pid != other_than else 0
+
+    return wait_for(pid, "a running child")
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_a_killed_child_is_started_again(supervise):
+    supervisor = supervise()
+    pid = running(supervisor)
+    os.kill(pid, signal.SIGKILL)
+    assert running(supervisor, other_than=pid)
+    assert supervisor.report().code == -9
+    assert supervisor.report().starts == 2
+
+
+def test_a_hung_child_is_ended_only_if_it_still_is_the_one(supervise):
+    supervisor = supervise()
+    pid = running(supervisor)
+    supervisor.kill_child(pid + 1)
+    supervisor.kill_child(pid)
+    assert running(supervisor, other_than=pid)
+    assert supervisor.report().starts == 2
+
+
+def test_a_stop_ends_it_for_good(supervise):
+    supervisor = supervise()
+    pid = running(supervisor)
+    supervisor.stop(10.0)
+    wait_for(lambda: supervisor.report().state is State.ENDED, "the end")
+    assert not alive(pid)
+    assert supervisor.report().code in (0, -15)  # -15: it had not set its handler yet
+
+
+def test_what_it_refuses_is_kept_for_the_report(supervise):
+    supervisor = supervise("there is no such model")
+    wait_for(lambda: supervisor.report().state is State.ENDED, "the end")
+    report = supervisor.report()
+    assert (report.code, report.reason, report.refused) == (1, "there is no such model", True)
+
+
+def test_closing_leaves_no_child_and_no_file(supervise, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    supervisor = supervise()
+    pid = running(supervisor)
+    supervisor.close()
+    assert not alive(pid)
+    assert not list(tmp_path.glob("baton-*"))
+
+
+SCRIPT = """
+import sys, time
+sys.path.insert(0, {tests!r})
+from baton.deploy.processes import ProcessSpec
+from baton.deploy.ray.member import Supervisor
+from test_member import NoConfig
+s = Supervisor(ProcessSpec(name="d", role="decode", module="stand_in", config=NoConfig()))
+while not s.report().pid:
+    time.sleep(0.01)
+time.sleep(0.3)  # the child has told the kernel
+print(s.report().pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_child_dies_with_a_killed_supervisor(module):
+    script = SCRIPT.format(tests=str(Path(__file__).parent))
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert alive(pid)
+        process.kill()
+        process.wait()
+        wait_for(lambda: not alive(pid), "the child's end")
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

@@ -1,0 +1,78 @@
+"""What the head says of a member and what its node fills in."""
+
+import msgspec
+import pytest
+
+from baton.decode_worker.config import DecodeWorkerConfig
+from baton.deploy.config import demo_model_folder
+from baton.deploy.launcher import MemberSpec
+from baton.deploy.processes import ProcessSpec
+from baton.deploy.ray.placing import order_of, place, read_order
+from baton.engine.runner import RunnerConfig
+from baton.proto.errors import ConfigError
+from baton.router.config import RouterConfig
+
+HEAD = "10.0.0.1"
+
+
+def worker(keys="", **runner) -> MemberSpec:
+    config = DecodeWorkerConfig(
+        worker_id="decode-0",
+        endpoint="",
+        routers={"router": "tcp://10.0.0.1:7071"},
+        runner=RunnerConfig(**{"model": "", "kv_bytes": 1 << 20, **runner}),
+        keys=keys,
+    )
+    module = "baton.decode_worker"
+    process = ProcessSpec(name="decode-0", role="decode", module=module, config=config)
+    return MemberSpec(name="decode-0", role="decode", revision=3, process=process)
+
+
+def placed(spec: MemberSpec, host: str) -> ProcessSpec:
+    return place(read_order(order_of(spec, HEAD)), host)
+
+
+def test_a_worker_listens_at_its_own_node():
+    process = placed(worker(keys="/etc/baton/keys"), "10.0.0.7")
+    assert process.config.endpoint == "tcp://10.0.0.7:0"
+    assert process.config.routers == {"router": "tcp://10.0.0.1:7071"}
+    assert process.config.runner.model == str(demo_model_folder())
+    assert process.module == "baton.decode_worker"
+
+
+def test_without_keys_it_listens_for_this_machine_alone():
+    assert placed(worker(), HEAD).config.endpoint == "tcp://127.0.0.1:0"
+
+
+def test_without_keys_another_host_is_refused():
+    with pytest.raises(ConfigError, match="baton keygen"):
+        placed(worker(), "10.0.0.7")
+
+
+def test_memory_is_chosen_by_what_is_free_on_the_node():
+    chosen = placed(worker(kv_bytes=0), HEAD).config.runner.kv_bytes
+    assert chosen > 1 << 20
+    assert placed(worker(kv_bytes=0, num_blocks=7), HEAD).config.runner.kv_bytes == 0
+
+
+def test_a_key_folder_in_a_home_folder_is_that_of_the_node(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/node")
+    config = placed(worker(keys="~/keys"), "10.0.0.7").config
+    assert config.keys == "/home/node/keys"
+
+
+def test_a_router_keeps_its_addresses():
+    config = RouterConfig(client_address="tcp://127.0.0.1:7070", worker_address="ipc:///x")
+    process = ProcessSpec(name="router", role="router", module="baton.router", config=config)
+    spec = MemberSpec(name="router", role="router", revision=0, process=process)
+    assert placed(spec, HEAD).config == msgspec.structs.replace(
+        config, model_folder=str(demo_model_folder())
+    )
+
+
+def test_what_is_no_order_is_refused():
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_order(b'{"name": 3}')
+    order = order_of(worker(), HEAD).replace(b'"worker_id"', b'"worker_ix"')
+    with pytest.raises(ConfigError, match="settings of decode-0"):
+        place(read_order(order), HEAD)
