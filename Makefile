@@ -8,8 +8,10 @@ SHELL := /bin/bash
 
 VENV ?= .venv
 ORACLE_VENV ?= .venv-oracle
+RAY_VENV ?= .venv-ray
 BIN := $(VENV)/bin
 ORACLE_BIN := $(ORACLE_VENV)/bin
+RAY_BIN := $(RAY_VENV)/bin
 
 # PYTHON=... chooses one; otherwise the first that is new enough.
 PYTHON ?=
@@ -27,7 +29,7 @@ export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup demo test check test-full test-oracle soak bench clean lock
+.PHONY: help setup demo test check test-full test-oracle test-deploy soak bench clean lock
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 14
@@ -54,6 +56,9 @@ test-full: check  ## the long product of settings as well
 test-oracle: $(ORACLE_VENV)/.installed  ## compare with transformers on fresh checkpoints (downloads torch)
 	$(ORACLE_BIN)/python -m pytest -q -m oracle $(ARGS)
 
+test-deploy: $(RAY_VENV)/.installed  ## `ray up` on hosts made of namespaces (downloads Ray; needs root for most of it)
+	$(RAY_BIN)/python -m pytest -q -m deploy $(ARGS)
+
 soak: $(VENV)/.installed  ## ten million random operations on contexts against their models
 	$(BIN)/python -m pytest -q tests/proto/test_model.py --operations 10000000 --timeout 0 $(ARGS)
 
@@ -61,7 +66,7 @@ bench: $(VENV)/.installed  ## figures beside their peers and limits
 	$(BIN)/python -m baton.benchmarks $(ARGS)
 
 clean:  ## remove everything the other verbs made
-	rm -rf $(VENV) $(ORACLE_VENV) build dist .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf $(VENV) $(ORACLE_VENV) $(RAY_VENV) build dist .pytest_cache .mypy_cache .ruff_cache \
 		.import_linter_cache .hypothesis .coverage src/*.egg-info engine/kernels/_cpu*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -95,6 +100,13 @@ $(ORACLE_VENV)/.installed: $(ORACLE_VENV)/.locked $(BUILD_INPUTS)
 	> $(ORACLE_VENV)/oracle.txt
 	@$(ORACLE_BIN)/python -m pip install $(PIP_QUIET) -r $(ORACLE_VENV)/oracle.txt
 	@$(ORACLE_BIN)/python -m pip install $(PIP_QUIET) --no-deps --no-build-isolation --editable .
+	@touch "$@"
+
+$(RAY_VENV)/.installed: $(RAY_VENV)/.locked $(BUILD_INPUTS)
+	@echo "installing Ray and baton into $(RAY_VENV)"
+	@$(RAY_BIN)/python -m pip install $(PIP_QUIET) "$$($(RAY_BIN)/python -c 'import tomllib; \
+	print(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["ray"][0])')"
+	@$(RAY_BIN)/python -m pip install $(PIP_QUIET) --no-deps --no-build-isolation --editable .
 	@touch "$@"
 
 .PRECIOUS: %/bin/python %/.locked

@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LINKS = ROOT / "src" / "baton"
+RAY_DATA = {".sh", ".txt", ".yaml"}
 
 
 def package_folders():
@@ -20,6 +21,7 @@ def data_files():
     return [
         *sorted((ROOT / "engine/kernels/csrc").glob("*")),
         *sorted((ROOT / "deploy/demo_model").glob("*")),
+        *(p for p in sorted((ROOT / "deploy/ray").rglob("*")) if p.suffix in RAY_DATA),
     ]
 
 
@@ -72,6 +74,23 @@ def test_the_lock_covers_what_the_project_needs():
     wanted = [*project["project"]["dependencies"], *project["dependency-groups"]["dev"]]
     pinned = {line.split("==")[0] for line in lock.splitlines() if "==" in line}
     assert {requirement.split(">=")[0] for requirement in wanted} <= pinned
+
+
+def pins(text):
+    lines = (line.split()[0] for line in text.splitlines() if "==" in line and line[0].isalnum())
+    return dict(line.split("==") for line in lines)
+
+
+def test_nodes_install_what_the_lock_and_the_ray_extra_say():
+    lock = pins((ROOT / "requirements.lock").read_text())
+    nodes = pins((ROOT / "deploy/ray/constraints.txt").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {requirement.split(">=")[0] for requirement in project["dependencies"]}
+    assert wanted <= set(nodes)
+    assert [f"ray=={nodes['ray']}"] == project["optional-dependencies"]["ray"]
+    assert {name: nodes[name] for name in nodes if name in lock} == {
+        name: lock[name] for name in nodes if name in lock
+    }
 
 
 @pytest.mark.full

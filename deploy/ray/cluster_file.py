@@ -1,0 +1,161 @@
+"""Cluster files for `ray up`: writing one for fixed hosts, and checking any before it is used.
+
+A file is written from ``on-premises.yaml`` beside this module, whose example values are replaced,
+so its comments stay. Checking uses Ray's own schema and preparation, and what Baton needs on top;
+nothing is contacted.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...proto.errors import ConfigError
+from .hosts import check_node_types, check_pools, provider_settings
+
+TEMPLATE = "on-premises.yaml"
+PROVIDER = "baton.deploy.ray.provider.FixedHosts"
+_EXAMPLE_WHEEL = "baton-0.1.0-cp311-cp311-linux_x86_64.whl"
+
+
+class FixedCluster(msgspec.Struct, frozen=True, kw_only=True):
+    """What a file for fixed hosts is written from.
+
+    ``head``, ``prefill`` and ``decode``: IP addresses; of each pool the first ``..._min`` are
+    always workers and the rest are taken when more are asked for. ``wheel``, ``keys`` and
+    ``token``: files and a folder on the machine where `ray up` runs. ``idle_minutes``: how long a
+    host stays that no worker needs.
+    """
+
+    head: str
+    prefill: tuple[str, ...]
+    decode: tuple[str, ...]
+    wheel: str
+    name: str = "baton"
+    prefill_min: int = 1
+    decode_min: int = 1
+    user: str = "baton"
+    ssh_key: str = "~/.ssh/baton-cluster"
+    token: str = "~/.ray/auth_token"  # noqa: S105 -- a path
+    python: str = "python3.11"
+    idle_minutes: float = 1.0
+
+
+def write_cluster_file(cluster: FixedCluster) -> str:
+    """The text of a file for `ray up`; ConfigError says which host or bound is wrong."""
+    pools = {"head": (cluster.head,), "prefill": cluster.prefill, "decode": cluster.decode}
+    check_pools(pools)
+    bounds = {
+        "head": {},
+        "prefill": {"min_workers": cluster.prefill_min},
+        "decode": {"min_workers": cluster.decode_min},
+    }
+    check_node_types(pools, bounds, "head")
+    text = (Path(__file__).parent / TEMPLATE).read_text()
+    for old, new in _replacements(cluster):
+        if old not in text:
+            raise ConfigError(f"{TEMPLATE} has no '{old}'; install Baton anew")
+        text = text.replace(old, new)
+    return text
+
+
+def _replacements(cluster: FixedCluster) -> list[tuple[str, str]]:
+    workers = len(cluster.prefill) + len(cluster.decode)
+    return [
+        ("cluster_name: baton\n", f"cluster_name: {_text(cluster.name)}\n"),
+        ("\nmax_workers: 2 ", f"\nmax_workers: {workers} "),
+        ("idle_timeout_minutes: 1.0 ", f"idle_timeout_minutes: {cluster.idle_minutes:g} "),
+        ("head: [10.0.0.1]", f"head: {_list((cluster.head,))}"),
+        ("prefill: [10.0.0.2]", f"prefill: {_list(cluster.prefill)}"),
+        ("decode: [10.0.0.3]", f"decode: {_list(cluster.decode)}"),
+        *_pool_bounds("prefill", cluster.prefill_min, len(cluster.prefill)),
+        *_pool_bounds("decode", cluster.decode_min, len(cluster.decode)),
+        ("ssh_user: baton", f"ssh_user: {_text(cluster.user)}"),
+        ("ssh_private_key: ~/.ssh/baton-cluster", f"ssh_private_key: {_text(cluster.ssh_key)}"),
+        ("auth_token: ~/.ray/auth_token", f"auth_token: {_text(cluster.token)}"),
+        (f": dist/{_EXAMPLE_WHEEL}", f": {_text(cluster.wheel)}"),
+        (_EXAMPLE_WHEEL, Path(cluster.wheel).name),
+        ("python: python3.11", f"python: {_text(cluster.python)}"),
+        ("|| python3.11 -m", f"|| {cluster.python} -m"),
+    ]
+
+
+def _pool_bounds(pool: str, least: int, most: int) -> list[tuple[str, str]]:
+    labels = f'    labels: {{"pool": "{pool}"}}\n    node_config: {{}}\n'
+    return [
+        (
+            f"{labels}    min_workers: 1\n    max_workers: 1\n",
+            f"{labels}    min_workers: {least}\n    max_workers: {most}\n",
+        )
+    ]
+
+
+def _text(value: str) -> str:
+    """A string as YAML reads it back: plain where that is safe, else quoted (JSON is YAML)."""
+    plain = value and all(c.isalnum() or c in "._-/~" for c in value) and value[0] not in "-."
+    return value if plain and not value.isdigit() else json.dumps(value)
+
+
+def _list(values: tuple[str, ...]) -> str:
+    return f"[{', '.join(_text(value) for value in values)}]"
+
+
+# ------------------------------------------------------------------------------- checking
+
+
+def read_cluster_file(path: Path) -> dict[str, Any]:
+    """The file's content; ConfigError when it cannot be read or is no mapping."""
+    import yaml  # type: ignore[import-untyped]  # of Ray
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as problem:
+        raise ConfigError(f"cannot read {path}: {problem.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"{path} is not valid YAML: {problem}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is no mapping of settings")
+    return content
+
+
+def check_cluster(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration as Ray prepares it; ConfigError names what is wrong in it.
+
+    Ray's schema refuses unknown keys at the top, in ``auth`` and in node types; the provider's own
+    section is checked here, where Ray takes any key.
+    """
+    from ray.autoscaler._private.util import (  # pyright: ignore[reportMissingImports]
+        prepare_config,
+        validate_config,
+    )
+
+    given = copy.deepcopy(dict(config))
+    _check_schema(validate_config, {"cluster_synced_files": [], **given})
+    try:
+        prepared = prepare_config(given)
+    except (KeyError, ValueError, AssertionError) as problem:
+        raise ConfigError(f"Ray cannot prepare this file: {problem!r}") from None
+    _check_schema(validate_config, prepared)
+    if prepared["provider"].get("module") == PROVIDER:
+        settings = provider_settings(prepared["provider"])
+        check_node_types(
+            settings.pools, prepared["available_node_types"], prepared["head_node_type"]
+        )
+    return dict(prepared)
+
+
+def _check_schema(validate: Any, config: Mapping[str, Any]) -> None:
+    import jsonschema  # type: ignore[import-untyped]  # of Ray
+
+    try:
+        validate(config)
+    except jsonschema.ValidationError as problem:
+        where = ".".join(str(part) for part in problem.absolute_path) or "the file"
+        raise ConfigError(f"{where}: {problem.message}") from None
+    except (ValueError, RuntimeError) as problem:
+        raise ConfigError(str(problem)) from None

@@ -1,0 +1,195 @@
+"""The fixed hosts of a cluster: which there are, by pool, and which carry a node.
+
+Pure but for :class:`HostBook`, the file in which a process remembers the nodes. Invariants: a
+host is in one pool and carries at most one node; a node's id is never used again (Ray asks for
+that), so it is the address and the number of the launch: ``10.0.0.3@2``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...proto.errors import ConfigError
+
+Pools = Mapping[str, tuple[str, ...]]
+
+
+class ProviderSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The section ``provider`` of a cluster file.
+
+    ``pools``: addresses of the hosts of each node type; the head's has one. ``python``: command
+    on each host that makes its virtual environment ``venv``. ``grace``: seconds a host's
+    processes get before SIGKILL. ``ssh_user`` and ``ssh_private_key`` are filled in from ``auth``.
+    """
+
+    type: str
+    module: str
+    pools: dict[str, tuple[str, ...]]
+    use_internal_ips: bool = True
+    python: str = "python3.11"
+    venv: str = "~/.baton/venv"
+    state: str = "~/.baton/nodes"
+    grace: int = 10
+    ssh_user: str = ""
+    ssh_private_key: str = ""
+
+
+def provider_settings(section: Mapping[str, Any]) -> ProviderSettings:
+    """The checked section; ConfigError names an unknown key, a wrong type or a wrong host."""
+    # Ray adds keys of its own; they begin with an underscore.
+    told = {key: value for key, value in section.items() if not key.startswith("_")}
+    try:
+        settings = msgspec.convert(told, ProviderSettings)
+    except msgspec.ValidationError as problem:
+        raise ConfigError(f"provider: {problem}") from None
+    if settings.grace < 0:
+        raise ConfigError("provider.grace must not be negative")
+    check_pools(settings.pools)
+    return settings
+
+
+def check_pools(pools: Pools) -> None:
+    """ConfigError unless every host is an address and in one pool."""
+    seen: dict[str, str] = {}
+    for pool, hosts in pools.items():
+        for host in hosts:
+            try:
+                ipaddress.ip_address(host)
+            except ValueError:
+                raise ConfigError(
+                    f"provider.pools.{pool}: '{host}' is not an IP address; Ray knows nodes by "
+                    "address, so write that instead of a name"
+                ) from None
+            if host in seen:
+                raise ConfigError(
+                    f"provider.pools: {host} is in {seen[host]} and {pool}; a host carries one node"
+                )
+            seen[host] = pool
+
+
+def check_node_types(pools: Pools, node_types: Mapping[str, Any], head_type: str) -> None:
+    """ConfigError when node types and pools disagree, or ask for more workers than hosts."""
+    for name in [*node_types, *pools]:
+        if name not in pools or name not in node_types:
+            where = "provider.pools" if name not in pools else "available_node_types"
+            raise ConfigError(f"node type '{name}' is missing in {where}")
+    if len(pools[head_type]) != 1:
+        raise ConfigError(f"provider.pools.{head_type} needs exactly one host")
+    for name, node_type in node_types.items():
+        if name != head_type:
+            _check_bounds(name, node_type, len(pools[name]))
+
+
+def _check_bounds(name: str, node_type: Mapping[str, Any], hosts: int) -> None:
+    least, most = node_type.get("min_workers", 0), node_type.get("max_workers", hosts)
+    if node_type.get("node_config"):
+        raise ConfigError(f"{name}: node_config must be {{}}; a host of your own is what it is")
+    if not 0 <= least <= most:
+        raise ConfigError(
+            f"{name}: min_workers {least} and max_workers {most} must be 0 or more, in this order"
+        )
+    if most > hosts:
+        raise ConfigError(
+            f"{name}: max_workers {most}, but provider.pools.{name} has {hosts} "
+            f"host{'s' * (hosts != 1)}; add hosts or lower it"
+        )
+
+
+def node_id(host: str, launch: int) -> str:
+    """Id of the node that a launch puts on a host."""
+    return f"{host}@{launch}"
+
+
+def host_of(node: str) -> str:
+    """The host of a node's id."""
+    return node.rpartition("@")[0]
+
+
+class Nodes(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the file holds: launches so far, and the tags of the nodes that exist.
+
+    ``session``: which `ray start` of a head the workers belong to.
+    """
+
+    launches: int = 0
+    session: str = ""
+    nodes: dict[str, dict[str, str]] = {}
+
+    def used_hosts(self) -> set[str]:
+        """Hosts that carry a node."""
+        return {host_of(node) for node in self.nodes}
+
+    def launch(self, host: str, tags: Mapping[str, str]) -> str:
+        """Put a node on a free host; returns its id."""
+        self.launches += 1
+        node = node_id(host, self.launches)
+        self.nodes[node] = dict(tags)
+        return node
+
+    def matching(self, filters: Mapping[str, str]) -> list[str]:
+        """Ids of the nodes that have all these tags."""
+        wanted = filters.items()
+        return [node for node, tags in self.nodes.items() if wanted <= tags.items()]
+
+
+class HostBook:
+    """The file of :class:`Nodes`, for any number of threads and processes.
+
+    A lock file beside it serialises them; a new content takes the name of the old one, so that a
+    reader or a crash never meets half a file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Nodes]:
+        """The nodes; what was changed is kept unless the block raises."""
+        lock = os.open(self.path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            before = self._read()
+            nodes = _decode(before, self.path)
+            yield nodes
+            after = msgspec.json.format(msgspec.json.encode(nodes), indent=2)
+            if after != before:
+                self._write(after)
+        finally:
+            os.close(lock)
+
+    def _read(self) -> bytes:
+        try:
+            return self.path.read_bytes()
+        except FileNotFoundError:
+            return b""
+
+    def _write(self, content: bytes) -> None:
+        descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=f"{self.path.name}.")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(name).rename(self.path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+def _decode(content: bytes, path: Path) -> Nodes:
+    if not content:
+        return Nodes()
+    try:
+        return msgspec.json.decode(content, type=Nodes)
+    except msgspec.DecodeError as problem:
+        raise ConfigError(f"{path} is damaged ({problem}); remove it") from None

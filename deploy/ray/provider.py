@@ -1,0 +1,251 @@
+"""Ray's node provider for hosts of your own, with a list of hosts for each node type.
+
+Ray's ``local`` provider knows one list for everything. This one is named in a cluster file:
+``provider: {type: external, module: baton.deploy.ray.provider.FixedHosts, ...}`` and runs in two
+places: in `ray up` and `ray down` on the machine that launches, where it knows the head, and in
+the autoscaler on the head, which starts and ends the workers. Invariant: a host is called a node
+only after it answered and has the right Python and Ray; a node is called ended only after its
+processes are gone, or when nobody can reach its host.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import click  # pyright: ignore[reportMissingImports]
+from ray import __version__ as RAY_VERSION  # noqa: N812  # pyright: ignore
+from ray.autoscaler.node_launch_exception import (  # pyright: ignore[reportMissingImports]
+    NodeLaunchException,
+)
+from ray.autoscaler.node_provider import NodeProvider  # pyright: ignore[reportMissingImports]
+from ray.autoscaler.tags import (  # pyright: ignore[reportMissingImports]
+    NODE_KIND_HEAD,
+    NODE_KIND_WORKER,
+    STATUS_UP_TO_DATE,
+    TAG_RAY_NODE_KIND,
+    TAG_RAY_NODE_NAME,
+    TAG_RAY_NODE_STATUS,
+    TAG_RAY_USER_NODE_TYPE,
+)
+
+from ...proto.errors import ConfigError
+from .hosts import HostBook, check_node_types, host_of, node_id, provider_settings
+from .remote import HostProblem, Login, Unreachable, check_host, for_all, stop_host
+
+log = logging.getLogger(__name__)
+
+HEAD_KEY = "~/ray_bootstrap_key.pem"
+"""Where `ray up` puts the ssh key on the head."""
+NODE_VARIABLE = "RAY_CLOUD_INSTANCE_ID"
+"""Ray's own: the id of the node a process belongs to, set by what starts Ray there."""
+SESSION_VARIABLE = "BATON_RAY_SESSION"
+"""Set anew by the cluster file for each start of a head: its workers are not the last one's."""
+REST_SECONDS = 30.0
+"""How long a host that could not be used is left alone."""
+
+
+class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when types are checked
+    """Nodes on listed hosts; the methods are those of Ray's interface, safe for many threads."""
+
+    def __init__(self, provider_config: dict[str, Any], cluster_name: str) -> None:
+        super().__init__(provider_config, cluster_name)
+        self._settings = provider_settings(provider_config)
+        self._login = Login(self._settings.ssh_user, self._settings.ssh_private_key)
+        self._book = HostBook(Path(self._settings.state).expanduser() / f"{cluster_name}.json")
+        self._creating = threading.Lock()
+        self._resting: dict[str, float] = {}
+        self._ended: set[str] = set()  # hosts
+        self._record_own_head()
+
+    def _record_own_head(self) -> None:
+        """On the head: know it, and forget the workers of an earlier start."""
+        me, session = os.environ.get(NODE_VARIABLE, ""), os.environ.get(SESSION_VARIABLE, "")
+        pool = next((p for p, hosts in self._settings.pools.items() if host_of(me) in hosts), None)
+        if pool is None:
+            return
+        with self._book.open() as state:
+            if state.session != session:
+                state.session = session
+                heads = state.matching({TAG_RAY_NODE_KIND: NODE_KIND_HEAD})
+                state.nodes = {node: state.nodes[node] for node in heads}
+            state.nodes.setdefault(
+                me,
+                {
+                    TAG_RAY_NODE_KIND: NODE_KIND_HEAD,
+                    TAG_RAY_NODE_NAME: f"ray-{self.cluster_name}-head",
+                    TAG_RAY_NODE_STATUS: STATUS_UP_TO_DATE,
+                    TAG_RAY_USER_NODE_TYPE: pool,
+                },
+            )
+
+    # ------------------------------------------------------------- what there is
+
+    def non_terminated_nodes(self, tag_filters: dict[str, str]) -> list[str]:
+        """Ids of the nodes with these tags."""
+        with self._book.open() as state:
+            return state.matching(tag_filters)
+
+    def nodes_for_teardown(self, tag_filters: dict[str, str]) -> list[str]:
+        """Nodes that `ray down` ends: all hosts, for only the head knows which it took."""
+        with self._book.open() as state:
+            known = state.matching(tag_filters)
+            used = state.used_hosts()
+        if tag_filters.get(TAG_RAY_NODE_KIND) != NODE_KIND_WORKER:
+            return known
+        hosts = [host for pool in self._settings.pools.values() for host in pool]
+        return [*known, *(node_id(h, 0) for h in hosts if h not in used | self._ended)]
+
+    def is_running(self, node_id: str) -> bool:
+        """Whether the node exists."""
+        with self._book.open() as state:
+            return node_id in state.nodes
+
+    def is_terminated(self, node_id: str) -> bool:
+        """Whether the node has ended."""
+        return not self.is_running(node_id)
+
+    def node_tags(self, node_id: str) -> dict[str, str]:
+        """The node's tags."""
+        with self._book.open() as state:
+            return state.nodes.get(node_id, {})
+
+    def set_node_tags(self, node_id: str, tags: dict[str, str]) -> None:
+        """Set some of the node's tags; of a node that has ended there are none."""
+        with self._book.open() as state:
+            if node_id in state.nodes:
+                state.nodes[node_id].update(tags)
+
+    def external_ip(self, node_id: str) -> str:
+        """The host's address."""
+        return host_of(node_id)
+
+    def internal_ip(self, node_id: str) -> str:
+        """The host's address."""
+        return host_of(node_id)
+
+    # ------------------------------------------------------------- start
+
+    def create_node(
+        self, node_config: dict[str, Any], tags: dict[str, str], count: int
+    ) -> dict[str, Any]:
+        """Take the first ``count`` free hosts of the node type that can be used.
+
+        Raises NodeLaunchException for those that are missing, after the others were taken.
+        """
+        pool = tags[TAG_RAY_USER_NODE_TYPE]
+        with self._creating:
+            with self._book.open() as state:
+                used = state.used_hosts()
+            free = [host for host in self._settings.pools.get(pool, ()) if host not in used]
+            usable, problems = self._look_at(free)
+            with self._book.open() as state:
+                made = [state.launch(host, tags) for host in usable[:count]]
+        for problem in problems:
+            log.warning("%s", problem)
+        if len(made) < count:
+            why = "; ".join(problems) or f"all {len(self._settings.pools.get(pool, ()))} are in use"
+            text = f"{pool}: {count - len(made)} of {count} hosts missing: {why}"
+            if tags.get(TAG_RAY_NODE_KIND) == NODE_KIND_HEAD:
+                raise click.ClickException(text)
+            raise NodeLaunchException("NoHost", text, None)
+        return {node: {} for node in made}
+
+    def _look_at(self, hosts: list[str]) -> tuple[list[str], list[str]]:
+        """Which hosts can be used, and what is wrong with the others, each one sentence."""
+        now = time.monotonic()
+        rested = [host for host in hosts if self._resting.get(host, 0.0) <= now]
+        found = for_all(rested, self._check)
+        for host, problem in found.items():
+            if problem is not None:
+                self._resting[host] = now + REST_SECONDS
+        problems = [f"host {_sentence(host, said)}" for host, said in found.items() if said]
+        problems += [f"host {h}: could not be used a moment ago" for h in hosts if h not in found]
+        return [host for host, problem in found.items() if problem is None], problems
+
+    def _check(self, host: str) -> None:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        python, venv = self._settings.python, self._settings.venv
+        check_host(self._login, host, python, version, RAY_VERSION, venv)
+
+    # ------------------------------------------------------------- end
+
+    def terminate_node(self, node_id: str) -> None:
+        """End the host's Ray and Baton processes."""
+        self.terminate_nodes([node_id])
+
+    def terminate_nodes(self, node_ids: list[str]) -> None:
+        """End the processes of all these hosts at once.
+
+        A node whose processes would not end stays a node, and HostProblem is raised. One whose
+        host nobody reaches counts as ended: its host is looked at before it is used again.
+        """
+        nodes = {host_of(node): node for node in node_ids}
+        found = for_all(nodes, lambda h: stop_host(self._login, h, self._settings.grace))
+        left = []
+        with self._book.open() as state:
+            for host, problem in found.items():
+                if isinstance(problem, HostProblem):
+                    left.append(f"host {_sentence(host, problem)}")
+                    continue
+                if isinstance(problem, Unreachable):
+                    log.warning("host %s; what ran there was not ended", _sentence(host, problem))
+                state.nodes.pop(nodes[host], None)
+                self._ended.add(host)
+        if left:
+            raise HostProblem("; ".join(left))
+
+    # ------------------------------------------------------------- Ray's configuration
+
+    @staticmethod
+    def bootstrap_config(cluster_config: dict[str, Any]) -> dict[str, Any]:
+        """Check what Ray's schema does not know, and tell the provider how to log in."""
+        config = copy.deepcopy(cluster_config)
+        auth = config.get("auth", {})
+        config["provider"].setdefault("ssh_user", auth.get("ssh_user", ""))
+        config["provider"].setdefault("ssh_private_key", auth.get("ssh_private_key", ""))
+        try:
+            settings = provider_settings(config["provider"])
+            check_node_types(
+                settings.pools, config["available_node_types"], config["head_node_type"]
+            )
+        except ConfigError as problem:
+            raise click.ClickException(str(problem)) from None
+        return config
+
+    def prepare_for_head_node(self, cluster_config: dict[str, Any]) -> dict[str, Any]:
+        """Last look before `ray up` changes anything: every pool has the hosts it needs at least.
+
+        Returns the configuration for the head, where the ssh key has another place.
+        """
+        self._require_hosts(cluster_config["available_node_types"])
+        if self._settings.ssh_private_key:
+            cluster_config["provider"]["ssh_private_key"] = HEAD_KEY
+        return cluster_config
+
+    def _require_hosts(self, node_types: dict[str, Any]) -> None:
+        hosts = [host for pool in self._settings.pools.values() for host in pool]
+        found = for_all(hosts, self._check)
+        missing = []
+        for pool, listed in self._settings.pools.items():
+            head = node_types[pool].get("max_workers", 0) == 0
+            needed = len(listed) if head else int(node_types[pool].get("min_workers", 0))
+            usable = sum(found[host] is None for host in listed)
+            if usable < needed:
+                missing.append(f"{pool} needs {needed}, {usable} can be used")
+        problems = [f"host {_sentence(host, said)}" for host, said in found.items() if said]
+        for problem in problems:
+            print(f"baton: {problem}", file=sys.stderr)  # noqa: T201 -- beside Ray's own output
+        if missing:
+            raise click.ClickException(f"nothing was started: {'; '.join(missing)}")
+
+
+def _sentence(host: str, problem: Unreachable | HostProblem) -> str:
+    how = "cannot be reached" if isinstance(problem, Unreachable) else "is no node"
+    return f"{host} {how}: {problem}"

@@ -1,0 +1,37 @@
+# Ends every Ray and Baton process of this host and makes sure of it. Exit code 3: some are left.
+# Arguments: the host's address as the cluster knows it, seconds of grace before SIGKILL.
+#
+# What `ray start` of the cluster started carries RAY_CLOUD_INSTANCE_ID=ADDRESS@LAUNCH, and so do
+# its children, Baton's workers among them. Processes that write a title over their environment,
+# and those of a `ray start` by hand, are known by their command line, as `ray stop` knows them.
+address=$1 grace=$2
+
+alive() {
+	{
+		grep -lazsE "^RAY_CLOUD_INSTANCE_ID=$address@" /proc/[0-9]*/environ
+		grep -lazsE '^ray::|^ray-dashboard|/raylet/raylet$|/gcs/gcs_server$|/ray/(_private|dashboard|autoscaler)/.*\.py$' /proc/[0-9]*/cmdline
+	} | while IFS=/ read -r _ _ pid _; do
+		[ -O "/proc/$pid" ] && echo "$pid"
+	done | sort -un
+}
+
+gone_within() { # TENTHS of a second
+	tenths=$1
+	while pids=$(alive) && [ -n "$pids" ]; do
+		[ "$tenths" -gt 0 ] || return 1
+		tenths=$((tenths - 2))
+		sleep 0.2
+	done
+}
+
+pids=$(alive)
+[ -n "$pids" ] || { echo "nothing was running"; exit 0; }
+kill -TERM $pids 2>/dev/null
+gone_within $((grace * 10)) || {
+	kill -KILL $pids 2>/dev/null
+	gone_within 30
+} || {
+	echo "still running:" $pids
+	exit 3
+}
+echo "stopped"

@@ -1,0 +1,111 @@
+"""The cluster files in the wheel: Ray's own schema and preparation take them."""
+
+import copy
+import importlib.resources
+from pathlib import Path
+
+import pytest
+
+from baton.deploy.ray.cluster_file import (
+    FixedCluster,
+    check_cluster,
+    read_cluster_file,
+    write_cluster_file,
+)
+from baton.proto.errors import ConfigError
+
+FILES = Path(str(importlib.resources.files("baton.deploy.ray")))
+LAUNCHABLE = {"on-premises.yaml"}
+NAMES = sorted(path.name for path in FILES.glob("*.yaml"))
+NOT_LAUNCHED = "schema-checked, not launched"
+CLUSTER = FixedCluster(
+    head="10.1.0.1",
+    prefill=("10.1.0.2", "10.1.0.3"),
+    decode=("10.1.0.4",),
+    wheel="/tmp/baton-9.9.9-cp311-cp311-linux_x86_64.whl",
+    name="my lab: one",
+    user="root",
+)
+
+
+@pytest.fixture
+def with_ray():
+    return pytest.importorskip("ray", reason="needs Ray: make test-deploy")
+
+
+def load(name):
+    return read_cluster_file(FILES / name)
+
+
+@pytest.mark.deploy
+@pytest.mark.parametrize("name", NAMES)
+def test_ray_takes_the_file_and_it_has_our_shape(with_ray, name):
+    prepared = check_cluster(load(name))
+    types = prepared["available_node_types"]
+    assert set(types) == {"head", "prefill", "decode"} and prepared["head_node_type"] == "head"
+    assert types["head"]["resources"] == {"CPU": 0, "router": 1}
+    for pool in ("prefill", "decode"):
+        assert types[pool]["resources"][pool] == 1 and types[pool]["labels"] == {"pool": pool}
+        assert 0 < types[pool]["min_workers"] <= types[pool]["max_workers"]
+    assert "~/.ray/auth_token" in prepared["file_mounts"]
+    setup = "\n".join(prepared["head_setup_commands"])
+    assert "RAY_AUTH_MODE=token" in setup and "constraints.txt" in setup
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_says_whether_it_was_launched(name):
+    head = (FILES / name).read_text().split("\n\n")[0]
+    assert (NOT_LAUNCHED in head) == (name not in LAUNCHABLE)
+
+
+@pytest.mark.deploy
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("place", [(), ("auth",), ("available_node_types", "decode")])
+def test_an_unknown_key_is_named(with_ray, name, place):
+    config = copy.deepcopy(load(name))
+    section = config
+    for key in place:
+        section = section[key]
+    section["autoscale"] = True
+    with pytest.raises(ConfigError, match=r"'autoscale' was unexpected"):
+        check_cluster(config)
+
+
+@pytest.mark.deploy
+def test_an_unknown_key_of_our_provider_is_named(with_ray):
+    config = load("on-premises.yaml")
+    config["provider"]["hosts"] = []
+    with pytest.raises(ConfigError, match="provider: Object contains unknown field `hosts`"):
+        check_cluster(config)
+
+
+@pytest.mark.deploy
+def test_a_file_for_hosts_of_ones_own_reads_back_as_what_it_was_written_from(with_ray, tmp_path):
+    (tmp_path / "c.yaml").write_text(write_cluster_file(CLUSTER))
+    config = read_cluster_file(tmp_path / "c.yaml")
+    check_cluster(config)
+    assert config["cluster_name"] == "my lab: one" and config["max_workers"] == 3
+    assert config["provider"]["pools"] == {
+        "head": ["10.1.0.1"],
+        "prefill": ["10.1.0.2", "10.1.0.3"],
+        "decode": ["10.1.0.4"],
+    }
+    assert config["available_node_types"]["prefill"]["max_workers"] == 2
+    assert config["available_node_types"]["decode"]["max_workers"] == 1
+    name = "baton-9.9.9-cp311-cp311-linux_x86_64.whl"
+    assert config["file_mounts"][f"~/.baton/wheel/{name}"] == f"/tmp/{name}"
+    assert any(f"~/.baton/wheel/{name}" in command for command in config["setup_commands"])
+    assert "baton-0.1.0" not in (tmp_path / "c.yaml").read_text()
+
+
+def test_hosts_that_cannot_be_are_refused_when_the_file_is_written():
+    import msgspec
+
+    for change, said in (
+        ({"head": "10.1.0.2"}, "in head and prefill"),
+        ({"decode": ()}, "min_workers 1 and max_workers 0"),
+        ({"prefill_min": 3}, "min_workers 3 and max_workers 2"),
+        ({"decode": ("gpu-2",)}, "not an IP address"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            write_cluster_file(msgspec.structs.replace(CLUSTER, **change))

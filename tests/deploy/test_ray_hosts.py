@@ -1,0 +1,104 @@
+"""Which hosts may be used and which are; the file that remembers them. No Ray needed."""
+
+import multiprocessing
+import os
+
+import pytest
+
+from baton.deploy.ray.hosts import HostBook, check_node_types, host_of, provider_settings
+from baton.proto.errors import ConfigError
+
+SECTION = {
+    "type": "external",
+    "module": "baton.deploy.ray.provider.FixedHosts",
+    "pools": {"head": ["10.0.0.1"], "decode": ["10.0.0.2", "10.0.0.3"]},
+}
+TYPES = {"head": {"max_workers": 0}, "decode": {"min_workers": 1, "max_workers": 2}}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"pool": {}}, "unknown field `pool`"),
+        ({"pools": {"decode": ["gpu-1"]}}, "'gpu-1' is not an IP address"),
+        ({"pools": {"head": ["10.0.0.1"], "decode": ["10.0.0.1"]}}, "in head and decode"),
+        ({"pools": {"decode": ["10.0.0.1", "10.0.0.1"]}}, "in decode and decode"),
+        ({"pools": ["10.0.0.1"]}, "Expected `object`"),
+        ({"grace": -1}, "grace must not be negative"),
+    ],
+)
+def test_a_wrong_section_is_named(change, said):
+    with pytest.raises(ConfigError, match=said):
+        provider_settings({**SECTION, **change})
+
+
+def test_what_ray_adds_to_the_section_is_let_be():
+    assert provider_settings({**SECTION, "_config_cache_path": "/x"}).python == "python3.11"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"decode": {"max_workers": 3}}, "max_workers 3, but provider.pools.decode has 2 hosts"),
+        ({"decode": {"min_workers": 2, "max_workers": 1}}, "in this order"),
+        ({"decode": {"min_workers": -1, "max_workers": 1}}, "0 or more"),
+        ({"decode": {"node_config": {"InstanceType": "p5"}}}, "node_config must be"),
+        ({"prefill": {}}, "'prefill' is missing in provider.pools"),
+    ],
+)
+def test_node_types_that_do_not_fit_the_hosts_are_named(change, said):
+    pools = provider_settings(SECTION).pools
+    check_node_types(pools, TYPES, "head")
+    with pytest.raises(ConfigError, match=said):
+        check_node_types(pools, {**TYPES, **change}, "head")
+    with pytest.raises(ConfigError, match="missing in available_node_types"):
+        check_node_types({**pools, "prefill": ("10.0.0.9",)}, TYPES, "head")
+
+
+def test_an_id_is_new_with_every_launch_and_tells_its_host(tmp_path):
+    book = HostBook(tmp_path / "nodes" / "c.json")
+    with book.open() as state:
+        first = state.launch("10.0.0.2", {"kind": "worker"})
+        del state.nodes[first]
+        second = state.launch("10.0.0.2", {"kind": "worker"})
+    assert first != second and host_of(first) == host_of(second) == "10.0.0.2"
+    with HostBook(tmp_path / "nodes" / "c.json").open() as state:
+        assert state.matching({"kind": "worker"}) == [second] and state.matching({"x": "y"}) == []
+    assert (tmp_path / "nodes").stat().st_mode & 0o077 == 0
+    assert book.path.stat().st_mode & 0o077 == 0
+
+
+def test_a_block_that_fails_changes_nothing(tmp_path):
+    book = HostBook(tmp_path / "c.json")
+    with pytest.raises(ZeroDivisionError), book.open() as state:
+        state.launch("10.0.0.2", {})
+        _ = 1 / 0
+    with book.open() as state:
+        assert state.nodes == {} and state.launches == 0
+
+
+def test_a_damaged_file_says_which_and_what_to_do(tmp_path):
+    book = HostBook(tmp_path / "c.json")
+    book.path.write_bytes(b'{"launches": "x"}')
+    with pytest.raises(ConfigError, match=r"c\.json is damaged .*; remove it"), book.open():
+        pass
+
+
+def _launch_many(path, count):
+    book = HostBook(path)
+    for _ in range(count):
+        with book.open() as state:
+            state.launch("10.0.0.2", {"pid": str(os.getpid())})
+
+
+def test_processes_at_once_lose_no_launch(tmp_path):
+    path = tmp_path / "c.json"
+    start = multiprocessing.get_context("spawn").Process
+    writers = [start(target=_launch_many, args=(path, 50)) for _ in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    with HostBook(path).open() as state:
+        assert state.launches == 150 and len(state.nodes) == 150
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.json", "c.lock"]

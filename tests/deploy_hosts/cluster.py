@@ -1,0 +1,101 @@
+"""A cluster that `ray up` makes of a lab's hosts, driven from the machine outside."""
+
+import json
+import re
+import shlex
+import sys
+import time
+
+from baton.deploy.ray.cluster_file import FixedCluster, write_cluster_file
+
+_NODES = """
+import json, ray
+ray.init(address="auto", logging_level="error")
+live = [n for n in ray.nodes() if n["Alive"]]
+print(json.dumps({n["NodeManagerAddress"]: n["Labels"].get("pool") for n in live}))
+"""
+
+
+class RayCluster:
+    """``ray up`` and ``ray down`` of one cluster file, as a user calls them."""
+
+    def __init__(self, lab, wheel, *, name="lab", **settings) -> None:
+        self.lab, self.outside = lab, lab.outside
+        folder = lab.folder / name
+        folder.mkdir()
+        self.file, self.token = folder / "cluster.yaml", folder / "token"
+        self.token.write_text("0123456789abcdef" * 4)
+        self.token.chmod(0o600)
+        cluster = FixedCluster(
+            name=name,
+            head=lab.hosts[0].address,
+            wheel=str(wheel),
+            user="root",
+            ssh_key=str(lab.key),
+            token=str(self.token),
+            python=f"{sys.base_prefix}/bin/python3.11",
+            **settings,
+        )
+        self.file.write_text(write_cluster_file(cluster))
+
+    def outside_run(self, command: str, timeout: float = 120):
+        """A command of the user's, without colours; what it said."""
+        done = self.outside.run(
+            f"PATH=~/.baton/venv/bin:$PATH; {command}",
+            timeout=timeout,
+            RAY_AUTH_MODE="token",
+            RAY_AUTH_TOKEN_PATH=str(self.token),
+            PYTHONSAFEPATH="1",
+        )
+        done.stdout = re.sub(r"\x1b\[[0-9;]*[a-zA-Z]", "", done.stdout)
+        return done
+
+    def up(self):
+        """``ray up``."""
+        return self.outside_run(f"ray up -y --no-config-cache {shlex.quote(str(self.file))}")
+
+    def down(self):
+        """``ray down``."""
+        return self.outside_run(f"ray down -y {shlex.quote(str(self.file))}")
+
+    def on_head(self, command: str, timeout: float = 60) -> str:
+        """A command on the head, as somebody who logs in there gives it; what it said."""
+        return self.lab.hosts[0].run(f". ~/.bashrc; {command}", timeout).stdout
+
+    def on_head_python(self, program: str) -> str:
+        """A Python program on the head, in Baton's environment; what it said."""
+        done = self.lab.hosts[0].run(f". ~/.bashrc; python -P -c {shlex.quote(program)}")
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    def nodes(self) -> dict[str, str]:
+        """The pool of every live Ray node, by address."""
+        return json.loads(self.on_head_python(_NODES).splitlines()[-1])
+
+    def raylets(self) -> dict[str, int]:
+        """Pid of the raylet on each host that has one."""
+        return {
+            host.name: pid
+            for host in self.lab.hosts
+            for pid, line in host.processes().items()
+            if line.split()[0].endswith("/raylet")
+        }
+
+    def left(self) -> dict[str, dict[int, str]]:
+        """Processes on hosts that have any."""
+        found = {host.name: host.processes() for host in self.lab.hosts}
+        return {name: processes for name, processes in found.items() if processes}
+
+    def monitor_log(self) -> str:
+        """What the autoscaler wrote, for a failed test."""
+        return self.on_head("tail -n 60 /tmp/ray/session_latest/logs/monitor.log")
+
+
+def wait_until(condition, what: str, timeout: float = 90):
+    """Poll until it is true; returns its value."""
+    until = time.monotonic() + timeout
+    while time.monotonic() < until:
+        if value := condition():
+            return value
+        time.sleep(0.1)
+    raise AssertionError(f"timed out waiting for {what}")

@@ -1,0 +1,73 @@
+"""A machine that launches, hosts to launch on, and the wheel that is installed on them."""
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from .hosts import Lab, missing
+
+ROOT = Path(__file__).parents[2]
+
+
+def _without_ray() -> str:
+    try:
+        import ray
+    except ImportError:
+        return "needs Ray: make test-deploy"
+    return "" if ray.__version__ == "2.60.0" else f"needs Ray 2.60.0, not {ray.__version__}"
+
+
+@pytest.fixture(scope="session")
+def able():
+    """Skips, visibly, where Ray is not installed or hosts cannot be made."""
+    if why := _without_ray() or missing():
+        pytest.skip(why)
+
+
+@pytest.fixture(scope="session")
+def wheel(able, tmp_path_factory):
+    """Baton's wheel, built once."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = ["build", f"--build-base={folder}/build", "bdist_wheel", f"--dist-dir={folder}/dist"]
+    command = [sys.executable, "setup.py", "-q", "egg_info", f"--egg-base={folder}", *build]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (built,) = (folder / "dist").glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def lab(wheel, tmp_path_factory):
+    """Five hosts, each with a virtual environment that has Ray already, and one outside."""
+    lab = Lab(tmp_path_factory.mktemp("lab"), 5, keep=[wheel.parent])
+    try:
+        for host in [lab.outside, *lab.hosts]:
+            make_environment(host)
+        install = f"~/.baton/venv/bin/python -m pip install -q --no-deps {wheel}"
+        done = lab.outside.run(install, PIP_NO_INDEX="1")
+        assert done.returncode == 0, done.stdout
+        lab.wait_ssh()
+        yield lab
+    finally:
+        lab.close()
+
+
+def make_environment(host, ray="2.60.0") -> None:
+    """What an operator's image has: a virtual environment with Ray and what Baton requires.
+
+    It holds links only (a path to the packages of this test's own environment), so a host takes
+    tenths of a second; Baton itself is installed by the cluster file's own commands.
+    """
+    script = "from ray.scripts.scripts import main; main()"
+    venv = "~/.baton/venv"
+    packages = sysconfig.get_path("purelib")
+    done = host.run(
+        f"set -e; {sys.base_prefix}/bin/python3 -m venv --without-pip {venv}; "
+        f"echo {packages} > {venv}/lib/python3.11/site-packages/image.pth; "
+        f'echo -e "#!$(echo {venv})/bin/python\\n{script}" > {venv}/bin/ray; '
+        f"chmod +x {venv}/bin/ray; echo 'export PIP_NO_INDEX=1' > ~/.bashrc"
+    )
+    assert done.returncode == 0, done.stdout

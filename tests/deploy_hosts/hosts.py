@@ -1,0 +1,226 @@
+"""Hosts on one machine: each has its own network, processes, mounts, name, /tmp and home.
+
+A host is a set of Linux namespaces; `ray stop`, which ends every Ray process it can see, sees
+one host only. ``Lab`` holds a bridge between them in a network of its own, so nothing here
+appears in, or collides with, the machine's network. All of it ends with the test process, even
+with one that is killed: the kernel ends a host's first process with its parent.
+"""
+
+import contextlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SUBNET = "10.77.0"
+OUTSIDE = f"{SUBNET}.254"
+_TOOLS = ("ip", "nsenter", "rsync", "setpriv", "ssh", "ssh-keygen", "sshd", "unshare")
+_REAPER = "import signal as s; s.signal(s.SIGCHLD, s.SIG_IGN)\nwhile 1: s.pause()"
+
+
+def missing() -> str:
+    """Why there can be no hosts here; empty when there can."""
+    if os.geteuid() != 0:
+        return "hosts made of namespaces need root"
+    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+    lacking = [tool for tool in _TOOLS if shutil.which(tool, path=path) is None]
+    if lacking:
+        return f"hosts made of namespaces need {', '.join(lacking)}"
+    probe = "ip link add br0 type bridge && mount -t tmpfs tmpfs /run"
+    command = ["unshare", "--net", "--pid", "--mount", "--uts", "--fork", "sh", "-c", probe]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    return "" if done.returncode == 0 else f"no namespaces here: {done.stderr.strip()}"
+
+
+class Host:
+    """One host; its processes run as root in its namespaces and see its home as root's."""
+
+    def __init__(self, folder: Path, name: str, address: str, keep: list[Path]) -> None:
+        self.name, self.address, self.folder = name, address, folder
+        self.home = folder / "root"
+        for path in (self.home, folder / "tmp"):
+            path.mkdir(parents=True)
+        script = folder / "start.sh"
+        script.write_text(_start_script(folder, name, keep, daemon=address != OUTSIDE))
+        flags = ["--net", "--pid", "--mount", "--uts", "--fork", "--kill-child", "--mount-proc"]
+        with (folder / "log").open("wb") as log:
+            self._parent = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", "unshare", *flags, "bash", str(script)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self.pid = _until(lambda: _only_child(self._parent.pid), "the host's first process")
+        self._namespace = Path(f"/proc/{self.pid}/ns/pid").readlink()
+
+    def enter(self, *command: str) -> list[str]:
+        """``command`` as run inside the host."""
+        spaces = [f"--{name}" for name in ("net", "pid", "mount", "uts")]
+        return ["nsenter", "--target", str(self.pid), *spaces, "--wd=/", "--", *command]
+
+    def run(
+        self, command: str, timeout: float = 60, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a shell command in the host and return what it said (stdout and stderr together)."""
+        return subprocess.run(
+            self.enter("bash", "-c", command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+            env=self.environment(**environment),
+        )
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """What a login would give, and nothing of the test's own."""
+        path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        return {"HOME": str(Path.home()), "PATH": path, "LANG": "C.UTF-8", "TERM": "dumb", **more}
+
+    def processes(self) -> dict[int, str]:
+        """Command lines by process id of everything in the host, but for what makes it one."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != self.pid:
+                with contextlib.suppress(OSError):
+                    if (entry / "ns/pid").readlink() == self._namespace:
+                        line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                        if line.strip():
+                            found[int(entry.name)] = line.strip()
+        return {
+            pid: line for pid, line in found.items() if not line.startswith(("sshd", "nsenter"))
+        }
+
+    def close(self) -> None:
+        """End everything in it."""
+        self._parent.kill()
+        self._parent.wait()
+        _until(lambda: not self.processes(), "the host's end")
+
+
+class Lab:
+    """``count`` hosts at 10.77.0.1 and up, and ``outside``, a machine that is none of them."""
+
+    def __init__(self, folder: Path, count: int, keep: list[Path]) -> None:
+        self.folder, self.hosts = folder, []
+        machine_wide = [Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve()]
+        self.key = folder / "id"
+        _check("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.key))
+        _check("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "host_key"))
+        self.outside = Host(folder / "outside", "outside", OUTSIDE, [*machine_wide, folder, *keep])
+        try:
+            self._in_outside(f"ip link add lab type bridge && ip addr add {OUTSIDE}/24 dev lab")
+            self._in_outside("ip link set lab up && ip link set lo up")
+            for number in range(1, count + 1):
+                self._add(number, machine_wide)
+        except BaseException:
+            self.close()
+            raise
+
+    def _add(self, number: int, keep: list[Path]) -> None:
+        address, folder = f"{SUBNET}.{number}", self.folder / f"h{number}"
+        host = Host(folder, f"h{number}", address, keep)
+        self.hosts.append(host)
+        self._in_outside(f"ip link add v{number} type veth peer name eth0 netns {host.pid}")
+        self._in_outside(f"ip link set v{number} master lab up")
+        wire = f"ip addr add {address}/24 dev eth0 && ip link set eth0 up && ip link set lo up"
+        _check("nsenter", "--target", str(host.pid), "--net", "sh", "-c", wire)
+        route = ("ip", "route", "add", "default", "via", OUTSIDE)
+        _check("nsenter", "--target", str(host.pid), "--net", *route)
+
+    def _in_outside(self, command: str) -> None:
+        # Of its namespaces only the network: a veth's end goes to a pid of the machine.
+        _check("nsenter", "--target", str(self.outside.pid), "--net", "sh", "-c", command)
+
+    def unplug(self, number: int, *, plugged: bool = False) -> None:
+        """Cut (or mend) the wire of a host."""
+        self._in_outside(f"ip link set v{number} {'up' if plugged else 'down'}")
+
+    def wait_ssh(self) -> None:
+        """Until every host takes a login."""
+        for host in self.hosts:
+            command = f"ssh -i {self.key} -o BatchMode=yes -o StrictHostKeyChecking=no root@"
+            _until(
+                lambda c=command + host.address: self.outside.run(f"{c} true").returncode == 0,
+                f"{host.name} over ssh",
+            )
+
+    def close(self) -> None:
+        """End all hosts."""
+        for host in [*self.hosts, self.outside]:
+            host.close()
+
+
+def _start_script(folder: Path, name: str, keep: list[Path], *, daemon: bool) -> str:
+    """Run as the host's first process: its own /tmp, home, /run and /dev/shm, then sshd."""
+    home = Path.home()
+    lines = [
+        "set -eu",
+        f"mount -t tmpfs tmpfs /run; mkdir -p /run/sshd /run/own; mount --bind {folder} /run/own",
+    ]
+    for own, path in (("root", home), ("tmp", Path("/tmp"))):
+        for kept in keep:
+            if kept.is_relative_to(path):
+                inside = f"/run/own/{own}/{kept.relative_to(path)}"
+                lines.append(f"mkdir -p {inside}; mount --bind {kept} {inside}")
+    lines += [f"mount --rbind /run/own/root {home}", "mount --rbind /run/own/tmp /tmp"]
+    lines += ["chmod 1777 /tmp", "mount -t tmpfs tmpfs /dev/shm", f"hostname {name}"]
+    if not daemon:
+        return "\n".join([*lines, f"exec {sys.base_prefix}/bin/python3 -c {shlex.quote(_REAPER)}"])
+    _write_daemon_files(folder)
+    # root may log in with a key even where its password is locked
+    lines += [
+        "sed 's/^root:[^:]*:/root:*:/' /etc/shadow >/run/shadow",
+        "mount --bind /run/shadow /etc/shadow",
+        "exec $(command -v sshd || echo /usr/sbin/sshd) -D -e -f /run/own/sshd_config",
+    ]
+    return "\n".join(lines)
+
+
+def _write_daemon_files(folder: Path) -> None:
+    ssh = folder / "root/.ssh"
+    ssh.mkdir(mode=0o700)
+    shutil.copy(folder.parent / "id.pub", ssh / "authorized_keys")
+    shutil.copy(folder.parent / "host_key", folder / "host_key")
+    settings = {
+        "AuthorizedKeysFile": ".ssh/authorized_keys",
+        "HostKey": "/run/own/host_key",
+        "KbdInteractiveAuthentication": "no",
+        "MaxStartups": "50",
+        "PasswordAuthentication": "no",
+        "PermitRootLogin": "prohibit-password",
+        "PidFile": "none",
+        "Port": "22",
+        "PrintLastLog": "no",
+        "PrintMotd": "no",
+        "StrictModes": "no",
+        "UseDNS": "no",
+        "UsePAM": "no",
+    }
+    lines = "".join(f"{key} {value}\n" for key, value in settings.items())
+    (folder / "sshd_config").write_text(lines)
+    (folder / "host_key").chmod(0o600)
+
+
+def _check(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, f"{shlex.join(command)}: {done.stderr}"
+
+
+def _only_child(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(children[0]) if children else 0
+    return 0
+
+
+def _until(condition, what: str, timeout: float = 30):
+    until = time.monotonic() + timeout
+    while time.monotonic() < until:
+        if value := condition():
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"timed out waiting for {what}")
