@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..proto.errors import ProtocolError
-from ..proto.messages import Commit, GrantRef, Reserve
+from ..proto.messages import Commit, GrantRef, KVFrame, Message, Reserve
 from .store import A
 
 Peer = bytes
@@ -28,7 +28,7 @@ class GrantState(Enum):
     GRANTED = "granted"  # blocks reserved, nothing arrived
     FILLING = "filling"  # frames arrive
     OWNED = "owned"  # committed: the decode scheduler holds the blocks
-    REVOKING = "revoking"  # device path: waiting for the sender's fence
+    REVOKING = "revoking"  # ended, but somebody may still write: our moves, or the sender itself
 
 
 TRANSITIONS: dict[tuple[GrantState, str], GrantState] = {
@@ -63,6 +63,9 @@ class Slot(Generic[A]):
     peer: Peer = b""
     allocation: A | None = None
     arrived: npt.NDArray[np.bool_] | None = None  # bool [layers, blocks]: cells that came intact
+    moving: dict[int, KVFrame] = field(default_factory=dict)  # by index: being written
+    fenced: bool = False  # the sender writes nothing more
+    parting: Message | None = None  # for the peer, when the blocks are free
     damaged: dict[int, int] = field(default_factory=dict)  # frame index -> bytes
     frames: dict[int, int] = field(default_factory=dict)  # frame index -> checksum
     sizes: int = 0  # intact bytes
@@ -118,6 +121,16 @@ class GrantTable(Generic[A]):
         slot = self.live.get(request)
         held = slot is not None and slot.reserve is not None and slot.reserve.attempt == attempt
         return slot if held else None
+
+    def find_revoking(self, request: bytes, attempt: int) -> Slot[A] | None:
+        """The grant of this attempt that has ended and is still written to."""
+        for slot in self._slots:
+            reserve = slot.reserve
+            if slot.state is not GrantState.REVOKING or reserve is None:
+                continue
+            if (reserve.request, reserve.attempt) == (request, attempt):
+                return slot
+        return None
 
     def taken(self) -> list[Slot[A]]:
         """All grants; of a request whose old one is being revoked there are two."""

@@ -5,8 +5,11 @@ generation) and the generation rises on every FREE, so a late message can only b
 ownership passes once, when every cell (layer, block) of the manifest has arrived intact;
 every Reserve, Commit and Release gets an answer, the same one when it is repeated.
 
-Host path: this worker is the only writer of its blocks, so an abort frees at once. The
-device path passes through REVOKING and waits for the sender's Fence.
+This worker is the only writer of its blocks, and a write is under way from
+:meth:`Receiver.locate` to :meth:`Receiver.on_frame`. A grant that ends meanwhile is REVOKING until
+the last of them is over: only then are its blocks free, and only then does the sender, whose memory
+may be what is read, hear that its grant is gone. There is no free on timeout. Where senders write
+themselves (``device``), their Fence is waited for as well.
 
 The receiver knows nothing of sockets, pools or models: blocks come from a
 :class:`.store.BlockStore`, payload bytes never pass through here.
@@ -213,7 +216,10 @@ class Receiver(Generic[A]):
         slot = self._grants.find(message.grant)
         foreign = slot is None or slot.reserve is None or slot.reserve.attempt != message.attempt
         if slot is None or foreign or slot.state is GrantState.REVOKING:
-            return [Reply(peer, self._stale(message.grant, message.request, message.attempt))]
+            stale = self._stale(message.grant, message.request, message.attempt)
+            if slot is not None and not foreign and slot.moving:
+                return self._later(slot, peer, stale)
+            return [Reply(peer, stale)]
         slot.peer = peer
         if slot.commit is None:
             slot.progress_at = now
@@ -242,11 +248,15 @@ class Receiver(Generic[A]):
         """The sender gives up this attempt; an owned request is not the sender's any more."""
         # A Reserve that comes late would hold blocks for nobody.
         self._bury(message.request, message.attempt, now, self._config.tombstone)
-        answer = Reply(peer, Released(request=message.request, attempt=message.attempt))
+        answer = Released(request=message.request, attempt=message.attempt)
         slot = self._grants.find_attempt(message.request, message.attempt)
         if slot and slot.state in (GrantState.GRANTED, GrantState.FILLING):
-            self._free_slot(slot)
-        return [answer, *self._credit_outputs()]
+            slot.peer = peer
+            return self._part(slot, answer)
+        slot = self._grants.find_revoking(message.request, message.attempt)
+        if slot is not None and slot.moving:
+            return self._later(slot, peer, answer)
+        return [Reply(peer, answer), *self._credit_outputs()]
 
     def on_fence(self, message: Fence) -> list[Output[A]]:
         """Device path: the sender has stopped writing, so the blocks may be freed."""
@@ -254,29 +264,32 @@ class Receiver(Generic[A]):
         if slot is None or slot.state is not GrantState.REVOKING:
             self.stale += 1
             return []
-        self._free_slot(slot)
-        return []
+        slot.fenced = True
+        return self._drained(slot)
 
     # ------------------------------------------------------------------ data frames
 
     def locate(self, frame: KVFrame) -> npt.NDArray[np.int32] | None:
         """Pool blocks (int32) a frame belongs to, or None when it must be dropped.
 
-        Raises ProtocolError when the frame does not fit its own grant: wrong bounds or
-        size, overlapping cells, more bytes than the credit.
+        Whoever gets blocks writes to them and then calls :meth:`on_frame`, once. Raises
+        ProtocolError when the frame does not fit its own grant: wrong bounds or size, overlapping
+        cells, more bytes than the credit.
         """
         slot = self._grants.find(frame.grant)
         if slot is None or slot.state not in (GrantState.GRANTED, GrantState.FILLING):
             self.stale += 1
             return None
-        if frame.index in slot.frames:
+        if frame.index in slot.frames or frame.index in slot.moving:
             return None  # a duplicate of what already arrived
         self._check_bounds(slot, frame)
+        if slot.allocation is None:
+            return None
         if not self._credits.receive(slot.index, frame.nbytes):
             raise ProtocolError(f"KV frame {frame.index} exceeds the byte credit of its grant")
+        slot.moving[frame.index] = frame
         first, last = frame.block_start, frame.block_start + frame.block_count
-        allocation = slot.allocation
-        return None if allocation is None else allocation.block_table[first:last]
+        return slot.allocation.block_table[first:last]
 
     def owner(self, frame: KVFrame) -> int | None:
         """Incarnation of the prefill worker a frame comes from; None when its grant is gone."""
@@ -299,6 +312,8 @@ class Receiver(Generic[A]):
             )
         if cells[layers.start : layers.stop, blocks.start : blocks.stop].any():
             raise ProtocolError(f"KV frame {frame.index} covers blocks that are already filled")
+        if any(_overlap(frame, other) for other in slot.moving.values()):
+            raise ProtocolError(f"KV frame {frame.index} covers blocks that are being written")
 
     def on_frame(self, frame: KVFrame, *, intact: bool, now: float) -> list[Output[A]]:
         """A located frame was checked and, if intact, written into the pool."""
@@ -306,6 +321,9 @@ class Receiver(Generic[A]):
         if slot is None or slot.arrived is None:
             self.stale += 1
             return []
+        slot.moving.pop(frame.index, None)
+        if slot.state is GrantState.REVOKING:
+            return self._drained(slot)
         slot.progress_at = now
         if intact:
             slot.step("frame")
@@ -328,7 +346,7 @@ class Receiver(Generic[A]):
             return []
         if slot.damaged and len(slot.frames) + len(slot.damaged) >= commit.frames:
             return self._refuse_frames(slot, sorted(slot.damaged))
-        if len(slot.frames) < commit.frames:
+        if slot.moving or len(slot.frames) < commit.frames:
             return []  # frames are still on their way; tick() asks again when they do not come
         if not self._manifest_agrees(slot, commit) or not cells.all():
             return self._fail(slot, "handoff_failed", "the manifest does not match the frames")
@@ -393,9 +411,7 @@ class Receiver(Generic[A]):
             code=code,
             message=text,
         )
-        peer = slot.peer
-        self._free_slot(slot)
-        return [Reply(peer, message)]
+        return self._part(slot, message)
 
     # ------------------------------------------------------------------ ends
 
@@ -428,7 +444,7 @@ class Receiver(Generic[A]):
         for slot in self._grants.taken():
             theirs = slot.reserve is not None and slot.reserve.incarnation == incarnation
             if theirs and slot.state is not GrantState.OWNED:
-                self._free_slot(slot)
+                self._part(slot, None)  # nobody is there to be told
         return self._credit_outputs()
 
     def peer_gone(self, peer: Peer, now: float) -> None:
@@ -450,6 +466,8 @@ class Receiver(Generic[A]):
             revoked = slot.state is GrantState.REVOKING
             if now >= ends and not revoked:
                 outputs += self._drop(slot)
+            elif slot.moving:
+                continue  # this worker's own work; it ends, or the worker does
             elif not revoked and slot.commit and now >= slot.progress_at + self._config.patience:
                 slot.progress_at = now
                 missing = [i for i in range(slot.commit.frames) if i not in slot.frames]
@@ -515,11 +533,34 @@ class Receiver(Generic[A]):
             evicted = Evict(slot.reserve.request, slot.reserve.attempt)
             self._free_slot(slot)
             return [evicted]
-        if self._config.device and slot.state is not GrantState.REVOKING:
+        if slot.state is GrantState.REVOKING:
+            return []
+        if self._config.device:
             slot.step("revoke")
             return [self._revoke(slot)]
-        if slot.state is not GrantState.REVOKING:
-            self._free_slot(slot)
+        return self._part(slot, None)
+
+    def _part(self, slot: Slot[A], last_word: Message | None) -> list[Output[A]]:
+        """End a grant whose sender writes nothing more, once nothing here writes to it either."""
+        slot.fenced = True
+        slot.parting = last_word
+        if slot.state is not GrantState.REVOKING and slot.moving:
+            slot.step("revoke")
+        return self._drained(slot)
+
+    def _drained(self, slot: Slot[A]) -> list[Output[A]]:
+        """Free a grant that has ended, if nobody can write to its blocks any more."""
+        if slot.moving or not slot.fenced:
+            return []
+        peer, last_word = slot.peer, slot.parting
+        self._free_slot(slot)
+        told: list[Output[A]] = [] if last_word is None else [Reply(peer, last_word)]
+        return [*told, *self._credit_outputs()]
+
+    @staticmethod
+    def _later(slot: Slot[A], peer: Peer, answer: Message) -> list[Output[A]]:
+        """Keep an answer until the blocks are free; who asks again in vain gets the same."""
+        slot.peer, slot.parting = peer, answer
         return []
 
     def _revoke(self, slot: Slot[A]) -> Reply:
@@ -550,6 +591,16 @@ class Receiver(Generic[A]):
     def remembered(self) -> int:
         """Entries kept to answer what comes late; each ends at its time."""
         return len(self._tombs) + len(self._committed) + len(self._highest) + len(self._gone)
+
+
+def _overlap(one: KVFrame, other: KVFrame) -> bool:
+    """Whether two frames have a cell in common."""
+    layers = min(one.layer_start + one.layer_count, other.layer_start + other.layer_count)
+    blocks = min(one.block_start + one.block_count, other.block_start + other.block_count)
+    apart = layers <= max(one.layer_start, other.layer_start) or blocks <= max(
+        one.block_start, other.block_start
+    )
+    return not apart
 
 
 def _same_reserve(held: Reserve, asked: Reserve) -> bool:

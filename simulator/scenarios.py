@@ -19,6 +19,8 @@ NARROW = Sizes(frame_bytes=64, window=128, budget=256, stream_tokens=8, token_bu
 EMBED = Shape(prefill=0, decode=0, embed=3)
 
 DEVICE = replace(NARROW, device=True)
+MOVES = replace(NARROW, move_s=0.02, decode_blocks=48)
+"""Frames are packed and written some time after they were due, by a transfer stream."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -92,6 +94,18 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "device": Scenario(
         prompt=120, shape=Shape(sizes=DEVICE), cancels=0.7, crashes=2, allowed=UNLUCKY
+    ),
+    "moves": Scenario(
+        prompt=120, shape=Shape(sizes=MOVES), cancels=0.6, crashes=1, allowed=UNLUCKY
+    ),
+    "moves-noise": Scenario(
+        prompt=120,
+        shape=Shape(sizes=MOVES),
+        cancels=0.3,
+        faults=NOISE,
+        deadlines=0.2,
+        crashes=2,
+        allowed=UNLUCKY,
     ),
     "deadline": Scenario(deadlines=0.8, stops=1, crashes=1, faults=NOISE, victims=EVERYONE),
     "pins": Scenario(pins=0.7, crashes=2, drains=1, stops=1, allowed=_PINNED),

@@ -54,6 +54,8 @@ class Sizes:
     """Sizes of a worker; few blocks and small windows make waiting and preemption happen.
 
     ``window`` and ``budget`` are bytes of credit, ``device`` asks for the fenced hand-over.
+    ``move_s``: what a frame takes at most to be packed or written while the I/O thread goes on, as
+    on a GPU's transfer stream; 0: it happens at once.
     """
 
     block_size: int = 4
@@ -66,6 +68,7 @@ class Sizes:
     budget: int = 2048
     stream_tokens: int = 24
     device: bool = False
+    move_s: float = 0.0
 
 
 def warm_times() -> StepTime:
@@ -268,6 +271,24 @@ class EngineNode(WorkerNode[T]):
         self.cluster.network.after(seconds, self.when_up(done))
 
 
+class MoveDelays:
+    """A transfer stream: moves happen one after the other, some time after they were started."""
+
+    def __init__(self, node: WorkerNode[Any], longest: float) -> None:
+        self._node, self._longest = node, longest
+        self._free_at = 0.0
+
+    def start(self, move: Callable[[], None]) -> None:
+        """Carry out ``move`` in its turn, if the worker still lives then."""
+        if not self._longest:
+            move()
+            return
+        network = self._node.cluster.network
+        took = network.random.uniform(0.0, self._longest)
+        self._free_at = max(self._free_at, network.now) + took
+        network.after(self._free_at - network.now, self._node.when_up(move))
+
+
 class PrefillNode(EngineNode[PrefillCore]):
     """The real prefill core."""
 
@@ -286,6 +307,7 @@ class PrefillNode(EngineNode[PrefillCore]):
         limits = PrefillLimits(max_active=6, stream_tokens=sizes.stream_tokens, growth=sizes.growth)
         self.core = PrefillCore(self.member, self.scheduler, self.sender, limits, warm_times())
         self.packer = FramePacker(NumpyBackend(), self.executor.pool)
+        self.moves = MoveDelays(self, sizes.move_s)
         self.decoder = sealed_decoder(DecodeToPrefill)
         self.connected: set[str] = set()
 
@@ -345,6 +367,9 @@ class PrefillNode(EngineNode[PrefillCore]):
             self.feed(prefill.FromPeer(endpoint, message))
 
     def _pack(self, action: prefill.PackFrame) -> None:
+        self.moves.start(lambda: self._packed(action))
+
+    def _packed(self, action: prefill.PackFrame) -> None:
         send = action.send
         ready = self.packer.view(send.frame, action.block_table)
         if ready is not None:
@@ -408,6 +433,7 @@ class DecodeNode(EngineNode[DecodeCore]):
             warm_times(),
         )
         self.writer = FrameWriter(NumpyBackend(), self.executor.pool)
+        self.moves = MoveDelays(self, sizes.move_s)
         self.decoder = sealed_decoder(PrefillToDecode)
         self.peers: dict[bytes, PrefillNode] = {}
 
@@ -452,5 +478,10 @@ class DecodeNode(EngineNode[DecodeCore]):
             self.cluster.stats["bad_frames"] += 1
             return
         if blocks is not None:
-            intact = self.writer.write(frame, blocks, payload)
-            self.feed(decode.FrameStored(frame, intact))
+            self.moves.start(lambda: self._write(frame, blocks, payload))
+
+    def _write(self, frame: KVFrame, blocks: npt.NDArray[np.int32], payload: Bytes) -> None:
+        if self.receiver.owner(frame) is None:
+            raise Violation(f"{self.name}: frame {frame.index} is written to blocks of nobody")
+        intact = self.writer.write(frame, blocks, payload)
+        self.feed(decode.FrameStored(frame, intact))

@@ -388,6 +388,101 @@ def test_device_path_frees_only_after_the_fence():
     assert store.used == 0
 
 
+def being_written(receiver, blocks=16):
+    """A grant with its first frame located and not yet stored."""
+    grant = grant_of(receiver)
+    frames = frames_for(grant)
+    assert receiver.locate(frames[0]) is not None
+    return grant, frames
+
+
+def test_a_grant_that_ends_while_a_frame_is_written_keeps_its_blocks_until_that_is_over():
+    ends = {
+        "abort": lambda r: r.abort(REQUEST, 1, 0.0, keep=60.0),
+        "death": lambda r: r.peer_dead(5),
+        "deadline": lambda r: r.tick(1000.0),
+        "a higher attempt": lambda r: r.on_reserve(PEER, reserve(attempt=2), 0.0),
+    }
+    for end in ends.values():
+        receiver, store = make_receiver()
+        _, frames = being_written(receiver)
+        held = store.used
+        end(receiver)
+        assert store.used >= held
+        assert receiver.locate(frames[1]) is None, "nothing new is written"
+        receiver.tick(2000.0)
+        receiver.tick(4000.0)
+        assert store.used >= held, "freed on a timeout"
+        after = store.used - held
+        receiver.on_frame(frames[0], intact=True, now=4000.0)
+        assert store.used == after
+        assert (
+            receiver.on_frame(frames[0], intact=True, now=4000.0) == []
+        )  # of a grant that is gone
+
+
+def test_the_sender_hears_that_its_grant_is_gone_when_nobody_reads_its_memory_any_more():
+    receiver, store = make_receiver()
+    _, frames = being_written(receiver)
+    release = Release(request=REQUEST, attempt=1)
+    assert receiver.on_release(PEER, release, 0.0) == []
+    assert receiver.on_release(PEER, release, 0.2) == []  # asked again
+    (reply,) = receiver.on_frame(frames[0], intact=True, now=0.3)
+    assert isinstance(reply.message, Released)
+    assert store.used == 0
+    (again,) = receiver.on_release(PEER, release, 0.4)
+    assert again == reply
+
+
+def test_after_an_abort_the_sender_s_words_are_answered_when_the_frame_is_written():
+    for ask, answer in (
+        (lambda r, g, f: r.on_release(PEER, Release(request=REQUEST, attempt=1), 0.0), Released),
+        (lambda r, g, f: r.on_commit(PEER, manifest(g, f), 0.0), Stale),
+    ):
+        receiver, store = make_receiver()
+        grant, frames = being_written(receiver)
+        assert receiver.abort(REQUEST, 1, 0.0, keep=60.0) == []
+        assert ask(receiver, grant, frames) == []
+        (reply,) = receiver.on_frame(frames[0], intact=False, now=0.0)
+        assert isinstance(reply.message, answer)
+        assert store.used == 0
+
+
+def test_a_manifest_that_fails_is_refused_when_nothing_is_written_any_more():
+    receiver, store = make_receiver()
+    grant, frames = being_written(receiver)
+    wrong = msgspec.structs.replace(manifest(grant, frames), frames=1000)
+    assert receiver.on_commit(PEER, wrong, 0.0) == []
+    assert store.used > 0
+    (reply,) = receiver.on_frame(frames[0], intact=True, now=0.0)
+    assert isinstance(reply.message, Refused)
+    assert store.used == 0
+
+
+def test_frames_being_written_are_neither_asked_for_again_nor_taken_twice():
+    receiver, _ = make_receiver()
+    grant, frames = being_written(receiver)
+    assert receiver.locate(frames[0]) is None  # a duplicate
+    other = msgspec.structs.replace(frames[0], index=999)
+    with pytest.raises(ProtocolError, match="being written"):
+        receiver.locate(other)
+    deliver(receiver, frames[1:])
+    receiver.on_commit(PEER, manifest(grant, frames), 0.0)
+    assert receiver.tick(50.0) == []
+    replies = receiver.on_frame(frames[0], intact=True, now=50.0)
+    assert isinstance(replies[0].message, Committed)
+
+
+def test_a_fence_does_not_free_what_is_still_written_here():
+    receiver, store = make_receiver(device=True)
+    grant, frames = being_written(receiver)
+    receiver.abort(REQUEST, 1, 0.0, keep=60.0)
+    receiver.on_fence(Fence(grant=grant.grant))
+    assert store.used > 0
+    receiver.on_frame(frames[0], intact=True, now=0.0)
+    assert store.used == 0
+
+
 def test_every_transition_of_the_table_is_legal_and_others_raise():
     receiver, _ = make_receiver()
     grant_of(receiver)

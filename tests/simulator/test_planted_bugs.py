@@ -318,6 +318,20 @@ def vectors_of_the_batch_mixed_up(monkeypatch):
     monkeypatch.setitem(EmbedCore.HANDLERS, BatchDone, make(EmbedCore.HANDLERS[BatchDone]))
 
 
+def blocks_freed_while_a_frame_is_written(monkeypatch):
+    def make(original):
+        def locate(self, frame):
+            blocks = original(self, frame)
+            slot = self._grants.find(frame.grant)
+            if slot is not None:
+                slot.moving.clear()
+            return blocks
+
+        return locate
+
+    around(monkeypatch, Receiver, "locate", make)
+
+
 def text_without_a_vector_is_forgotten(monkeypatch):
     def make(original):
         def finish(self, job, vector, failure, now):
@@ -371,6 +385,7 @@ PLANTS = [
     (what_is_given_back_while_its_request_waits_is_not_let_go, "drains", 10),
     (vectors_of_the_batch_mixed_up, CROWDED, 5),
     (text_without_a_vector_is_forgotten, "embed", 3),
+    (blocks_freed_while_a_frame_is_written, "moves", 20),
     (aborted_text_stays_in_the_queue, CROWDED, 5),
     (matcher_not_shown_prefills_token, "structured", 3),
     (grammar_of_an_ended_handoff_compiles_on, "structured", 5),
