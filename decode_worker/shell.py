@@ -7,6 +7,7 @@ compute thread owns the model and the blocks of the step it runs.
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import numpy as np
 
@@ -18,12 +19,14 @@ from ..engine.step_time import StepTime
 from ..engine.warm_up import warm_up
 from ..kv_transfer.checksums import envelope_digest
 from ..kv_transfer.frames import FrameWriter
+from ..kv_transfer.move_thread import MoveThread
+from ..kv_transfer.moves import MovingWriter
 from ..kv_transfer.receiver import Receiver, ReceiverConfig
 from ..kv_transfer.shared_pool import MappedPools, Mapping, unmap
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder, decode_kv_header
 from ..proto.errors import EnvelopeDamaged, ProtocolError
 from ..proto.limits import MAX_KV_FRAME_BYTES
-from ..proto.messages import Message, PrefillToDecode, Rejected
+from ..proto.messages import KVFrame, Message, PrefillToDecode, Rejected
 from ..runtime.actions import DrainRequested, Exit, Note, Tick, ToRouter
 from ..runtime.channel import Frames
 from ..runtime.compute import ComputeThread
@@ -39,6 +42,9 @@ from .config import DecodeWorkerConfig
 from .core import DecodeCore, GrantStore
 
 _log = get_logger()
+
+FRAME_BYTES = 2 << 20
+"""What buffers for frames into a GPU hold at first; the frames that senders make by default."""
 
 
 class DecodeShell:
@@ -76,6 +82,11 @@ class DecodeShell:
         )
         self.core = self._make_core(config, runner, member)
         self._writer = FrameWriter(runner.backend, runner.pool)
+        stream = runner.backend.block_stream(runner.pool, FRAME_BYTES)
+        self._moves = MoveThread(loop) if stream is not None else None
+        self._device: MovingWriter | None = None
+        if stream is not None and self._moves is not None:
+            self._device = MovingWriter(stream, self._moves.moves)
         self._pools = MappedPools(runner.card.layout, _unmap_aside, runner.backend.open_pool)
         identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
         self._links = RouterLinks(
@@ -118,6 +129,8 @@ class DecodeShell:
     def close(self) -> None:
         """Stop computing, then close the sockets."""
         self._compute.stop()
+        if self._moves is not None:
+            self._moves.stop()
         self._grammars.stop()
         self._compiler.close()
         self._links.close()
@@ -192,11 +205,20 @@ class DecodeShell:
             self._dropped["stale_kv_frame"] += 1
             return
         payload = np.frombuffer(frames[1], np.uint8)
-        if header.shared:
-            source = self._pools.get(self.core.receiver.owner(header) or 0)
-            intact = self._writer.fetch(header, blocks, source, payload)
+        owner = self.core.receiver.owner(header) or 0
+        stored = partial(self._stored, header)
+        if self._device is not None and header.shared:
+            self._device.fetch(header, blocks, lambda: self._pools.get(owner), payload, stored)
+        elif self._device is not None:
+            self._device.write(header, blocks, payload, stored)
+        elif header.shared:
+            source = self._pools.get(owner)
+            stored(self._writer.fetch(header, blocks, source, payload))
         else:
-            intact = self._writer.write(header, blocks, payload)
+            stored(self._writer.write(header, blocks, payload))
+
+    def _stored(self, header: KVFrame, intact: bool) -> None:
+        """Nothing writes to the frame's blocks any more."""
         if not intact:
             self._dropped["damaged_kv_frame"] += 1
         self.feed(events.FrameStored(header, intact))

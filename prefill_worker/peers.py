@@ -14,6 +14,7 @@ import zmq
 
 from ..kv_transfer.checksums import envelope_digest
 from ..kv_transfer.frames import BufferPool, Bytes
+from ..kv_transfer.moves import Give
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder, encode_kv_header
 from ..proto.errors import ConfigError, EnvelopeDamaged, LimitExceeded, ProtocolError
 from ..proto.messages import DecodeToPrefill, KVFrame, Message
@@ -39,8 +40,8 @@ class PeerLink:
         self.control = self._connect_control()
         self.data: DealerChannel | None = None
         self.outgoing: list[Message] = []
-        self._waiting: deque[tuple[KVFrame, Bytes, bool]] = deque()
-        self._in_flight: deque[tuple[zmq.MessageTracker, Bytes]] = deque()
+        self._waiting: deque[tuple[KVFrame, Bytes, Give | None]] = deque()
+        self._in_flight: deque[tuple[zmq.MessageTracker, Give]] = deque()
 
     def _connect_control(self) -> DealerChannel:
         links, endpoint = self._links, self.endpoint
@@ -83,29 +84,29 @@ class PeerLink:
         self._links.on_data(self.endpoint, True)  # noqa: FBT003
         self._send_waiting()
 
-    def send_frame(self, frame: KVFrame, payload: Bytes, *, staged: bool) -> None:
+    def send_frame(self, frame: KVFrame, payload: Bytes, give: Give | None) -> None:
         """Send a packed frame, or keep it until the data connection stands."""
-        self._waiting.append((frame, payload, staged))
+        self._waiting.append((frame, payload, give))
         self._send_waiting()
 
     def _send_waiting(self) -> None:
         while self._waiting and self.data is not None and self.data.connected:
-            frame, payload, staged = self._waiting.popleft()
+            frame, payload, give = self._waiting.popleft()
             parts = [encode_kv_header(frame), payload]
-            if not staged:
+            if give is None:
                 self.data.send(parts)
                 continue
             tracker: Any = self.data.send_tracked(parts)
             if isinstance(tracker, SendResult):
-                self._links.buffers.give(payload)  # lost: the decode worker asks again
+                give()  # lost: the decode worker asks again
             else:
-                self._in_flight.append((tracker, payload))
+                self._in_flight.append((tracker, give))
         self.reclaim()
 
     def reclaim(self) -> None:
         """Return staging buffers that ZeroMQ has finished with."""
         while self._in_flight and self._in_flight[0][0].done:
-            self._links.buffers.give(self._in_flight.popleft()[1])
+            self._in_flight.popleft()[1]()
 
     def flush(self) -> None:
         """Send this turn's control messages, in as few envelopes as their limit allows."""
@@ -148,6 +149,12 @@ class PeerLink:
         self.control.close()
         if self.data is not None:
             self.data.close()
+        for _, _, give in self._waiting:
+            if give is not None:
+                give()
+        self._waiting.clear()
+        self._links.left.extend(self._in_flight)  # ZeroMQ may read them a little longer
+        self._in_flight.clear()
 
 
 class PeerLinks:
@@ -178,6 +185,7 @@ class PeerLinks:
             DecodeToPrefill, digest=envelope_digest
         )
         self.buffers = BufferPool()
+        self.left: deque[tuple[zmq.MessageTracker, Give]] = deque()  # by links that are closed
         self._links: dict[str, PeerLink] = {}
 
     def fresh_identity(self) -> bytes:
@@ -209,13 +217,15 @@ class PeerLinks:
         if link is not None:
             link.outgoing.append(message)
 
-    def send_frame(self, endpoint: str, frame: KVFrame, payload: Bytes, *, staged: bool) -> None:
-        """Send a packed KV frame; ``staged``: its payload is one of :attr:`buffers`."""
+    def send_frame(
+        self, endpoint: str, frame: KVFrame, payload: Bytes, give: Give | None = None
+    ) -> None:
+        """Send a packed KV frame; ``give`` is called when ZeroMQ has read its payload."""
         link = self._links.get(endpoint)
         if link is not None:
-            link.send_frame(frame, payload, staged=staged)
-        elif staged:
-            self.buffers.give(payload)
+            link.send_frame(frame, payload, give)
+        elif give is not None:
+            give()
 
     def disconnect(self, endpoint: str) -> None:
         """Close the sockets of an endpoint."""
@@ -227,6 +237,12 @@ class PeerLinks:
         """Send everything queued."""
         for link in self._links.values():
             link.flush()
+        for _ in range(len(self.left)):
+            tracker, give = self.left.popleft()
+            if tracker.done:
+                give()
+            else:
+                self.left.append((tracker, give))
 
     def close(self) -> None:
         """Close all sockets."""

@@ -12,9 +12,11 @@ from ..engine.runner import Runner
 from ..engine.scheduler import Scheduler, SchedulerConfig
 from ..engine.step_time import StepTime
 from ..engine.warm_up import warm_up
-from ..kv_transfer.frames import FramePacker
+from ..kv_transfer.frames import Bytes, FramePacker
+from ..kv_transfer.move_thread import MoveThread
+from ..kv_transfer.moves import Give, MovingPacker
 from ..kv_transfer.sender import Sender, SenderConfig
-from ..proto.messages import DeviceTicket, PoolTicket
+from ..proto.messages import DeviceTicket, KVFrame, PoolTicket
 from ..runtime.actions import DrainRequested, Exit, Note, Tick, ToRouter
 from ..runtime.compute import ComputeThread
 from ..runtime.links import RouterLinks
@@ -77,6 +79,11 @@ class PrefillShell:
             self._on_data,
             dropped=member.dropped,
         )
+        stream = runner.backend.block_stream(runner.pool, config.frame_bytes)
+        self._moves = MoveThread(loop) if stream is not None else None
+        self._device: MovingPacker | None = None
+        if stream is not None and self._moves is not None:
+            self._device = MovingPacker(stream, self._moves.moves, self._peers.buffers)
         self._drain_grace_s = config.drain_grace_s
         self.exit_code = 0
 
@@ -120,6 +127,8 @@ class PrefillShell:
     def close(self) -> None:
         """Stop computing, then close the sockets."""
         self._compute.stop()
+        if self._moves is not None:
+            self._moves.stop()
         self._grammars.stop()
         self._compiler.close()
         self._peers.close()
@@ -167,21 +176,24 @@ class PrefillShell:
         self._loop.call_later(self._drain_grace_s, lambda: self._exit("grace_over", 0))
 
     def _pack(self, action: events.PackFrame) -> None:
-        send = action.send
-        if action.shared:
-            frame, payload = self._packer.name(send.frame, action.block_table)
-            self._peers.send_frame(send.endpoint, frame, payload, staged=False)
+        send, table = action.send, action.block_table
+
+        def sent(frame: KVFrame, payload: Bytes, give: Give | None = None) -> None:
+            self._peers.send_frame(send.endpoint, frame, payload, give)
             self.feed(events.Packed(send.key, frame.index, frame.checksum))
-            return
-        ready = self._packer.view(send.frame, action.block_table)
-        if ready is not None:
-            frame, payload = ready
-            self._peers.send_frame(send.endpoint, frame, payload, staged=False)
+
+        if self._device is not None:
+            packed = self._device.name if action.shared else self._device.pack
+            packed(send.frame, table, sent)
+        elif action.shared:
+            sent(*self._packer.name(send.frame, table))
+        elif (ready := self._packer.view(send.frame, table)) is not None:
+            sent(*ready)
         else:
-            payload = self._peers.buffers.take(send.frame.nbytes)
-            frame = self._packer.pack(send.frame, action.block_table, payload)
-            self._peers.send_frame(send.endpoint, frame, payload, staged=True)
-        self.feed(events.Packed(send.key, frame.index, frame.checksum))
+            buffers = self._peers.buffers
+            payload = buffers.take(send.frame.nbytes)
+            frame = self._packer.pack(send.frame, table, payload)
+            sent(frame, payload, lambda: buffers.give(payload))
 
     def _execute(self, plan: StepPlan) -> StepResult:
         """On the compute thread: run the step, telling the loop which layers are final."""

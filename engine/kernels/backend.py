@@ -61,6 +61,50 @@ class Mapping(Protocol):
         ...
 
 
+class BlockMove(Protocol):
+    """Blocks on their way; see :class:`baton.kv_transfer.moves.Move`."""
+
+    def wait(self) -> None:
+        """Block until the move is done; any thread."""
+        ...
+
+    @property
+    def digest(self) -> int:
+        """Of the bytes moved, once that is done."""
+        ...
+
+    @property
+    def payload(self) -> U8:
+        """What was gathered, once that is done and until :meth:`release`."""
+        ...
+
+    def release(self) -> None:
+        """Give back the buffers of a move that is done."""
+        ...
+
+
+class BlockStream(Protocol):
+    """Starts moves in order; None while all buffers are taken, ValueError for what misfits."""
+
+    def gather(self, start: int, count: int, ids: I32) -> BlockMove | None:
+        """Pack blocks ``ids`` of layers ``start..`` into pinned memory."""
+        ...
+
+    def scatter(self, start: int, count: int, ids: I32, payload: U8) -> BlockMove | None:
+        """Unpack a payload; it may change when this returns."""
+        ...
+
+    def copy(
+        self, source: F32, start: int, count: int, source_ids: I32, ids: I32
+    ) -> BlockMove | None:
+        """Copy blocks out of another pool."""
+        ...
+
+    def sum(self, start: int, count: int, ids: I32) -> BlockMove | None:
+        """The digest alone."""
+        ...
+
+
 class Backend(Protocol):
     """Kernels of one device."""
 
@@ -98,6 +142,13 @@ class Backend(Protocol):
         """Another process's pool on the device, to read: the mapping to close, and the array.
 
         Raises ValueError for a ticket that does not fit, OSError when it cannot be opened.
+        """
+        ...
+
+    def block_stream(self, pool: F32, nbytes: int) -> BlockStream | None:
+        """Moves of the pool's blocks that nobody waits for, ``nbytes`` each or a little more.
+
+        None where blocks move at once, in the thread that asks for it.
         """
         ...
 

@@ -44,6 +44,9 @@ class HostArrays:
         """Raise ValueError: a kernel of the host does not reach a GPU's memory."""
         raise ValueError("this worker computes on the CPU")
 
+    def block_stream(self, pool: F32, nbytes: int) -> None:
+        """None: blocks of the host move at once."""
+
     def memory_bytes(self) -> int:
         """The machine's memory."""
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

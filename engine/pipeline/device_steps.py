@@ -18,7 +18,7 @@ from ..kernels.cuda.backend import CudaBackend
 from ..plan import Chunk, Sampled
 from .decode_graph import DecodeGraph, GraphModel, GraphSizes
 from .device_sampler import DeviceSampler
-from .model import ModelInputs
+from .model import LayerDone, ModelInputs
 
 BUCKETS = (1, 2, 4, 8, *range(16, 257, 8))
 """Rows that a graph is captured for; larger steps are launched kernel by kernel."""
@@ -60,6 +60,7 @@ class DeviceSteps:
                     for layer in range(len(inputs.pool)):
                         inputs.layer_done(layer + 1)
                 return sampled
+        inputs.layer_done = self._marking(inputs.layer_done)
         logits = self._model.execute(inputs).next_token_logits
         if logits is None:
             raise InternalError("the model gives no logits")
@@ -67,6 +68,16 @@ class DeviceSteps:
             self._backend.device.synchronize()
             return []
         return self._sampler.draw(logits, drawn, asked, failed)
+
+    def _marking(self, told: LayerDone | None) -> LayerDone:
+        """Before anybody hears that a layer is queued, mark where: it is computed later."""
+
+        def layer_done(layer_end: int) -> None:
+            self._backend.marks.set(layer_end)
+            if told is not None:
+                told(layer_end)
+
+        return layer_done
 
     def clear(self, pool: Any, block: int) -> None:
         """Make a block zeros, in the order of what is launched."""

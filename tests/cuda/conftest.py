@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from baton.benchmarks.checkpoints import Shape, write_checkpoint
 from baton.engine.kernels.cuda.cupy_device import CupyDevice, cuda_is_available
 from baton.engine.kernels.cuda.device import Device
 
@@ -19,6 +20,7 @@ from .host_device import VARIANT, HostDevice
 
 Array = npt.NDArray[np.generic]
 Run = Callable[[], Sequence[Array]]
+SHAPE = Shape("tiny", vocab=128, hidden=128, intermediate=192, layers=2, heads=2, kv_heads=1)
 ORDERS = 8 if VARIANT == "plain" else 1
 
 
@@ -50,6 +52,12 @@ def device(request: pytest.FixtureRequest) -> Device:
     """Every device of this machine."""
     found: Device = request.getfixturevalue(f"{request.param}_device")
     return found
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a small model, :data:`SHAPE`."""
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"), SHAPE, "BF16")
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 import re
@@ -18,6 +19,7 @@ from baton.engine.kernels.cuda.device import Argument, Array, Kernel
 from baton.engine.kernels.cuda.reference import from_bf16, to_bf16
 
 from .host.builder import CSRC, build
+from .host_streams import HostEvent, HostStream, StreamFamily
 
 GUARD = 512
 GUARD_BYTE, POISON_BYTE = 0xCD, 0xFF
@@ -40,6 +42,10 @@ class HostArray(np.ndarray):
 
     def __array_finalize__(self, source: object) -> None:
         self.guarded = getattr(source, "guarded", None)
+
+
+class PinnedArray(np.ndarray):
+    """Memory of the host that copies read or write when their turn comes."""
 
 
 def host_array(shape: Sequence[int], dtype: npt.DTypeLike, fill: int = POISON_BYTE) -> HostArray:
@@ -125,13 +131,14 @@ class Library:
 class HostGraph:
     """Launches with the arguments they had: what changes later must change inside the arrays."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: HostStream) -> None:
         self.launches: list[Callable[[], None]] = []
+        self._stream = stream
 
     def replay(self) -> None:
-        """Do all of them again."""
+        """Queue all of them again."""
         for launch in self.launches:
-            launch()
+            self._stream.add(launch)
 
 
 class HostMapping:
@@ -152,7 +159,8 @@ class HostDevice:
 
     ``seed`` decides the order of threads, warps and blocks of the launches to come; 0 is
     ascending. ``defines`` are macros of the build, ``folder`` holds the sources, ``variant`` is
-    one of the builder's.
+    one of the builder's. Work is carried out when it is queued; :meth:`late` gives a device
+    where it is not.
     """
 
     name = "host"
@@ -170,6 +178,43 @@ class HostDevice:
         self._folder, self._seconds, self._variant = folder, seconds, variant
         self._libraries: dict[tuple[str, str], Library] = {}
         self._capturing: HostGraph | None = None
+        self._stream = HostStream(StreamFamily())
+
+    def late(self, seed: int) -> HostDevice:
+        """Return a device of the same kernels whose streams run late; see :mod:`.host_streams`."""
+        other = copy.copy(self)
+        other._stream = HostStream(StreamFamily(seed))
+        return other
+
+    def another_stream(self) -> HostDevice:
+        """The same memory behind a queue of its own."""
+        other = copy.copy(self)
+        other._capturing = None
+        other._stream = HostStream(self._stream.family)
+        return other
+
+    def record(self) -> HostEvent:
+        """Mark what has been queued so far."""
+        with self._stream.family.lock:
+            return HostEvent(self._stream)
+
+    def wait_for(self, event: HostEvent) -> None:
+        """Queue the rest of ``event``'s stream up to it before anything else."""
+        self._stream.add(event.wait)
+
+    def read(self, array: Array, out: Array) -> None:
+        """Copy into pinned memory, which is full of 0xff until then."""
+        _check_copy(out, array)
+        if not isinstance(out, PinnedArray):
+            raise LaunchFailed("a copy that nobody waits for, into memory that is not pinned")
+        if self._capturing is not None:
+            raise LaunchFailed("a copy to the host while a graph is captured")
+        np.asarray(out).reshape(-1).view(np.uint8)[...] = POISON_BYTE
+
+        def work() -> None:
+            out[...] = array
+
+        self._stream.add(work)
 
     def with_defines(self, *defines: str) -> HostDevice:
         """Return a device whose kernels are built with these macros, as planted bugs are."""
@@ -206,7 +251,15 @@ class HostDevice:
 
     def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> HostArray:
         """Make an array of zeros."""
-        return host_array(shape, dtype, fill=0)
+        return self._filled(host_array(shape, dtype, fill=0), 0)
+
+    def _filled(self, array: HostArray, values: Array | int) -> HostArray:
+        """Give a new array its content when its turn comes; poison until then."""
+        if not self._stream.family.eager:
+            values = np.array(values)
+            np.asarray(array).reshape(-1).view(np.uint8)[...] = POISON_BYTE
+        self._stream.add(lambda: array.__setitem__(..., values))
+        return array
 
     def shareable(self, shape: Sequence[int], dtype: npt.DTypeLike) -> HostArray:
         """Make an array of zeros."""
@@ -231,34 +284,32 @@ class HostDevice:
         """Copy an array into guarded memory."""
         if self._capturing is not None:
             raise LaunchFailed("an upload while a graph is captured")
-        copy = host_array(array.shape, array.dtype)
-        copy[...] = array
-        return copy
+        return self._filled(host_array(array.shape, array.dtype), array)
 
     def download(self, array: Array) -> Array:
         """Copy an array out of guarded memory."""
         if self._capturing is not None:
             raise LaunchFailed("a download while a graph is captured")
+        self.synchronize()
         return np.array(array, order="C", subok=False)
 
     def host_buffer(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
         """Make an array of zeros."""
-        return np.zeros(tuple(shape), dtype)
+        return np.zeros(tuple(shape), dtype).view(PinnedArray)
 
     def write(self, array: Array, values: Array) -> None:
-        """Copy ``values``; they must fit exactly."""
-        if array.shape != values.shape or array.dtype != values.dtype:
-            raise ValueError(f"{values.dtype} {values.shape} into {array.dtype} {array.shape}")
-        if not array.flags.c_contiguous:
-            raise ValueError("the array is not contiguous")
+        """Copy ``values``, which must fit exactly; pinned ones are read when their turn comes."""
+        _check_copy(array, values)
         if self._capturing is not None:
             raise LaunchFailed("a copy from the host while a graph is captured")
-        array[...] = values
+        taken = values if isinstance(values, PinnedArray) else values.copy()
+        self._stream.add(lambda: array.__setitem__(..., taken))
 
     def capture(self, work: Callable[[], None]) -> HostGraph:
         """Run ``work``, then again without doing anything but keeping its launches."""
         work()
-        graph = self._capturing = HostGraph()
+        self.synchronize()
+        graph = self._capturing = HostGraph(self._stream)
         try:
             work()
         finally:
@@ -277,10 +328,11 @@ class HostDevice:
         if self._capturing is not None:
             self._capturing.launches.append(work)
         else:
-            work()
+            self._stream.add(work)
 
     def synchronize(self) -> None:
-        """Launches have ended when they return."""
+        """Run everything queued."""
+        self._stream.run_to(self._stream.queued)
 
     def launch(
         self,
@@ -291,12 +343,22 @@ class HostDevice:
         shared_bytes: int = 0,
     ) -> None:
         """Run a kernel; LaunchFailed for wrong arguments, barriers, hangs and torn guards."""
-        if self._capturing is not None:
-            arguments = tuple(args)
+        arguments = tuple(args)
+        if self._capturing is None:
+            self._stream.add(lambda: self._run(kernel, grid, block, arguments, shared_bytes))
+        else:
             self._capturing.launches.append(
-                lambda: self.launch(kernel, grid, block, arguments, shared_bytes)
+                lambda: self._run(kernel, grid, block, arguments, shared_bytes)
             )
-            return
+
+    def _run(
+        self,
+        kernel: Kernel,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: Sequence[Argument],
+        shared_bytes: int,
+    ) -> None:
         library = self._library(kernel.source)
         if kernel.name not in library.kernels:
             raise LaunchFailed(f"{kernel.source} has no kernel {kernel.name}")
@@ -326,6 +388,13 @@ class HostDevice:
             path = build(self._folder / source, self._cache, self._variant, self._defines)
             library = self._libraries[source, self._variant] = Library(path)
         return library
+
+
+def _check_copy(target: Array, source: Array) -> None:
+    if target.shape != source.shape or target.dtype != source.dtype:
+        raise ValueError(f"{source.dtype} {source.shape} into {target.dtype} {target.shape}")
+    if not target.flags.c_contiguous:
+        raise ValueError("the array is not contiguous")
 
 
 def _size(kernel: Kernel, what: str, size: Sequence[int]) -> Array:

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from baton.benchmarks.checkpoints import Shape, write_checkpoint
 from baton.engine.kernels.cuda.backend import CudaBackend
 from baton.engine.kernels.cuda.device import Device
 from baton.engine.llm import LLMEngine
@@ -24,16 +23,11 @@ from baton.kv_transfer.shared_pool import MappedPools
 from baton.proto.messages import DeviceTicket, GrantRef, KVFrame
 from baton.proto.sampling import SamplingParams
 
+from .conftest import SHAPE
 from .host_device import HostDevice
 
-SHAPE = Shape("tiny", vocab=128, hidden=128, intermediate=192, layers=2, heads=2, kv_heads=1)
 BLOCK, BLOCKS = 8, 48
 GREEDY = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"), SHAPE, "BF16")
 
 
 def load(folder: Path, backend: CudaBackend | None = None) -> Runner:

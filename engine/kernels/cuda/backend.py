@@ -17,6 +17,7 @@ from ..backend import F32, I32, U8, A, Mapping, PackedLinear, Weights
 from . import attention, elementwise
 from .bfloat16 import bfloat16_bits
 from .block_mover import BlockMover
+from .block_stream import BlockStream, LayerMarks
 from .device import Device, DeviceArray
 from .linear import linear
 from .row_plan import RowPlan
@@ -67,6 +68,7 @@ class CudaBackend:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.numerics = f"{device.name}-{REVISION}-bf16"
+        self.marks = LayerMarks(device)
         # Blocks move on other threads than the one that computes, each with buffers of its own.
         self._local = threading.local()
 
@@ -104,6 +106,10 @@ class CudaBackend:
             raise ValueError(f"a handle of {len(ticket.handle)} bytes, not {HANDLE_BYTES}")
         shape = (layout.num_layers, ticket.nbytes // block, *layout.block_shape)
         return self.device.open(ticket.handle, ticket.offset, shape, np.uint16)
+
+    def block_stream(self, pool: Any, nbytes: int) -> BlockStream:
+        """Moves of the pool's blocks on a stream of their own."""
+        return BlockStream(self.device, pool, self.marks, nbytes)
 
     def memory_bytes(self) -> int:
         """All memory of the GPU."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import threading
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from ....proto.errors import ConfigError
 from .cublas import WORKSPACE_BYTES, Cublas, find_library
-from .device import Argument, Array, DeviceArray, Kernel
+from .device import Argument, Array, DeviceArray, Event, Kernel
 from .sources import cuda_source
 
 _PLAIN_SHARED_BYTES = 48 * 1024
@@ -50,11 +51,28 @@ class CupyMapping:
         self._device.unmap(self._pointer)
 
 
+class CupyEvent:
+    """A place in a stream; see :class:`~baton.engine.kernels.cuda.device.Event`."""
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    @property
+    def done(self) -> bool:
+        """Whether the GPU has come to it."""
+        return bool(self.event.done)
+
+    def wait(self) -> None:
+        """Sleep until it has; other Python threads run meanwhile."""
+        self.event.synchronize()
+
+
 class CupyDevice:
     """One GPU; see :class:`~baton.engine.kernels.cuda.device.Device`.
 
     Everything is queued on one stream of its own, whichever thread asks: a graph can be captured
-    there, and what one thread writes another's later launch sees.
+    there, and what one thread writes another's later launch sees. :meth:`another_stream` gives
+    a device of the same memory with another stream.
     ``source`` gives the text of a kernel's file. Raises ConfigError without CuPy or without a GPU.
     """
 
@@ -75,6 +93,8 @@ class CupyDevice:
         with self._device:
             self._stream = cupy.cuda.Stream(non_blocking=True)
         self._lock = threading.RLock()  # what another thread queues must not join a capture
+        self._streams = [(self._lock, self._stream)]  # of all devices over this memory
+        self._load_lock = threading.Lock()
         self._kept: list[Any] | None = None  # arrays of the launches being captured
         self._cublas: Cublas | None = None
         self._cublas_space: DeviceArray | None = None  # cuBLAS writes there
@@ -97,6 +117,36 @@ class CupyDevice:
         """Compile the kernels of a file now, or find them compiled in CuPy's cache."""
         with self._lock, self._device, self._stream:
             self._module(source).compile()
+
+    def another_stream(self) -> CupyDevice:
+        """The same GPU, memory and kernels behind a stream of its own."""
+        other = copy.copy(self)
+        with self._device:
+            other._stream = self._cupy.cuda.Stream(non_blocking=True)
+        other._lock, other._kept = threading.RLock(), None
+        other._cublas = other._cublas_space = None  # bound to the other stream
+        self._streams.append((other._lock, other._stream))
+        return other
+
+    def record(self) -> CupyEvent:
+        """Mark what has been queued so far; waiting threads sleep instead of spinning."""
+        with self._lock, self._device:
+            event = self._cupy.cuda.Event(block=True, disable_timing=True)
+            event.record(self._stream)
+        return CupyEvent(event)
+
+    def wait_for(self, event: Event) -> None:
+        """Queue nothing before ``event`` is done."""
+        theirs: Any = event
+        with self._lock, self._device:
+            self._stream.wait_event(theirs.event)
+
+    def read(self, array: DeviceArray, out: Array) -> None:
+        """Queue a copy to the host; into memory that is not pinned it waits."""
+        _check_copy(out, array)
+        source: Any = array
+        with self._lock, self._device:
+            source.data.copy_to_host_async(out.ctypes.data, out.nbytes, self._stream)
 
     def memory_bytes(self) -> int:
         """All memory of the GPU, whoever uses it."""
@@ -155,9 +205,11 @@ class CupyDevice:
         return mapping, array
 
     def unmap(self, pointer: int) -> None:
-        """Give back what :meth:`open` mapped, once everything queued is done."""
-        with self._lock, self._device:
-            self._stream.synchronize()
+        """Give back what :meth:`open` mapped, once everything queued on any stream is done."""
+        with self._device:
+            for lock, stream in self._streams:
+                with lock:  # a stream that is captured cannot be waited for
+                    stream.synchronize()
             self._cupy.cuda.runtime.ipcCloseMemHandle(pointer)
 
     def upload(self, array: Array) -> DeviceArray:
@@ -184,10 +236,7 @@ class CupyDevice:
 
     def write(self, array: DeviceArray, values: Array) -> None:
         """Queue a copy from the host; ``values`` that are not pinned are read at once."""
-        if array.shape != values.shape or array.dtype != values.dtype:
-            raise ValueError(f"{values.dtype} {values.shape} into {array.dtype} {array.shape}")
-        if not (array.flags.c_contiguous and values.flags.c_contiguous):
-            raise ValueError("only contiguous arrays can be written")
+        _check_copy(array, values)
         target: Any = array
         with self._lock, self._device:
             target.data.copy_from_host_async(values.ctypes.data, values.nbytes, self._stream)
@@ -228,7 +277,8 @@ class CupyDevice:
         with self._lock, self._device, self._stream:
             if self._kept is not None:
                 self._kept.extend(args)
-            function = self._function(kernel, shared_bytes)
+            with self._load_lock:
+                function = self._function(kernel, shared_bytes)
             function(tuple(grid), tuple(block), values, shared_mem=shared_bytes)
 
     def matmul(
@@ -272,6 +322,13 @@ class CupyDevice:
             module = self._cupy.RawModule(code=self._source(source), options=_OPTIONS)
             self._modules[source] = module
         return module
+
+
+def _check_copy(target: DeviceArray, source: DeviceArray) -> None:
+    if target.shape != source.shape or target.dtype != source.dtype:
+        raise ValueError(f"{source.dtype} {source.shape} into {target.dtype} {target.shape}")
+    if not (target.flags.c_contiguous and source.flags.c_contiguous):
+        raise ValueError("only contiguous arrays can be copied")
 
 
 def _as_passed(argument: Argument) -> Any:

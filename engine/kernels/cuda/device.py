@@ -78,10 +78,46 @@ class Graph(Protocol):
         ...
 
 
+class Event(Protocol):
+    """A place in a stream: everything that was queued before it."""
+
+    @property
+    def done(self) -> bool:
+        """Whether all of that has been carried out; never waits."""
+        ...
+
+    def wait(self) -> None:
+        """Block the calling thread, which may be any, until that is so."""
+        ...
+
+
 class Device(Protocol):
-    """Memory and launches of one device; everything is queued in order."""
+    """Memory of one device, and a stream of it: what is queued here is carried out in order."""
 
     name: str
+
+    def another_stream(self) -> Device:
+        """The same memory and kernels behind a queue of its own.
+
+        Nothing orders two streams but :meth:`wait_for`.
+        """
+        ...
+
+    def record(self) -> Event:
+        """Mark what has been queued here so far."""
+        ...
+
+    def wait_for(self, event: Event) -> None:
+        """Queue nothing before ``event`` of another stream is done; the caller does not wait."""
+        ...
+
+    def read(self, array: DeviceArray, out: Array) -> None:
+        """Queue a copy of a contiguous array into ``out`` of :meth:`host_buffer`.
+
+        ``out`` is undefined until an event recorded behind this is done. ValueError for another
+        shape or type.
+        """
+        ...
 
     def memory_bytes(self) -> int:
         """All memory of the device."""
@@ -128,7 +164,7 @@ class Device(Protocol):
         """Queue a copy of host ``values`` into a contiguous array of the same shape and type.
 
         ``values`` of :meth:`host_buffer` must stay as they are until something downloaded later
-        is there. ValueError for what does not fit.
+        is there, or an event recorded later is done. ValueError for what does not fit.
         """
         ...
 

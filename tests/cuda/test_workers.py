@@ -1,0 +1,159 @@
+"""A prefill and a decode worker with a GPU each, in one process: blocks go by their streams."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from baton.decode_worker.__main__ import _DATA_OPTIONS
+from baton.decode_worker.config import DecodeWorkerConfig
+from baton.decode_worker.shell import DecodeShell
+from baton.engine.kernels.cuda.backend import CudaBackend
+from baton.engine.llm import LLMEngine
+from baton.engine.runner import Runner, RunnerConfig, load_runner
+from baton.prefill_worker.config import PrefillWorkerConfig
+from baton.prefill_worker.shell import PrefillShell
+from baton.proto.ids import new_incarnation
+from baton.proto.messages import Assign, Message, PoolTicket, Terminal, Tokens
+from baton.proto.sampling import SamplingParams
+from baton.proto.wire import WireContext, WireSampling
+from baton.runtime.actions import FromRouter
+from baton.runtime.loop import Loop
+from baton.runtime.membership import Membership, WorkerIdentity
+from baton.runtime.sockets import RouterChannel
+
+from .conftest import SHAPE
+from .host_device import HostDevice
+
+GREEDY = SamplingParams(temperature=0, max_new_tokens=5, ignore_eos=True)
+
+
+def config_of(folder: Path) -> RunnerConfig:
+    return RunnerConfig(
+        model=str(folder), backend="numpy", block_size=8, num_blocks=48, layer_group=1
+    )
+
+
+class Workers:
+    """Both shells on one loop; what they say to the router is kept."""
+
+    def __init__(
+        self,
+        folder: Path,
+        place: Path,
+        devices: tuple[Any, Any],
+        *,
+        in_place: bool,
+    ) -> None:
+        self.loop = Loop()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.said: list[Message] = []
+        runners = [load_runner(config_of(folder), backend=CudaBackend(d)) for d in devices]
+        address = {role: f"ipc://{place}/{role}" for role in ("prefill", "decode", "data")}
+        fields: dict[str, Any] = {"routers": {}, "runner": config_of(folder)}
+        control = RouterChannel(self.context, address["decode"])
+        data = RouterChannel(self.context, address["data"], options=_DATA_OPTIONS)
+        self.decode = DecodeShell(
+            DecodeWorkerConfig(worker_id="d", endpoint=address["decode"], **fields),
+            runners[1], self.member("decode", control, runners[1]), control, data, self.loop,
+            self.context,
+        )  # fmt: skip
+        control = RouterChannel(self.context, address["prefill"])
+        ticket = runners[0].backend.pool_ticket(runners[0].pool) if in_place else None
+        assert not isinstance(ticket, PoolTicket)
+        self.prefill = PrefillShell(
+            PrefillWorkerConfig(
+                worker_id="p", endpoint=address["prefill"], stream_tokens=8, token_budget=16,
+                frame_bytes=4096, **fields,
+            ),
+            runners[0], self.member("prefill", control, runners[0]), control, self.loop,
+            self.context, ticket,
+        )  # fmt: skip
+        for shell in (self.prefill, self.decode):
+            shell._links.send = lambda _router, message: self.hear(message)  # type: ignore[method-assign]
+            shell.start()
+        self.ended = 0
+        self.wanted = 0
+
+    @staticmethod
+    def member(role: str, control: RouterChannel, runner: Runner) -> Membership:
+        identity = WorkerIdentity(
+            worker=role[0], role=role, incarnation=new_incarnation(), pid=os.getpid(),
+            endpoint=control.endpoint, pool="default", model=runner.card, max_batch=8,
+        )  # fmt: skip
+        return Membership(identity, ())
+
+    def hear(self, message: Message) -> None:
+        self.said.append(message)
+        if isinstance(message, Terminal):
+            self.ended += 1
+            if self.ended == self.wanted:
+                self.loop.stop()
+
+    def serve(self, prompts: list[list[int]]) -> dict[bytes, list[int]]:
+        """Tokens of each prompt."""
+        self.wanted = len(prompts)
+        for number, prompt in enumerate(prompts):
+            context = WireContext(
+                tokens=np.array(prompt, np.int32),
+                max_length=len(prompt) + GREEDY.max_new_tokens,
+                sampling=WireSampling(temperature=0.0),
+                ignore_eos=True,
+            )
+            assign = Assign(
+                request=bytes([number]) * 16, attempt=1, request_id=f"r{number}", context=context,
+                decode=self.decode._control.endpoint, deadline=60.0,
+            )  # fmt: skip
+            self.prefill.feed(FromRouter("router", assign))
+        self.loop.call_later(60.0, self.loop.stop)
+        self.loop.run()
+        tokens: dict[bytes, dict[int, int]] = {}
+        for message in self.said:
+            for run in message.runs if isinstance(message, Tokens) else ():
+                places = range(run.position, run.position + len(run.tokens))
+                tokens.setdefault(run.request, {}).update(zip(places, run.tokens, strict=True))
+        return {request: [t for _, t in sorted(run.items())] for request, run in tokens.items()}
+
+    def close(self) -> None:
+        self.prefill.close()
+        self.decode.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["zmq", "cuda_ipc"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_tokens_are_those_of_one_engine(
+    folder: Path,
+    host_device: HostDevice,
+    tmp_path: Path,
+    rng: np.random.Generator,
+    seed: int,
+    in_place: bool,
+) -> None:
+    prompts = [rng.integers(0, SHAPE.vocab, n).tolist() for n in (45, 9, 23)]
+    alone = LLMEngine(load_runner(config_of(folder), backend=CudaBackend(host_device)))
+    contexts = [alone.generate([prompt], [GREEDY])[0] for prompt in prompts]
+    expected = {
+        bytes([i]) * 16: context.tokens.generated.tolist() for i, context in enumerate(contexts)
+    }
+    devices = host_device.late(seed), host_device.late(seed + 10)
+    workers = Workers(folder, tmp_path, devices, in_place=in_place)
+    try:
+        found = workers.serve(prompts)
+    finally:
+        workers.close()
+    ends = [message for message in workers.said if isinstance(message, Terminal)]
+    assert [(end.status, end.code) for end in ends] == [("maximum_length", None)] * 3
+    assert found == expected
+    reports = Counter(getattr(message, "transport", None) for message in workers.said)
+    assert reports["cuda_ipc" if in_place else "zmq"] == 3
+    assert not workers.decode._dropped
+    assert workers.decode._moves is not None
+    assert not len(workers.decode._moves.moves)
+    assert workers.decode._moves.moves.failures == 0
