@@ -29,7 +29,7 @@ export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup demo test check test-full test-oracle test-deploy soak bench clean lock
+.PHONY: help setup demo test check test-full test-oracle test-deploy soak bench gpu-check gpu-wheels clean lock
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 14
@@ -64,6 +64,25 @@ soak: $(VENV)/.installed  ## ten million random operations on contexts against t
 
 bench: $(VENV)/.installed  ## figures beside their peers and limits
 	$(BIN)/python -m baton.benchmarks $(ARGS)
+
+# On a GPU: with PYTHON=python3 that Python as it is, with its packages and those of WHEELS=FOLDER;
+# otherwise the virtual environment, which then needs CuPy.
+WHEELS ?=
+GPU_SITE := build/gpu-site
+GPU_READY := $(if $(PYTHON),$(if $(WHEELS),$(GPU_SITE)/.installed),$(VENV)/.installed)
+GPU_RUN = PYTHONPATH="$(CURDIR)/src:$(CURDIR)/$(GPU_SITE)$${PYTHONPATH:+:$$PYTHONPATH}" \
+	$(or $(PYTHON),$(BIN)/python) -m
+
+gpu-check: $(GPU_READY)  ## everything on this machine's GPU, in under 10 minutes
+	@$(GPU_RUN) baton.benchmarks.gpu.check $(ARGS)
+
+gpu-wheels: $(VENV)/.installed  ## into WHEELS=FOLDER, what a GPU machine without a network lacks
+	@$(BIN)/python -m baton.benchmarks.gpu.wheels "$(or $(WHEELS),build/wheels)"
+
+$(GPU_SITE)/.installed: $(wildcard $(WHEELS)/*.whl)
+	@$(PYTHON) -m pip install $(PIP_QUIET) --no-index --no-deps --no-compile --upgrade \
+		--target $(GPU_SITE) $^
+	@touch "$@"
 
 clean:  ## remove everything the other verbs made
 	rm -rf $(VENV) $(ORACLE_VENV) $(RAY_VENV) build dist .pytest_cache .mypy_cache .ruff_cache \

@@ -22,6 +22,8 @@ Array = npt.NDArray[np.generic]
 Run = Callable[[], Sequence[Array]]
 SHAPE = Shape("tiny", vocab=128, hidden=128, intermediate=192, layers=2, heads=2, kv_heads=1)
 ORDERS = 8 if VARIANT == "plain" else 1
+ONLY = os.environ.get("BATON_CUDA_DEVICES", "")
+"""One of "host" and "cuda": only tests that take a device, and only that one."""
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +49,21 @@ def cuda_device() -> CupyDevice:
     return CupyDevice()
 
 
-@pytest.fixture(scope="session", params=["host", *(["cuda"] if cuda_is_available() else [])])
+def devices() -> list[str]:
+    """Names of the devices that tests run on."""
+    return [ONLY] if ONLY else ["host", *(["cuda"] if cuda_is_available() else [])]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests without a device where one is asked for."""
+    if not ONLY:
+        return
+    kept = [item for item in items if "device" in getattr(item, "fixturenames", ())]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
+@pytest.fixture(scope="session", params=devices())
 def device(request: pytest.FixtureRequest) -> Device:
     """Every device of this machine."""
     found: Device = request.getfixturevalue(f"{request.param}_device")

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.engine.kernels.cuda.cupy_device import CupyDevice, cuda_is_available
+from baton.engine.kernels.cuda.cupy_device import CupyDevice
 from baton.engine.kernels.cuda.device import Kernel
 from baton.engine.kernels.cuda.sources import cuda_source
 
-from .conftest import in_order
+from .conftest import devices, in_order
 from .host_device import VARIANT, HostDevice, LaunchFailed
 
 HERE = Path(__file__).parent / "host"
@@ -27,7 +27,7 @@ def probe_source(name):
     return (HERE / name).read_text().replace('#include "device.cuh"', cuda_source("device.cuh"))
 
 
-@pytest.fixture(scope="module", params=["host", *(["cuda"] if cuda_is_available() else [])])
+@pytest.fixture(scope="module", params=devices())
 def device(request, host_device, build_cache):
     """The words mean the same on the CPU and on a GPU."""
     if request.param == "cuda":

@@ -148,6 +148,11 @@ class CupyDevice:
         with self._lock, self._device:
             source.data.copy_to_host_async(out.ctypes.data, out.nbytes, self._stream)
 
+    def local_bytes(self) -> dict[str, int]:
+        """Local memory per thread of each kernel launched so far; spilled registers lie there."""
+        with self._lock, self._device:
+            return {k.name: int(f.local_size_bytes) for k, f in self._functions.items()}
+
     def memory_bytes(self) -> int:
         """All memory of the GPU, whoever uses it."""
         with self._device:

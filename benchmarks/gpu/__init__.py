@@ -1,0 +1,1 @@
+"""What is checked and measured on a GPU: ``make gpu-check`` and ``make gpu-bench``."""

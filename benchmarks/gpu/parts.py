@@ -1,0 +1,147 @@
+"""Runs the parts of a verb, each in a process of its own with a limit of time.
+
+Invariants: whatever a part does, the others run and its lines are kept; nothing a part started
+outlives it; all of it ends within the budget.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from .lines import FAILED, Line, PartResult, from_json
+
+_POLL_S = 0.05
+_GRACE_S = 5.0
+_TAIL = 400
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a verb: its code as "module:function", and the most seconds it may take.
+
+    ``together``: runs beside its neighbours that say so too; others have the GPU to themselves.
+    """
+
+    name: str
+    code: str
+    limit_s: float
+    together: bool = False
+
+
+class _Running:
+    """A part's process, and what it has written."""
+
+    def __init__(self, part: Part, stage: str, folder: Path, limit_s: float) -> None:
+        self.part = part
+        self._out, self._log = folder / f"{part.name}.lines", folder / f"{part.name}.log"
+        self._began = time.monotonic()
+        self._until = self._began + limit_s
+        self._late = False
+        command = [sys.executable, "-P", "-m", "baton.benchmarks.gpu.child", part.code]
+        command += ["--stage", stage, "--out", str(self._out)]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def poll(self) -> bool:
+        """Whether it has ended; it is ended when its time is over."""
+        if self._process.poll() is None and time.monotonic() > self._until:
+            self._late = True
+            self.end()
+        return self._process.poll() is not None
+
+    def end(self) -> None:
+        """End the process and all it started, first politely."""
+        for number, wait in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, None)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(wait)
+
+    def result(self) -> PartResult:
+        """What it found out."""
+        with contextlib.suppress(ProcessLookupError):  # what it left behind
+            os.killpg(self._process.pid, signal.SIGKILL)
+        seconds = time.monotonic() - self._began
+        lines = _lines_of(self._out)
+        error = ""
+        if self._late:
+            error = f"not done after {seconds:.0f} s"
+        elif self._process.returncode:
+            error = f"exit code {self._process.returncode}: {self._last_words()}"
+        elif not lines:
+            error = "found nothing out"
+        return PartResult(self.part.name, lines, seconds, error)
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return lines[-1][-_TAIL:] if lines else "no word"
+
+
+def _lines_of(path: Path) -> list[Line]:
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text().splitlines():
+        with contextlib.suppress(ValueError, TypeError):  # cut off
+            lines.append(from_json(text))
+    return lines
+
+
+def run_parts(
+    parts: Sequence[Part], stage: str, folder: Path, budget_s: float, at_once: int = 4
+) -> Iterator[PartResult]:
+    """Run parts in order, at most ``at_once`` of those that may run together.
+
+    ``stage``: "module:function" that makes one. Logs and lines go to ``folder``. A part for which
+    nothing of ``budget_s`` is left is not begun.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + budget_s
+    waiting, running = list(parts), list[_Running]()
+    with _all_ended(running):
+        while waiting or running:
+            while waiting and _may_start(waiting[0], [r.part for r in running], at_once):
+                part, left = waiting.pop(0), until - time.monotonic()
+                if left < 1:
+                    yield PartResult(part.name, error=f"not begun: {budget_s:.0f} s were over")
+                    continue
+                running.append(_Running(part, stage, folder, min(part.limit_s, left)))
+            done = [r for r in running if r.poll()]
+            for each in done:
+                running.remove(each)
+                yield each.result()
+            if not done and running:
+                time.sleep(_POLL_S)
+
+
+def _may_start(part: Part, running: Sequence[Part], at_once: int) -> bool:
+    if not running:
+        return True
+    return part.together and len(running) < at_once and all(other.together for other in running)
+
+
+@contextmanager
+def _all_ended(running: list[_Running]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for each in running:
+            each.end()
+
+
+def narrate(result: PartResult) -> str:
+    """One line about a part that has ended."""
+    wrong = [line.what for line in result.lines if line.state == FAILED]
+    how = result.error or ("FAILED: " + ", ".join(wrong) if wrong else "done")
+    return f"{result.name}: {len(result.lines)} lines in {result.seconds:.1f} s, {how}"

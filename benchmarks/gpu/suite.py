@@ -1,0 +1,82 @@
+"""The differential suite of ``tests/cuda``, the same files, on the device of the stage."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from .lines import Line, checked, wrong
+from .machine import ROOT
+from .stage import Stage
+
+TESTS = ROOT / "tests/cuda"
+
+
+def attention(stage: Stage) -> Iterator[Line]:
+    """Decode and prefill attention."""
+    return _suite(stage, ["test_attention.py"])
+
+
+def blocks(stage: Stage) -> Iterator[Line]:
+    """Gather, scatter, re-slice, conversion and digests."""
+    return _suite(stage, ["test_blocks.py"])
+
+
+def sampling(stage: Stage) -> Iterator[Line]:
+    """The sampler."""
+    return _suite(stage, ["test_sampling.py"])
+
+
+def rows_and_model(stage: Stage) -> Iterator[Line]:
+    """Elementwise kernels, products, graphs, the whole model."""
+    names = ("host_execution", "elementwise", "linear", "graphs", "model", "block_refusals")
+    return _suite(stage, [f"test_{name}.py" for name in names])
+
+
+def _suite(stage: Stage, files: Sequence[str]) -> Iterator[Line]:
+    """One line per file; with ``tiny`` only the graphs' tests are run."""
+    if stage.tiny:
+        files = ["test_graphs.py"]
+    report = stage.scratch / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=200"]
+    command += [f"--junit-xml={report}", "-o", "junit_family=xunit1"]
+    command += [str(TESTS / name) for name in files]
+    device = "cuda" if stage.cupy is not None else "host"
+    environment = {**os.environ, "BATON_CUDA_DEVICES": device}
+    run = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    if not report.exists():
+        yield wrong("pytest runs", (run.stdout + run.stderr).strip()[-300:])
+        return
+    yield from read_report(report)
+    if run.returncode not in (0, 1):
+        yield wrong("pytest ends", run.stdout.strip().splitlines()[-1][:200])
+
+
+def read_report(report: Path) -> Iterator[Line]:
+    """Lines of a JUnit file: passed, failed and skipped tests per test file; names of failed."""
+    counts: dict[str, dict[str, int]] = {}
+    failed: dict[str, list[str]] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = Path(case.get("file") or "?").name
+        found = {child.tag for child in case}
+        kind = "failed" if found & {"failure", "error"} else "passed"
+        kind = "skipped" if "skipped" in found else kind
+        row = counts.setdefault(name, {"passed": 0, "failed": 0, "skipped": 0})
+        row[kind] += 1
+        if kind == "failed":
+            why = next(child.get("message", "") for child in case if child.tag != "system-out")
+            failed.setdefault(name, []).append(f"{case.get('name')}: {why[:160]}")
+    if not counts:
+        yield wrong("tests are there", "no test was run")
+    for name, row in counts.items():
+        text = ", ".join(f"{count} {kind}" for kind, count in row.items() if count)
+        right = not row["failed"] and row["passed"] > 0
+        yield checked(name, right, text, "all pass", **{k: float(v) for k, v in row.items()})
+        for words in failed.get(name, [])[:8]:
+            yield wrong(name, words.replace("\n", " "))

@@ -1,0 +1,161 @@
+"""Parts of a GPU verb: what they do stays their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.benchmarks.gpu import machine, suite
+from baton.benchmarks.gpu.lines import (
+    FAILED,
+    HELD,
+    MISSED,
+    Line,
+    PartResult,
+    checked,
+    from_json,
+    measured,
+    table,
+    to_json,
+    write_report,
+)
+from baton.benchmarks.gpu.parts import Part, run_parts
+from baton.benchmarks.gpu.wheels import pins
+
+PARTS = """
+import os, subprocess, sys, time
+from baton.benchmarks.gpu.lines import checked
+
+def stage(folder):
+    return folder
+
+def good(stage):
+    yield checked("it works", True, "yes")
+
+def late(stage):
+    yield checked("begun", True, "yes")
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield checked("child", True, str(child.pid))
+    time.sleep(600)
+
+def broken(stage):
+    yield checked("first", True, "yes")
+    raise RuntimeError("no such kernel")
+
+def dead(stage):
+    yield checked("first", True, "yes")
+    os.kill(os.getpid(), 11)
+
+def silent(stage):
+    return []
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "some_parts.py").write_text(PARTS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    return "some_parts"
+
+
+def run(
+    module: str, names: str, tmp_path: Path, limit_s: float = 60.0, budget_s: float = 60.0
+) -> dict[str, PartResult]:
+    parts = [Part(n, f"{module}:{n}", limit_s, together=n != "good") for n in names.split()]
+    found = run_parts(parts, f"{module}:stage", tmp_path / "out", budget_s)
+    return {result.name: result for result in found}
+
+
+def test_one_part_s_failure_hides_no_other(module: str, tmp_path: Path) -> None:
+    found = run(module, "broken dead silent good", tmp_path)
+    assert "no such kernel" in found["broken"].error
+    assert [line.what for line in found["broken"].lines] == ["first"]
+    assert "exit code -11" in found["dead"].error and len(found["dead"].lines) == 1
+    assert found["silent"].error == "found nothing out"
+    assert not found["good"].failed and found["good"].lines == [checked("it works", True, "yes")]
+
+
+def test_what_is_late_is_ended_with_all_it_started(module: str, tmp_path: Path) -> None:
+    found = run(module, "late good", tmp_path, limit_s=5.0)
+    assert found["late"].error.startswith("not done after 5 s")
+    begun, child = found["late"].lines
+    assert begun.result == "yes"
+    state = Path(f"/proc/{child.result}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert not found["good"].failed
+
+
+def test_what_no_time_is_left_for_is_not_begun(module: str, tmp_path: Path) -> None:
+    found = run(module, "good silent", tmp_path, budget_s=0.5)
+    assert [result.error for result in found.values()] == ["not begun: 0 s were over"] * 2
+
+
+def test_a_line_survives_its_text() -> None:
+    line = measured("speed", "3 µs", "2 µs", held=False, seconds=3e-6)
+    assert from_json(to_json(line)) == line and line.state == MISSED
+
+
+def test_a_missed_bar_fails_nothing_and_a_wrong_line_does(tmp_path: Path) -> None:
+    slow = PartResult("slow", [measured("speed", "3", "2", held=False)])
+    bad = PartResult("bad", [checked("sum", False, "4", "5")])
+    assert not slow.failed and bad.failed
+    text = table([slow, bad, PartResult("gone", error="not done after 9 s")])
+    assert [line.split()[-1] for line in text.splitlines()[1:]] == [MISSED, FAILED, FAILED]
+    write_report(tmp_path / "new/report.json", "gpu-check", {"commit": "abc"}, [slow, bad], "n")
+    report = json.loads((tmp_path / "new/report.json").read_text())
+    assert report["failed"] == ["bad"] and report["note"] == "n"
+    assert report["machine"]["commit"] == "abc" and len(report["parts"]) == 2
+
+
+def test_what_a_machine_lacks_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"msgspec", "zmq"}
+    monkeypatch.setattr(
+        machine.importlib.util, "find_spec", lambda name: None if name not in there else object()
+    )
+    why = machine.why_not()
+    assert "structlog" in why and "cupy" in why and "msgspec" not in why and "zmq" not in why
+    assert "WHEELS=FOLDER" in why and "\n" not in why
+    assert "cupy" not in machine.why_not(needs_gpu=False)
+
+
+def test_the_machine_is_described() -> None:
+    found = machine.description("0123abc")
+    assert found["commit"] == "0123abc" and "numpy" in found["packages"]
+    assert len(found["sources"]) == 16 and "cores" in found["processor"]
+
+
+def test_the_wheels_are_the_lock_s() -> None:
+    assert [
+        pin.partition("==")[0] for pin in pins((machine.ROOT / "requirements.lock").read_text())
+    ] == [*machine.CARRIED]
+
+
+REPORT = """<testsuites><testsuite>
+<testcase name="test_a[cuda]" file="tests/cuda/test_x.py"/>
+<testcase name="test_b[cuda]" file="tests/cuda/test_x.py">
+<failure message="wrong sum">e</failure></testcase>
+<testcase name="test_c[cuda]" file="tests/cuda/test_y.py"><skipped message="no"/></testcase>
+<testcase name="test_d[cuda]" file="tests/cuda/test_z.py"/>
+</testsuite></testsuites>"""
+
+
+def test_a_test_report_becomes_lines(tmp_path: Path) -> None:
+    path = tmp_path / "report.xml"
+    path.write_text(REPORT)
+    found = [(line.what, line.result, line.state) for line in suite.read_report(path)]
+    assert found == [
+        ("test_x.py", "1 passed, 1 failed", FAILED),
+        ("test_x.py", "test_b[cuda]: wrong sum", FAILED),
+        ("test_y.py", "1 skipped", FAILED),
+        ("test_z.py", "1 passed", HELD),
+    ]
+    path.write_text("<testsuites><testsuite/></testsuites>")
+    assert [line.state for line in suite.read_report(path)] == [FAILED]
+
+
+def test_lines_without_a_bar_say_nothing_of_right_or_wrong() -> None:
+    assert not PartResult("told", [Line("rate", "3 TB/s")]).failed

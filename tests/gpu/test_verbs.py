@@ -1,0 +1,65 @@
+"""The GPU verbs from beginning to end on the host device: every part's code runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.benchmarks.gpu import check
+
+from ..cuda.host.builder import why_not
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def environment(pytestconfig: pytest.Config, tmp_path: Path) -> dict[str, str]:
+    if reason := why_not():
+        pytest.skip(reason)
+    cache = getattr(pytestconfig, "cache", None)
+    builds = cache.mkdir("baton-cuda") if cache else tmp_path / "builds"
+    path = os.pathsep.join([str(HERE), *sys.path])
+    return {**os.environ, "BATON_HOST_BUILDS": str(builds), "PYTHONPATH": path}
+
+
+def run(
+    verb: str, names: list[str], out: Path, environment: dict[str, str]
+) -> tuple[str, dict[str, Any]]:
+    command = [sys.executable, "-P", "-m", f"baton.benchmarks.gpu.{verb}", *names]
+    command += ["--stage", "host_stage:on_host", "--out", str(out), "--commit", "0123abc"]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout, json.loads((out / f"gpu-{verb}.json").read_text())
+
+
+def assert_complete(text: str, report: dict[str, Any], names: list[str]) -> None:
+    assert "the figures mean nothing" in text and "mean nothing" in report["note"]
+    assert {part["name"] for part in report["parts"]} == {*names}
+    assert report["machine"]["commit"] == "0123abc" and not report["failed"]
+    for part in report["parts"]:
+        assert part["lines"] and not part["error"]
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_the_check_runs_without_a_gpu(tmp_path: Path, environment: dict[str, str]) -> None:
+    names = [part.name for part in check.PARTS if part.name not in ("blocks", "sampling", "rows")]
+    assert_complete(*run("check", names, tmp_path, environment), names)
+
+
+def test_without_a_gpu_there_is_one_sentence_and_a_code(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "baton.benchmarks.gpu.check", "--out", str(tmp_path)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert found.returncode == 2 and not found.stdout
+    assert found.stderr.startswith("gpu-check: ") and len(found.stderr.splitlines()) == 1
