@@ -12,10 +12,22 @@ from collections.abc import Sequence
 from baton import __version__
 
 from ..proto.errors import BatonError, ConfigError
-from . import chat, demo, doctor, drain, embed, generate, keygen, serve, status, wait_ready
+from . import (
+    chat,
+    demo,
+    doctor,
+    drain,
+    embed,
+    generate,
+    keygen,
+    ray_config,
+    serve,
+    status,
+    wait_ready,
+)
 from .streams import prepare_streams, silence_output
 
-VERBS = (serve, demo, generate, chat, embed, status, wait_ready, drain, keygen, doctor)
+VERBS = (serve, demo, generate, chat, embed, status, wait_ready, drain, keygen, ray_config, doctor)
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

@@ -42,6 +42,7 @@ class FixedCluster(msgspec.Struct, frozen=True, kw_only=True):
     user: str = "baton"
     ssh_key: str = "~/.ssh/baton-cluster"
     token: str = "~/.ray/auth_token"  # noqa: S105 -- a path
+    keys: str = "~/.baton/keys"
     python: str = "python3.11"
     idle_minutes: float = 1.0
 
@@ -78,6 +79,7 @@ def _replacements(cluster: FixedCluster) -> list[tuple[str, str]]:
         ("ssh_user: baton", f"ssh_user: {_text(cluster.user)}"),
         ("ssh_private_key: ~/.ssh/baton-cluster", f"ssh_private_key: {_text(cluster.ssh_key)}"),
         ("auth_token: ~/.ray/auth_token", f"auth_token: {_text(cluster.token)}"),
+        ("keys: ~/.baton/keys", f"keys: {_text(cluster.keys)}"),
         (f": dist/{_EXAMPLE_WHEEL}", f": {_text(cluster.wheel)}"),
         (_EXAMPLE_WHEEL, Path(cluster.wheel).name),
         ("python: python3.11", f"python: {_text(cluster.python)}"),

@@ -12,7 +12,7 @@ import fcntl
 import ipaddress
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,24 @@ def _check_bounds(name: str, node_type: Mapping[str, Any], hosts: int) -> None:
             f"{name}: max_workers {most}, but provider.pools.{name} has {hosts} "
             f"host{'s' * (hosts != 1)}; add hosts or lower it"
         )
+
+
+def check_mounts(paths: Iterable[str]) -> None:
+    """ConfigError when a file to be copied to the hosts is missing, or a secret readable by others.
+
+    Secrets are the token and files that end in ``.key``.
+    """
+    for text in paths:
+        path = Path(text).expanduser()
+        if not path.exists():
+            raise ConfigError(
+                f"file_mounts: there is no {text}; keys are made by `baton keygen`, Ray's token by "
+                "`ray get-auth-token --generate`"
+            )
+        secrets = sorted(path.glob("*.key")) if path.is_dir() else [path]
+        for secret in secrets:
+            if secret.suffix != ".whl" and secret.stat().st_mode & 0o077:
+                raise ConfigError(f"others can read {secret}; chmod 600 {secret}")
 
 
 def node_id(host: str, launch: int) -> str:

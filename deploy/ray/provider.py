@@ -36,7 +36,14 @@ from ray.autoscaler.tags import (  # pyright: ignore[reportMissingImports]
 )
 
 from ...proto.errors import ConfigError
-from .hosts import HostBook, check_node_types, host_of, node_id, provider_settings
+from .hosts import (
+    HostBook,
+    check_mounts,
+    check_node_types,
+    host_of,
+    node_id,
+    provider_settings,
+)
 from .remote import HostProblem, Login, Unreachable, check_host, for_all, stop_host
 
 log = logging.getLogger(__name__)
@@ -47,6 +54,7 @@ NODE_VARIABLE = "RAY_CLOUD_INSTANCE_ID"
 """Ray's own: the id of the node a process belongs to, set by what starts Ray there."""
 SESSION_VARIABLE = "BATON_RAY_SESSION"
 """Set anew by the cluster file for each start of a head: its workers are not the last one's."""
+_LAUNCH = "_launch"  # what `ray up` needs and the head does not; Ray ignores the name
 REST_SECONDS = 30.0
 """How long a host that could not be used is left alone."""
 
@@ -61,6 +69,7 @@ class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when t
         self._book = HostBook(Path(self._settings.state).expanduser() / f"{cluster_name}.json")
         self._creating = threading.Lock()
         self._resting: dict[str, float] = {}
+        self._looked = False
         self._ended: set[str] = set()  # hosts
         self._record_own_head()
 
@@ -139,7 +148,9 @@ class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when t
 
         Raises NodeLaunchException for those that are missing, after the others were taken.
         """
-        pool = tags[TAG_RAY_USER_NODE_TYPE]
+        pool, is_head = tags[TAG_RAY_USER_NODE_TYPE], tags.get(TAG_RAY_NODE_KIND) == NODE_KIND_HEAD
+        if is_head:
+            self._require_all()
         with self._creating:
             with self._book.open() as state:
                 used = state.used_hosts()
@@ -152,7 +163,7 @@ class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when t
         if len(made) < count:
             why = "; ".join(problems) or f"all {len(self._settings.pools.get(pool, ()))} are in use"
             text = f"{pool}: {count - len(made)} of {count} hosts missing: {why}"
-            if tags.get(TAG_RAY_NODE_KIND) == NODE_KIND_HEAD:
+            if is_head:
                 raise click.ClickException(text)
             raise NodeLaunchException("NoHost", text, None)
         return {node: {} for node in made}
@@ -217,33 +228,55 @@ class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when t
             )
         except ConfigError as problem:
             raise click.ClickException(str(problem)) from None
+        needed = {
+            name: int(kind.get("min_workers", 0))
+            for name, kind in config["available_node_types"].items()
+        }
+        config["provider"][_LAUNCH] = {
+            "mounts": list(config.get("file_mounts", {}).values()),
+            "needed": {**needed, config["head_node_type"]: 1},
+        }
         return config
 
     def prepare_for_head_node(self, cluster_config: dict[str, Any]) -> dict[str, Any]:
-        """Last look before `ray up` changes anything: every pool has the hosts it needs at least.
+        """The configuration for the head, where the ssh key has another place.
 
-        Returns the configuration for the head, where the ssh key has another place.
+        The last look before `ray up` changes a cluster that is there; a new one had its own.
         """
-        self._require_hosts(cluster_config["available_node_types"])
+        self._require_all()
+        cluster_config["provider"].pop(_LAUNCH, None)
         if self._settings.ssh_private_key:
             cluster_config["provider"]["ssh_private_key"] = HEAD_KEY
         return cluster_config
 
-    def _require_hosts(self, node_types: dict[str, Any]) -> None:
-        hosts = [host for pool in self._settings.pools.values() for host in pool]
-        found = for_all(hosts, self._check)
-        missing = []
-        for pool, listed in self._settings.pools.items():
-            head = node_types[pool].get("max_workers", 0) == 0
-            needed = len(listed) if head else int(node_types[pool].get("min_workers", 0))
-            usable = sum(found[host] is None for host in listed)
-            if usable < needed:
-                missing.append(f"{pool} needs {needed}, {usable} can be used")
-        problems = [f"host {_sentence(host, said)}" for host, said in found.items() if said]
-        for problem in problems:
-            print(f"baton: {problem}", file=sys.stderr)  # noqa: T201 -- beside Ray's own output
+    def _require_all(self) -> None:
+        """Once per `ray up`: the files to copy are here, every pool has the hosts it needs."""
+        launch = self.provider_config.get(_LAUNCH, {})
+        if self._looked:
+            return
+        try:
+            check_mounts(launch.get("mounts", []))
+        except ConfigError as problem:
+            raise click.ClickException(f"nothing was started: {problem}") from None
+        missing = self._missing(launch.get("needed", {}))
         if missing:
             raise click.ClickException(f"nothing was started: {'; '.join(missing)}")
+        self._looked = True
+
+    def _missing(self, needed: dict[str, int]) -> list[str]:
+        """Pools with too few usable hosts; what is wrong with any host goes to the terminal."""
+        pools = self._settings.pools
+        found = for_all([host for hosts in pools.values() for host in hosts], self._check)
+        for host, problem in found.items():
+            if problem is not None:
+                line = f"baton: host {_sentence(host, problem)}"
+                print(line, file=sys.stderr)  # noqa: T201 -- beside Ray's own output
+        usable = {pool: sum(found[h] is None for h in hosts) for pool, hosts in pools.items()}
+        return [
+            f"{pool} needs {count} host{'s' * (count != 1)}, {usable[pool]} can be used"
+            for pool, count in needed.items()
+            if usable[pool] < count
+        ]
 
 
 def _sentence(host: str, problem: Unreachable | HostProblem) -> str:

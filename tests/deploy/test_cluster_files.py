@@ -52,6 +52,30 @@ def test_ray_takes_the_file_and_it_has_our_shape(with_ray, name):
     assert "RAY_AUTH_MODE=token" in setup and "constraints.txt" in setup
 
 
+@pytest.mark.deploy
+def test_ray_derives_the_same_pools_from_the_kubernetes_file(with_ray):
+    import yaml
+    from ray.autoscaler._private.kuberay.autoscaling_config import (
+        _derive_autoscaling_config_from_ray_cr as derive,
+    )
+
+    cluster, service = yaml.safe_load_all((FILES / "kuberay/raycluster.yaml").read_text())
+    types = derive(cluster)["available_node_types"]
+    for pool in ("prefill", "decode"):
+        assert types[pool]["resources"].items() >= {pool: 1, "GPU": 1}.items()
+        assert types[pool]["labels"] == {"pool": pool}
+        assert (types[pool]["min_workers"], types[pool]["max_workers"]) == (1, 4)
+    assert types["headgroup"]["resources"]["router"] == 1
+    assert cluster["spec"]["authOptions"] == {"mode": "token"}
+    assert cluster["spec"]["rayVersion"] == with_ray.__version__
+    assert service["spec"]["selector"]["ray.io/cluster"] == cluster["metadata"]["name"]
+
+
+def test_the_kubernetes_file_says_that_it_was_not_launched():
+    for name in ("raycluster.yaml", "Dockerfile"):
+        assert NOT_LAUNCHED in (FILES / "kuberay" / name).read_text()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_says_whether_it_was_launched(name):
     head = (FILES / name).read_text().split("\n\n")[0]

@@ -5,7 +5,13 @@ import os
 
 import pytest
 
-from baton.deploy.ray.hosts import HostBook, check_node_types, host_of, provider_settings
+from baton.deploy.ray.hosts import (
+    HostBook,
+    check_mounts,
+    check_node_types,
+    host_of,
+    provider_settings,
+)
 from baton.proto.errors import ConfigError
 
 SECTION = {
@@ -53,6 +59,24 @@ def test_node_types_that_do_not_fit_the_hosts_are_named(change, said):
         check_node_types(pools, {**TYPES, **change}, "head")
     with pytest.raises(ConfigError, match="missing in available_node_types"):
         check_node_types({**pools, "prefill": ("10.0.0.9",)}, TYPES, "head")
+
+
+def test_what_is_copied_to_hosts_must_be_there_and_secrets_their_owners(tmp_path):
+    (tmp_path / "keys").mkdir()
+    key, token = tmp_path / "keys/router.key", tmp_path / "token"
+    for path in (key, token, tmp_path / "keys/allowed.toml", tmp_path / "b.whl"):
+        path.touch(mode=0o644)
+        path.chmod(0o600 if path in (key, token) else 0o644)
+    paths = [str(tmp_path / "keys"), str(token), str(tmp_path / "b.whl")]
+    check_mounts(paths)
+    for secret in (key, token):
+        secret.chmod(0o640)
+        with pytest.raises(ConfigError, match=f"others can read {secret}; chmod 600"):
+            check_mounts(paths)
+        secret.chmod(0o600)
+    token.unlink()
+    with pytest.raises(ConfigError, match=r"there is no .*token; keys are made by `baton keygen`"):
+        check_mounts(paths)
 
 
 def test_an_id_is_new_with_every_launch_and_tells_its_host(tmp_path):

@@ -26,6 +26,9 @@ class RayCluster:
         self.file, self.token = folder / "cluster.yaml", folder / "token"
         self.token.write_text("0123456789abcdef" * 4)
         self.token.chmod(0o600)
+        self.keys = folder / "keys"
+        made = self.outside_run(f"baton keygen {self.keys}")
+        assert made.returncode == 0, made.stdout
         cluster = FixedCluster(
             name=name,
             head=lab.hosts[0].address,
@@ -33,6 +36,7 @@ class RayCluster:
             user="root",
             ssh_key=str(lab.key),
             token=str(self.token),
+            keys=str(self.keys),
             python=f"{sys.base_prefix}/bin/python3.11",
             **settings,
         )

@@ -1,0 +1,86 @@
+"""``baton ray-config``: write a file for `ray up` on hosts of your own, or check any such file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..deploy.ray.cluster_file import (
+    FixedCluster,
+    check_cluster,
+    read_cluster_file,
+    write_cluster_file,
+)
+from ..proto.errors import ConfigError
+from .numbers import count
+
+_EPILOG = """\
+Give --head, --prefill, --decode and --wheel to write a file to standard output, or --check FILE.
+Nothing is contacted. Checking needs Ray; writing does not.
+"""
+_DEFAULTS = FixedCluster(head="", prefill=(), decode=(), wheel="")
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser(
+        "ray-config", help="write or check a cluster file for `ray up`", epilog=_EPILOG
+    )
+    parser.add_argument("--check", metavar="FILE", type=Path, help="check a cluster file")
+    parser.add_argument("--head", metavar="IP", help="the host that runs Ray's head and the router")
+    for pool in ("prefill", "decode"):
+        parser.add_argument(f"--{pool}", metavar="IP,IP", type=_hosts, help=f"hosts for {pool}")
+        parser.add_argument(
+            f"--{pool}-min",
+            metavar="N",
+            type=count,
+            help=f"{pool} hosts always in use; the rest are taken when asked for [1]",
+        )
+    parser.add_argument("--wheel", metavar="FILE", help="Baton's wheel, installed on every host")
+    for field, meaning in (
+        ("name", "the cluster's name"),
+        ("user", "who logs in on the hosts"),
+        ("ssh_key", "private key of that login; a copy goes to the head"),
+        ("token", "file of Ray's token (`ray get-auth-token --generate`)"),
+        ("keys", "folder of keys (`baton keygen`)"),
+        ("python", "command on the hosts that makes the virtual environment"),
+    ):
+        flag = f"--{field.replace('_', '-')}"
+        parser.add_argument(flag, metavar="TEXT", help=f"{meaning} [{getattr(_DEFAULTS, field)}]")
+    parser.add_argument(
+        "--idle-minutes", metavar="N", type=float, help="how long an unneeded host stays [1]"
+    )
+    parser.set_defaults(run=run)
+
+
+def _hosts(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print a file, or say that one is right."""
+    if arguments.check is not None:
+        try:
+            prepared = check_cluster(read_cluster_file(arguments.check))
+        except ImportError:
+            raise ConfigError("checking needs Ray: pip install 'baton[ray]'") from None
+        pools = prepared["available_node_types"].items()
+        shown = ", ".join(
+            f"{name} {pool['min_workers']} to {pool['max_workers']}"
+            for name, pool in pools
+            if name != prepared["head_node_type"]
+        )
+        print(f"{arguments.check}: {prepared['cluster_name']}, {shown}")
+        return 0
+    given = {
+        field: getattr(arguments, field)
+        for field in FixedCluster.__struct_fields__
+        if getattr(arguments, field) is not None
+    }
+    needed = [name for name in ("head", "prefill", "decode", "wheel") if name not in given]
+    if needed:
+        raise ConfigError(f"missing {', '.join(f'--{name}' for name in needed)}")
+    if not Path(given["wheel"]).expanduser().is_file():
+        raise ConfigError(f"no wheel at {given['wheel']}; make one with `pip wheel --no-deps .`")
+    print(write_cluster_file(FixedCluster(**given)), end="")
+    return 0
