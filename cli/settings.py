@@ -24,6 +24,11 @@ HELP = {
     "task": "generate or embed (empty: what the model is made for); embed needs no decode workers",
     "prefill": "number of prefill workers",
     "decode": "number of decode workers",
+    "routers": "number of routers; clients take the list of their addresses",
+    "prefill_min": "fewest prefill workers (0: no bound)",
+    "prefill_max": "most prefill workers (0: no bound); memory is shared out for so many",
+    "decode_min": "fewest decode workers (0: no bound)",
+    "decode_max": "most decode workers (0: no bound); memory is shared out for so many",
     "address": "where clients connect, ipc://PATH or tcp://HOST:PORT (empty: a path of this user)",
     "transport": "sockets between router and workers: ipc or tcp (on 127.0.0.1)",
     "handoff": "how KV blocks travel: auto (memory that ipc workers share, a GPU's too) or zmq",
@@ -49,6 +54,7 @@ HELP = {
     "stats_interval": "seconds between lines of figures (0: none)",
     "log_level": "least severe log lines shown: info, warning or error",
     "run_dir": "parent of the private folder of sockets (empty: the system's temporary folder)",
+    "admin": "where scale, rollout and down connect (empty: a socket file of this user)",
     "keys": "key folder made by baton keygen, for sockets that other hosts reach (empty: none)",
 }
 """One line for each field of :class:`ServeSettings`, shown by ``baton serve --help``."""

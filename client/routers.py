@@ -28,7 +28,7 @@ def router_addresses(given: str | Sequence[str]) -> tuple[str, ...]:
     """
     if not isinstance(given, Sequence) or isinstance(given, bytes):
         raise ConfigError(f"an address is text or a list of texts, not {type(given).__name__}")
-    parts = _SEPARATOR.split(given.strip()) if isinstance(given, str) else given
+    parts = separated(given) if isinstance(given, str) else given
     try:
         checked = dict.fromkeys(check_endpoint(address) for address in parts)
     except InputError as error:
@@ -36,6 +36,11 @@ def router_addresses(given: str | Sequence[str]) -> tuple[str, ...]:
     if not checked:
         raise ConfigError("no router address is given")
     return tuple(checked)
+
+
+def separated(text: str) -> list[str]:
+    """The addresses of a text, unchecked."""
+    return _SEPARATOR.split(text.strip())
 
 
 class Routers:

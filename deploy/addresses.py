@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import socket
 import stat
 import tempfile
 from pathlib import Path
 
-from ..proto.endpoints import check_endpoint
+from ..client.routers import separated
+from ..proto.endpoints import MAX_IPC_PATH_BYTES, check_endpoint
 from ..proto.errors import ConfigError, InputError
 from ..runtime.security import check_bind
 from .run_folder import socket_in_use
@@ -64,16 +66,72 @@ def client_address(wanted: str, *, claim: bool = True) -> str:
     return address
 
 
+def client_addresses(wanted: str, names: list[str], *, claim: bool = True) -> dict[str, str]:
+    """Where each router listens for clients, by name; see :func:`client_address`.
+
+    ``wanted``: a list with commas, one for each; or one address, from which the others follow: a
+    number behind the path, the next ports.
+    """
+    given = separated(wanted)
+    if len(given) not in (1, len(names)):
+        raise ConfigError(f"address names {len(given)} routers, routers is {len(names)}")
+    if len(given) == 1:
+        first = client_address(given[0], claim=claim)
+        given = [first, *(_further(first, number) for number in range(1, len(names)))]
+        chosen = [first, *(client_address(address, claim=claim) for address in given[1:])]
+    else:
+        chosen = [client_address(address, claim=claim) for address in given]
+    if len(set(chosen)) < len(chosen):
+        raise ConfigError("address: every router needs one of its own")
+    return dict(zip(names, chosen, strict=True))
+
+
+def _further(address: str, number: int) -> str:
+    if not address.startswith("tcp://"):
+        return f"{address}.{number}"
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + number}"
+
+
+def admin_address(client: str) -> str:
+    """Where the controller of the cluster with this client address listens for verbs.
+
+    Beside the (first) client socket; for tcp, and where that path is too long, in the private
+    folder of this user.
+    """
+    first = separated(client)[0] or default_address()
+    path = ipc_path(first)
+    if path is not None:
+        beside = f"{path.absolute()}.admin"
+        if len(beside.encode()) <= MAX_IPC_PATH_BYTES:
+            return f"ipc://{beside}"
+    digest = hashlib.blake2b(first.encode(), digest_size=8).hexdigest()
+    return f"ipc://{_private_folder() / digest}.admin"
+
+
+def claim_admin(address: str) -> None:
+    """See to it that the folder of an admin address of this user is there and ours alone."""
+    path = ipc_path(address)
+    if path is not None and path.parent == _private_folder():
+        _make_folder(path.parent)
+
+
 def _make_private_folder() -> None:
     """The default's folder: ours alone, or not used."""
     folder = Path(default_address().removeprefix("ipc://")).parent
     if folder == _private_folder():
-        try:
-            folder.mkdir(mode=0o700, exist_ok=True)
-        except FileExistsError:
-            pass  # no folder: said below
-        except OSError as problem:
-            raise ConfigError(f"cannot make {folder}: {problem.strerror}") from problem
+        _make_folder(folder)
+    else:
+        check_folder(folder)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except FileExistsError:
+        pass  # no folder: said below
+    except OSError as problem:
+        raise ConfigError(f"cannot make {folder}: {problem.strerror}") from problem
     check_folder(folder)
 
 

@@ -25,7 +25,11 @@ DEVICES = ("cpu", "cuda")
 SERVED_TASKS = ("", *TASKS)
 LOG_LEVELS = ("info", "warning", "error")
 _MOST = 2**31 - 1
+MAX_MEMBERS = 1024
+"""Workers of one pool; more is taken for a slip of the hand."""
+MAX_ROUTERS = 16
 _MAY_BE_ZERO = (
+    "prefill_min", "prefill_max", "decode_min", "decode_max",
     "kv_blocks", "prefill_kv_blocks", "decode_kv_blocks", "chunk_budget", "decode_chunk_budget",
     "step_time", "max_length", "grace", "stats_interval",
 )  # fmt: skip
@@ -38,6 +42,11 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     task: str = ""
     prefill: int = 1
     decode: int = 1
+    routers: int = 1
+    prefill_min: int = 0
+    prefill_max: int = 0
+    decode_min: int = 0
+    decode_max: int = 0
     address: str = ""
     transport: str = "ipc"
     handoff: str = "auto"
@@ -62,11 +71,12 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     log_level: str = "warning"
     run_dir: str = ""
     keys: str = ""
+    admin: str = ""
 
 
 def check(settings: ServeSettings) -> ServeSettings:
     """Return the settings unchanged; ConfigError names the first wrong one."""
-    positive = ("prefill", "decode", "block_size", "max_batch", "prefill_max_batch")
+    positive = ("prefill", "decode", "routers", "block_size", "max_batch", "prefill_max_batch")
     for name in positive:
         _require(getattr(settings, name) >= 1, name, "must be at least 1")
     for name in _MAY_BE_ZERO:
@@ -90,6 +100,18 @@ def check(settings: ServeSettings) -> ServeSettings:
         both = getattr(settings, blocks) and getattr(settings, memory)
         _require(not both, blocks, f"excludes {memory}")
     return settings
+
+
+def _check_counts(settings: ServeSettings) -> None:
+    _require(settings.routers <= MAX_ROUTERS, "routers", f"must be at most {MAX_ROUTERS}")
+    for role in ("prefill", "decode"):
+        for name in (role, f"{role}_max"):
+            most = f"must be at most {MAX_MEMBERS}"
+            _require(getattr(settings, name) <= MAX_MEMBERS, name, most)
+        count, least = getattr(settings, role), getattr(settings, f"{role}_min")
+        most = getattr(settings, f"{role}_max")
+        _require(count >= least, role, f"must be at least {role}_min, {least}")
+        _require(not most or count <= most, role, f"must be at most {role}_max, {most}")
 
 
 def kv_size(settings: ServeSettings, role: str) -> tuple[int, int]:

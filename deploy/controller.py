@@ -130,14 +130,18 @@ class ControllerCore:
             actions.append(self.pools.let_go(member, now))
         return actions
 
-    def _begin_rollout(self, event: Rollout) -> list[Action]:
-        problem = ""
+    def rollout_refusal(self) -> str:
+        """Why no rollout can begin now; empty: it can."""
         if self._ending:
-            problem = GOING_DOWN
-        elif self.rollout is not None:
-            problem = f"a rollout is running, {self.rollout.progress(self.pools)}"
-        elif self.phase is Phase.STARTING:
-            problem = "the cluster is not ready yet; see baton wait-ready"
+            return GOING_DOWN
+        if self.rollout is not None:
+            return f"a rollout is running, {self.rollout.progress(self.pools)}"
+        if self.phase is Phase.STARTING:
+            return "the cluster is not ready yet; see baton wait-ready"
+        return ""
+
+    def _begin_rollout(self, event: Rollout) -> list[Action]:
+        problem = self.rollout_refusal()
         if problem:
             return [Answer(event.ticket, Outcome.FAILED, problem)]
         self.rollout = Replacement(event.ticket, event.revision, self.pools.revision)

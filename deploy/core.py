@@ -1,18 +1,17 @@
-"""The supervisor's decisions: what to start, signal and announce, and when it is over.
+"""The children of one host: what to start, restart, signal and give up.
 
 Pure: ``handle(event, now) -> actions``; no process, socket or clock. Times are seconds of
-one monotonic clock. Phases::
+one monotonic clock. Children come and go (:class:`Add`, :class:`Remove`); which there should
+be is the controller's to decide (:mod:`.controller`).
 
-    STARTING ──all workers ready──▶ SERVING ──interrupt──▶ DRAINING ──router gone──▶ STOPPING
-        └──────────────── interrupt, or a child that cannot run ───────────────────────▶┘
-
-Invariants: a child is started only while none of its name lives; the core ends only when
-no child lives; after :class:`End` nothing more is decided.
+Invariants: a child is started only while none of its name lives; one that was removed is not
+started again; :class:`Ended` is said once for each Add, when no process of it lives.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .restart import RestartLimits, RestartPolicy
@@ -34,8 +33,19 @@ class Phase(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
-    """Start everything."""
+class Add:
+    """Have a child of this name, which is free; ``router``: it serves and reports the others."""
+
+    name: str
+    router: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """End it and do not start it again; ``grace``: seconds until it is killed."""
+
+    name: str
+    grace: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +63,10 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """The router answered: process id of each worker it finds alive (ready or draining)."""
+    """A router answered: process id of each worker it finds alive (ready or draining)."""
 
-    alive: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Interrupted:
-    """The operator wants the end; a second time: at once."""
+    router: str
+    alive: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,7 @@ class Tick:
     """Time passed."""
 
 
-Event = Begin | Exited | Reported | Interrupted | Tick
+Event = Add | Remove | Exited | Reported | Tick
 
 # ----------------------------------------------------------------- actions
 
@@ -105,24 +111,23 @@ class Say:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """Every child is gone; leave with this exit code."""
+class Ended:
+    """The child is gone for good: removed, drained (0), refused, or ended too often."""
 
+    name: str
     code: int
+    reason: str = ""
+    refused: bool = False
 
 
-Action = Start | Terminate | Kill | Say | End
+Action = Start | Terminate | Kill | Say | Ended
 
 
 class SupervisorLimits(RestartLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Durations in seconds, on top of the restart limits."""
 
-    grace: float = 30.0
-    """How long running requests may finish after the first interrupt."""
-    stop_timeout: float = 5.0
-    """How long a child may take to end after SIGTERM."""
     hang_timeout: float = 3.0
-    """A worker the router has lost for so long while its process lives is killed."""
+    """A worker the routers have lost for so long while its process lives is killed."""
     router_timeout: float = 10.0
     """A router that answers nothing for so long is killed."""
 
@@ -130,36 +135,26 @@ class SupervisorLimits(RestartLimits, frozen=True, kw_only=True, forbid_unknown_
 @dataclass(slots=True)
 class _Child:
     policy: RestartPolicy
+    router: bool
     running: bool = False
     pid: int = 0
     restart_at: float | None = None
     seen_at: float | None = None  # last report that found it alive, in this life
+    reports_since: float | None = None  # of a router: its first report in this life
+    was_seen: bool = False  # in any life
     killed: bool = False
-    retired: bool = False
-
-
-@dataclass(slots=True)
-class _Deadlines:
-    drain: float = 0.0
-    stop: float = 0.0
-    killed: bool = False
+    removed: bool = False
+    kill_at: float | None = None
 
 
 @dataclass
 class SupervisorCore:
-    """One router and its workers; see the module docstring."""
+    """Routers and workers of one host; see the module docstring."""
 
-    router: str
-    workers: tuple[str, ...]
     limits: SupervisorLimits = field(default_factory=SupervisorLimits)
-    phase: Phase = Phase.STARTING
 
     def __post_init__(self) -> None:
-        names = (self.router, *self.workers)
-        self._children = {name: _Child(RestartPolicy(self.limits)) for name in names}
-        self._deadlines = _Deadlines()
-        self._reports_since: float | None = None  # first report of the router's present life
-        self._exit_code = 0
+        self._children: dict[str, _Child] = {}
         self._now: float | None = None
 
     def started(self, name: str, pid: int) -> None:
@@ -168,20 +163,19 @@ class SupervisorCore:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Decide; the actions are to be carried out in order."""
-        if self.phase is Phase.ENDED:
-            return []
         self._forgive_pause(now)
         actions: list[Action] = []
         match event:
-            case Begin():
-                actions += [self._start(name) for name in self._children]
-            case Exited():
+            case Add(name, router):
+                self._children[name] = _Child(RestartPolicy(self.limits), router)
+                actions.append(self._start(name))
+            case Remove() if event.name in self._children:
+                actions += self._remove(event, now)
+            case Exited() if event.name in self._children:
                 actions += self._exited(event, now)
-            case Reported(alive):
-                actions += self._reported(alive, now)
-            case Interrupted():
-                actions += self._interrupted(now)
-            case Tick():
+            case Reported(router, alive):
+                self._reported(router, alive, now)
+            case _:
                 pass
         return actions + self._due(now)
 
@@ -193,128 +187,97 @@ class SupervisorCore:
             return
         for child in self._children.values():
             child.seen_at = None if child.seen_at is None else child.seen_at + gap
-        if self._reports_since is not None:
-            self._reports_since += gap
+            if child.reports_since is not None:
+                child.reports_since += gap
 
     # ------------------------------------------------------------- life of a child
 
     def _start(self, name: str) -> Start:
         child = self._children[name]
         child.running, child.killed = True, False
-        child.restart_at = child.seen_at = None
-        if name == self.router:
-            self._reports_since = None
+        child.restart_at = child.seen_at = child.reports_since = None
         return Start(name)
 
+    def _remove(self, event: Remove, now: float) -> list[Action]:
+        child = self._children[event.name]
+        child.removed = True
+        if not child.running:
+            del self._children[event.name]
+            return [Ended(event.name, 0)]
+        if event.grace > 0:
+            child.kill_at = now + event.grace
+            return [Terminate(event.name)]
+        child.killed = True
+        return [Kill(event.name)]
+
     def _exited(self, event: Exited, now: float) -> list[Action]:
-        name, code, reason = event.name, event.code, event.reason
-        child = self._children[name]
+        name, child = event.name, self._children[event.name]
         child.running = False
-        if self.phase is Phase.STOPPING:
-            return []
-        if name == self.router and self.phase is Phase.DRAINING:
-            return self._stop(now, 0 if code == 0 else 1)
-        if code == 0 and name != self.router and self.phase is not Phase.STARTING:
-            child.retired = True
-            return [Say("retired", name)]
-        if event.refused and self.phase is Phase.STARTING:
-            return [Say("cannot_run", name, reason), *self._stop(now, 1)]
+        drained = event.code == 0 and not child.router and child.was_seen
+        if child.removed or drained or (event.refused and not child.was_seen):
+            return [self._ended(event)]
         delay = child.policy.delay(now)
         if delay is None:
-            return [Say("gave_up", name, reason), *self._stop(now, 1)]
+            return [self._ended(Exited(name, event.code or 1, event.reason))]
         child.restart_at = now + delay
-        return [Say("restarting", name, reason or describe_exit(code), delay)]
+        reason = event.reason or describe_exit(event.code)
+        return [Say("restarting", name, reason, delay)]
 
-    def _reported(self, alive: dict[str, int], now: float) -> list[Action]:
-        if self._reports_since is None:
-            self._reports_since = now
-        self._children[self.router].seen_at = now
-        for name in self.workers:
-            child = self._children[name]
-            if child.running and alive.get(name) == child.pid:
-                child.seen_at = now
-        if self.phase is Phase.STARTING and all(
-            self._children[name].seen_at == now for name in self.workers
-        ):
-            self.phase = Phase.SERVING
-            return [Say("ready")]
-        return []
+    def _ended(self, event: Exited) -> Ended:
+        del self._children[event.name]
+        return Ended(event.name, event.code, event.reason, event.refused)
 
-    # ------------------------------------------------------------- the end
-
-    def _interrupted(self, now: float) -> list[Action]:
-        if self.phase is Phase.SERVING:
-            self.phase = Phase.DRAINING
-            self._deadlines.drain = now + self.limits.grace
-            if self._children[self.router].running:
-                return [Say("draining", seconds=self.limits.grace), Terminate(self.router)]
-            return self._stop(now, 0)
-        if self.phase is Phase.STARTING:
-            return self._stop(now, 0)
-        return self._kill_all()
-
-    def _stop(self, now: float, code: int) -> list[Action]:
-        self.phase = Phase.STOPPING
-        self._exit_code = max(self._exit_code, code)
-        self._deadlines.stop = now + self.limits.stop_timeout
-        for child in self._children.values():
-            child.restart_at = None
-        return [Terminate(name) for name, child in self._children.items() if child.running]
-
-    def _kill_all(self) -> list[Action]:
-        self.phase = Phase.STOPPING
-        self._deadlines.killed = True
-        for child in self._children.values():
-            child.restart_at = None
-        return [Kill(name) for name, child in self._children.items() if child.running]
+    def _reported(self, router: str, alive: Mapping[str, int], now: float) -> None:
+        reporter = self._children.get(router)
+        if reporter is not None:
+            reporter.seen_at, reporter.was_seen = now, True
+            if reporter.reports_since is None:
+                reporter.reports_since = now
+        for name, child in self._children.items():
+            if not child.router and child.running and alive.get(name) == child.pid:
+                child.seen_at, child.was_seen = now, True
 
     # ------------------------------------------------------------- what the clock brings
 
     def _due(self, now: float) -> list[Action]:
-        if self.phase is Phase.STOPPING:
-            return self._due_stopping(now)
-        if self.phase is Phase.DRAINING and now >= self._deadlines.drain:
-            return [Say("grace_over"), *self._stop(now, 0)]
-        due: list[Action] = [
-            self._start(name)
-            for name, child in self._children.items()
-            if child.restart_at is not None and now >= child.restart_at
-        ]
-        return due + [action for name in self._children for action in self._hung(name, now)]
+        due: list[Action] = []
+        for name, child in self._children.items():
+            if child.restart_at is not None and now >= child.restart_at:
+                due.append(self._start(name))
+            elif child.kill_at is not None and now >= child.kill_at and not child.killed:
+                child.killed = True
+                due.append(Kill(name))
+            else:
+                due += self._hung(name, child, now)
+        return due
 
-    def _due_stopping(self, now: float) -> list[Action]:
-        if not any(child.running for child in self._children.values()):
-            self.phase = Phase.ENDED
-            return [End(self._exit_code)]
-        if now >= self._deadlines.stop and not self._deadlines.killed:
-            return self._kill_all()
-        return []
-
-    def _hung(self, name: str, now: float) -> list[Action]:
-        child = self._children[name]
+    def _hung(self, name: str, child: _Child, now: float) -> list[Action]:
         if not child.running or child.killed or child.seen_at is None:
             return []
-        if name == self.router:
+        if child.router:
             silent, limit = now - child.seen_at, self.limits.router_timeout
         else:
-            router = self._children[self.router]
-            if self._reports_since is None or router.seen_at is None:
-                return []
-            # Only the time in which the router could have seen it counts.
-            silent = router.seen_at - max(child.seen_at, self._reports_since)
-            limit = self.limits.hang_timeout
+            silent, limit = self._unheard(child.seen_at), self.limits.hang_timeout
         if silent < limit:
             return []
         child.killed = True
         return [Say("hung", name, seconds=silent), Kill(name)]
 
+    def _unheard(self, seen_at: float) -> float:
+        """How long a worker was lost; only time in which a router could have seen it counts."""
+        return max(
+            (
+                router.seen_at - max(seen_at, router.reports_since)
+                for router in self._children.values()
+                if router.seen_at is not None and router.reports_since is not None and router.router
+            ),
+            default=0.0,
+        )
+
     def next_wakeup(self) -> float | None:
         """When :class:`Tick` could next matter; ``None`` if only an event can change anything."""
-        times = [c.restart_at for c in self._children.values() if c.restart_at is not None]
-        if self.phase is Phase.DRAINING:
-            times.append(self._deadlines.drain)
-        if self.phase is Phase.STOPPING:
-            times.append(self._deadlines.stop)
+        children = self._children.values()
+        times = [time for c in children for time in (c.restart_at, c.kill_at) if time is not None]
         return min(times, default=None)
 
 

@@ -47,6 +47,27 @@ def kv_share(free: int, workers: int, batch: int, model: ModelMemory) -> int:
     return max(LEAST_BYTES, min(useful, max(fair, min(model.context, most))))
 
 
+PROCESS_BYTES = 64 << 20
+"""What a worker takes besides weights and KV blocks."""
+
+
+def total_memory(root: Path = Path("/")) -> int | None:
+    """Bytes this machine and the control groups around this process allow; None if unknown."""
+    machine = _field(root / "proc/meminfo", "MemTotal:")
+    if machine is None:
+        return None
+    groups = root / "sys/fs/cgroup"
+    limits = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        mount = groups / "memory" if controllers else groups
+        if not controllers or "memory" in controllers.split(","):
+            group = mount / path.strip("/")
+            limits += [_text(folder / name).strip() for folder in (group, *group.parents)]
+    return min([machine << 10, *(int(limit) for limit in limits if limit.isdigit())])
+
+
 def free_memory(root: Path = Path("/")) -> int | None:
     """Bytes new processes may take without swapping; None where that cannot be read.
 

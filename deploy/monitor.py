@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
 from ..proto.errors import BatonError
-from ..proto.messages import Message, RouterToClient, Status, StatusReport
+from ..proto.messages import Drain, Message, RouterToClient, Status, StatusReport
 from ..runtime.channel import Frames
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
@@ -36,6 +36,10 @@ class StatusMonitor:
         self._channel = DealerChannel(context, address, b"supervisor-" + os.urandom(8))
         self._channel.attach(loop, self._on_message)
         self._timer = loop.call_later(0.0, self._ask)
+
+    def drain(self, worker: str) -> None:
+        """Have the router tell a worker to finish and leave; lost while the router is away."""
+        self._channel.send(self._encoder.encode([Drain(worker=worker)]))
 
     def close(self) -> None:
         """Ask no more."""

@@ -1,12 +1,13 @@
 """The resolved plan: which processes a cluster on this machine consists of.
 
-Pure: settings, addresses and the cluster key come in, :class:`ClusterPlan` comes out. The
-addresses are chosen before anything starts and stay the same over restarts, so a worker that
-comes back is found where its predecessor was.
+Settings, addresses and the cluster key come in, :class:`ClusterPlan` comes out. A member's
+addresses stay the same over its restarts, so one that comes back is found where its predecessor
+was.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,39 +18,72 @@ from ..engine.runner import DEFAULT_KV_BYTES, RunnerConfig
 from ..prefill_worker.config import PrefillWorkerConfig
 from ..router.config import PolicyConfig, RouterConfig
 from .config import ServeSettings, demo_model_folder, kv_size, shares_memory
+from .launcher import PREFILL, ROUTER
 from .processes import ProcessSpec
 
 if TYPE_CHECKING:
     from ..runtime.log import Level
 
-ROUTER = "router"
 
+class AddressBook:
+    """Where everybody listens. A worker's addresses are chosen when it is first asked for.
 
-class Addresses(msgspec.Struct, frozen=True, kw_only=True):
-    """Where everybody listens; ``control`` and ``data`` by worker name."""
+    ``clients`` and ``workers``: the two sockets of each router, by its name. ``place``: makes an
+    address of a stem such as ``decode-3.data``.
+    """
 
-    client: str
-    workers: str
-    control: dict[str, str]
-    data: dict[str, str]
+    def __init__(
+        self, clients: dict[str, str], workers: dict[str, str], place: Callable[[str], str]
+    ) -> None:
+        self.clients, self.workers = clients, workers
+        self._place = place
+        self._known: dict[str, str] = {}
+
+    def control(self, name: str) -> str:
+        """A worker's control address; the same until it is released."""
+        return self._address(name)
+
+    def data(self, name: str) -> str:
+        """A decode worker's address for KV frames."""
+        return self._address(f"{name}.data")
+
+    def release(self, name: str) -> None:
+        """The worker has ended; another of its name may listen elsewhere."""
+        for stem in (name, f"{name}.data"):
+            self._known.pop(stem, None)
+
+    def _address(self, stem: str) -> str:
+        if stem not in self._known:
+            self._known[stem] = self._place(stem)
+        return self._known[stem]
 
 
 class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Processes in start order: the router, then the workers.
+    """Processes in start order: the routers, then the workers.
 
-    ``kv_default``: bytes of KV memory of a worker for which the settings name none.
+    ``address``: where clients connect, comma-separated with several routers. ``kv_default``:
+    bytes of KV memory of a worker for which the settings name none.
     """
 
     settings: ServeSettings
     model: str
     address: str
     processes: list[ProcessSpec]
+    book: AddressBook
+    cluster_key: str
     kv_default: int = DEFAULT_KV_BYTES
 
     @property
     def worker_names(self) -> tuple[str, ...]:
         """Names of all workers."""
-        return tuple(spec.name for spec in self.processes if spec.name != ROUTER)
+        return tuple(spec.name for spec in self.processes if spec.role != ROUTER)
+
+
+def router_names(settings: ServeSettings) -> list[str]:
+    """``router``, or ``router-0``, ``router-1`` ... of several."""
+    if settings.routers == 1:
+        return [ROUTER]
+    return [f"{ROUTER}-{index}" for index in range(settings.routers)]
 
 
 def worker_names(settings: ServeSettings, role: str) -> list[str]:
@@ -72,37 +106,27 @@ def key_folder(settings: ServeSettings) -> str:
     return str(Path(settings.keys).absolute()) if settings.keys else ""
 
 
-def ipc_addresses(settings: ServeSettings, client: str, folder: str) -> Addresses:
-    """Sockets as files of ``folder``, the client socket at ``client``."""
-    return Addresses(
-        client=client,
-        workers=f"ipc://{folder}/router.sock",
-        control={name: f"ipc://{folder}/{name}.sock" for name in all_worker_names(settings)},
-        data={
-            name: f"ipc://{folder}/{name}.data.sock" for name in worker_names(settings, "decode")
-        },
-    )
+def ipc_addresses(clients: dict[str, str], folder: str) -> AddressBook:
+    """Sockets as files of ``folder``; ``clients``: the routers' client sockets by name."""
+
+    def place(stem: str) -> str:
+        return f"ipc://{folder}/{stem}.sock"
+
+    return AddressBook(clients, {name: place(name) for name in clients}, place)
 
 
-def ports_needed(settings: ServeSettings) -> int:
-    """How many TCP ports :func:`tcp_addresses` takes."""
-    return 1 + settings.prefill + 2 * settings.decode
+def tcp_addresses(clients: dict[str, str], take_port: Callable[[], int]) -> AddressBook:
+    """Sockets on 127.0.0.1; ``take_port``: gives a port that is free, another each time."""
 
+    def place(_stem: str) -> str:
+        return f"tcp://127.0.0.1:{take_port()}"
 
-def tcp_addresses(settings: ServeSettings, client: str, ports: list[int]) -> Addresses:
-    """Sockets on 127.0.0.1; ``ports``: at least :func:`ports_needed` free ones."""
-    free = iter(f"tcp://127.0.0.1:{port}" for port in ports)
-    return Addresses(
-        client=client,
-        workers=next(free),
-        control={name: next(free) for name in all_worker_names(settings)},
-        data={name: next(free) for name in worker_names(settings, "decode")},
-    )
+    return AddressBook(clients, {name: place(name) for name in clients}, place)
 
 
 def resolve_plan(
     settings: ServeSettings,
-    addresses: Addresses,
+    book: AddressBook,
     cluster_key: str,
     kv_default: int = DEFAULT_KV_BYTES,
 ) -> ClusterPlan:
@@ -111,45 +135,55 @@ def resolve_plan(
     ``cluster_key``: hex text, the same over restarts. ``kv_default``: KV memory of a worker
     for which the settings name none, in bytes.
     """
-    runners = {role: _runner(settings, role, kv_default) for role in ("prefill", "decode")}
-    prefills = [
-        _prefill(settings, addresses, runners["prefill"], name)
-        for name in worker_names(settings, "prefill")
-    ]
-    decodes = [
-        _decode(settings, addresses, runners["decode"], name)
-        for name in worker_names(settings, "decode")
-    ]
+    names = [*router_names(settings), *all_worker_names(settings)]
     return ClusterPlan(
         settings=settings,
         model=model_folder(settings),
-        address=addresses.client,
-        processes=[_router(settings, addresses, cluster_key), *prefills, *decodes],
+        address=",".join(book.clients.values()),
+        processes=[process_of(name, settings, book, cluster_key, kv_default) for name in names],
+        book=book,
+        cluster_key=cluster_key,
         kv_default=kv_default,
     )
 
 
-def _router(settings: ServeSettings, addresses: Addresses, cluster_key: str) -> ProcessSpec:
+def process_of(
+    name: str, settings: ServeSettings, book: AddressBook, cluster_key: str, kv_default: int
+) -> ProcessSpec:
+    """The process of a member's name: its role is what stands before the number."""
+    role = role_of(name)
+    if role == ROUTER:
+        return _router(settings, book, cluster_key, name)
+    runner = _runner(settings, role, kv_default)
+    return (_prefill if role == PREFILL else _decode)(settings, book, runner, name)
+
+
+def role_of(name: str) -> str:
+    """Role of the member called ``name``."""
+    return name.partition("-")[0]
+
+
+def _router(settings: ServeSettings, book: AddressBook, cluster_key: str, name: str) -> ProcessSpec:
     config = RouterConfig(
-        client_address=addresses.client,
-        worker_address=addresses.workers,
-        name=ROUTER,
+        client_address=book.clients[name],
+        worker_address=book.workers[name],
+        name=name,
         cluster_key=cluster_key,
         model_folder=model_folder(settings),
         policy=PolicyConfig(name=settings.policy),
         keys=key_folder(settings),
         log_level=cast("Level", settings.log_level),
     )
-    return ProcessSpec(name=ROUTER, role=ROUTER, module="baton.router", config=config)
+    return ProcessSpec(name=name, role=ROUTER, module="baton.router", config=config)
 
 
 def _prefill(
-    settings: ServeSettings, addresses: Addresses, runner: RunnerConfig, name: str
+    settings: ServeSettings, book: AddressBook, runner: RunnerConfig, name: str
 ) -> ProcessSpec:
     config = PrefillWorkerConfig(
         worker_id=name,
-        endpoint=addresses.control[name],
-        routers={ROUTER: addresses.workers},
+        endpoint=book.control(name),
+        routers=dict(book.workers),
         runner=runner,
         token_budget=settings.chunk_budget,
         step_seconds=settings.step_time,
@@ -163,13 +197,13 @@ def _prefill(
 
 
 def _decode(
-    settings: ServeSettings, addresses: Addresses, runner: RunnerConfig, name: str
+    settings: ServeSettings, book: AddressBook, runner: RunnerConfig, name: str
 ) -> ProcessSpec:
     config = DecodeWorkerConfig(
         worker_id=name,
-        endpoint=addresses.control[name],
-        data_endpoint=addresses.data[name],
-        routers={ROUTER: addresses.workers},
+        endpoint=book.control(name),
+        data_endpoint=book.data(name),
+        routers=dict(book.workers),
         runner=runner,
         max_batch=settings.max_batch,
         token_budget=settings.decode_chunk_budget,
@@ -179,6 +213,15 @@ def _decode(
         log_level=cast("Level", settings.log_level),
     )
     return ProcessSpec(name=name, role="decode", module="baton.decode_worker", config=config)
+
+
+def sized_for(settings: ServeSettings) -> int:
+    """How many workers the machine's memory is shared out among: the most there may be.
+
+    Where no maximum is set, as many as there are at the start.
+    """
+    prefill = max(settings.prefill, settings.prefill_max)
+    return prefill + (max(settings.decode, settings.decode_max) if settings.decode else 0)
 
 
 _DEVICE_SHARE = 0.9
@@ -194,7 +237,7 @@ def _runner(settings: ServeSettings, role: str, kv_default: int) -> RunnerConfig
         block_size=settings.block_size,
         num_blocks=blocks,
         kv_bytes=memory or (0 if on_gpu else kv_default),
-        device_share=_DEVICE_SHARE / (settings.prefill + settings.decode),
+        device_share=_DEVICE_SHARE / sized_for(settings),
         max_length=settings.max_length,
         task=settings.task,
     )

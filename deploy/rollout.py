@@ -53,7 +53,9 @@ class Replacement:
             return []
         olds = self.olds(pools.members.of_role(ROUTER))
         if olds:
-            return [pools.stop(olds[0], 0.0, now)]
+            # Beside another one it may finish what it has: its new requests go there.
+            grace = pools.limits.grace if len(pools.routers) > 1 else 0.0
+            return [pools.stop(olds[0], grace, now)]
         self.finished = True
         return []
 

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from .config import MAX_MEMBERS
 from .launcher import DECODE, POOLS, PREFILL
-
-MAX_MEMBERS = 1024
-"""Workers of one pool; more is taken for a slip of the hand."""
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,19 +1,16 @@
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.deploy.core import (
-    Begin,
-    End,
+    Add,
+    Ended,
     Exited,
-    Interrupted,
     Kill,
-    Phase,
+    Remove,
     Reported,
     Say,
     Start,
     SupervisorCore,
-    SupervisorLimits,
     Terminate,
     Tick,
 )
@@ -23,31 +20,23 @@ PIDS = {"router": 10, "prefill-0": 11, "decode-0": 12, "decode-1": 13}
 ALIVE = {name: PIDS[name] for name in WORKERS}
 
 
-def begun() -> SupervisorCore:
-    core = SupervisorCore("router", WORKERS)
-    starts = core.handle(Begin(), 0.0)
-    assert starts == [Start(name) for name in PIDS]
-    for name, pid in PIDS.items():
-        core.started(name, pid)
+def begun(routers=("router",)) -> SupervisorCore:
+    core = SupervisorCore()
+    for name in (*routers, *WORKERS):
+        assert core.handle(Add(name, router=name in routers), 0.0) == [Start(name)]
+        core.started(name, PIDS.get(name, 20))
     return core
 
 
-def serving() -> SupervisorCore:
-    core = begun()
-    assert core.handle(Reported(ALIVE), 1.0) == [Say("ready")]
+def serving(routers=("router",)) -> SupervisorCore:
+    core = begun(routers)
+    for router in routers:
+        assert core.handle(Reported(router, ALIVE), 1.0) == []
     return core
 
 
 def said(actions):
     return [a.what for a in actions if isinstance(a, Say)]
-
-
-def test_ready_only_when_every_worker_is_there():
-    core = begun()
-    assert core.handle(Reported({"decode-0": 12}), 0.5) == []
-    assert core.phase is Phase.STARTING
-    assert core.handle(Reported(ALIVE), 0.6) == [Say("ready")]
-    assert core.handle(Reported(ALIVE), 0.7) == []
 
 
 def test_a_killed_worker_comes_back_after_its_delay():
@@ -59,73 +48,76 @@ def test_a_killed_worker_comes_back_after_its_delay():
     assert core.handle(Tick(), 2.5) == [Start("decode-0")]
 
 
-def test_the_router_comes_back_too():
+def test_the_router_comes_back_too_whatever_its_exit_code():
     core = serving()
-    core.handle(Exited("router", -9), 2.0)
+    core.handle(Exited("router", 0), 2.0)
     assert core.handle(Tick(), 2.6) == [Start("router")]
 
 
-def test_too_many_exits_end_the_cluster_with_the_reason():
+def test_too_many_exits_are_the_end_with_the_reason():
     core, now = serving(), 2.0
     for _ in range(5):
         core.handle(Exited("decode-0", 1), now)
         now += 8.0
         assert core.handle(Tick(), now) == [Start("decode-0")]
     actions = core.handle(Exited("decode-0", 1, "out of memory"), now)
-    assert actions[0] == Say("gave_up", "decode-0", "out of memory")
-    assert actions[1:] == [Terminate(n) for n in ("router", "prefill-0", "decode-1")]
-    for name in ("router", "prefill-0"):
-        assert core.handle(Exited(name, 0), now) == []
-    assert core.handle(Exited("decode-1", 0), now) == [End(1)]
+    assert actions == [Ended("decode-0", 1, "out of memory")]
+    assert core.handle(Add("decode-0"), now) == [Start("decode-0")]
 
 
 def test_bad_settings_are_not_tried_again():
     core = begun()
     actions = core.handle(Exited("prefill-0", 1, "no such folder", refused=True), 0.2)
-    assert actions[0] == Say("cannot_run", "prefill-0", "no such folder")
-    assert core.phase is Phase.STOPPING
+    assert actions == [Ended("prefill-0", 1, "no such folder", refused=True)]
 
 
-def test_a_refusal_after_the_start_is_tried_again():
+def test_a_refusal_of_one_that_could_run_is_tried_again():
     core = serving()
     assert said(core.handle(Exited("decode-0", 1, "address in use", refused=True), 2.0)) == [
         "restarting"
     ]
 
 
-def test_interrupt_drains_through_the_router_then_stops():
-    core = serving()
-    assert core.handle(Interrupted(), 2.0) == [Say("draining", seconds=30.0), Terminate("router")]
-    assert core.handle(Exited("router", 0), 4.0) == [Terminate(n) for n in WORKERS]
-    for name in WORKERS[:-1]:
-        core.handle(Exited(name, 0), 4.1)
-    assert core.handle(Exited(WORKERS[-1], 0), 4.2) == [End(0)]
-    assert core.handle(Tick(), 5.0) == []
-
-
-def test_the_grace_is_bounded_and_stubborn_children_are_killed():
-    core = serving()
-    core.handle(Interrupted(), 2.0)
-    now = 2.0
-    while now < 31.5:  # the router goes on answering while it drains
-        assert core.handle(Reported(ALIVE), now) == []
-        now += 1.0
-    actions = core.handle(Reported(ALIVE), 32.0)
-    assert actions == [Say("grace_over"), *(Terminate(n) for n in PIDS)]
-    assert core.handle(Tick(), 33.0) == []
-    assert core.handle(Tick(), 37.0) == [Kill(n) for n in PIDS]
-    assert core.handle(Tick(), 38.0) == []
-
-
-def test_a_second_interrupt_kills():
-    core = serving()
-    core.handle(Interrupted(), 2.0)
-    assert core.handle(Interrupted(), 2.1) == [Kill(n) for n in PIDS]
-
-
-def test_interrupt_while_starting_stops_without_draining():
+def test_one_that_ends_before_it_was_ever_seen_is_tried_again():
     core = begun()
-    assert core.handle(Interrupted(), 0.1) == [Terminate(n) for n in PIDS]
+    assert said(core.handle(Exited("decode-0", 0), 0.3)) == ["restarting"]
+
+
+def test_a_drained_worker_is_not_started_again():
+    core = serving()
+    assert core.handle(Exited("decode-1", 0), 2.0) == [Ended("decode-1", 0)]
+    assert core.next_wakeup() is None
+
+
+def test_a_removed_child_is_asked_then_killed_and_never_started():
+    core = serving()
+    assert core.handle(Remove("decode-1", 5.0), 2.0) == [Terminate("decode-1")]
+    assert core.next_wakeup() == 7.0
+    assert core.handle(Reported("router", ALIVE), 3.5) == []
+    assert core.handle(Reported("router", ALIVE), 5.0) == []
+    assert core.handle(Tick(), 6.9) == []
+    assert core.handle(Tick(), 7.0) == [Kill("decode-1")]
+    assert core.handle(Tick(), 8.0) == []
+    assert core.handle(Exited("decode-1", -9), 8.1) == [Ended("decode-1", -9)]
+
+
+def test_a_second_removal_asks_again_with_its_own_grace():
+    core = serving()
+    core.handle(Remove("router", 30.0), 2.0)
+    assert core.handle(Remove("router", 1.0), 3.0) == [Terminate("router")]
+    assert core.handle(Tick(), 4.0) == [Kill("router")]
+
+
+def test_without_grace_it_is_killed_at_once():
+    core = serving()
+    assert core.handle(Remove("router"), 2.0) == [Kill("router")]
+
+
+def test_one_that_waits_for_its_restart_is_removed_at_once():
+    core = serving()
+    core.handle(Exited("decode-0", -9), 2.0)
+    assert core.handle(Remove("decode-0", 5.0), 2.1) == [Ended("decode-0", 0)]
+    assert core.handle(Tick(), 3.0) == []
 
 
 def test_a_stopped_worker_is_killed_once_and_restarted():
@@ -134,9 +126,18 @@ def test_a_stopped_worker_is_killed_once_and_restarted():
     kills = []
     while now < 6.0:
         now += 0.25
-        kills += [a for a in core.handle(Reported(lost), now) if isinstance(a, Kill)]
+        actions = core.handle(Reported("router", lost), now)
+        kills += [a for a in actions if isinstance(a, Kill)]
     assert kills == [Kill("decode-0")]
     assert said(core.handle(Exited("decode-0", -9), now)) == ["restarting"]
+
+
+def test_a_worker_that_one_router_of_two_hears_is_not_killed():
+    core, now = serving(("router-0", "router-1")), 1.0
+    while now < 8.0:
+        now += 0.25
+        assert core.handle(Reported("router-0", {}), now) == []
+        assert core.handle(Reported("router-1", ALIVE), now) == []
 
 
 def test_workers_get_time_to_register_with_a_new_router():
@@ -145,9 +146,9 @@ def test_workers_get_time_to_register_with_a_new_router():
     core.handle(Tick(), 50.5)
     core.started("router", 99)
     for now in (51.0, 52.0, 53.0, 53.9):
-        assert core.handle(Reported({}), now) == []
-    killed = [a.name for a in core.handle(Reported({}), 54.0) if isinstance(a, Kill)]
-    assert killed == list(WORKERS)
+        assert core.handle(Reported("router", {}), now) == []
+    actions = core.handle(Reported("router", {}), 54.0)
+    assert [a.name for a in actions if isinstance(a, Kill)] == list(WORKERS)
 
 
 def test_a_silent_router_is_killed_but_not_after_our_own_pause():
@@ -160,67 +161,60 @@ def test_a_silent_router_is_killed_but_not_after_our_own_pause():
     assert core.handle(Tick(), 500.0) == []
 
 
-def test_a_drained_worker_is_not_started_again():
-    core = serving()
-    assert said(core.handle(Exited("decode-1", 0), 2.0)) == ["retired"]
-    assert core.next_wakeup() is None
-
-
+NAMES = st.sampled_from(list(PIDS))
 EVENTS = st.one_of(
+    st.builds(Exited, NAMES, st.sampled_from([0, 1, -9]), st.just("why"), st.booleans()),
     st.builds(
-        Exited,
-        st.sampled_from(list(PIDS)),
-        st.sampled_from([0, 1, -9]),
-        st.just("why"),
-        st.booleans(),
+        Reported,
+        st.just("router"),
+        st.dictionaries(st.sampled_from(WORKERS), st.integers(11, 13)),
     ),
-    st.builds(Reported, st.dictionaries(st.sampled_from(WORKERS), st.integers(11, 13))),
-    st.just(Interrupted()),
+    st.builds(Remove, NAMES, st.sampled_from([0.0, 5.0])),
+    st.builds(Add, NAMES, st.booleans()),
     st.just(Tick()),
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(EVENTS, st.floats(0.0, 20.0)), max_size=40))
-def test_no_child_starts_twice_and_the_end_comes_last(steps):
-    core = SupervisorCore("router", WORKERS, SupervisorLimits(grace=5.0))
+def test_no_child_starts_twice_and_each_ends_once(steps):
+    core = SupervisorCore()
+    known: set[str] = set()
     running: set[str] = set()
-    now, ended = 0.0, False
+    removed: set[str] = set()
+    now = 0.0
 
     def carry_out(actions):
-        nonlocal ended
         for action in actions:
-            assert not ended
+            if isinstance(action, Say):
+                continue
+            assert action.name in known
             if isinstance(action, Start):
-                assert action.name not in running
+                assert action.name not in running | removed
                 running.add(action.name)
-            elif isinstance(action, (Kill, Terminate)):
+            elif isinstance(action, Ended):
+                assert action.name not in running
+                known.discard(action.name)
+                removed.discard(action.name)
+            else:
                 assert action.name in running
-            elif isinstance(action, End):
-                assert not running
-                ended = True
 
-    carry_out(core.handle(Begin(), now))
     for event, gap in steps:
         now += gap
         if isinstance(event, Exited):
             if event.name not in running:
                 continue
             running.discard(event.name)
+        if isinstance(event, Add):
+            if event.name in known:
+                continue
+            known.add(event.name)
+        if isinstance(event, Remove) and event.name in known:
+            removed.add(event.name)
         carry_out(core.handle(event, now))
-    for event in (Interrupted(), Interrupted()):
-        carry_out(core.handle(event, now))
+    for name in sorted(known):
+        carry_out(core.handle(Remove(name), now))
     for name in sorted(running):
         running.discard(name)
         carry_out(core.handle(Exited(name, -9), now))
-    assert ended
-
-
-@pytest.mark.parametrize("code", [1, -11])
-def test_exit_during_draining_of_the_router_counts_as_failure(code):
-    core = serving()
-    core.handle(Interrupted(), 2.0)
-    core.handle(Exited("router", code), 2.1)
-    for name in WORKERS[:-1]:
-        core.handle(Exited(name, 0), 2.2)
-    assert core.handle(Exited(WORKERS[-1], 0), 2.3) == [End(1)]
+    assert not known

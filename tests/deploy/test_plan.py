@@ -2,12 +2,13 @@ import msgspec
 import pytest
 
 from baton.deploy import banner
+from baton.deploy.addresses import client_addresses
 from baton.deploy.config import ServeSettings
 from baton.deploy.plan import (
     describe_plan,
     ipc_addresses,
-    ports_needed,
     resolve_plan,
+    router_names,
     tcp_addresses,
 )
 from baton.deploy.report import ClusterReport
@@ -18,7 +19,8 @@ KEY = "ab" * 32
 
 def plan_for(**kwargs):
     settings = ServeSettings(model="/models/m", **kwargs)
-    return resolve_plan(settings, ipc_addresses(settings, "ipc:///run/x.sock", "/run/folder"), KEY)
+    clients = client_addresses("ipc:///run/x.sock", router_names(settings), claim=False)
+    return resolve_plan(settings, ipc_addresses(clients, "/run/folder"), KEY)
 
 
 def test_one_router_then_the_pools():
@@ -38,12 +40,32 @@ def test_addresses_are_distinct_and_workers_know_the_router():
     assert len({*bound, router["worker_address"]}) == 7
 
 
-def test_tcp_uses_exactly_the_ports_it_asks_for():
+def test_every_socket_over_tcp_has_a_port_of_its_own():
     settings = ServeSettings(prefill=2, decode=3, transport="tcp")
-    ports = list(range(1000, 1000 + ports_needed(settings)))
-    addresses = tcp_addresses(settings, "ipc:///run/x.sock", ports)
-    used = {addresses.workers, *addresses.control.values(), *addresses.data.values()}
-    assert used == {f"tcp://127.0.0.1:{port}" for port in ports}
+    book = tcp_addresses({"router": "ipc:///run/x.sock"}, iter(range(1000, 2000)).__next__)
+    plan = resolve_plan(settings, book, KEY)
+    _, *workers = (msgspec.to_builtins(spec.config) for spec in plan.processes)
+    used = [book.workers["router"], *(w["endpoint"] for w in workers)]
+    used += [w["data_endpoint"] for w in workers if "data_endpoint" in w]
+    assert sorted(used) == [f"tcp://127.0.0.1:{port}" for port in range(1000, 1009)]
+
+
+def test_a_worker_that_ended_may_listen_elsewhere():
+    book = tcp_addresses({"router": "ipc:///run/x.sock"}, iter(range(1000, 2000)).__next__)
+    first = book.control("decode-0")
+    assert book.control("decode-0") == first
+    book.release("decode-0")
+    assert book.control("decode-0") != first
+
+
+def test_several_routers_have_names_and_addresses_and_every_worker_knows_all():
+    plan = plan_for(routers=3)
+    assert plan.address == "ipc:///run/x.sock,ipc:///run/x.sock.1,ipc:///run/x.sock.2"
+    routers = [spec.config for spec in plan.processes[:3]]
+    assert [router.name for router in routers] == ["router-0", "router-1", "router-2"]
+    known = {router.name: router.worker_address for router in routers}
+    assert all(spec.config.routers == known for spec in plan.processes[3:])
+    assert len(set(known.values())) == 3
 
 
 def test_settings_reach_every_process():
@@ -81,8 +103,8 @@ def test_a_pool_s_own_memory_wins_over_the_blocks_for_all():
 
 def test_the_default_memory_is_for_those_the_settings_say_nothing_of():
     settings = ServeSettings(model="/models/m", prefill_kv_memory="3MiB")
-    addresses = ipc_addresses(settings, "ipc:///run/x.sock", "/run/folder")
-    plan = resolve_plan(settings, addresses, KEY, kv_default=5 << 20)
+    book = ipc_addresses({"router": "ipc:///run/x.sock"}, "/run/folder")
+    plan = resolve_plan(settings, book, KEY, kv_default=5 << 20)
     _, prefill, decode = (spec.config for spec in plan.processes)
     assert (prefill.runner.kv_bytes, decode.runner.kv_bytes) == (3 << 20, 5 << 20)
     facts = banner.facts(plan, hint=False)
@@ -114,3 +136,10 @@ def test_the_printed_plan_hides_the_key():
 def test_an_unknown_policy_is_refused():
     with pytest.raises(ConfigError, match="known are"):
         plan_for(policy="random")
+
+
+def test_memory_is_shared_out_for_the_most_there_may_be():
+    settings = {"device": "cuda", "prefill": 1, "decode": 1}
+    few = plan_for(**settings).processes[1].config.runner.device_share
+    many = plan_for(**settings, decode_max=8).processes[1].config.runner.device_share
+    assert many == pytest.approx(few * 2 / 9)

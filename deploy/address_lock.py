@@ -1,0 +1,58 @@
+"""One controller per admin address: a locked file beside its socket.
+
+ZeroMQ takes an ipc path over from whoever listens there; the lock (flock) makes the second one
+notice. It ends with its process however that dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+from typing import Self
+
+from ..proto.errors import ConfigError
+from .addresses import ipc_path
+
+
+class AddressLock:
+    """A held lock; :meth:`release` removes its file."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path = path
+        self._descriptor = descriptor
+
+    @classmethod
+    def take(cls, address: str) -> Self | None:
+        """Lock an ipc address; None for another, which nobody can take over. Raises ConfigError."""
+        socket = ipc_path(address)
+        if socket is None:
+            return None
+        path = socket.with_name(f"{socket.name}.lock")
+        while True:
+            try:
+                descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            except OSError as problem:
+                raise ConfigError(f"cannot listen on {address}: {problem.strerror}") from problem
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_file(descriptor, path):
+                    return cls(path, descriptor)
+            except BlockingIOError:
+                os.close(descriptor)
+                raise ConfigError(
+                    f"a cluster runs at {address.removesuffix('.admin')}; give another --address"
+                ) from None
+            os.close(descriptor)  # its holder removed it meanwhile
+
+    def release(self) -> None:
+        """Remove the file while it is ours, then let go."""
+        self._path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+
+def _is_file(descriptor: int, path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return os.fstat(descriptor).st_ino == path.stat().st_ino
+    return False

@@ -1,0 +1,122 @@
+"""An operator's side of the admin socket, blocking; for the verbs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import zmq
+
+from ..proto.errors import ConfigError, ConnectionLost, error_from_code
+from ..runtime.security import CurveKeys, apply_client_keys, check_address
+from .addresses import ipc_path
+from .admin import MAGIC, Answers, Ask, Overview, Progress, Request, Result, decode_answer, encode
+from .run_folder import socket_in_use
+
+MAX_ANSWER_BYTES = 4 << 20
+_POLL_MS = 50
+
+
+class AdminClient:
+    """A connection to a controller. ``timeout``: seconds it may take to say the first word."""
+
+    def __init__(
+        self, address: str, *, keys: CurveKeys | None = None, timeout: float = 5.0
+    ) -> None:
+        check_address(address)
+        self.address = address
+        self._timeout = timeout
+        self._number = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.MAXMSGSIZE, MAX_ANSWER_BYTES),
+            (zmq.HEARTBEAT_IVL, 1000),
+            (zmq.HEARTBEAT_TIMEOUT, 3000),
+        ):
+            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.IDENTITY, b"operator-" + os.urandom(8))
+        apply_client_keys(self._socket, keys)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as problem:
+            self.close()
+            raise ConfigError(f"cannot connect to {address}: {problem.strerror}") from problem
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _value: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection."""
+        self._context.destroy(linger=0)
+
+    def overview(self) -> Overview:
+        """What is wanted and what is there. Raises ConnectionLost."""
+        answer = next(self._answers(Ask(number=self._next())))
+        if not isinstance(answer, Overview):
+            raise ConnectionLost(f"the controller at {self.address} answered something else")
+        return answer
+
+    def ask(self, request: Request, *, wait: float | None = None) -> Iterator[Progress | Result]:
+        """The answers until a Result, which ends well; a failure is raised as its typed error.
+
+        ``wait``: seconds for all of them after the first; ConnectionLost when they are over, and
+        when the controller is gone.
+        """
+        for answer in self._answers(msgspec.structs.replace(request, number=self._next()), wait):
+            if isinstance(answer, Result) and answer.code:
+                raise error_from_code(answer.code, answer.text)
+            if isinstance(answer, Overview):
+                continue
+            yield answer
+            if isinstance(answer, Result):
+                return
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _answers(self, request: Request, wait: float | None = None) -> Iterator[Answers]:
+        self._socket.send(encode(request))
+        until = time.monotonic() + self._timeout
+        heard = False
+        while True:
+            answer = self._receive(until, request.number, heard=heard)
+            if not heard:
+                heard, until = True, float("inf") if wait is None else time.monotonic() + wait
+            yield answer
+
+    def _receive(self, until: float, number: int, *, heard: bool) -> Answers:
+        while True:
+            if self._socket.poll(_POLL_MS):
+                data = self._socket.recv()
+                if not data.startswith(MAGIC):
+                    continue  # the channel's own probe: are you there
+                answer = decode_answer(data)
+                if answer.number in (number, 0):
+                    return answer
+            elif time.monotonic() >= until:
+                raise ConnectionLost(
+                    "the time to wait is over" if heard else f"no controller at {self.address}"
+                )
+            elif heard and not listens(self.address):
+                raise ConnectionLost(f"the controller at {self.address} is gone")
+
+
+def listens(address: str) -> bool:
+    """Whether somebody may listen there: of an ipc address it can be seen."""
+    path = ipc_path(address)
+    return path is None or (path.exists() and socket_in_use(path))

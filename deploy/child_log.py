@@ -1,0 +1,49 @@
+"""What the children of this host log: shown, shown as progress, or kept as the reason of an end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .processes import describe_log
+from .progress import LoadProgress
+
+_SEVERITY = {"debug": 0, "info": 1, "warning": 2, "error": 3, "critical": 3}
+
+
+class ChildLog:
+    """``out`` gets the lines from ``level`` on."""
+
+    def __init__(self, out: Callable[[str], object], level: str) -> None:
+        self._out = out
+        self._shown_from = _SEVERITY[level]
+        self._progress = LoadProgress(out)
+        self._last_error: dict[str, str] = {}
+        self._last_words: dict[str, str] = {}
+        self._refused: set[str] = set()
+
+    def hear(self, name: str, event: dict[str, Any]) -> None:
+        """One event of a child's log."""
+        severity = _SEVERITY.get(str(event.get("level", "info")), 1)
+        if event.get("event") == "load.progress":
+            done, total = (event.get(key, 0) for key in ("bytes_done", "bytes_total"))
+            self._progress.update(name, int(done), int(total))
+            return
+        line = describe_log(event)
+        if event.get("raw"):
+            self._last_words[name] = line
+        if severity >= _SEVERITY["error"]:
+            self._last_error[name] = str(event.get("error", line))
+        if event.get("event") == "process.failed":
+            self._refused.add(name)  # what it said comes with what is decided about its end
+            return
+        if severity >= self._shown_from:
+            self._out(f"{name}: {event.get('level', 'info')}: {line}")
+
+    def ended(self, name: str, code: int) -> tuple[str, bool]:
+        """Why a child ended, and whether it refused its settings; then it is forgotten."""
+        self._progress.forget(name)
+        refused = name in self._refused
+        self._refused.discard(name)
+        words = self._last_words.pop(name, "")
+        return self._last_error.pop(name, "") or (words if code > 0 else ""), refused

@@ -1,0 +1,139 @@
+"""From settings to a plan: what the model is, where everybody listens, how memory is shared out."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from ..engine.checkpoint import Checkpoint, load_checkpoint
+from ..engine.embedding_config import EMBED
+from ..engine.runner import DEFAULT_KV_BYTES, model_task
+from ..proto.errors import BatonError
+from .addresses import client_addresses, free_ports
+from .banner import mebibytes
+from .config import ServeSettings, kv_size
+from .memory import PROCESS_BYTES, free_memory, kv_share, model_memory, total_memory
+from .plan import (
+    ClusterPlan,
+    ipc_addresses,
+    model_folder,
+    resolve_plan,
+    router_names,
+    sized_for,
+    tcp_addresses,
+)
+from .run_folder import RunFolder
+
+
+def check_model(settings: ServeSettings) -> None:
+    """Open the model folder; CheckpointError now, once, instead of from every worker.
+
+    A folder without a tokenizer is served: prompts then are token ids, and a client that
+    gives text is told so.
+    """
+    model_task(load_checkpoint(model_folder(settings)), settings.task)
+
+
+def with_task(settings: ServeSettings) -> ServeSettings:
+    """The settings as the model needs them: what embeds has no decode workers."""
+    try:
+        task = model_task(load_checkpoint(model_folder(settings)), settings.task)
+    except BatonError:
+        return settings  # the workers say what is wrong
+    return settings if task != EMBED else msgspec.structs.replace(settings, task=task, decode=0)
+
+
+def served_context(settings: ServeSettings) -> int:
+    """Tokens of a whole context, by the settings or the model; 0 if its folder is wrong."""
+    try:
+        rope = load_checkpoint(model_folder(settings)).config.rope
+    except BatonError:
+        return 0  # the workers say what is wrong
+    return settings.max_length or rope.default_length()
+
+
+def default_kv_bytes(settings: ServeSettings) -> int:
+    """KV memory of each worker the settings say nothing of, by what is free now.
+
+    It is shared out among as many workers as there may be, and stays: one that is added later
+    gets as much as the others, so that contexts do not become shorter.
+    """
+    free = free_memory()
+    if free is None:
+        return DEFAULT_KV_BYTES
+    try:
+        model = model_memory(load_checkpoint(model_folder(settings)), settings.max_length)
+    except BatonError:
+        return DEFAULT_KV_BYTES  # the workers say what is wrong
+    batch = max(settings.max_batch, settings.prefill_max_batch)
+    return kv_share(free, sized_for(settings), batch, model)
+
+
+def make_plan(settings: ServeSettings, folder: RunFolder | None) -> ClusterPlan:
+    """Choose addresses and resolve the plan; without a folder (``--dry-run``) a placeholder."""
+    settings = with_task(settings)
+    clients = client_addresses(settings.address, router_names(settings), claim=folder is not None)
+    if settings.transport == "tcp":
+        book = tcp_addresses(clients, _port_taker())
+    else:
+        path = folder.path if folder is not None else Path("RUN_FOLDER")
+        book = ipc_addresses(clients, str(path))
+    return resolve_plan(settings, book, secrets.token_hex(32), default_kv_bytes(settings))
+
+
+class _port_taker:  # noqa: N801 -- a function with a memory
+    """Gives a port of 127.0.0.1 that was free just now, never one twice."""
+
+    def __init__(self) -> None:
+        self._taken: set[int] = set()
+
+    def __call__(self) -> int:
+        while (port := free_ports(1)[0]) in self._taken:
+            pass
+        self._taken.add(port)
+        return port
+
+
+def memory_refusal(settings: ServeSettings, kv_default: int, targets: dict[str, int]) -> str:
+    """Why this machine cannot hold pools of this size, in one sentence; empty: it can.
+
+    All workers together, with full KV memory, may take what the machine or its control group
+    has in all.
+    """
+    total = total_memory()
+    counts = {"prefill": settings.prefill, "decode": settings.decode, **targets}
+    if settings.device != "cpu":
+        room = sized_for(settings)
+        if sum(counts.values()) <= room:
+            return ""
+        return f"the GPU's memory is shared out among {room} workers; launch with a larger _max"
+    if total is None:
+        return ""
+    try:
+        checkpoint = load_checkpoint(model_folder(settings))
+    except BatonError:
+        return ""  # the workers say what is wrong
+    needs = {
+        role: count * _worker_bytes(settings, role, kv_default, checkpoint)
+        for role, count in counts.items()
+    }
+    if sum(needs.values()) <= total:
+        return ""
+    workers = " and ".join(f"{count} {role}" for role, count in counts.items() if count)
+    return (
+        f"{workers} workers need {mebibytes(sum(needs.values()))} of memory, "
+        f"this machine has {mebibytes(total)}"
+    )
+
+
+def _worker_bytes(
+    settings: ServeSettings, role: str, kv_default: int, checkpoint: Checkpoint
+) -> int:
+    model = model_memory(checkpoint, 1)  # of one token
+    if settings.task == EMBED:
+        return PROCESS_BYTES + model.weights
+    blocks, memory = kv_size(settings, role)
+    kv = blocks * settings.block_size * model.context or memory or kv_default
+    return PROCESS_BYTES + model.weights + kv

@@ -1,0 +1,287 @@
+"""Sockets and clock around :class:`.controller.ControllerCore`, whatever the backend.
+
+It asks every router for its status, hands on drains, answers operators at the admin socket and
+lets the backend start and end members. Everything runs on the loop's thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from ..proto.errors import BatonError, ConfigError, InputError, RequestFailed
+from ..runtime.log import get_logger
+from ..runtime.loop import Loop
+from ..runtime.sockets import Context
+from .admin import (
+    AdminServer,
+    Ask,
+    DrainWorker,
+    GoDown,
+    MemberLine,
+    Overview,
+    Progress,
+    Requests,
+    Result,
+    RollOut,
+    ScalePools,
+)
+from .config import ServeSettings
+from .controller import ControllerCore
+from .core import Say
+from .launcher import Backend, MemberEnded, MemberEvent, MemberSpec
+from .monitor import StatusMonitor
+from .orders import (
+    Action,
+    Answer,
+    Begin,
+    Down,
+    Drain,
+    DrainMember,
+    End,
+    Event,
+    KillMember,
+    Outcome,
+    Reported,
+    RequestResources,
+    Rollout,
+    Scale,
+    StartMember,
+    StopMember,
+    Tick,
+)
+from .report import ClusterReport
+from .targets import scale_refusal
+
+TICK = 0.1
+"""Seconds between looks at the clock."""
+_log = get_logger()
+
+
+class Revisions(Protocol):
+    """What members are started with; :class:`.roster.Roster` on one machine."""
+
+    def settings(self, revision: int) -> ServeSettings:
+        """Settings of a revision."""
+        ...
+
+    def add(self, current: int, changes: Mapping[str, Any]) -> int:
+        """A new revision: ``current`` with changes. Raises a BatonError for what cannot be."""
+        ...
+
+    def spec(self, name: str, role: str, revision: int) -> MemberSpec:
+        """A member as it is to be started. Raises a BatonError or OSError."""
+        ...
+
+    def release(self, name: str) -> None:
+        """The member has ended."""
+
+
+class ControllerShell:
+    """One controller at work.
+
+    ``clients``: client address of each router by its name. ``facts``: what an Overview says that
+    does not change (backend, address, log, paths). ``on_say``: hears what is for the operator's
+    terminal. After End ``exit_code`` is set and the loop stopped.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        context: Context,
+        core: ControllerCore,
+        revisions: Revisions,
+        make_backend: Callable[[Callable[[MemberEvent], None]], Backend],
+        clients: Mapping[str, str],
+        facts: Overview,
+        on_say: Callable[[Say], object],
+    ) -> None:
+        self.core = core
+        self.backend = make_backend(self._on_member)
+        self.report = ClusterReport()
+        """What a router said last."""
+        self.exit_code: int | None = None
+        self._loop = loop
+        self._context = context
+        self._revisions = revisions
+        self._clients = dict(clients)
+        self._facts = facts
+        self._on_say = on_say
+        self._monitors: list[StatusMonitor] = []
+        self._admin: AdminServer | None = None
+        self._events: list[Event] = []
+
+    def listen(self, address: str) -> str:
+        """Open the admin socket; returns where it is. Raises ConfigError."""
+        self._admin = AdminServer(self._loop, self._context, address, self._on_request)
+        return self._admin.endpoint
+
+    def start(self) -> None:
+        """Start the members, once the loop runs."""
+        for name, address in self._clients.items():
+            hear = self._hearer(name)
+            self._monitors.append(StatusMonitor(self._loop, self._context, address, hear))
+        self._loop.call_later(0.0, lambda: self.feed(Begin()))
+        self._loop.call_later(TICK, self._tick)
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for monitor in self._monitors:
+            monitor.close()
+        if self._admin is not None:
+            self._admin.close()
+
+    def feed(self, event: Event) -> None:
+        """Let the core decide; what is fed from inside an action comes after it."""
+        self._events.append(event)
+        if len(self._events) > 1:
+            return
+        while self._events:
+            for action in self.core.handle(self._events[0], self._loop.now()):
+                self._carry_out(action)
+            self._events.pop(0)
+
+    # ------------------------------------------------------------- events
+
+    def _tick(self) -> None:
+        self._loop.call_later(TICK, self._tick)
+        self.feed(Tick())
+
+    def _hearer(self, router: str) -> Callable[[ClusterReport], None]:
+        def hear(report: ClusterReport) -> None:
+            self.report = report
+            self.backend.heard(router, report)
+            self.feed(Reported(router, report))
+
+        return hear
+
+    def _on_member(self, event: MemberEvent) -> None:
+        if isinstance(event, MemberEnded):
+            self._revisions.release(event.name)
+        self.feed(event)
+
+    # ------------------------------------------------------------- operators
+
+    def _on_request(self, sender: bytes, request: Requests) -> None:
+        ticket = (sender, request.number)
+        try:
+            self._obey(ticket, request)
+        except BatonError as problem:
+            self._fail(ticket, problem)
+
+    def _obey(self, ticket: tuple[bytes, int], request: Requests) -> None:
+        match request:
+            case Ask():
+                if self._admin is not None:
+                    self._admin.answer(ticket[0], self.overview(request.number))
+            case ScalePools(targets=targets):
+                self._check_size(targets)
+                self.feed(Scale(ticket, targets))
+            case DrainWorker(worker=worker):
+                self.feed(Drain(ticket, self._named(worker)))
+            case RollOut(changes=changes):
+                self._roll_out(ticket, changes)
+            case GoDown(at_once=at_once):
+                self.feed(Down(ticket))
+                if at_once:
+                    self.feed(Down())
+
+    def _check_size(self, targets: dict[str, int]) -> None:
+        problem = scale_refusal(targets, self.core.bounds)
+        problem = problem or self.backend.refusal({**self.core.pools.targets, **targets})
+        if problem:
+            raise InputError(problem)
+
+    def _named(self, worker: str) -> str:
+        """A worker's name, also by its endpoint."""
+        return next((w.id for w in self.report.workers if w.alive and worker == w.endpoint), worker)
+
+    def _roll_out(self, ticket: tuple[bytes, int], changes: Mapping[str, Any]) -> None:
+        problem = self.core.rollout_refusal()
+        if problem:
+            raise RequestFailed(problem)
+        targets = self.core.pools.targets
+        for role, count in targets.items():
+            problem = self.backend.refusal({**targets, role: count + 1}) if count else ""
+            if problem:
+                raise RequestFailed(f"no room for the one more that a rollout starts: {problem}")
+        self.feed(Rollout(ticket, self._revisions.add(self.core.pools.revision, changes)))
+
+    def _answer(self, answer: Answer) -> None:
+        if self._admin is None or not isinstance(answer.ticket, tuple):
+            return
+        sender, number = answer.ticket
+        match answer.outcome:
+            case Outcome.FAILED:
+                self._fail(answer.ticket, RequestFailed(answer.text))
+            case Outcome.DONE:
+                self._admin.answer(sender, Result(number=number, text=answer.text))
+            case outcome:
+                accepted = outcome is Outcome.ACCEPTED
+                word = Progress(number=number, text=answer.text, accepted=accepted)
+                self._admin.answer(sender, word)
+
+    def _fail(self, ticket: tuple[bytes, int], problem: BatonError) -> None:
+        if self._admin is not None:
+            result = Result(number=ticket[1], text=str(problem), code=problem.code)
+            self._admin.answer(ticket[0], result)
+
+    def overview(self, number: int = 0) -> Overview:
+        """What is wanted and what is there."""
+        core, pools = self.core, self.core.pools
+        served = core.rollout.before if core.rollout else pools.revision
+        running = core.rollout and f"running: {core.rollout.progress(pools)}"
+        members = [
+            MemberLine(
+                name=m.name, role=m.role, stage=m.stage.value, revision=m.revision,
+                pid=m.pid, host=m.host, note=m.waits_for,
+            )
+            for m in pools.members
+        ]  # fmt: skip
+        return msgspec.structs.replace(
+            self._facts,
+            number=number,
+            phase=core.phase.value,
+            pid=os.getpid(),
+            revision=served,
+            rollout=running or core.last_rollout,
+            targets=dict(pools.targets),
+            members=members,
+            settings=msgspec.to_builtins(self._revisions.settings(served)),
+            launched=msgspec.to_builtins(self._revisions.settings(0)),
+        )
+
+    # ------------------------------------------------------------- actions
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case StartMember():
+                self._start(action)
+            case DrainMember(name):
+                for monitor in self._monitors:
+                    monitor.drain(name)
+            case StopMember(name, grace):
+                self.backend.stop(name, grace)
+            case KillMember(name):
+                self.backend.kill(name)
+            case RequestResources(bundles):
+                self.backend.request(bundles)
+            case Answer():
+                self._answer(action)
+            case End(code):
+                self.exit_code = code
+                self._loop.stop()
+            case Say():
+                self._on_say(action)
+
+    def _start(self, action: StartMember) -> None:
+        try:
+            spec = self._revisions.spec(action.name, action.role, action.revision)
+        except (BatonError, OSError) as problem:
+            why = problem if isinstance(problem, ConfigError) else f"cannot be started: {problem}"
+            self.feed(MemberEnded(action.name, 1, str(why), refused=True))
+            return
+        self.backend.start(spec)

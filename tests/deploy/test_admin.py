@@ -1,0 +1,175 @@
+"""The admin socket: what goes through it, and what random bytes do to it."""
+
+import contextlib
+import random
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.deploy.admin import (
+    ADMIN_VERSION,
+    MAX_BYTES,
+    AdminServer,
+    Ask,
+    DrainWorker,
+    GoDown,
+    MemberLine,
+    Overview,
+    Progress,
+    Result,
+    RollOut,
+    ScalePools,
+    decode_answer,
+    decode_request,
+    encode,
+)
+from baton.deploy.admin_client import AdminClient, listens
+from baton.proto.errors import (
+    ConnectionLost,
+    DecodeFailed,
+    InputError,
+    ProtocolError,
+    VersionMismatch,
+)
+from baton.runtime.loop import Loop
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Ask(number=3),
+        ScalePools(targets={"prefill": 2, "decode": -7}),
+        DrainWorker(worker="decode-1"),
+        RollOut(changes={"policy": "round_robin", "grace": 1.5, "max_batch": 3}),
+        GoDown(at_once=True),
+    ],
+)
+def test_requests_arrive_as_they_were(message):
+    assert decode_request(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Progress(number=1, text="1 of 3"),
+        Result(number=2, code="input"),
+        Overview(members=[MemberLine(name="a", role="router", stage="ready", revision=0)]),
+    ],
+)
+def test_answers_arrive_as_they_were(message):
+    assert decode_answer(encode(message)) == message
+
+
+@given(st.binary(max_size=400), st.sampled_from([b"", b"BA", b"BA" + bytes([ADMIN_VERSION])]))
+def test_random_bytes_are_a_typed_error(data, head):
+    with contextlib.suppress(ProtocolError):
+        decode_request(head + data)
+
+
+@given(st.data())
+def test_damaged_requests_are_a_request_or_a_typed_error(data):
+    good = encode(ScalePools(targets={"prefill": 2, "decode": 1}))
+    place = data.draw(st.integers(0, len(good) - 1))
+    damaged = good[:place] + bytes([data.draw(st.integers(0, 255))]) + good[place + 1 :]
+    with contextlib.suppress(ProtocolError):
+        decode_request(damaged)
+
+
+def test_what_is_too_large_to_be_meant_is_refused():
+    with pytest.raises(DecodeFailed):
+        decode_request(encode(ScalePools(targets={str(n): 1 for n in range(17)})))
+    with pytest.raises(DecodeFailed):
+        decode_request(encode(DrainWorker(worker="x" * 129)))
+    with pytest.raises(DecodeFailed):
+        decode_request(encode(RollOut(changes={"model": ["a"]})))
+    with pytest.raises(VersionMismatch, match="admin version 9"):
+        decode_request(b"BA\x09" + encode(Ask())[3:])
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A server that answers scale with progress and a result; yields its address and requests."""
+    address, heard = f"ipc://{tmp_path}/admin.sock", []
+    started = threading.Event()
+    loops = []
+
+    def serve():
+        loop = Loop()
+        context = zmq.Context()
+
+        def on_request(sender, request):
+            heard.append(request)
+            if isinstance(request, Ask):
+                admin.answer(sender, Overview(number=request.number, phase="serving"))
+            elif isinstance(request, ScalePools):
+                admin.answer(sender, Progress(number=request.number, text="so", accepted=True))
+                admin.answer(sender, Result(number=request.number, text="done"))
+            else:
+                admin.answer(sender, Result(number=request.number, text="no", code="input"))
+
+        admin = AdminServer(loop, context, address, on_request)
+        loops.append(loop)
+        loop.call_later(0, started.set)
+        loop.run()
+        admin.close()
+        context.destroy(linger=0)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert started.wait(10)
+    yield address, heard
+    loops[0].post(loops[0].stop)
+    thread.join(10)
+
+
+@pytest.mark.integration
+def test_the_socket_is_this_user_s_alone(server):
+    path = Path(server[0].removeprefix("ipc://"))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.integration
+def test_answers_come_in_order_and_failures_as_their_error(server):
+    with AdminClient(server[0]) as client:
+        assert client.overview().phase == "serving"
+        answers = list(client.ask(ScalePools(targets={"decode": 2})))
+        assert [answer.text for answer in answers] == ["so", "done"]
+        with pytest.raises(InputError, match="no"):
+            list(client.ask(DrainWorker(worker="x")))
+
+
+@pytest.mark.integration
+def test_random_bytes_and_floods_harm_nothing(server):
+    address, heard = server
+    rng = random.Random(3)
+    context = zmq.Context()
+    for _ in range(20):
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(address)
+        for _ in range(20):
+            frames = [rng.randbytes(rng.randint(0, 300)) for _ in range(rng.randint(1, 3))]
+            socket.send_multipart(frames)
+        socket.send(b"BA\x01" + rng.randbytes(MAX_BYTES))  # ends this connection
+        socket.poll(20)
+        socket.close()
+    context.destroy(linger=0)
+    with AdminClient(address) as client:
+        assert client.overview().phase == "serving"
+    assert [request for request in heard if not isinstance(request, Ask)] == []
+
+
+@pytest.mark.integration
+def test_without_a_controller_it_is_said_in_time(tmp_path):
+    address = f"ipc://{tmp_path}/none.sock"
+    assert not listens(address)
+    with (
+        AdminClient(address, timeout=0.2) as client,
+        pytest.raises(ConnectionLost, match="no controller at"),
+    ):
+        client.overview()
