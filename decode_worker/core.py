@@ -61,7 +61,7 @@ from ..proto.requests import check_emitted
 from ..runtime.actions import Note, Tick, ToRouter
 from ..runtime.agenda import Agenda
 from ..runtime.attempts import Attempts, Key
-from ..runtime.membership import EngineState, Membership, moved_to
+from ..runtime.membership import EngineState, Membership, left_alone, moved_to, other_owner
 from ..runtime.runs import LOGPROBS_KEPT, runs_again
 from ..runtime.worker import Handler, WorkerCore
 from .blocks import GrantStore as GrantStore
@@ -149,10 +149,13 @@ class DecodeCore(WorkerCore):
     def _abort(self, router: str, message: Abort, now: float) -> list[Action]:
         request, attempt = message.request, message.attempt
         stopped = self._live.of(request, attempt)
+        owner = other_owner(stopped, router)
+        if owner is not None:
+            return list(left_alone(owner, router, message))
         for live in stopped:
             self._stop(live)
         outputs = self.receiver.abort(request, attempt, now, self._tombstone_s)
-        self._member.forget(request, attempt)
+        self._member.forget(request, attempt, router)
         names = [live.sequence.request for live in stopped]
         running = [name for name in names if self._scheduler.is_inflight(name)]
         note = self._freed((request, attempt), now, running)
@@ -280,6 +283,8 @@ class DecodeCore(WorkerCore):
                     live = self._live.get((request, attempt))
                     if live:
                         self._stop(live)
+                        gone = Aborted(request=request, attempt=attempt)
+                        actions.append(ToRouter(live.router, gone))
         return actions
 
     # ------------------------------------------------------------------ requests

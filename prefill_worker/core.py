@@ -55,7 +55,7 @@ from ..proto.messages import (
 )
 from ..runtime.actions import Note, Tick, ToRouter
 from ..runtime.expiry import Expiring
-from ..runtime.membership import EngineState, Membership, moved_to
+from ..runtime.membership import EngineState, Membership, left_alone, moved_to, other_owner
 from ..runtime.runs import runs_again
 from ..runtime.worker import Handler, WorkerCore
 from .events import (
@@ -148,8 +148,9 @@ class PrefillCore(WorkerCore):
         accepted = ToRouter(router, Accepted(request=key[0], attempt=key[1]))
         job = self._jobs.get(key)
         if job:
+            moved = moved_to(router, job.router, key[0])
             job.router = router
-            return [accepted]
+            return [*moved, accepted]
         if self._member.has_ended(*key):
             return [accepted]
         if self._answered.get(key, now):
@@ -157,7 +158,7 @@ class PrefillCore(WorkerCore):
             return [ToRouter(router, Aborted(request=key[0], attempt=key[1]))]
         if key[1] <= (self._aborted.get(key[0], now) or 0):
             return [ToRouter(router, Aborted(request=key[0], attempt=key[1]))]
-        actions = self._drop_lower(key, now)
+        actions = self._drop_lower(router, key, now)
         if self._member.draining or self._jobs.waiting >= self._limits.max_queue:
             reason = "draining" if self._member.draining else "queue full"
             busy = Busy(request=key[0], attempt=key[1], reason=reason, retry_after=0.2)
@@ -187,10 +188,10 @@ class PrefillCore(WorkerCore):
         job.compiling = task is not None
         return [accepted] if task is None else [accepted, CompileGrammar(key, task)]
 
-    def _drop_lower(self, key: Key, now: float) -> list[Action]:
+    def _drop_lower(self, router: str, key: Key, now: float) -> list[Action]:
         actions: list[Action] = []
         for job in self._jobs.of(key[0], key[1] - 1):
-            actions += self._stop(job, now)
+            actions += [*moved_to(router, job.router, key[0]), *self._stop(job, now)]
         self._member.forget(key[0], key[1] - 1)
         return actions
 
@@ -198,9 +199,12 @@ class PrefillCore(WorkerCore):
         request, attempt = message.request, message.attempt
         actions: list[Action] = []
         stopped = self._jobs.of(request, attempt)
+        owner = other_owner(stopped, router)
+        if owner is not None:
+            return list(left_alone(owner, router, message))
         for job in stopped:
             actions += self._stop(job, now)
-        self._member.forget(request, attempt)
+        self._member.forget(request, attempt, router)
         if attempt >= (self._aborted.get(request, now) or 0):
             self._aborted.put(request, attempt, now + TOMBSTONE_S)
         names = [job.sequence.request for job in stopped]

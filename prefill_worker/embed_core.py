@@ -49,7 +49,7 @@ from ..runtime.actions import (
 from ..runtime.agenda import Agenda
 from ..runtime.attempts import Attempts, Key
 from ..runtime.expiry import Expiring
-from ..runtime.membership import EngineState, Membership, moved_to
+from ..runtime.membership import EngineState, Membership, left_alone, moved_to, other_owner
 from ..runtime.worker import Handler, WorkerCore
 from .job import sequence_key
 
@@ -148,19 +148,24 @@ class EmbedCore(WorkerCore):
         accepted = ToRouter(router, Accepted(request=request, attempt=attempt))
         job = self._jobs.get(key)
         if job is not None:
+            moved = moved_to(router, job.router, request)
             job.router = router
-            return [accepted]
+            return [*moved, accepted]
         if self._member.has_ended(*key):
             return [accepted]
         if self._answered.get(key, now) or attempt <= (self._aborted.get(request, now) or 0):
             # A router that lost its memory would wait for it for ever.
             return [ToRouter(router, Aborted(request=request, attempt=attempt))]
-        self._drop(request, attempt - 1)
+        moved = [
+            said
+            for job in self._drop(request, attempt - 1)
+            for said in moved_to(router, job.router, request)
+        ]
         if self._member.draining or len(self._queue) >= self._limits.max_queue:
             reason = "draining" if self._member.draining else "queue full"
             busy = Busy(request=request, attempt=attempt, reason=reason, retry_after=BUSY_RETRY_S)
-            return [ToRouter(router, busy)]
-        return [accepted, *self._take(router, message, now)]
+            return [*moved, ToRouter(router, busy)]
+        return [*moved, accepted, *self._take(router, message, now)]
 
     def _take(self, router: str, message: Assign, now: float) -> list[ToRouter]:
         key = (message.request, message.attempt)
@@ -185,12 +190,12 @@ class EmbedCore(WorkerCore):
         self._deadlines.put(key, deadline)
         return []
 
-    def _drop(self, request: bytes, last: int) -> list[EmbedJob]:
+    def _drop(self, request: bytes, last: int, router: str | None = None) -> list[EmbedJob]:
         """Forget a request's attempts up to ``last`` without a word; those that were here."""
         dropped = self._jobs.of(request, last)
         for job in dropped:
             self._remove(job)
-        self._member.forget(request, last)
+        self._member.forget(request, last, router)
         return dropped
 
     def _remove(self, job: EmbedJob) -> None:
@@ -201,7 +206,11 @@ class EmbedCore(WorkerCore):
 
     def _abort(self, router: str, message: Abort, now: float) -> list[Any]:
         request, attempt = message.request, message.attempt
-        dropped = self._drop(request, attempt)
+        held = self._jobs.of(request, attempt)
+        owner = other_owner(held, router)
+        if owner is not None:
+            return list(left_alone(owner, router, message))
+        dropped = self._drop(request, attempt, router)
         if attempt >= (self._aborted.get(request, now) or 0):
             self._aborted.put(request, attempt, now + TOMBSTONE_S)
         running = [job.name for job in dropped if job.name in (self._running or {})]

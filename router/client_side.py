@@ -154,7 +154,7 @@ class ClientSide:
             return
         known = life.requests.get(key)
         if known is not None:
-            self._resume_known(identity, known, message)
+            self._resume_known(identity, known, message, now)
             return
         if life.tombstones.holds(key, now):
             self._nothing_runs(identity, key, message.request_id)
@@ -174,7 +174,7 @@ class ClientSide:
         self._attach(identity, request)
         self._recovery.resume(request, now)
 
-    def _resume_known(self, identity: bytes, request: Request, message: Resume) -> None:
+    def _resume_known(self, identity: bytes, request: Request, message: Resume, now: float) -> None:
         """Go on from the client's position; it may be ahead of a router that was restarted."""
         ahead = message.position - request.next
         if ahead > 0 and not request.done:
@@ -188,8 +188,11 @@ class ClientSide:
             request.next += ahead
             if request.logprobs is not None:
                 request.logprobs.extend([None] * ahead)
+        known = request.client is not None and request.client.identity == identity
         self._attach(identity, request)
         self._life.resend(request, message.position)
+        if not known:
+            self._recovery.reclaim(request, now)
 
     def _check_ahead(self, request: Request, message: Resume) -> None:
         """Raise unless the client's tokens are this request's and go on from those here."""

@@ -31,6 +31,10 @@ from .wheel import Wheel
 
 ENDED_KEEP_S = 5.0
 """Shortest time a terminal is kept, also of a request that ended at its deadline."""
+TAKEOVER = 1024
+"""How far the attempts of a router that takes a request over lie above those of the one before.
+
+Both may count on for a while, and no attempt may have two meanings."""
 REMEMBER_ATTEMPTS = 16_384
 """Requests whose last attempt is remembered after they are forgotten."""
 _ASSIGNED = State.ASSIGNED  # before Python 3.12 a look-up in an Enum is slow
@@ -147,7 +151,8 @@ class Lifecycle:
         self.abort(request, "superseded")
         self.release(request)
         request.prefill = request.decode = None
-        request.attempt += 1
+        request.attempt += TAKEOVER if request.foreign else 1
+        request.foreign = False
         request.own = min(request.own, request.attempt)
         request.pending = None
         request.step(Step.REQUEUE)
@@ -212,7 +217,7 @@ class Lifecycle:
             decode.outstanding -= request.decode_cost
         request.prefill_cost = request.decode_cost = 0
         request.server = None
-        request.handed = False
+        request.handed = request.followed = False
         request.heard = True
 
     def abort(self, request: Request, reason: str) -> None:

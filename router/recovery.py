@@ -1,4 +1,4 @@
-"""Saving requests: after a worker's death, after a lost message, after this router's own death.
+"""Saving requests: after a worker's death, a lost message, this router's own or another's death.
 
 Invariant: a stream goes on from the position its client has, wherever that leads: with the
 worker that still holds the request when there is one, else by running prompt and emitted
@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import deque
 
 from ..proto.errors import RequestPoisoned, WorkerLost
-from ..proto.messages import Adopt, PeerDead, RequestState
-from .events import ToWorker
+from ..proto.messages import Adopt, Moved, PeerDead, RequestState
+from .events import ToClient, ToWorker
 from .lifecycle import Lifecycle
 from .orphans import Orphans
 from .registry import Worker, WorkerState
 from .request import NEVER, Request, State, Step
+from .search import Search
 
 POISON_BLAME = 1.5
 """Each death is blamed in equal parts on all requests that were on the worker. More than this
@@ -37,6 +38,7 @@ class Recovery:
         self._life = life
         self._until = now + life.config.recovery_s
         self.orphans = Orphans(life, now)
+        self._search = Search(life)
         self._obituaries: deque[tuple[PeerDead, float, int]] = deque()  # say again when
 
     # ------------------------------------------------------------------ this router was away
@@ -47,13 +49,53 @@ class Recovery:
         life.requests[request.key] = request
         life.counters.submitted += 1
         request.state = State.RECOVERING
+        request.foreign = True
         holder = self._holder(request)
         if holder is not None:
             self._adopt(request, *holder, now)
-        elif now < self._until:
-            life.wake(request, self._until, now)
+            return
+        if not self._search.begin(request, now):
+            self._nobody_has(request, now)
+
+    def look_on(self, request: Request, now: float) -> None:
+        """Go on with a resumed request that no worker has claimed yet."""
+        if not self._search.repeat(request, now):
+            self._nobody_has(request, now)
+
+    def denied(self, request: Request, worker: Worker, now: float) -> None:
+        """A worker that was asked does not have it."""
+        if not self._search.denied(request, worker, now):
+            self._nobody_has(request, now)
+
+    def _nobody_has(self, request: Request, now: float) -> None:
+        """Run it anew; but the workers of a router that has just started may not all be here."""
+        request.sought = None
+        if now < self._until:
+            self._life.wake(request, self._until, now)
         else:
-            life.requeue(request, now)
+            self._life.requeue(request, now)
+
+    def found(self, request: Request, worker: Worker, attempt: int, now: float) -> None:
+        """A worker says that it has a request that was sought."""
+        request.attempt = attempt
+        request.sought = None
+        request.step(Step.ADOPT)
+        self.served_by(request, worker)
+        self._follow(request, worker, now)
+
+    def reclaim(self, request: Request, now: float) -> None:
+        """Its client has come back by another connection: perhaps by way of another router."""
+        if request.state is State.RUNNING:
+            self.ask_again(request, now)
+
+    def _follow(self, request: Request, worker: Worker, now: float) -> None:
+        """The tokens of a decode worker that was told the other router's name go there."""
+        request.followed = request.foreign and worker.role == "prefill" and not request.embeds
+        if request.followed:
+            request.backoff = self._life.config.adopt_retry_s
+            self._life.repeat_later(request, now, request.backoff)
+        else:
+            self._life.wake(request, NEVER, now)
 
     def introduced(self, worker: Worker, now: float, *, joined: bool) -> None:
         """A worker said Hello: use what it holds of the requests known here.
@@ -65,7 +107,9 @@ class Recovery:
             request = self._life.requests.get(held.request)
             if request is None or held.attempt < request.attempt:
                 continue
-            if joined and held.attempt >= request.own:
+            if self._is_elsewhere(request, held):
+                self.moved(request, held.router)
+            elif joined and held.attempt >= request.own:
                 self._collide(request, worker, held, now)
             elif request.state is State.RECOVERING:
                 self._adopt(request, worker, held, now)
@@ -75,6 +119,18 @@ class Recovery:
                 self.ask_again(request, now)
             elif request.state is State.RUNNING and request.server is worker:
                 self.ask_again(request, now)
+
+    def _is_elsewhere(self, request: Request, held: RequestState) -> bool:
+        """Whether another router has taken it up since; a client that came back wants it here."""
+        mine = held.router in ("", self._life.config.name)
+        return not mine and not request.done and request.state is not State.RECOVERING
+
+    def moved(self, request: Request, router: str) -> None:
+        """Another router serves it now: tell its client if one is here, and let it go."""
+        if request.client is not None:
+            moved = Moved(request=request.key, router=router)
+            self._life.out.append(ToClient(request.client.identity, moved))
+        self._life.leave(request)
 
     def reintroduced(self, worker: Worker, now: float) -> None:
         """The same incarnation said Hello again: what it does not list it has lost."""
@@ -97,9 +153,8 @@ class Recovery:
             self.lost(request, "its attempt has the number of an earlier one", now)
 
     def _adopt(self, request: Request, worker: Worker, held: RequestState, now: float) -> None:
-        request.attempt = held.attempt
-        request.step(Step.ADOPT)
-        self.served_by(request, worker)
+        request.foreign = held.router not in ("", self._life.config.name)
+        self.found(request, worker, held.attempt, now)
         self.ask_again(request, now)
 
     def _holder(self, request: Request) -> Holder | None:
@@ -133,6 +188,7 @@ class Recovery:
             other.outstanding -= request.decode_cost
             request.decode_cost = 0
         request.decode = worker
+        request.followed = False
         self._life.handed_over(request)
 
     def ask_again(self, request: Request, now: float) -> None:
@@ -156,7 +212,9 @@ class Recovery:
         request.unheard += 1
         adopt = Adopt(request=request.key, position=request.next)
         self._life.out.append(ToWorker(server.identity, adopt))
-        self._life.repeat_later(request, now, self._life.config.retry_ceiling_s)
+        config = self._life.config
+        ceiling = config.adopt_retry_s if request.followed else config.retry_ceiling_s
+        self._life.repeat_later(request, now, ceiling)
 
     # ------------------------------------------------------------------ workers died
 

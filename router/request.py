@@ -32,6 +32,7 @@ from .registry import roles_for
 if TYPE_CHECKING:
     from .clients import Client
     from .registry import Worker
+    from .search import Sought
 
 
 class State(Enum):
@@ -95,11 +96,11 @@ class Request:
     __slots__ = (
         "attempt", "avoid", "backoff", "base", "blame", "bytes", "client", "context",
         "deadline", "deaths", "decode", "decode_cost", "decode_tries", "due_at", "embeds",
-        "emitted", "grace_until", "handed", "hashes", "heard", "key", "limit", "logprobs", "losses",
-        "lost_at", "max_new", "next", "own", "patience", "pending", "pin", "pool", "prefill",
-        "prefill_cost", "queued_tokens", "request_id", "retry_at", "sent", "server", "slot",
-        "started", "state", "strict", "submitted_at", "terminal", "token_at", "unchecked",
-        "unheard",
+        "emitted", "followed", "foreign", "grace_until", "handed", "hashes", "heard", "key",
+        "limit", "logprobs", "losses", "lost_at", "max_new", "next", "own", "patience", "pending",
+        "pin", "pool", "prefill", "prefill_cost", "queued_tokens", "request_id", "retry_at",
+        "sent", "server", "slot", "sought", "started", "state", "strict", "submitted_at",
+        "terminal", "token_at", "unchecked", "unheard",
     )  # fmt: skip
 
     def __init__(
@@ -112,6 +113,9 @@ class Request:
         self.limit = deadline  # earlier while its client is away
         self.attempt = attempt
         self.own = NEVER  # first attempt of this router's life; others are an earlier life's
+        self.foreign = False  # its attempts were counted elsewhere, perhaps are still
+        self.sought: Sought | None = None  # while workers are asked who has it
+        self.followed = False  # taken over from a prefill worker, and where it goes is not known
         self.state = _QUEUED
         self.client: Client | None = None
         self.base = self.next = len(context.tokens)

@@ -56,10 +56,10 @@ class Timers:
         elif request.state is State.QUEUED:
             life.place(request, now)
         elif request.state is State.RECOVERING:
-            life.requeue(request, now)
+            self._recovery.look_on(request, now)
         elif request.state is State.ENDED:
             life.tell_end(request, now)
-        elif not request.heard or request.pending is not None:
+        elif not request.heard or request.pending is not None or request.followed:
             self._recovery.ask(request, now)
         else:
             life.wake(request, NEVER, now)

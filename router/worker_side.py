@@ -249,6 +249,9 @@ class WorkerSide:
             self._drop("unknown_request")
             self._recovery.orphans.unknown(worker, key, attempt, now)
             return False
+        if request.state is State.RECOVERING and attempt >= request.attempt:
+            self._recovery.found(request, worker, attempt, now)
+            return True
         if request.state is _QUEUED and attempt >= request.attempt:
             request.attempt = attempt + 1  # an earlier life assigned it: rise above
         if request.state is not _RUNNING and request.state is not _ASSIGNED:
@@ -256,6 +259,8 @@ class WorkerSide:
             if attempt <= last:
                 self._drop("late_attempt")
                 life.abort_on(worker, key, attempt, request.deadline, "over")
+                if request.state is State.RECOVERING:
+                    self._recovery.denied(request, worker, now)  # it has an old one only
             return False
         if attempt < request.attempt:
             self._drop("late_attempt")
@@ -269,6 +274,8 @@ class WorkerSide:
     def _terminal(self, worker: Worker, message: Terminal, now: float) -> None:
         key, attempt = message.request, message.attempt
         request = self._life.requests.get(key)
+        if request is not None and request.state is State.RECOVERING and attempt >= request.attempt:
+            self._recovery.found(request, worker, attempt, now)
         running = request is not None and (request.state is _RUNNING or request.state is _ASSIGNED)
         if request is None or not running or attempt < request.attempt:
             if not self._may_be_wanted(worker, request, key, attempt, now):
@@ -366,9 +373,13 @@ class WorkerSide:
             if attempt == waiting[0]:
                 return
         request = self._life.requests.get(key)
+        if request is not None and request.state is State.RECOVERING and not attempt:
+            self._recovery.denied(request, worker, now)
+            return
         if request is None or worker not in (request.prefill, request.server):
             return
-        unknown_there = not attempt and not request.heard and request.server is worker
+        asked = not request.heard or request.followed
+        unknown_there = not attempt and asked and request.server is worker
         if unknown_there or attempt >= request.attempt:
             if request.handed and worker is request.prefill:
                 return
@@ -385,7 +396,7 @@ class WorkerSide:
         reason = f"worker {worker.id} cannot reach {message.endpoint}: {message.reason}"
         self._recovery.lost(request, reason, now)
 
-    def _handoff(self, worker: Worker, message: HandoffReport, _now: float) -> None:
+    def _handoff(self, worker: Worker, message: HandoffReport, now: float) -> None:
         if self._reported.get(message.request, 0) >= message.attempt:
             return
         self._reported.put(message.request, message.attempt)
@@ -395,17 +406,21 @@ class WorkerSide:
             return
         if request.state is _ASSIGNED:
             self._life.accepted(request)
-        if request.state is _RUNNING and request.decode is not None:
+        if request.state is not _RUNNING:
+            return
+        if request.decode is not None:
             self._life.handed_over(request)
+        elif (decode := self._life.registry.find(message.decode)) is not None:
+            self._recovery.served_by(request, decode)  # its tokens go to another router
+            self._recovery.ask_again(request, now)
 
     def _moved(self, worker: Worker, message: Moved, _now: float) -> None:
         """Another router serves the request now; its workers go on."""
         request = self._life.requests.get(message.request)
-        if request is None or request.done:
-            return
-        if request.client is not None:
-            self._life.out.append(ToClient(request.client.identity, message))
-        self._life.leave(request)
+        if request is None or request.done or request.state is State.RECOVERING:
+            return  # in the last case it is being fetched back
+        if worker in (request.prefill, request.decode, request.server):
+            self._recovery.moved(request, message.router)
 
     # ------------------------------------------------------------------ small talk
 

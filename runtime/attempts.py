@@ -22,15 +22,19 @@ class Attempts(MutableMapping[Key, V]):
         attempts = sorted(self._attempts.get(request, ()))
         return [self._values[request, a] for a in attempts if last is None or a <= last]
 
+    def forget(self, request: bytes, last: int) -> None:
+        """Drop a request's attempts up to ``last``."""
+        for key in self.keys_of(request, last):
+            del self[key]
+
+    def keys_of(self, request: bytes, last: int) -> list[Key]:
+        """Keys of a request's attempts up to ``last``."""
+        return [(request, a) for a in self._attempts.get(request, ()) if a <= last]
+
     def newest(self, request: bytes) -> V | None:
         """The value of a request's highest attempt."""
         attempts = self._attempts.get(request)
         return self._values[request, max(attempts)] if attempts else None
-
-    def forget(self, request: bytes, last: int) -> None:
-        """Drop a request's attempts up to ``last``."""
-        for attempt in [a for a in self._attempts.get(request, ()) if a <= last]:
-            del self[request, attempt]
 
     def __getitem__(self, key: Key) -> V:
         return self._values[key]

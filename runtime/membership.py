@@ -10,12 +10,14 @@ Pure; the role's core feeds it and forwards its actions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from ..proto.layout import ModelCard
 from ..proto.limits import PROTOCOL_VERSION
 from ..proto.messages import (
+    Abort,
     Aborted,
     Heartbeat,
     Hello,
@@ -64,6 +66,12 @@ class EngineState:
     step_s: float
 
 
+class _Held(Protocol):
+    """What a worker has of a request."""
+
+    router: str
+
+
 @dataclass(slots=True)
 class _Notice:
     """Words a router has to act upon, said until it does."""
@@ -91,6 +99,18 @@ class _Pending:
 def moved_to(router: str, old: str, request: bytes) -> list[ToRouter]:
     """What the ``old`` router of a request hears when another one adopts it."""
     return [] if old == router else [ToRouter(old, Moved(request=request, router=router))]
+
+
+def other_owner(held: Iterable[_Held], router: str) -> str | None:
+    """The router that has taken one of these from ``router``, if another one has."""
+    return next((one.router for one in held if one.router != router), None)
+
+
+def left_alone(owner: str, router: str, message: Abort) -> list[ToRouter]:
+    """The answer to an Abort of a router that another one has taken the request from."""
+    request, attempt = message.request, message.attempt
+    answer = Aborted(request=request, attempt=attempt)
+    return [ToRouter(router, Moved(request=request, router=owner)), ToRouter(router, answer)]
 
 
 class Membership:
@@ -202,10 +222,15 @@ class Membership:
         for request, attempt in ended:
             self._pending.pop((request, attempt), None)
 
-    def forget(self, request: bytes, attempt: int) -> None:
-        """An abort makes all that was to be said of attempts up to ``attempt`` meaningless."""
-        self._pending.forget(request, attempt)
-        self._notices.forget(request, attempt)
+    def forget(self, request: bytes, attempt: int, router: str | None = None) -> None:
+        """An abort makes all that was to be said of attempts up to ``attempt`` meaningless.
+
+        ``router``: who said it; what belongs to another router stays. None for all.
+        """
+        for table in (self._pending, self._notices):
+            for key in table.keys_of(request, attempt):
+                if router is None or table[key].router == router:
+                    del table[key]
 
     def has_ended(self, request: bytes, attempt: int) -> bool:
         """Whether this attempt's end is being said."""

@@ -5,6 +5,7 @@ Every request's history is kept for :mod:`.invariants`: its tokens as they came 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,8 @@ class Record:
     tokens: list[int] = field(default_factory=list)
     ends: list[client.Ended] = field(default_factory=list)
     ended_at: float = 0.0
+    heard_at: float = 0.0
+    longest_wait: float = 0.0  # for a token or the end
     stopped: bool = False  # by the user
     orphaned: bool = False  # its client died: nobody waits for it
 
@@ -85,13 +88,17 @@ class Record:
 
 
 class ClientNode(Node):
-    """A client process with any number of requests at one router."""
+    """A client process with any number of requests; it knows all routers, the first is its home.
+
+    A router's address is its name.
+    """
 
     core: ClientCore
 
-    def __init__(self, cluster: Cluster, name: str, router: RouterNode) -> None:
+    def __init__(self, cluster: Cluster, name: str, routers: Sequence[RouterNode]) -> None:
         super().__init__(cluster, name)
-        self.router = router
+        self._routers = [router.name for router in routers]
+        self.router = routers[0]
         self.live: dict[str, Record] = {}
         self.history: list[Record] = []
         self._connection = 0
@@ -111,7 +118,8 @@ class ClientNode(Node):
         self.live.clear()
         self._unread.clear()
         self._reading = True
-        self.core = ClientCore(self.router.name)
+        self.core = ClientCore(*self._routers)
+        self.router = self.cluster.router_named(self.core.router)
         self._connect()
 
     # ------------------------------------------------------------------ the user
@@ -120,7 +128,7 @@ class ClientNode(Node):
         """Begin a request, unless its name is in use."""
         if record.request_id in self.live:
             return
-        record.started = self.cluster.network.now
+        record.started = record.heard_at = self.cluster.network.now
         self.live[record.request_id] = record
         self.history.append(record)
         self.feed(client.Start(record.spec()))
@@ -148,12 +156,25 @@ class ClientNode(Node):
         def connected() -> None:
             if identity != self.identity:
                 return
-            if self.router.alive:
+            if self._reaches(self.router):
                 self.feed(client.Connected(identity))
             else:
                 self.cluster.network.after(0.05, self.when_up(connected))
 
         self.cluster.network.after(DETECT_S, self.when_up(connected))
+
+    def _reaches(self, router: RouterNode) -> bool:
+        """Whether a handshake with it would end."""
+        blocked = self.cluster.network.blocked
+        passes = not {(self.name, router.name), (router.name, self.name)} & blocked
+        return router.alive and not router.stopped and passes
+
+    def _look(self, name: str) -> None:
+        """See beside the connection whether a router is there."""
+        if self._reaches(self.cluster.router_named(name)):
+            self.cluster.stats["looks"] += 1
+            seen = self.when_up(lambda: self.feed(client.Reached(name)))
+            self.cluster.network.after(DETECT_S, seen)
 
     def router_down(self) -> None:
         """The connection broke."""
@@ -166,6 +187,7 @@ class ClientNode(Node):
         old, router = self.identity, self.router
         self._connection += 1
         self.router = self.cluster.router_named(name)
+        self.cluster.stats["moves"] += self.router is not router
         self.cluster.network.after(DETECT_S, router.when_up(lambda: router.client_gone(old)))
         self._connect()
 
@@ -213,6 +235,8 @@ class ClientNode(Node):
                     self._ended(action)
                 case client.Reconnect(address=name):
                     self._renew(name)
+                case client.Look(address=name):
+                    self._look(name)
                 case _:
                     pass
 
@@ -227,10 +251,17 @@ class ClientNode(Node):
     def _tokens(self, action: client.NewTokens) -> None:
         record = self.live.get(action.request_id)
         if record is not None:
+            self._heard(record)
             self.cluster.watcher.streamed(record, action)
+
+    def _heard(self, record: Record) -> None:
+        now = self.cluster.network.now
+        record.longest_wait = max(record.longest_wait, now - record.heard_at)
+        record.heard_at = now
 
     def _ended(self, action: client.Ended) -> None:
         record = self.live.pop(action.request_id, None)
         if record is not None:
+            self._heard(record)
             record.ends.append(action)
             record.ended_at = self.cluster.network.now

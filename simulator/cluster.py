@@ -65,11 +65,15 @@ class Cluster:
         self.decodes = [DecodeNode(self, f"decode-{i}", shape.sizes) for i in range(shape.decode)]
         self.embedders = [EmbedNode(self, f"prefill-{i}", shape.sizes) for i in range(shape.embed)]
         self.clients = [
-            ClientNode(self, f"client-{i}", self.routers[i % shape.routers])
+            ClientNode(self, f"client-{i}", self._routers_from(i % shape.routers))
             for i in range(shape.clients)
         ]
         for node in self.nodes:
             node.start()
+
+    def _routers_from(self, first: int) -> list[RouterNode]:
+        """All routers in their order, beginning with this one."""
+        return [*self.routers[first:], *self.routers[:first]]
 
     @property
     def workers(self) -> list[WorkerNode[Any]]:

@@ -13,6 +13,9 @@ STOP_S = 3.0
 BLOCK_S = 2.0
 """Longest time a direction is blocked."""
 
+ISOLATE_S = 3.0
+"""Longest time a router is cut off; longer than its peers wait for it."""
+
 
 class Storm:
     """Draws faults and puts them into a cluster's future."""
@@ -32,6 +35,7 @@ class Storm:
             self._hang: scenario.hangs,
             self._flap: scenario.flaps,
             self._partition: scenario.partitions,
+            self._isolate: scenario.isolations,
             self._drain: scenario.drains,
             self._jump: scenario.jumps,
             self._slow: scenario.slow,
@@ -75,6 +79,19 @@ class Storm:
         until = when + self._random.uniform(0.05, BLOCK_S)
         network.at(when, lambda: network.blocked.update(links))
         network.at(until, lambda: network.blocked.difference_update(links))
+
+    def _isolate(self, node: Node, when: float) -> None:
+        """Nothing passes between a router and one side of its sockets, or both; nobody is told."""
+        cluster, random = self._cluster, self._random
+        router = random.choice(cluster.routers)
+        sides = random.choice(
+            ((cluster.workers,), (cluster.clients,), (cluster.workers, cluster.clients))
+        )
+        names = [peer.name for side in sides for peer in side]
+        links = {(router.name, name) for name in names} | {(name, router.name) for name in names}
+        until = when + random.uniform(0.05, ISOLATE_S)
+        cluster.network.at(when, lambda: cluster.network.blocked.update(links))
+        cluster.network.at(until, lambda: cluster.network.blocked.difference_update(links))
 
     def _drain(self, node: Node, when: float) -> None:
         """By SIGTERM, or by an operator's wish at the router."""

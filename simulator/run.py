@@ -75,6 +75,9 @@ class Run:
         for client in cluster.clients:
             for record in client.history:
                 check_request(cluster, record, scenario.allowed, self._calm_at())
+                if record.longest_wait > scenario.wait_s:
+                    text = f"nothing was heard for {record.longest_wait:.1f} s"
+                    raise Violation(f"{record.request_id}: {text}")
         check_quiet(cluster)
         clean = not (scenario.faults.loss or scenario.faults.duplication)
         if clean and cluster.stats["bad_frames"]:

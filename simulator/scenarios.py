@@ -18,6 +18,11 @@ NARROW = Sizes(frame_bytes=64, window=128, budget=256, stream_tokens=8, token_bu
 
 EMBED = Shape(prefill=0, decode=0, embed=3)
 
+PATIENT_S = 6.0
+"""Longer than all that a router's loss may cost, and less than a client's own doubt takes."""
+TWO = Shape(routers=2, clients=4)
+"""Clients know both routers, and each begins at another."""
+
 DEVICE = replace(NARROW, device=True)
 MOVES = replace(NARROW, move_s=0.02, decode_blocks=48)
 """Frames are packed and written some time after they were due, by a transfer stream."""
@@ -30,11 +35,13 @@ class Scenario:
     ``load_s``: how long requests come and faults strike, ``settle_s``: how long everything may
     take to end afterwards. Counts of faults: ``crashes``, ``stops`` (SIGSTOP), ``hangs`` (the
     engine never finishes a step), ``flaps`` (a connection breaks), ``partitions`` (one
-    direction passes nothing for a while), ``drains``, ``jumps`` (a clock goes forward),
+    direction passes nothing for a while), ``isolations`` (nothing passes between a router and all
+    workers, all clients or both), ``drains``, ``jumps`` (a clock goes forward),
     ``slow`` (a client reads nothing for a while), ``misfits`` (a worker comes with another
     model). ``victims``: kinds of nodes they strike.
     Chances per request: ``cancels``, ``pins``, ``deadlines``, ``names`` (an id used before),
     ``structured`` (answers follow a grammar, which takes a while to compile).
+    ``wait_s``: how long a user may be without a token of a request at most.
     ``poison``: requests that kill what runs them. ``allowed``: error codes a user may see.
     """
 
@@ -49,6 +56,7 @@ class Scenario:
     hangs: int = 0
     flaps: int = 0
     partitions: int = 0
+    isolations: int = 0
     drains: int = 0
     jumps: int = 0
     slow: int = 0
@@ -61,6 +69,7 @@ class Scenario:
     structured: float = 0.0
     prompt: int = 60
     answer: int = 24
+    wait_s: float = float("inf")
     allowed: frozenset[str] = frozenset()
 
 
@@ -197,6 +206,67 @@ SCENARIOS: dict[str, Scenario] = {
         victims=EVERYONE,
         cancels=0.1,
         allowed=UNLUCKY,
+    ),
+    "failover": Scenario(
+        wait_s=PATIENT_S, shape=TWO, crashes=2, victims=("router",), cancels=0.1, deadlines=0.1
+    ),
+    "failover-noise": Scenario(
+        wait_s=PATIENT_S,
+        shape=TWO,
+        crashes=2,
+        victims=("router",),
+        cancels=0.2,
+        faults=NOISE,
+        answer=60,
+    ),
+    "failover-stop": Scenario(
+        wait_s=PATIENT_S,
+        load_s=3.0,
+        shape=replace(TWO, sizes=Sizes(decode_blocks=200)),
+        stops=3,
+        victims=("router",),
+        cancels=0.1,
+        answer=200,
+    ),
+    "failover-scarce": Scenario(
+        wait_s=PATIENT_S,
+        shape=replace(TWO, sizes=SCARCE),
+        crashes=1,
+        stops=1,
+        victims=("router",),
+        cancels=0.1,
+        answer=40,
+        requests=40,
+        load_s=0.3,
+    ),
+    "isolated": Scenario(
+        requests=40,
+        load_s=4.0,
+        wait_s=PATIENT_S,
+        shape=replace(TWO, sizes=Sizes(decode_blocks=200)),
+        isolations=3,
+        cancels=0.1,
+        deadlines=0.1,
+        answer=200,
+        allowed=UNLUCKY,
+    ),
+    "failover-all": Scenario(
+        shape=Shape(routers=3, clients=4),
+        crashes=3,
+        stops=2,
+        hangs=1,
+        flaps=3,
+        partitions=2,
+        isolations=1,
+        drains=1,
+        jumps=1,
+        slow=1,
+        cancels=0.2,
+        pins=0.1,
+        deadlines=0.2,
+        faults=NOISE,
+        victims=EVERYONE,
+        allowed=_PINNED | {"deadline_exceeded"},
     ),
     "all": Scenario(
         crashes=3,

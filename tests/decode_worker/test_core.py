@@ -455,6 +455,31 @@ def test_adopt_says_the_tokens_again_and_moves_the_request(bench):
     assert [r for r, m in bench.routers if isinstance(m, Tokens)] == ["router-2"]
 
 
+def test_an_abort_of_the_router_it_was_taken_from_frees_nothing(bench):
+    bench.run()
+    bench.hear(Adopt(request=KEY, position=11), "router-2")
+    bench.routers.clear()
+    bench.hear(Abort(request=KEY, attempt=1))
+    assert [(r, type(m)) for r, m in bench.routers] == [(ROUTER, Moved), (ROUTER, Aborted)]
+    bench.routers.clear()
+    bench.step()
+    assert [r for r, m in bench.routers if isinstance(m, Tokens)] == ["router-2"]
+    bench.hear(Abort(request=KEY, attempt=1), "router-2")
+    bench.step()
+    assert not bench.core.load().requests_running
+
+
+def test_an_end_that_was_taken_over_outlasts_an_abort_of_the_router_before(bench):
+    bench.run(new=3)
+    bench.step()
+    bench.step()
+    bench.hear(Adopt(request=KEY, position=11), "router-2")
+    bench.hear(Abort(request=KEY, attempt=1))
+    bench.said.clear()
+    bench.hear(Adopt(request=KEY, position=11), "router-2")
+    assert [type(m) for m in bench.said] == [Tokens, Terminal]
+
+
 def test_adopt_from_the_front_says_no_prompt(bench):
     bench.run()
     bench.said.clear()

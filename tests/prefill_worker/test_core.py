@@ -179,7 +179,7 @@ class Bench:
 
     # ------------------------------------------------------------------ the usual way
 
-    def assign(self, attempt: int = 1, key: bytes = KEY, **fields) -> Assign:
+    def assign(self, attempt: int = 1, key: bytes = KEY, router: str = ROUTER, **fields) -> Assign:
         message = Assign(
             request=key,
             attempt=attempt,
@@ -189,7 +189,7 @@ class Bench:
             deadline=fields.pop("deadline", 60.0),
             **fields,
         )
-        self.hear(message)
+        self.hear(message, router)
         return message
 
     def open(self, incarnation: int = 9, endpoint: str = DECODE, transport: str = "zmq") -> None:
@@ -733,6 +733,25 @@ def test_adopt_repeats_the_tokens_and_moves_the_request(bench):
     bench.hear(Adopt(request=KEY, position=10), "router-2")
     assert [(r, type(m)) for r, m in bench.routers] == [(ROUTER, Moved), ("router-2", Tokens)]
     assert bench.one(Tokens).runs[0].tokens == [42]
+
+
+def test_an_abort_of_the_router_it_was_taken_from_frees_nothing(bench):
+    bench.assign()
+    bench.hear(Adopt(request=KEY, position=10), "router-2")
+    bench.routers.clear()
+    bench.hear(Abort(request=KEY, attempt=1))
+    assert [(r, type(m)) for r, m in bench.routers] == [(ROUTER, Moved), (ROUTER, Aborted)]
+    assert bench.core.load().requests_waiting == 1
+    bench.hear(Abort(request=KEY, attempt=1), "router-2")
+    assert bench.core.load().requests_waiting == 0
+
+
+def test_a_higher_attempt_of_another_router_is_told_to_the_one_before(bench):
+    bench.assign()
+    bench.routers.clear()
+    bench.assign(attempt=1025, router="router-2")
+    assert bench.routers[0] == (ROUTER, Moved(request=KEY, router="router-2"))
+    assert bench.core.load().requests_waiting == 1
 
 
 def test_adopt_of_a_request_without_tokens_says_that_it_is_here(bench):

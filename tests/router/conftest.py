@@ -14,7 +14,9 @@ from baton.proto.ids import request_key
 from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.limits import PROTOCOL_VERSION
 from baton.proto.messages import (
+    Aborted,
     Accepted,
+    Adopt,
     Assign,
     FinalAck,
     HandoffReport,
@@ -255,6 +257,13 @@ class Bench:
             "emitted": emitted,
         }
         return Resume(**{**settings, **fields})
+
+    def deny(self, key: bytes) -> None:
+        """All workers are asked for a request, decode workers twice, and have it not."""
+        for _ in range(2):
+            for worker in self.workers:
+                if self.take(worker, Adopt):
+                    worker.say(Aborted(request=key, attempt=0))
 
     def ack(self, key: bytes, identity: bytes = b"client") -> None:
         self.client(FinalAck(requests=[key]), identity)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from baton.client.routers import Routers
 from baton.decode_worker.core import DecodeCore, GrantStore
 from baton.decode_worker.grammars import Grammars
 from baton.engine.scheduler import Scheduler
@@ -350,6 +351,21 @@ def aborted_text_stays_in_the_queue(monkeypatch):
     monkeypatch.setattr(EmbedCore, "_remove", remove)
 
 
+def a_client_stays_with_its_router(monkeypatch):
+    monkeypatch.setattr(Routers, "move", lambda self, now: self.current)
+
+
+def tokens_of_a_taken_over_request_begin_anew(monkeypatch):
+    def make(original):
+        def take_emitted(self, request, message):
+            original(self, request, message)
+            request.emitted = request.emitted[:-1]
+
+        return take_emitted
+
+    around(monkeypatch, ClientSide, "_take_emitted", make)
+
+
 LATE = Scenario(
     shape=Shape(decode=1, sizes=NARROW),
     prompt=150,
@@ -357,6 +373,7 @@ LATE = Scenario(
     faults=Faults(reordering=0.4, duplication=0.4, max_delay=0.004),
 )
 DEAF = replace(SCENARIOS["scarce-crash"], faults=Faults(loss=0.15))
+LONELY = replace(SCENARIOS["failover"], shape=replace(SCENARIOS["failover"].shape, restart_s=9.0))
 CROWDED = replace(SCENARIOS["embed"], load_s=0.1, cancels=0.5)
 PLANTS = [
     (generation_not_raised_and_digest_not_compared, LATE, 10),
@@ -389,6 +406,8 @@ PLANTS = [
     (aborted_text_stays_in_the_queue, CROWDED, 5),
     (matcher_not_shown_prefills_token, "structured", 3),
     (grammar_of_an_ended_handoff_compiles_on, "structured", 5),
+    (a_client_stays_with_its_router, LONELY, 5),
+    (tokens_of_a_taken_over_request_begin_anew, "failover", 10),
 ]
 
 

@@ -1,0 +1,91 @@
+"""One long stream whose router dies, stops or is cut off: another takes it over as it runs."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import count
+
+import pytest
+
+from baton.simulator.clients import Record
+from baton.simulator.cluster import Shape
+from baton.simulator.invariants import Violation
+from baton.simulator.run import Run
+from baton.simulator.scenarios import Scenario
+from baton.simulator.toy_model import expected_tokens
+from baton.simulator.workers import Sizes
+
+SHAPE = Shape(
+    prefill=1, decode=1, routers=2, clients=1, restart_s=9.0, sizes=Sizes(decode_blocks=600)
+)
+ANSWER = 1600
+PROMPT = next([number] for number in count(1) if len(expected_tokens([number], ANSWER)) == ANSWER)
+
+
+def play(*plan):
+    """``plan``: (when, what to do with the cluster); returns the cluster and the stream."""
+    run = Run(1, Scenario(requests=0, load_s=4.0, shape=SHAPE))
+    cluster, record = run.cluster, Record("long", PROMPT, ANSWER)
+    cluster.network.at(0.1, partial(cluster.clients[0].submit, record))
+    for when, act in plan:
+        cluster.network.at(when, partial(act, cluster))
+    run.play()
+    assert len(record.tokens) == ANSWER
+    return cluster, record
+
+
+def computed_once(cluster):
+    return cluster.stats["moves"] and cluster.prefills[0].core.load().prompt_tokens == len(PROMPT)
+
+
+def crash(cluster):
+    cluster.routers[0].crash()
+
+
+def stop(cluster):
+    cluster.routers[0].stop()
+
+
+def go_on(cluster):
+    cluster.routers[0].resume()
+
+
+def links(cluster):
+    router, client = cluster.routers[0].name, cluster.clients[0].name
+    return {(router, client), (client, router)}
+
+
+def cut(cluster):
+    cluster.network.blocked.update(links(cluster))
+
+
+def join(cluster):
+    cluster.network.blocked.difference_update(links(cluster))
+
+
+def test_a_router_that_died_is_replaced_at_once():
+    cluster, record = play((1.0, crash))
+    assert record.longest_wait < 0.1
+    assert computed_once(cluster)
+
+
+def test_a_router_that_is_stopped_is_replaced_by_its_silence():
+    cluster, record = play((1.0, stop), (3.0, go_on))
+    assert 1.4 < record.longest_wait < 2.0
+    assert computed_once(cluster)
+
+
+def test_a_client_that_was_cut_off_goes_on_elsewhere():
+    """The old router lives and may free the request before the other one has asked for it."""
+    _cluster, record = play((1.0, cut), (3.0, join))
+    assert record.longest_wait < 2.0
+
+
+def test_a_stopped_routers_late_abort_would_harm(monkeypatch):
+    """As the test above shows that it does not."""
+    for module in ("prefill_worker.core", "decode_worker.core"):
+        monkeypatch.setattr(f"baton.{module}.other_owner", lambda held, router: None)
+    with pytest.raises((AssertionError, Violation)):
+        cluster, record = play((1.0, stop), (3.0, go_on))
+        assert record.longest_wait < 2.0
+        assert computed_once(cluster)
