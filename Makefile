@@ -29,7 +29,7 @@ export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup demo test check test-full test-oracle test-deploy soak bench gpu-check gpu-wheels clean lock
+.PHONY: help setup demo test check test-full test-oracle test-deploy soak bench gpu-check gpu-bench gpu-wheels clean lock
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 14
@@ -75,6 +75,9 @@ GPU_RUN = PYTHONPATH="$(CURDIR)/src:$(CURDIR)/$(GPU_SITE)$${PYTHONPATH:+:$$PYTHO
 
 gpu-check: $(GPU_READY)  ## everything on this machine's GPU, in under 10 minutes
 	@$(GPU_RUN) baton.benchmarks.gpu.check $(ARGS)
+
+gpu-bench: $(GPU_READY)  ## kernels and a model on this machine's GPU, in under 10 minutes
+	@$(GPU_RUN) baton.benchmarks.gpu.bench $(ARGS)
 
 gpu-wheels: $(VENV)/.installed  ## into WHEELS=FOLDER, what a GPU machine without a network lacks
 	@$(BIN)/python -m baton.benchmarks.gpu.wheels "$(or $(WHEELS),build/wheels)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ class Shape:
     layers: int
     heads: int
     kv_heads: int
+    positions: int = 4096
 
     @property
     def head_dim(self) -> int:
@@ -73,9 +75,19 @@ SHAPES = {
 }
 
 
-def write_checkpoint(folder: Path, shape: Shape, dtype: str, seed: int = 0) -> Path:
-    """Write a random checkpoint, ``dtype`` "F32" or "BF16"; the same numbers for both."""
+Values = Callable[[tuple[int, ...]], Iterable[bytes]]
+"""The bytes of a tensor of a shape, in pieces."""
+
+
+def write_checkpoint(
+    folder: Path, shape: Shape, dtype: str, seed: int = 0, values: Values | None = None
+) -> Path:
+    """Write a random checkpoint, ``dtype`` "F32" or "BF16"; the same numbers for both.
+
+    ``values``: gives the tensors instead.
+    """
     rng = np.random.default_rng(seed)
+    give = values or (lambda size: [_random(rng, size, dtype).tobytes()])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_config(shape, dtype)))
     item, at, header = {"F32": 4, "BF16": 2}[dtype], 0, {}
@@ -88,7 +100,7 @@ def write_checkpoint(folder: Path, shape: Shape, dtype: str, seed: int = 0) -> P
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for size in shape.tensors().values():
-            file.write(_random(rng, size, dtype).tobytes())
+            file.writelines(give(size))
     return folder
 
 
@@ -110,7 +122,7 @@ def _config(shape: Shape, dtype: str) -> dict[str, object]:
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": shape.positions,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
         "rope_theta": 10000.0,

@@ -19,7 +19,7 @@ PARTS = (
     Part("attention", f"{_HERE}.suite:attention", 200, together=True),
     Part("blocks", f"{_HERE}.suite:blocks", 200, together=True),
     Part("sampling", f"{_HERE}.suite:sampling", 200, together=True),
-    Part("rows", f"{_HERE}.suite:rows_and_model", 200, together=True),
+    Part("others", f"{_HERE}.suite:others", 200, together=True),
     Part("oracle", f"{_HERE}.oracle:oracle", 120, together=True),
     Part("serving", f"{_HERE}.serving:serving", 120),
     Part("handoffs", f"{_HERE}.handoffs:handoffs", 90),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from baton.benchmarks.gpu import check
+from baton.benchmarks.gpu import bench, check
 
 from ..cuda.host.builder import why_not
 
@@ -49,8 +49,14 @@ def assert_complete(text: str, report: dict[str, Any], names: list[str]) -> None
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
 def test_the_check_runs_without_a_gpu(tmp_path: Path, environment: dict[str, str]) -> None:
-    names = [part.name for part in check.PARTS if part.name not in ("blocks", "sampling", "rows")]
+    names = [part.name for part in check.PARTS if part.name not in ("blocks", "sampling", "others")]
     assert_complete(*run("check", names, tmp_path, environment), names)
+
+
+@pytest.mark.timeout(300)
+def test_the_benchmarks_run_without_a_gpu(tmp_path: Path, environment: dict[str, str]) -> None:
+    names = [part.name for part in bench.PARTS if part.name != "ceilings"]
+    assert_complete(*run("bench", names, tmp_path, environment), names)
 
 
 def test_without_a_gpu_there_is_one_sentence_and_a_code(tmp_path: Path) -> None:

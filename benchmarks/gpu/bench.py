@@ -1,0 +1,29 @@
+"""Kernels and a model beside their limits and peers on this machine's GPU: ``make gpu-bench``.
+
+Ends in a table and a JSON file; each part runs in a process of its own, alone on the GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from .parts import Part
+from .verb import run_verb
+
+_HERE = "baton.benchmarks.gpu"
+BUDGET_S = 580.0
+PARTS = (
+    Part("compile", f"{_HERE}.compiling:compiling", 60),
+    Part("ceilings", f"{_HERE}.probes:probes", 60),
+    Part("blocks", f"{_HERE}.bench_blocks:moving", 60),
+    Part("decode", f"{_HERE}.bench_attention:decoding", 120),
+    Part("prefill", f"{_HERE}.bench_attention:prefilling", 60),
+    Part("rows", f"{_HERE}.bench_rows:rows", 60),
+    Part("draw", f"{_HERE}.bench_rows:drawing", 90),
+    Part("products", f"{_HERE}.bench_rows:products", 90),
+    Part("model", f"{_HERE}.bench_model:model", 300),
+)
+
+
+if __name__ == "__main__":
+    sys.exit(run_verb("gpu-bench", PARTS, BUDGET_S, __doc__ or ""))

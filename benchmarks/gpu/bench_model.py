@@ -1,0 +1,175 @@
+"""A model of Llama-3.1-8B's shapes with random bf16 weights: decode steps and prefill."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...engine.kernels.cuda.backend import CudaBackend
+from ...engine.pipeline.device_steps import DeviceSteps
+from ...engine.plan import Chunk, SampleSpec, StepPlan
+from ...engine.runner import Runner, RunnerConfig, load_runner
+from ...proto.sampling import SamplingParams
+from ..checkpoints import Shape, write_checkpoint
+from .lines import Line, measured, skipped
+from .models import TINY
+from .races import copy_bandwidth, has_torch
+from .stage import Stage, Timing
+
+LLAMA_8B = Shape(
+    "llama-8b", 128256, hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8,
+    positions=131072,
+)  # fmt: skip
+BLOCK = 16
+DECODE_BARS = {(1, 128): 243.0, (64, 2048): 7000.0, (256, 1024): 15900.0}
+"""Tokens per second by rows and tokens of context."""
+PREFILL_BARS = {8192: 28000.0, 2048: 40000.0}
+_POOL = 1 << 26
+_ONE = 0x3F80
+"""1.0 in bfloat16."""
+
+
+def model(stage: Stage) -> Iterator[Line]:
+    """Steps as a worker runs them, from a plan to its tokens; transformers' steps behind them."""
+    ceiling = copy_bandwidth(stage)
+    began = time.monotonic()
+    folder = write_random(stage.scratch / "model", TINY if stage.tiny else LLAMA_8B)
+    written = time.monotonic()
+    longest = stage.size(16384, 64)
+    config = RunnerConfig(
+        model=str(folder), num_blocks=stage.size(256 * 1024 // BLOCK + 64, 24),
+        block_size=BLOCK, max_length=longest,
+    )  # fmt: skip
+    runner = load_runner(config, backend=CudaBackend(stage.device))
+    loaded = f"{written - began:.1f} s written, {time.monotonic() - written:.1f} s loaded"
+    gigabytes = runner.card.weights_bytes / 1e9
+    yield Line(f"weights, {gigabytes:.1f} GB", loaded, figures={"bytes": gigabytes * 1e9})
+    fill(stage, runner.pool)
+    cases = {(1, 20): 0.0, (3, 17): 0.0} if stage.tiny else DECODE_BARS
+    for (rows, context), bar in cases.items():
+        yield decode(stage, runner, rows, context, bar, ceiling)
+    for length, bar in ({40: 0.0} if stage.tiny else PREFILL_BARS).items():
+        yield prefill(stage, runner, length, bar)
+    del runner
+    gc.collect()
+    stage.memory_used()  # gives back what the pool kept
+    yield _transformers(stage, folder)
+
+
+def write_random(folder: Path, shape: Shape) -> Path:
+    """A checkpoint whose tensors repeat a few million random values: written at a disk's speed."""
+    rng = np.random.default_rng(0)
+    count = min(_POOL, shape.vocab * shape.hidden)
+    normal = rng.standard_normal(count, np.float32)
+    pools: dict[int, np.ndarray] = {}
+
+    def values(size: tuple[int, ...]) -> Iterator[bytes]:
+        left = int(np.prod(size, dtype=np.int64))
+        if len(size) == 1:
+            yield np.full(size, _ONE, np.uint16).tobytes()
+            return
+        if size[1] not in pools:
+            scaled = normal * np.float32(size[1] ** -0.5)
+            pools[size[1]] = (scaled.view(np.uint32) >> 16).astype(np.uint16)
+        pool = pools[size[1]]
+        start = int(rng.integers(len(pool)))
+        while left:
+            piece = pool[start : start + left]
+            yield piece.tobytes()
+            left, start = left - len(piece), 0
+
+    return write_checkpoint(folder, shape, "BF16", values=values)
+
+
+def fill(stage: Stage, pool: Any) -> None:
+    """Random keys and values everywhere, a layer at a time."""
+    some = stage.random_bf16(pool.shape[1:])
+    for layer in pool:
+        stage.copy(layer, some)
+    stage.device.synchronize()
+
+
+def decode(
+    stage: Stage, runner: Runner, rows: int, context: int, bar: float, ceiling: float
+) -> Line:
+    """Steps of ``rows`` sequences that see ``context`` tokens each, drawn at temperature 0.8."""
+    width = -(-context // BLOCK)
+    order = np.random.default_rng(11).permutation(rows * width).astype(np.int32)
+    tables = order.reshape(rows, width)
+    params = SamplingParams(temperature=0.8, top_p=0.95, seed=3)
+    spec = SampleSpec(params, context, np.empty(0, np.int32), 1)
+    token = np.array([7], np.int32)
+    chunks = tuple(
+        Chunk(at.to_bytes(2, "big"), context - 1, token, tables[at], spec) for at in range(rows)
+    )
+    steps = _seconds(stage, runner, chunks, 30)
+    graph = _graph(stage, runner)
+    rate = rows / steps.median
+    nbytes = runner.card.weights_bytes + rows * context * _block_bytes(runner) / BLOCK
+    floor = nbytes / ceiling
+    words = f"{rate:.0f} tok/s, step {steps.text}, {floor / steps.median:.2f} of the floor"
+    figures = {"tokens_per_s": rate, "seconds": steps.median, "floor": floor}
+    if graph is not None:
+        words += f", graph alone {graph.text}"
+        figures["graph_seconds"] = graph.median
+    return measured(f"decode {rows} x {context}", words, f"{bar:.0f} tok/s", rate >= bar, **figures)
+
+
+def _block_bytes(runner: Runner) -> int:
+    """Bytes of a block of all layers."""
+    layout = runner.card.layout
+    return layout.num_layers * layout.block_bytes
+
+
+def _graph(stage: Stage, runner: Runner) -> Timing | None:
+    """The captured step that ran last, by itself."""
+    computer = runner.pipeline._computer
+    if not isinstance(computer, DeviceSteps) or not computer._graphs:
+        return None
+    captured = [*computer._graphs.values()][-1]._graph
+    return None if captured is None else stage.time([captured.replay], 20)
+
+
+def prefill(stage: Stage, runner: Runner, length: int, bar: float) -> Line:
+    """One prompt in one chunk."""
+    tokens = np.random.default_rng(12).integers(0, runner.card.vocab_size, length).astype(np.int32)
+    table = np.arange(-(-length // BLOCK), dtype=np.int32)
+    spec = SampleSpec(SamplingParams(temperature=0), length, np.empty(0, np.int32), length)
+    timing = _seconds(stage, runner, (Chunk(b"prompt", 0, tokens, table, spec),), 8)
+    rate = length / timing.median
+    words = f"{rate:.0f} tok/s, {timing.text}"
+    what = f"prefill of {length}"
+    return measured(what, words, f"{bar:.0f} tok/s", rate >= bar, tokens_per_s=rate)
+
+
+def _seconds(stage: Stage, runner: Runner, chunks: Sequence[Chunk], repeats: int) -> Timing:
+    """From a plan to its tokens on the host; raises what the step failed with."""
+    times = []
+    for at in range(stage.size(repeats, 2) + 2):
+        began = time.perf_counter()
+        result = runner.pipeline.execute(StepPlan(at, tuple(chunks)))
+        times.append(time.perf_counter() - began)
+        for error in result.failed.values():
+            raise error
+    return Timing.of(times[2:])
+
+
+def _transformers(stage: Stage, folder: Path) -> Line:
+    """One stream, compiled, with a static cache."""
+    what = "transformers, compiled, static cache, 1 x 128"
+    if not has_torch():
+        return skipped(what, "torch is not installed")
+    from .peer_transformers import decode_times
+
+    context, steps = stage.size(128, 16), stage.size(40, 2)
+    try:
+        timing = Timing.of(decode_times(folder, context, steps, gpu=stage.cupy is not None))
+    except Exception as error:
+        return skipped(what, f"{type(error).__name__}: {str(error)[:160]}")
+    rate = 1 / timing.median
+    return Line(what, f"{rate:.0f} tok/s, step {timing.text}", figures={"tokens_per_s": rate})
