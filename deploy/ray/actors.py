@@ -7,10 +7,14 @@ Names are the members' own (``decode-3``, ``router``), in the namespace ``baton`
 from __future__ import annotations
 
 import os
+import threading
+import traceback
 
 import msgspec
 
-from ...proto.errors import ConfigError
+from ...proto.errors import BatonError, ConfigError
+from ..config import ServeSettings
+from .controller import ControllerFacts, RayCluster
 from .member import MemberReport, Supervisor
 from .member_core import State
 from .placing import place, read_order
@@ -62,3 +66,47 @@ class PoolMember:
         """See :meth:`Supervisor.kill_child`."""
         if self._supervisor is not None:
             self._supervisor.kill_child(pid)
+
+
+CONTROLLER = "controller"
+"""The controller's name in the namespace."""
+
+
+class Controller:
+    """The actor around :class:`.controller.RayCluster`, which runs on a thread of its own.
+
+    ``settings``: a :class:`ServeSettings` as JSON, checked.
+    """
+
+    def __init__(self, settings: bytes) -> None:
+        import ray
+
+        from .api import Ray
+
+        self._facts = ControllerFacts()
+        head = str(ray.util.get_node_ip_address())
+        launched = msgspec.json.decode(settings, type=ServeSettings)
+        self._api = Ray(head, gpus=1.0 if launched.device == "cuda" else 0.0)
+        try:
+            self._cluster = RayCluster(launched, self._api, head)
+        except BatonError as problem:
+            self._facts = ControllerFacts(refusal=str(problem))
+            return
+        self._facts = ControllerFacts(
+            address=self._cluster.address,
+            admin=self._cluster.admin,
+            launched=msgspec.to_builtins(launched),
+        )
+        threading.Thread(target=self._run, name="controller").start()
+
+    def facts(self) -> bytes:
+        """:class:`ControllerFacts` as JSON."""
+        return msgspec.json.encode(self._facts)
+
+    def _run(self) -> None:
+        try:
+            self._cluster.run()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)  # Ray starts another, which goes on from what is saved
+        self._api.kill_named(CONTROLLER)

@@ -8,14 +8,16 @@ from typing import Any
 import msgspec
 
 from ...proto.errors import ConnectionLost
-from ..launcher import DECODE, PREFILL, ROUTER, MemberSpec
+from ..launcher import ROUTER, MemberSpec
 from .actors import PoolMember
 from .connect import NAMESPACE
 from .member import MemberReport
+from .node_types import autoscaling_config, capacity_of
 from .placing import order_of
 from .watch import ActorGone
 
-ROLES = (ROUTER, PREFILL, DECODE)
+_ON_HEAD = 0.001
+"""Of the resource ``router``: however many routers there are, they are all on the head's node."""
 
 
 class Ray:
@@ -43,8 +45,10 @@ class Ray:
             max_task_retries=0,
             num_cpus=0,
             num_gpus=0 if spec.role == ROUTER else self._gpus,
-            resources={spec.role: 1},
+            resources={spec.role: _ON_HEAD if spec.role == ROUTER else 1},
         ).remote(order)
+
+    # ------------------------------------------------------------- members
 
     def ask(self, actor: Any) -> Any:
         """Ask for a report."""
@@ -92,10 +96,11 @@ class Ray:
         if entry.get("State") not in ("DEPENDENCIES_UNREADY", "PENDING_CREATION", "RESTARTING"):
             return ""
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
-        offer = [node for node in nodes if node["Resources"].get(role, 0) >= 1]
+        needs = _ON_HEAD if role == ROUTER else 1
+        offer = [node for node in nodes if node["Resources"].get(role, 0) >= needs]
         if not offer:
             return f"no live node of {len(nodes)} has the resource '{role}'"
-        if self._ray.available_resources().get(role, 0) < 1:
+        if self._ray.available_resources().get(role, 0) < needs:
             return f"all {len(offer)} nodes with the resource '{role}' are taken"
         return "Ray has not started its actor yet"
 
@@ -103,25 +108,73 @@ class Ray:
         """Ask the autoscaler for room; the whole list, nobody else's is kept."""
         from ray.autoscaler.sdk import request_resources
 
-        request_resources(bundles=[{r: 1} for r, count in bundles.items() for _ in range(count)])
+        pools = [
+            role for role in bundles if role != ROUTER
+        ]  # routers are on the head, which is there
+        request_resources(bundles=[{role: 1} for role in pools for _ in range(bundles[role])])
 
     def capacity(self) -> dict[str, int] | None:
         """By the autoscaler's maxima; None where nodes are joined by hand."""
-        from ray._private.state import state
+        config = autoscaling_config(self._ray.get_runtime_context().gcs_address)
+        return None if config is None else capacity_of(config)
 
-        config = state.get_cluster_config()
-        if config is None or not config.node_group_configs:
-            return None
-        return {role: _most(config, role) for role in ROLES}
+    # ------------------------------------------------------------- the controller
+
+    def load(self) -> bytes | None:
+        """What a predecessor saved."""
+        return get_value(_SAVED)
+
+    def save(self, data: bytes) -> None:
+        """Keep this for a successor."""
+        _put_value(_SAVED, data)
+
+    def forget(self, last_words: str) -> None:
+        """The cluster has ended."""
+        _put_value(LAST_WORDS, last_words.encode())
+        _delete_value(_SAVED)
+
+    def existing(self) -> list[str]:
+        """Names of the actors there are."""
+        return existing()
+
+    def kill_named(self, name: str) -> None:
+        """End an actor for good, also the one this runs in."""
+        self._ray.kill(self._ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
 
 
-def _most(config: Any, role: str) -> int:
-    """Most members of a role on all nodes of all types; a type without a maximum has many."""
-    total = 0
-    for group in config.node_group_configs:
-        each = group.resources.get(role, 0)
-        total += each * (10_000 if group.max_count < 0 else group.max_count)
-    return int(total)
+# ---------------------------------------------------------------- the head's store
+
+_SAVED = b"controller"
+LAST_WORDS = b"last-words"
+"""Why the last controller ended, empty if it was told to."""
+
+
+def get_value(key: bytes) -> bytes | None:
+    """A value of the key-value store of Ray's head."""
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    value = _internal_kv_get(key, namespace=NAMESPACE.encode())
+    return None if value is None else bytes(value)
+
+
+def _put_value(key: bytes, value: bytes) -> None:
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    _internal_kv_put(key, value, overwrite=True, namespace=NAMESPACE.encode())
+
+
+def _delete_value(key: bytes) -> None:
+    from ray.experimental.internal_kv import _internal_kv_del
+
+    _internal_kv_del(key, namespace=NAMESPACE.encode())
+
+
+def existing() -> list[str]:
+    """Names of Baton's actors."""
+    from ray.util import list_named_actors
+
+    found = list_named_actors(all_namespaces=True)
+    return [entry["name"] for entry in found if entry["namespace"] == NAMESPACE]
 
 
 def _first_line(problem: Exception) -> str:

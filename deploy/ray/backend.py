@@ -32,6 +32,10 @@ class RayBackend:
         self._timer.cancel()
         self._watch.end()
 
+    def put(self, command: Callable[[], object]) -> None:
+        """Run ``command`` on the thread that talks to Ray, in its turn."""
+        self._watch.put(command)
+
     def start(self, spec: MemberSpec) -> None:
         """See ``Backend``; an actor of this name that is there already is taken over."""
         self._roles[spec.name] = spec.role

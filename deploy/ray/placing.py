@@ -28,6 +28,8 @@ CONFIGS: dict[str, type[msgspec.Struct]] = {
     DECODE: DecodeWorkerConfig,
 }
 LOOPBACK = "127.0.0.1"
+DEVICE_SHARE = 0.9
+"""Of a GPU's memory for its one worker: the rest is for the driver and for what kernels take."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,16 +47,30 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def order_of(spec: MemberSpec, head: str) -> bytes:
-    """The bytes a member's actor is made with."""
+    """The bytes a member's actor is made with.
+
+    Where the embedded model lies is the node's to know.
+    """
+    config = _without_demo_model(spec.process.config)
     order = Order(
         name=spec.name,
         role=spec.role,
         revision=spec.revision,
         module=spec.process.module,
-        config=msgspec.Raw(msgspec.json.encode(spec.process.config)),
+        config=msgspec.Raw(msgspec.json.encode(config)),
         head=head,
     )
     return msgspec.json.encode(order)
+
+
+def _without_demo_model(config: Any) -> Any:
+    here = str(demo_model_folder())
+    if getattr(config, "model_folder", "") == here:
+        return msgspec.structs.replace(config, model_folder="")
+    runner = getattr(config, "runner", None)
+    if runner is None or runner.model != here:
+        return config
+    return msgspec.structs.replace(config, runner=msgspec.structs.replace(runner, model=""))
 
 
 def read_order(data: bytes) -> Order:
@@ -99,7 +115,8 @@ def _runner(config: Any) -> RunnerConfig:
     memory = runner.kv_bytes
     if not (memory or runner.num_blocks or on_gpu):
         memory = _kv_memory(model, runner.max_length, config)
-    return msgspec.structs.replace(runner, model=model, kv_bytes=memory)
+    share = DEVICE_SHARE if on_gpu else runner.device_share
+    return msgspec.structs.replace(runner, model=model, kv_bytes=memory, device_share=share)
 
 
 def _kv_memory(model: str, max_length: int, config: Any) -> int:

@@ -111,7 +111,8 @@ class MemberWatch:
     # ------------------------------------------------------------- from any thread
 
     def begin(self) -> None:
-        """Start watching."""
+        """Start watching; what the nodes can hold is known from the first moment on."""
+        self._guarded(self._read_capacity)
         self._thread.start()
 
     def end(self) -> None:

@@ -1,0 +1,192 @@
+"""The controller of a cluster on Ray: the same core and shell as on one machine, members as actors.
+
+It runs as an actor on the head's node (:class:`.actors.Controller`). Killed, it is started again
+by Ray, reads what it had saved, finds the members by their names and goes on; they serve meanwhile,
+since nothing of it is in the way of a token.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from ...engine.embedding_config import EMBED
+from ...runtime.loop import Loop
+from .. import banner
+from ..addresses import admin_address, claim_admin
+from ..admin import Overview
+from ..config import ServeSettings
+from ..controller import ControllerCore
+from ..core import Say
+from ..members import Stage
+from ..orders import Down
+from ..plan import ClusterPlan, role_of, router_names
+from ..pools import ControllerLimits
+from ..prepare import with_task
+from ..roster import Roster
+from ..shell import ControllerShell
+from ..targets import Bounds
+from .backend import RayBackend
+from .plan import ray_plan, ray_settings
+from .saved import Saved, decode_saved, encode_saved, restore, saved_of
+from .watch import RayApi
+
+SAVE_EVERY = 0.1
+"""Seconds between looks whether what is saved is still so."""
+LINGER = 1.0
+"""How long the last answers may take to leave, in seconds."""
+
+
+class ControllerApi(RayApi, Protocol):
+    """What a controller needs of Ray beside its members."""
+
+    def load(self) -> bytes | None:
+        """What a predecessor saved."""
+
+    def save(self, data: bytes) -> None:
+        """Keep this for a successor."""
+
+    def forget(self, last_words: str) -> None:
+        """Nothing is left for a successor; ``last_words``: why it failed, if it did."""
+
+    def existing(self) -> list[str]:
+        """Names of the members' actors there are."""
+        raise NotImplementedError
+
+
+class Revisions(Roster):
+    """The settings by revision, also those of a predecessor."""
+
+    def __init__(self, plan: ClusterPlan, known: dict[int, ServeSettings]) -> None:
+        super().__init__(plan)
+        self._settings |= known
+
+    @property
+    def known(self) -> dict[int, ServeSettings]:
+        """All of them."""
+        return dict(self._settings)
+
+
+class RayCluster:
+    """One controller; :meth:`run` returns when the cluster has ended.
+
+    ``settings``: as launched; what a predecessor saved has precedence. ``head``: address of this
+    node. Raises a BatonError for settings that cannot be served.
+    """
+
+    def __init__(self, settings: ServeSettings, api: ControllerApi, head: str) -> None:
+        self._api = api
+        data = api.load()
+        before = None if data is None else decode_saved(data)
+        key = secrets.token_hex(32) if before is None else before.cluster_key
+        if before is not None:
+            settings = before.revisions[0]
+        else:
+            settings = with_task(ray_settings(settings, head))
+        self._plan = ray_plan(settings, key)
+        self._revisions = Revisions(self._plan, {} if before is None else before.revisions)
+        self.address = self._plan.address
+        self.admin = settings.admin or admin_address(self.address)
+        self.failure = ""
+        self._saved = data
+        self._core = _core(settings)
+        self._loop = Loop()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._backend: RayBackend | None = None
+        self._shell = self._make_shell(api)
+        try:
+            claim_admin(self.admin)
+            self._shell.listen(self.admin)
+        except BaseException:
+            self._close()
+            raise
+        if before is not None:
+            self._go_on(before)
+
+    def _make_shell(self, api: ControllerApi) -> ControllerShell:
+        def backend(emit: Callable[[Any], None]) -> RayBackend:
+            made = self._backend = RayBackend(self._loop, api, emit)
+            return made
+
+        facts = Overview(backend="ray", address=self.address)
+        clients = self._plan.book.clients
+        return ControllerShell(
+            self._loop, self._context, self._core, self._revisions, backend, clients, facts,
+            self._say,
+        )  # fmt: skip
+
+    def _go_on(self, before: Saved) -> None:
+        """Take over the members of a predecessor."""
+        for name in restore(self._core, before, self._api.existing(), self._loop.now()):
+            member = self._core.pools.members.get(name)
+            if member is None:
+                continue
+            spec = self._revisions.spec(name, role_of(name), member.revision)
+            self._shell.backend.start(spec)
+            if member.stage is Stage.STOPPING:
+                self._shell.backend.stop(name, self._core.limits.stop_timeout)
+        if before.ending:
+            self._loop.call_later(0.0, lambda: self._shell.feed(Down()))
+
+    # ------------------------------------------------------------- life
+
+    def run(self) -> None:
+        """Serve until somebody wants the end; afterwards nothing is left of the cluster."""
+        try:
+            self._shell.start()
+            self._loop.call_later(0.0, self._save)
+            self._loop.run()
+        finally:
+            self._close()
+        self._api.request({})
+        self._api.forget(self.failure)
+
+    def _close(self) -> None:
+        self._shell.close()
+        if self._backend is not None:
+            self._backend.close()
+        self._context.destroy(linger=int(LINGER * 1000))
+        self._loop.close()
+
+    def _save(self) -> None:
+        """Also right before an actor is made: commands of one queue keep their order."""
+        self._loop.call_later(SAVE_EVERY, self._save)
+        saved = saved_of(self._core, self._plan.cluster_key, self._revisions.known)
+        data = encode_saved(saved)
+        if data != self._saved and self._backend is not None:
+            self._saved = data
+            self._backend.put(lambda: self._api.save(data))
+
+    def _say(self, say: Say) -> None:
+        sentence = banner.sentence(say)
+        if say.what in banner.FAILURES:
+            self.failure = sentence
+        sys.stderr.write(f"{sentence}\n")
+        sys.stderr.flush()
+
+
+def _core(settings: ServeSettings) -> ControllerCore:
+    bounds = Bounds(
+        prefill_min=settings.prefill_min,
+        prefill_max=settings.prefill_max,
+        decode_min=settings.decode_min,
+        decode_max=settings.decode_max,
+        embeds=settings.task == EMBED,
+    )
+    limits = ControllerLimits(grace=settings.grace, replace=True)
+    targets = {"prefill": settings.prefill, "decode": settings.decode}
+    return ControllerCore(targets, router_names(settings), limits, bounds)
+
+
+class ControllerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What whoever launches is told. ``refusal``: why nothing runs."""
+
+    address: str = ""
+    admin: str = ""
+    refusal: str = ""
+    launched: dict[str, Any] = {}

@@ -1,0 +1,66 @@
+"""How many members the node types of a cluster can ever hold, by its autoscaler's configuration.
+
+Ray does not say: the limits stand in a file that the autoscaler on the head was started with, so
+that file is read. Nodes that are joined by hand have no limits, and nothing is known of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..launcher import DECODE, PREFILL, ROUTER
+
+ROLES = (ROUTER, PREFILL, DECODE)
+_FLAG = "--autoscaling-config="
+_MOST_BYTES = 4 << 20
+
+
+def autoscaling_config(gcs_address: str, proc: Path = Path("/proc")) -> dict[str, Any] | None:
+    """The configuration of this head's autoscaler; None where none runs or it cannot be read.
+
+    ``gcs_address``: ``HOST:PORT`` of the head, which the autoscaler is started with too.
+    """
+    import yaml  # type: ignore[import-untyped]  # of Ray
+
+    path = _config_path(gcs_address, proc)
+    if path is None:
+        return None
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+        with path.open("rb") as file:
+            config = yaml.safe_load(file.read(_MOST_BYTES))
+        return config if isinstance(config, dict) else None
+    return None
+
+
+def _config_path(gcs_address: str, proc: Path) -> Path | None:
+    """From the command line of the autoscaler's process."""
+    port = gcs_address.rpartition(":")[2]
+    for entry in proc.iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            words = (entry / "cmdline").read_bytes().decode().split("\0")
+            paths = [word.removeprefix(_FLAG) for word in words if word.startswith(_FLAG)]
+            ours = any(word.endswith(f":{port}") and "gcs" in word for word in words)
+            if paths and ours and any("autoscaler" in word for word in words):
+                return Path(paths[0])
+    return None
+
+
+def capacity_of(config: Mapping[str, Any]) -> dict[str, int]:
+    """Most members of each role; a node type without a maximum has the cluster's."""
+    types = config.get("available_node_types") or {}
+    overall = int(config.get("max_workers", 2))  # Ray's own default
+    return {role: _most(types, config.get("head_node_type"), role, overall) for role in ROLES}
+
+
+def _most(types: Mapping[str, Any], head: object, role: str, overall: int) -> int:
+    total = 0
+    for name, kind in types.items():
+        each = int((kind.get("resources") or {}).get(role, 0))
+        count = min(int(kind.get("max_workers", overall)), overall)
+        total += each * (1 if name == head else count)
+    return total

@@ -1,0 +1,152 @@
+"""The whole controller with real processes, and this process in the place of Ray."""
+
+import threading
+import time
+
+import pytest
+
+from baton.deploy.addresses import free_ports
+from baton.deploy.config import ServeSettings
+from baton.deploy.orders import Down, Scale
+from baton.deploy.ray.controller import RayCluster
+from baton.deploy.ray.member import Supervisor
+from baton.deploy.ray.placing import order_of, place, read_order
+
+pytestmark = pytest.mark.cluster
+
+
+class NoRay:
+    """Members are supervisors of this process."""
+
+    def __init__(self):
+        self.members: dict[str, Supervisor] = {}
+        self.saved: bytes | None = None
+        self.requested: dict[str, int] = {}
+        self.last_words: str | None = None
+
+    def create(self, spec):
+        if spec.name not in self.members:
+            process = place(read_order(order_of(spec, "here")), "here")
+            self.members[spec.name] = Supervisor(process, revision=spec.revision, host="here")
+        return spec.name
+
+    def ask(self, actor):
+        return actor
+
+    def answer(self, ticket):
+        return self.members[ticket].report()
+
+    def stop(self, actor, grace):
+        self.members[actor].stop(grace)
+
+    def kill_child(self, actor, pid):
+        self.members[actor].kill_child(pid)
+
+    def kill(self, actor):
+        self.members.pop(actor).close()
+
+    def is_free(self, name):
+        return name not in self.members
+
+    def why_unplaced(self, actor, role):
+        return ""
+
+    def request(self, bundles):
+        self.requested = bundles
+
+    def capacity(self):
+        return {"router": 1, "prefill": 2, "decode": 2}
+
+    def load(self):
+        return self.saved
+
+    def save(self, data):
+        self.saved = data
+
+    def forget(self, last_words):
+        self.saved, self.last_words = None, last_words
+
+    def existing(self):
+        return list(self.members)
+
+
+class Running:
+    """A controller on a thread."""
+
+    def __init__(self, ray, settings):
+        self.cluster = RayCluster(settings, ray, "here")
+        self.thread = threading.Thread(target=self.cluster.run)
+        self.thread.start()
+
+    def feed(self, event):
+        self.cluster._loop.post(lambda: self.cluster._shell.feed(event))
+
+    def ready(self):
+        overview = self.cluster._shell.overview()
+        return sorted(m.name for m in overview.members if m.stage == "ready")
+
+    def crash(self):
+        """What a kill leaves: the actors, and what was saved."""
+        ray, saved = self.cluster._api, self.cluster._api.saved
+        self.cluster._loop.post(self.cluster._loop.stop)
+        self.thread.join(20)
+        ray.saved = saved
+
+
+def wait_for(condition, what):
+    until = time.monotonic() + 40
+    while not condition():
+        assert time.monotonic() < until, what
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def ray():
+    ray = NoRay()
+    yield ray
+    for supervisor in ray.members.values():
+        supervisor.close()
+
+
+@pytest.fixture
+def settings(tmp_path):
+    port = free_ports(1)[0]
+    return ServeSettings(
+        address=f"tcp://127.0.0.1:{port % 60000 + 1024}",
+        admin=f"ipc://{tmp_path}/admin",
+        kv_memory="16MiB",
+        grace=5.0,
+    )
+
+
+def test_a_controller_that_dies_is_followed_by_one_that_goes_on(ray, settings):
+    first = Running(ray, settings)
+    one_each = ["decode-0", "prefill-0", "router"]
+    wait_for(lambda: first.ready() == one_each, "all to be ready")
+    assert ray.requested == {"router": 1, "prefill": 1, "decode": 1}
+    first.feed(Scale("ticket", {"decode": 2}))
+    wait_for(lambda: "decode-1" in first.ready(), "another decode worker")
+    pids = {name: member.report().pid for name, member in ray.members.items()}
+    first.crash()
+
+    second = Running(ray, settings)
+    wait_for(lambda: len(second.ready()) == 4, "all to be seen again")
+    assert {name: member.report().pid for name, member in ray.members.items()} == pids
+    second.feed(Scale("ticket", {"decode": 1}))
+    wait_for(lambda: second.ready() == one_each, "one to leave")
+    second.feed(Down())
+    second.thread.join(40)
+    assert not second.thread.is_alive()
+    assert ray.members == {}
+    assert ray.requested == {}
+    assert (ray.saved, ray.last_words) == (None, "")
+
+
+def test_what_cannot_run_ends_it_with_the_reason(ray, settings):
+    import msgspec
+
+    broken = Running(ray, msgspec.structs.replace(settings, keys="/no/such/keys"))
+    broken.thread.join(40)
+    assert not broken.thread.is_alive()
+    assert ray.members == {}
+    assert "/no/such/keys" in (ray.last_words or "")

@@ -1,0 +1,45 @@
+"""Where a cluster on Ray listens."""
+
+import pytest
+
+from baton.deploy.config import ServeSettings
+from baton.deploy.ray.plan import ray_plan, ray_settings
+from baton.proto.errors import ConfigError
+
+HEAD = "10.0.0.1"
+
+
+def test_without_keys_everything_stays_on_the_loopback():
+    plan = ray_plan(ray_settings(ServeSettings(), HEAD), "ab")
+    assert plan.address == "tcp://127.0.0.1:7070"
+    assert plan.book.workers == {"router": "tcp://127.0.0.1:7170"}
+
+
+def test_with_keys_routers_listen_where_other_hosts_reach_them():
+    plan = ray_plan(ray_settings(ServeSettings(keys="/k", routers=2), HEAD), "ab")
+    assert plan.address == "tcp://10.0.0.1:7070,tcp://10.0.0.1:7071"
+    assert list(plan.book.workers.values()) == ["tcp://10.0.0.1:7170", "tcp://10.0.0.1:7171"]
+
+
+def test_workers_are_told_the_routers_and_find_their_own_address():
+    settings = ray_settings(ServeSettings(address="tcp://127.0.0.1:9000"), HEAD)
+    specs = {spec.name: spec.config for spec in ray_plan(settings, "ab").processes}
+    assert specs["decode-0"].endpoint == specs["decode-0"].data_endpoint == ""
+    assert specs["decode-0"].routers == {"router": "tcp://127.0.0.1:9100"}
+    assert specs["prefill-0"].runner.kv_bytes == 0  # its node knows better
+    assert not specs["prefill-0"].share_pool
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "ipc:///tmp/x",
+        "tcp://127.0.0.1:65500",
+        "tcp://127.0.0.1:0",
+        "nonsense",
+        "tcp://a:1,tcp://b:2",
+    ],
+)
+def test_an_address_without_room_for_all_is_refused(address):
+    with pytest.raises(ConfigError, match="address"):
+        ray_settings(ServeSettings(address=address), HEAD)

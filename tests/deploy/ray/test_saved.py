@@ -1,0 +1,88 @@
+"""A controller that goes on from what another one left."""
+
+import pytest
+
+from baton.deploy.config import ServeSettings
+from baton.deploy.controller import ControllerCore
+from baton.deploy.core import Phase
+from baton.deploy.launcher import MemberEnded, MemberStarted
+from baton.deploy.members import Stage
+from baton.deploy.orders import Begin, DrainMember, Reported, Scale, StartMember, StopMember, Tick
+from baton.deploy.ray.saved import decode_saved, encode_saved, restore, saved_of
+from baton.deploy.report import ClusterReport, WorkerReport
+from baton.proto.errors import ConfigError
+
+ALL = ["router", "prefill-0", "decode-0"]
+
+
+def serving(targets=None) -> ControllerCore:
+    """A core whose members are all ready."""
+    core = ControllerCore(targets or {"prefill": 1, "decode": 1})
+    core.handle(Begin(), 0.0)
+    workers = []
+    for number, member in enumerate(core.pools.members):
+        core.handle(MemberStarted(member.name, "h", 100 + number), 0.1)
+        if member.role != "router":
+            state = {"pid": 100 + number, "state": "ready"}
+            workers.append(WorkerReport(id=member.name, role=member.role, **state))
+    core.handle(Reported("router", ClusterReport(workers=workers)), 0.2)
+    core.handle(Tick(), 0.3)
+    assert core.phase is Phase.SERVING
+    return core
+
+
+def successor(core: ControllerCore, actors=ALL) -> ControllerCore:
+    saved = decode_saved(encode_saved(saved_of(core, "ab", {0: ServeSettings()})))
+    new = ControllerCore({"prefill": 1, "decode": 1})
+    restore(new, saved, actors, 50.0)
+    return new
+
+
+def names(actions, kind) -> list[str]:
+    return [action.name for action in actions if isinstance(action, kind)]
+
+
+def test_members_that_are_there_are_not_started_again():
+    new = successor(serving())
+    assert names(new.handle(Begin(), 50.0), (StartMember, StopMember, DrainMember)) == []
+    assert new.phase is Phase.SERVING
+    assert {m.name: m.stage for m in new.pools.members} == dict.fromkeys(ALL, Stage.STARTING)
+
+
+def test_targets_are_those_of_the_last_scale():
+    core = serving()
+    core.handle(Scale("t", {"decode": 3}), 1.0)
+    new = successor(core, [*ALL, "decode-1"])
+    assert names(new.handle(Begin(), 50.0), StartMember) == ["decode-2"]
+
+
+def test_a_member_that_is_gone_is_replaced():
+    new = successor(serving(), ["router", "decode-0"])
+    assert names(new.handle(Begin(), 50.0), StartMember) == ["prefill-0"]
+
+
+def test_a_drain_goes_on_and_the_pool_stays_as_small_as_it_was_to_be():
+    core = serving({"prefill": 1, "decode": 2})
+    core.handle(Scale("t", {"decode": 1}), 1.0)
+    new = successor(core, [*ALL, "decode-1"])
+    assert names(new.handle(Tick(), 52.0), DrainMember) == ["decode-1"]
+    new.handle(MemberEnded("decode-1"), 53.0)
+    assert new.pools.targets == {"prefill": 1, "decode": 1}
+    assert names(new.handle(Tick(), 54.0), StartMember) == []
+
+
+def test_an_actor_that_was_not_recorded_yet_counts():
+    core = serving()
+    core.pools.targets["decode"] = 2  # recorded, the member not
+    new = successor(core, [*ALL, "decode-1"])
+    assert names(new.handle(Begin(), 50.0), StartMember) == []
+
+
+def test_strangers_are_left_alone():
+    new = successor(serving(), [*ALL, "controller", "somebody"])
+    assert sorted(m.name for m in new.pools.members) == sorted(ALL)
+
+
+def test_a_record_of_another_kind_is_refused():
+    with pytest.raises(ConfigError, match="baton down"):
+        decode_saved(b'{"revision": "x"}')
