@@ -11,7 +11,6 @@ import json
 import time
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -22,7 +21,7 @@ from ..proto.contexts import TextContext
 from ..proto.errors import BatonError, ConnectionLost, InputError, InternalError
 from ..proto.ids import RequestID
 from ..proto.messages import Describe, Described, Drained, Message, StatusReport
-from ..runtime.keyring import Keys, client_keys
+from ..runtime.keyring import GivenKeys, client_keys
 from ..runtime.loop import Loop
 from .connection import Connection, Sink
 from .embedding import Embedding, embed_specs
@@ -61,7 +60,7 @@ class AsyncClient:
         self,
         address: str | Sequence[str],
         *,
-        keys: Keys | str | Path | None = None,
+        keys: GivenKeys = None,
         connect_timeout: float = 5.0,
         reconnect_timeout: float = 30.0,
     ) -> None:

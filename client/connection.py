@@ -36,6 +36,7 @@ from .events import (
     Reached,
     Received,
     Reconnect,
+    Refused,
     RequestSpec,
     Send,
     Start,
@@ -166,6 +167,7 @@ class Connection:
             self._hear,
             lambda: self._up(identity),
             lambda: self._handle(Disconnected()),
+            lambda error, final: self._handle(Refused(error, final)),
         )
         return channel
 

@@ -50,6 +50,7 @@ from .events import (
     Reached,
     Received,
     Reconnect,
+    Refused,
     Send,
     Start,
     Stop,
@@ -96,6 +97,7 @@ class ClientCore:
         self._quiet_since = 0.0  # last message, connection or start of activity
         self._ping_at = 0.0
         self._ticked = 0.0
+        self._hint = ""  # why the last handshake failed
 
     @property
     def active(self) -> bool:
@@ -169,6 +171,7 @@ class ClientCore:
     def _connect(self, event: Connected, now: float) -> None:
         self._identity = event.identity
         self._connected = True
+        self._questions.hint = self._hint = ""
         self._routers.connected(now)
         self._quiet_since = now
         self._ping_at = now + self._ping_s
@@ -209,6 +212,16 @@ class ClientCore:
             return
         if self._routers.refuse():
             self._fail_all(error)
+        else:
+            self._move(now)
+
+    def _refused(self, event: Refused, now: float) -> None:
+        """Another router may know our key; where none does, waiting helps nobody."""
+        self._questions.hint = self._hint = f" ({event.error})"
+        if not event.final or self._connected:
+            return
+        if self._routers.refuse():
+            self._fail_all(event.error)
         else:
             self._move(now)
 
@@ -387,11 +400,11 @@ class ClientCore:
         if stream.secret:
             return ConnectionLost(
                 f"the router at {self._routers.shown} has been silent for"
-                f" {self._reconnect_timeout:g} s"
+                f" {self._reconnect_timeout:g} s{self._hint}"
             )
         return ConnectionLost(
             f"no answer from {self._routers.shown} within {self._connect_timeout:g} s; is a"
-            " cluster running there? start one with: baton serve"
+            f" cluster running there? start one with: baton serve{self._hint}"
         )
 
     @property
@@ -429,6 +442,7 @@ class ClientCore:
         Reached: _reached,
         Received: _receive,
         Malformed: _malformed,
+        Refused: _refused,
         Tick: _tick,
     }
     _messages: ClassVar[dict[type, Callable[..., None]]] = {

@@ -90,7 +90,17 @@ class Tick:
     """Time passed."""
 
 
-Event = Start | Stop | Ask | Connected | Disconnected | Reached | Received | Malformed | Tick
+@dataclass(slots=True, frozen=True)
+class Refused:
+    """A handshake failed; ``final`` where the router said that our key is not let in."""
+
+    error: BatonError
+    final: bool
+
+
+Event = (
+    Start | Stop | Ask | Connected | Disconnected | Reached | Received | Malformed | Refused | Tick
+)
 
 
 # --------------------------------------------------------------------------------- actions

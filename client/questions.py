@@ -28,6 +28,7 @@ class Questions:
 
     def __init__(self, address: str) -> None:
         self._address = address
+        self.hint = ""  # appended to what is said when nobody answered
         self._open: list[_Open] = []
 
     def __len__(self) -> int:
@@ -85,7 +86,7 @@ class Questions:
             )
         return ConnectionLost(
             f"no answer from {self._address} within {question.ask.timeout:g} s; is a cluster "
-            "running there? start one with: baton serve"
+            f"running there? start one with: baton serve{self.hint}"
         )
 
 

@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -22,7 +21,7 @@ import numpy.typing as npt
 from ..proto.contexts import TextContext
 from ..proto.errors import BatonError, ConnectionLost, InternalError
 from ..proto.messages import Describe, Described, Drained, Message, StatusReport
-from ..runtime.keyring import Keys, client_keys
+from ..runtime.keyring import GivenKeys, Keys, client_keys
 from ..runtime.loop import Loop
 from .connection import Connection, Sink
 from .embedding import Embedding, embed_specs
@@ -113,7 +112,7 @@ class Client:
         self,
         address: str | Sequence[str],
         *,
-        keys: Keys | str | Path | None = None,
+        keys: GivenKeys = None,
         connect_timeout: float = 5.0,
         reconnect_timeout: float = 30.0,
     ) -> None:

@@ -9,6 +9,7 @@ import zmq
 from ..engine.runner import load_runner
 from ..proto.ids import new_incarnation
 from ..proto.limits import MAX_KV_FRAME_BYTES
+from ..runtime.allowed_keys import DECODE, OPERATOR, PREFILL, ROUTER
 from ..runtime.channel import ChannelOptions
 from ..runtime.keyring import load_keys
 from ..runtime.lifecycle import on_stop_signal
@@ -17,6 +18,7 @@ from ..runtime.loop import Loop
 from ..runtime.membership import Membership, WorkerIdentity
 from ..runtime.process import LoadProgress, leave, run_process, settle
 from ..runtime.sockets import RouterChannel
+from ..runtime.zap import Doorkeeper, door
 from .config import DecodeWorkerConfig
 from .shell import DecodeShell
 
@@ -35,12 +37,20 @@ def data_address(config: DecodeWorkerConfig) -> str:
 
 def serve(config: DecodeWorkerConfig) -> int:
     """Load the model, join the cluster, run until drained or told to stop."""
-    load_keys(config.keys, "decode", config.worker_id)
+    keys = load_keys(config.keys, DECODE, config.worker_id)
     runner = load_runner(config.runner, LoadProgress())
     loop = Loop()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    control = RouterChannel(context, config.endpoint)
-    data = RouterChannel(context, data_address(config), options=_DATA_OPTIONS)
+    doors = None if keys is None else Doorkeeper(context, keys)
+    control = RouterChannel(
+        context, config.endpoint, keys=door(doors, "control", PREFILL, ROUTER, OPERATOR)
+    )
+    data = RouterChannel(
+        context,
+        data_address(config),
+        keys=door(doors, "data", PREFILL),
+        options=_DATA_OPTIONS,
+    )
     identity = WorkerIdentity(
         worker=config.worker_id,
         role="decode",
@@ -52,9 +62,11 @@ def serve(config: DecodeWorkerConfig) -> int:
         max_batch=config.max_batch,
     )
     member = Membership(identity, tuple(config.routers))
-    shell = DecodeShell(config, runner, member, control, data, loop, context)
+    shell = DecodeShell(config, runner, member, control, data, loop, context, keys)
     on_stop_signal(loop, lambda times: shell.drain() if times == 1 else loop.stop())
     settle()
+    if doors is not None:
+        doors.attach(loop)
     shell.start()
     _log.info(
         "worker.ready", endpoint=control.endpoint, data_endpoint=data.endpoint,

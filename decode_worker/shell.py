@@ -24,12 +24,14 @@ from ..kv_transfer.moves import MovingWriter
 from ..kv_transfer.receiver import Receiver, ReceiverConfig
 from ..kv_transfer.shared_pool import MappedPools, Mapping, unmap
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder, decode_kv_header
-from ..proto.errors import EnvelopeDamaged, ProtocolError
+from ..proto.errors import AccessDenied, EnvelopeDamaged, ProtocolError
 from ..proto.limits import MAX_KV_FRAME_BYTES
 from ..proto.messages import KVFrame, Message, PrefillToDecode, Rejected
 from ..runtime.actions import DrainRequested, Exit, Note, Tick, ToRouter
+from ..runtime.callers import Callers
 from ..runtime.channel import Frames
 from ..runtime.compute import ComputeThread
+from ..runtime.keyring import KeyRing
 from ..runtime.links import RouterLinks
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
@@ -40,6 +42,7 @@ from ..runtime.time_limit import TimeLimited
 from . import events
 from .config import DecodeWorkerConfig
 from .core import DecodeCore, GrantStore
+from .gate import PeerGate
 
 _log = get_logger()
 
@@ -59,6 +62,7 @@ class DecodeShell:
         data: RouterChannel,
         loop: Loop,
         context: Context,
+        keys: KeyRing | None = None,
     ) -> None:
         self._loop = loop
         self._dropped = member.dropped
@@ -81,6 +85,7 @@ class DecodeShell:
             name="grammar",
         )
         self.core = self._make_core(config, runner, member)
+        self._gate = PeerGate(self.core.receiver.owner_of_attempt, self.core.receiver.owner)
         self._writer = FrameWriter(runner.backend, runner.pool)
         stream = runner.backend.block_stream(runner.pool, FRAME_BYTES)
         self._moves = MoveThread(loop) if stream is not None else None
@@ -90,7 +95,7 @@ class DecodeShell:
         self._pools = MappedPools(runner.card.layout, _unmap_aside, runner.backend.open_pool)
         identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
         self._links = RouterLinks(
-            loop, context, config.routers, identity, self.feed, dropped=self._dropped
+            loop, context, config.routers, identity, self.feed, keys, dropped=self._dropped
         )
         self._drain_grace_s = config.drain_grace_s
         self.exit_code = 0
@@ -181,8 +186,27 @@ class DecodeShell:
             reply = Rejected(code=error.code, message=str(error))
             self._outgoing.setdefault(peer, []).append(reply)
             return
+        if self._control.callers is not None:
+            messages = self._allowed(self._control.callers, peer, messages)
         for message in messages:
             self.feed(events.FromPeer(peer, message))
+
+    def _allowed(
+        self, callers: Callers, peer: bytes, messages: list[PrefillToDecode]
+    ) -> list[PrefillToDecode]:
+        """The messages the peer's key lets it say; of the others it is told."""
+        entry, allowed = callers.entry_of(peer), callers.allowed()
+        passed = []
+        for message in messages:
+            error = self._gate.refusal(allowed, entry, peer, message)
+            if error is None:
+                passed.append(message)
+                continue
+            self._dropped[f"peer_{error.code}"] += 1
+            _log.warning("peer.denied", error=str(error))
+            reply = Rejected(code=error.code, message=str(error))
+            self._outgoing.setdefault(peer, []).append(reply)
+        return passed
 
     def _on_gone(self, peer: bytes) -> None:
         self._pools.close(peer)
@@ -196,8 +220,10 @@ class DecodeShell:
             return
         try:
             header = decode_kv_header(frames[0])
+            if self._data.callers is not None:
+                self._check_sender(self._data.callers, peer, header)
             blocks = self.core.receiver.locate(header)
-        except ProtocolError as error:
+        except (ProtocolError, AccessDenied) as error:
             self._dropped[f"data_{error.code}"] += 1
             _log.warning("data.malformed", error=str(error))
             return
@@ -205,7 +231,7 @@ class DecodeShell:
             self._dropped["stale_kv_frame"] += 1
             return
         payload = np.frombuffer(frames[1], np.uint8)
-        owner = self.core.receiver.owner(header) or 0
+        owner = self.core.receiver.owner(header.grant) or 0
         stored = partial(self._stored, header)
         if self._device is not None and header.shared:
             self._device.fetch(header, blocks, lambda: self._pools.get(owner), payload, stored)
@@ -222,6 +248,12 @@ class DecodeShell:
         if not intact:
             self._dropped["damaged_kv_frame"] += 1
         self.feed(events.FrameStored(header, intact))
+
+    def _check_sender(self, callers: Callers, peer: bytes, header: KVFrame) -> None:
+        """Raise AccessDenied unless it came with the key of the worker that has the grant."""
+        owner = self.core.receiver.owner(header.grant)
+        if owner is not None and not self._gate.holds(callers.key_of(peer), owner):
+            raise AccessDenied("a KV frame into the grant of a worker with another key")
 
     def _on_result(self, plan: StepPlan, result: StepResult | Exception) -> None:
         if isinstance(result, Exception):

@@ -38,15 +38,18 @@ def ipc_path(address: str) -> Path | None:
     return Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
 
 
-def client_address(wanted: str, *, claim: bool = True) -> str:
+def client_address(wanted: str, *, claim: bool = True, keyed: bool = False) -> str:
     """The address to serve at: ``wanted`` or the default; a port of 0 becomes a free one.
 
     ConfigError when it is malformed, in use, reachable by strangers or its folder is missing.
     Without ``claim`` nothing is made, and it may be in use: nobody is going to listen there.
+    ``keyed``: sockets have keys, so strangers may reach them.
     """
     address = wanted or default_address()
     if not wanted and claim:
         _make_private_folder()
+    if address.startswith("tcp://*:"):  # nobody can connect to that name
+        address = f"tcp://0.0.0.0:{address.rpartition(':')[2]}"
     if address.startswith("tcp://") and address.rpartition(":")[2] in ("0", "*"):
         address = f"{address.rpartition(':')[0]}:{free_ports(1)[0]}"
     try:
@@ -60,13 +63,15 @@ def client_address(wanted: str, *, claim: bool = True) -> str:
         if path.name.startswith("@") or path.name == "*":  # Linux lets everybody connect there
             raise ConfigError(f"{address} is no file; give ipc://PATH")
         address = f"ipc://{path.absolute()}"  # the other verbs run in other folders
-    check_bind(address, None)
+    check_bind(address, keyed=keyed)
     if claim:
         _check_free(address)
     return address
 
 
-def client_addresses(wanted: str, names: list[str], *, claim: bool = True) -> dict[str, str]:
+def client_addresses(
+    wanted: str, names: list[str], *, claim: bool = True, keyed: bool = False
+) -> dict[str, str]:
     """Where each router listens for clients, by name; see :func:`client_address`.
 
     ``wanted``: a list with commas, one for each; or one address, from which the others follow: a
@@ -76,11 +81,14 @@ def client_addresses(wanted: str, names: list[str], *, claim: bool = True) -> di
     if len(given) not in (1, len(names)):
         raise ConfigError(f"address names {len(given)} routers, routers is {len(names)}")
     if len(given) == 1:
-        first = client_address(given[0], claim=claim)
+        first = client_address(given[0], claim=claim, keyed=keyed)
         given = [first, *(_further(first, number) for number in range(1, len(names)))]
-        chosen = [first, *(client_address(address, claim=claim) for address in given[1:])]
+        chosen = [
+            first,
+            *(client_address(address, claim=claim, keyed=keyed) for address in given[1:]),
+        ]
     else:
-        chosen = [client_address(address, claim=claim) for address in given]
+        chosen = [client_address(address, claim=claim, keyed=keyed) for address in given]
     if len(set(chosen)) < len(chosen):
         raise ConfigError("address: every router needs one of its own")
     return dict(zip(names, chosen, strict=True))

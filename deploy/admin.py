@@ -18,6 +18,7 @@ from ..runtime.channel import ChannelOptions, Frames
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
 from ..runtime.sockets import Context, RouterChannel
+from ..runtime.zap import ServerKeys
 
 ADMIN_VERSION = 1
 MAGIC = b"BA"
@@ -160,13 +161,14 @@ class AdminServer:
         context: Context,
         address: str,
         on_request: Callable[[bytes, Requests], object],
+        keys: ServerKeys | None = None,
     ) -> None:
         options = ChannelOptions(
             max_frame_bytes=MAX_BYTES, max_frames=1, send_hwm=256, receive_hwm=256,
             heartbeat_s=1.0, heartbeat_timeout_s=5.0,
         )  # fmt: skip
         self._on_request = on_request
-        self._channel = RouterChannel(context, address, options=options)
+        self._channel = RouterChannel(context, address, keys=keys, options=options)
         self.endpoint = self._channel.endpoint
         self._channel.attach(loop, self._hear)
 

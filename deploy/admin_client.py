@@ -12,7 +12,9 @@ import msgspec
 import zmq
 
 from ..proto.errors import ConfigError, ConnectionLost, error_from_code
-from ..runtime.security import CurveKeys, apply_client_keys, check_address
+from ..runtime.allowed_keys import OPERATOR
+from ..runtime.keyring import CONTROLLER, GivenKeys, client_keys, keys_to
+from ..runtime.security import apply_client_keys, check_address
 from .addresses import ipc_path
 from .admin import MAGIC, Answers, Ask, Overview, Progress, Request, Result, decode_answer, encode
 from .run_folder import socket_in_use
@@ -24,9 +26,7 @@ _POLL_MS = 50
 class AdminClient:
     """A connection to a controller. ``timeout``: seconds it may take to say the first word."""
 
-    def __init__(
-        self, address: str, *, keys: CurveKeys | None = None, timeout: float = 5.0
-    ) -> None:
+    def __init__(self, address: str, *, keys: GivenKeys = None, timeout: float = 5.0) -> None:
         check_address(address)
         self.address = address
         self._timeout = timeout
@@ -41,7 +41,8 @@ class AdminClient:
         ):
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IDENTITY, b"operator-" + os.urandom(8))
-        apply_client_keys(self._socket, keys)
+        ours = keys_to(client_keys(keys), address, OPERATOR, CONTROLLER)
+        apply_client_keys(self._socket, ours)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as problem:

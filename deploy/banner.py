@@ -69,21 +69,27 @@ def facts(plan: ClusterPlan, *, hint: bool, context: int = 0) -> BannerFacts:
 
     ``hint``: show a command to try. ``context``: tokens of the model's whole context.
     """
-    local = "this user only (ipc socket files, mode 0600)"
-    if plan.address.startswith("tcp://") or plan.settings.transport == "tcp":
-        local = "this machine only (loopback, no keys)"
     embeds = plan.settings.task == EMBED
     return BannerFacts(
         version=__version__,
         model=plan.model,
         address=plan.address,
         transport=_transport(plan.settings),
-        security=local,
+        security=_security(plan),
         context=context,
         block_size=plan.settings.block_size,
         kv_memory="" if embeds else _kv_memory(plan),
         hint=_hint(plan) if hint else "",
     )
+
+
+def _security(plan: ClusterPlan) -> str:
+    """Who can reach the sockets."""
+    if not plan.address.startswith("tcp://") and plan.settings.transport != "tcp":
+        return "this user only (ipc socket files, mode 0600)"
+    if plan.settings.keys:
+        return f"holders of listed keys (CURVE on every tcp socket, {plan.settings.keys})"
+    return "this machine only (loopback, no keys)"
 
 
 def _transport(settings: ServeSettings) -> str:
@@ -102,7 +108,8 @@ def _hint(plan: ClusterPlan) -> str:
         elif "tokenizer.json" in files:
             chats = "default" in TokenizerSettings(files, plan.model).templates
             verb, rest = "generate", " --chat 'Who are you?'" if chats else " 'Once upon a time'"
-    return f"baton {verb} --address {plan.address}{rest}"
+    keys = f" --keys {plan.settings.keys}" if plan.settings.keys else ""
+    return f"baton {verb} --address {plan.address}{keys}{rest}"
 
 
 def _kv_memory(plan: ClusterPlan) -> str:

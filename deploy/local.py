@@ -16,6 +16,8 @@ import msgspec
 import zmq
 
 from ..engine.embedding_config import EMBED
+from ..runtime.allowed_keys import OPERATOR
+from ..runtime.keyring import CONTROLLER, load_keys
 from ..runtime.lifecycle import on_stop_signal
 from ..runtime.loop import Loop
 from . import banner
@@ -44,9 +46,9 @@ from .core import (
 )
 from .launcher import ROUTER, MemberEnded, MemberEvent, MemberSpec, MemberStarted
 from .orders import Down
-from .plan import router_names
+from .plan import key_folder, router_names
 from .pools import ControllerLimits
-from .prepare import check_model, make_plan, memory_refusal, served_context
+from .prepare import check_keys, check_model, make_plan, memory_refusal, served_context
 from .processes import Child
 from .report import ClusterReport
 from .roster import Roster
@@ -234,6 +236,7 @@ class LocalCluster:
                 address = self._folder.ipc("client")
                 settings = msgspec.structs.replace(settings, address=address)
             self.plan = make_plan(settings, self._folder)
+            check_keys(self.plan)
             self.admin = settings.admin or admin_address(self.plan.address)
             claim_admin(self.admin)
             self._lock = AddressLock.take(self.admin)
@@ -263,6 +266,7 @@ class LocalCluster:
             self._shell = ControllerShell(
                 self._loop, context, self._core, self._roster, self._make_backend,
                 self.plan.book.clients, self._overview(), self._say,
+                load_keys(key_folder(self.plan.settings), OPERATOR, CONTROLLER),
             )  # fmt: skip
             self._shell.listen(self.admin)
             self._shell.start()

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
 from ..proto.errors import BatonError
 from ..proto.messages import Drain, Message, RouterToClient, Status, StatusReport
+from ..runtime.allowed_keys import ROUTER
 from ..runtime.channel import Frames
+from ..runtime.keyring import Keys, keys_to
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
 from ..runtime.sockets import Context, DealerChannel
@@ -28,12 +30,18 @@ class StatusMonitor:
         context: Context,
         address: str,
         on_report: Callable[[ClusterReport], object],
+        keys: Keys | None = None,
     ) -> None:
         self._loop = loop
         self._on_report = on_report
         self._encoder = EnvelopeEncoder()
         self._decoder = EnvelopeDecoder[Message](RouterToClient)
-        self._channel = DealerChannel(context, address, b"supervisor-" + os.urandom(8))
+        self._channel = DealerChannel(
+            context,
+            address,
+            b"supervisor-" + os.urandom(16),
+            keys=keys_to(keys, address, ROUTER),
+        )
         self._channel.attach(loop, self._on_message)
         self._timer = loop.call_later(0.0, self._ask)
 

@@ -11,6 +11,8 @@ from ..engine.checkpoint import Checkpoint, load_checkpoint
 from ..engine.embedding_config import EMBED
 from ..engine.runner import DEFAULT_KV_BYTES, model_task
 from ..proto.errors import BatonError
+from ..runtime.allowed_keys import OPERATOR
+from ..runtime.keyring import CONTROLLER, load_keys
 from .addresses import client_addresses, free_ports
 from .banner import mebibytes
 from .config import ServeSettings, kv_size
@@ -18,6 +20,7 @@ from .memory import PROCESS_BYTES, free_memory, kv_share, model_memory, total_me
 from .plan import (
     ClusterPlan,
     ipc_addresses,
+    key_folder,
     model_folder,
     resolve_plan,
     router_names,
@@ -74,13 +77,26 @@ def default_kv_bytes(settings: ServeSettings) -> int:
 def make_plan(settings: ServeSettings, folder: RunFolder | None) -> ClusterPlan:
     """Choose addresses and resolve the plan; without a folder (``--dry-run``) a placeholder."""
     settings = with_task(settings)
-    clients = client_addresses(settings.address, router_names(settings), claim=folder is not None)
+    clients = client_addresses(
+        settings.address,
+        router_names(settings),
+        claim=folder is not None,
+        keyed=bool(settings.keys),
+    )
     if settings.transport == "tcp":
         book = tcp_addresses(clients, _port_taker())
     else:
         path = folder.path if folder is not None else Path("RUN_FOLDER")
         book = ipc_addresses(clients, str(path))
     return resolve_plan(settings, book, secrets.token_hex(32), default_kv_bytes(settings))
+
+
+def check_keys(plan: ClusterPlan) -> None:
+    """Read every process's keys once; ConfigError now instead of from each of them."""
+    folder = key_folder(plan.settings)
+    for spec in plan.processes:
+        load_keys(folder, spec.role, spec.name)
+    load_keys(folder, OPERATOR, CONTROLLER)
 
 
 class _port_taker:  # noqa: N801 -- a function with a memory

@@ -13,9 +13,12 @@ from typing import Any, Protocol
 import msgspec
 
 from ..proto.errors import BatonError, ConfigError, InputError, RequestFailed
+from ..runtime.allowed_keys import OPERATOR
+from ..runtime.keyring import KeyRing
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
 from ..runtime.sockets import Context
+from ..runtime.zap import Doorkeeper, door
 from .admin import (
     AdminServer,
     Ask,
@@ -85,7 +88,8 @@ class ControllerShell:
 
     ``clients``: client address of each router by its name. ``facts``: what an Overview says that
     does not change (backend, address, log, paths). ``on_say``: hears what is for the operator's
-    terminal. After End ``exit_code`` is set and the loop stopped.
+    terminal. ``keys``: for tcp, of role operator. After End ``exit_code`` is set and the loop
+    stopped.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class ControllerShell:
         clients: Mapping[str, str],
         facts: Overview,
         on_say: Callable[[Say], object],
+        keys: KeyRing | None = None,
     ) -> None:
         self.core = core
         self.backend = make_backend(self._on_member)
@@ -110,20 +115,26 @@ class ControllerShell:
         self._clients = dict(clients)
         self._facts = facts
         self._on_say = on_say
+        self._keys = keys
+        self._doors = None if keys is None else Doorkeeper(context, keys)
         self._monitors: list[StatusMonitor] = []
         self._admin: AdminServer | None = None
         self._events: list[Event] = []
 
     def listen(self, address: str) -> str:
         """Open the admin socket; returns where it is. Raises ConfigError."""
-        self._admin = AdminServer(self._loop, self._context, address, self._on_request)
+        keys = door(self._doors, "admin", OPERATOR)
+        self._admin = AdminServer(self._loop, self._context, address, self._on_request, keys)
         return self._admin.endpoint
 
     def start(self) -> None:
         """Start the members, once the loop runs."""
+        if self._doors is not None:
+            self._doors.attach(self._loop)
         for name, address in self._clients.items():
             hear = self._hearer(name)
-            self._monitors.append(StatusMonitor(self._loop, self._context, address, hear))
+            monitor = StatusMonitor(self._loop, self._context, address, hear, self._keys)
+            self._monitors.append(monitor)
         self._loop.call_later(0.0, lambda: self.feed(Begin()))
         self._loop.call_later(TICK, self._tick)
 
@@ -133,6 +144,8 @@ class ControllerShell:
             monitor.close()
         if self._admin is not None:
             self._admin.close()
+        if self._doors is not None:
+            self._doors.close()
 
     def feed(self, event: Event) -> None:
         """Let the core decide; what is fed from inside an action comes after it."""

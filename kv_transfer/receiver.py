@@ -291,10 +291,17 @@ class Receiver(Generic[A]):
         first, last = frame.block_start, frame.block_start + frame.block_count
         return slot.allocation.block_table[first:last]
 
-    def owner(self, frame: KVFrame) -> int | None:
-        """Incarnation of the prefill worker a frame comes from; None when its grant is gone."""
-        slot = self._grants.find(frame.grant)
+    def owner(self, grant: GrantRef) -> int | None:
+        """Incarnation of the prefill worker that reserved a grant; None when it is gone."""
+        slot = self._grants.find(grant)
         return None if slot is None or slot.reserve is None else slot.reserve.incarnation
+
+    def owner_of_attempt(self, request: bytes, attempt: int) -> int | None:
+        """Incarnation of the prefill worker whose grant this attempt, or a later one, has."""
+        slot = self._grants.live.get(request)
+        if slot is None or slot.reserve is None or slot.reserve.attempt < attempt:
+            return None
+        return slot.reserve.incarnation
 
     def _check_bounds(self, slot: Slot[A], frame: KVFrame) -> None:
         cells = slot.arrived

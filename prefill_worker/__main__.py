@@ -17,6 +17,7 @@ from ..kv_transfer.shared_pool import PoolOwner, can_share
 from ..proto.ids import new_incarnation
 from ..proto.layout import ModelCard
 from ..proto.messages import DeviceTicket
+from ..runtime.allowed_keys import OPERATOR, PREFILL, ROUTER
 from ..runtime.keyring import load_keys
 from ..runtime.lifecycle import on_stop_signal
 from ..runtime.log import get_logger
@@ -24,6 +25,7 @@ from ..runtime.loop import Loop
 from ..runtime.membership import Membership, WorkerIdentity
 from ..runtime.process import LoadProgress, leave, run_process, settle
 from ..runtime.sockets import Context, RouterChannel
+from ..runtime.zap import Doorkeeper, door
 from .config import PrefillWorkerConfig
 from .embed_shell import EmbedShell
 from .shell import PrefillShell
@@ -33,12 +35,16 @@ _log = get_logger()
 
 def serve(config: PrefillWorkerConfig) -> int:
     """Load the model, join the cluster, run until drained or told to stop."""
-    load_keys(config.keys, "prefill", config.worker_id)
+    keys = load_keys(config.keys, PREFILL, config.worker_id)
     loop = Loop()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    shell = _text(config, loop, context) if _is_text(config) else _embed(config, loop, context)
+    doors = None if keys is None else Doorkeeper(context, keys)
+    make = _text if _is_text(config) else _embed
+    shell = make(config, loop, context, doors)
     on_stop_signal(loop, lambda times: shell.drain() if times == 1 else loop.stop())
     settle()
+    if doors is not None:
+        doors.attach(loop)
     shell.start()
     loop.run()
     shell.close()
@@ -51,15 +57,18 @@ def _is_text(config: PrefillWorkerConfig) -> bool:
     return model_task(checkpoint, config.runner.task) == GENERATE
 
 
-def _text(config: PrefillWorkerConfig, loop: Loop, context: Context) -> PrefillShell:
+def _text(
+    config: PrefillWorkerConfig, loop: Loop, context: Context, doors: Doorkeeper | None
+) -> PrefillShell:
     owner = PoolOwner()
     shared = config.share_pool and can_share()
     allocate = partial(_shared_or_own, owner) if shared else aligned_zeros
     runner = load_runner(config.runner, LoadProgress(), allocate)
-    control = RouterChannel(context, config.endpoint)
+    keys = None if doors is None else doors.ring
+    control = _control(config, context, doors)
     member = _member(config, runner.card, control)
     ticket = owner.ticket if runner.backend.on_host else _device_ticket(config, runner)
-    shell = PrefillShell(config, runner, member, control, loop, context, ticket)
+    shell = PrefillShell(config, runner, member, control, loop, context, ticket, keys)
     _ready(member, runner.num_blocks)
     return shell
 
@@ -84,13 +93,24 @@ def _shared_or_own(owner: PoolOwner, nbytes: int) -> npt.NDArray[np.uint8]:
         return aligned_zeros(nbytes)
 
 
-def _embed(config: PrefillWorkerConfig, loop: Loop, context: Context) -> EmbedShell:
+def _embed(
+    config: PrefillWorkerConfig, loop: Loop, context: Context, doors: Doorkeeper | None
+) -> EmbedShell:
     runner = load_embedder(config.runner, LoadProgress())
-    control = RouterChannel(context, config.endpoint)
+    keys = None if doors is None else doors.ring
+    control = _control(config, context, doors)
     member = _member(config, runner.card, control)
-    shell = EmbedShell(config, runner, member, control, loop, context)
+    shell = EmbedShell(config, runner, member, control, loop, context, keys)
     _ready(member, 0)
     return shell
+
+
+def _control(
+    config: PrefillWorkerConfig, context: Context, doors: Doorkeeper | None
+) -> RouterChannel:
+    """Where anybody of the cluster but clients may ask who is here."""
+    keys = door(doors, "control", PREFILL, ROUTER, OPERATOR)
+    return RouterChannel(context, config.endpoint, keys=keys)
 
 
 def _member(config: PrefillWorkerConfig, card: ModelCard, control: RouterChannel) -> Membership:

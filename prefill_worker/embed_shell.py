@@ -17,6 +17,7 @@ from ..proto.ids import RequestID
 from ..proto.tokens import TokenBuffer
 from ..runtime.actions import DrainRequested, Exit, Note, Tick, ToRouter
 from ..runtime.compute import ComputeThread
+from ..runtime.keyring import KeyRing
 from ..runtime.links import RouterLinks
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
@@ -41,6 +42,7 @@ class EmbedShell:
         control: RouterChannel,
         loop: Loop,
         context: Context,
+        keys: KeyRing | None = None,
     ) -> None:
         self._loop = loop
         self._control = control
@@ -58,7 +60,7 @@ class EmbedShell:
         self._compute = ComputeThread(loop, self._encode, self._on_result)
         identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
         self._links = RouterLinks(
-            loop, context, config.routers, identity, self.feed, dropped=member.dropped
+            loop, context, config.routers, identity, self.feed, keys, dropped=member.dropped
         )
         self._drain_grace_s = config.drain_grace_s
         self.exit_code = 0

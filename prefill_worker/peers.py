@@ -18,12 +18,15 @@ from ..kv_transfer.moves import Give
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder, encode_kv_header
 from ..proto.errors import ConfigError, EnvelopeDamaged, LimitExceeded, ProtocolError
 from ..proto.messages import DecodeToPrefill, KVFrame, Message
+from ..runtime.allowed_keys import DECODE
 from ..runtime.channel import ChannelOptions, Frames, SendResult
+from ..runtime.keyring import KeyRing, keys_to
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
 from ..runtime.sockets import Context, DealerChannel
 
 _log = get_logger()
+_CONTROL_OPTIONS = ChannelOptions()
 _DATA_OPTIONS = ChannelOptions(send_hwm=0)  # bounded by byte credit, not by message count
 
 
@@ -45,7 +48,7 @@ class PeerLink:
 
     def _connect_control(self) -> DealerChannel:
         links, endpoint = self._links, self.endpoint
-        channel = DealerChannel(links.context, endpoint, links.fresh_identity())
+        channel = links.dial(endpoint)
         channel.attach(links.loop, self._hear, lambda: links.on_up(endpoint), self._control_lost)
         return channel
 
@@ -72,9 +75,7 @@ class PeerLink:
             self.data = None
         links.on_data(endpoint, False)  # noqa: FBT003
         try:
-            self.data = DealerChannel(
-                links.context, address, links.fresh_identity(), options=_DATA_OPTIONS
-            )
+            self.data = links.dial(address, _DATA_OPTIONS)
         except ConfigError as error:
             _log.warning("peer.unreachable", endpoint=address, error=str(error))
             return
@@ -169,16 +170,18 @@ class PeerLinks:
         on_up: Callable[[str], object],
         on_down: Callable[[str], object],
         on_data: Callable[[str, bool], object],
+        keys: KeyRing | None = None,
         dropped: Counter[str] | None = None,
     ) -> None:
         self.loop = loop
-        self.context = context
+        self._context = context
         self._identity = identity
         self._connections = 0
         self.on_message = on_message
         self.on_up = on_up
         self.on_down = on_down
         self.on_data = on_data
+        self._keys = keys
         self.dropped = Counter[str]() if dropped is None else dropped
         self.encoder = EnvelopeEncoder(digest=envelope_digest)
         self.decoder: EnvelopeDecoder[DecodeToPrefill] = EnvelopeDecoder(
@@ -188,7 +191,14 @@ class PeerLinks:
         self.left: deque[tuple[zmq.MessageTracker, Give]] = deque()  # by links that are closed
         self._links: dict[str, PeerLink] = {}
 
-    def fresh_identity(self) -> bytes:
+    def dial(self, address: str, options: ChannelOptions = _CONTROL_OPTIONS) -> DealerChannel:
+        """Connect to a decode worker. Raises ConfigError for an address, or a role without keys."""
+        keys = keys_to(self._keys, address, DECODE)
+        return DealerChannel(
+            self._context, address, self._fresh_identity(), keys=keys, options=options
+        )
+
+    def _fresh_identity(self) -> bytes:
         """A routing identity no connection of this worker has had."""
         self._connections += 1
         return b"%b/%d" % (self._identity, self._connections)

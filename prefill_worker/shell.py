@@ -19,6 +19,7 @@ from ..kv_transfer.sender import Sender, SenderConfig
 from ..proto.messages import DeviceTicket, KVFrame, PoolTicket
 from ..runtime.actions import DrainRequested, Exit, Note, Tick, ToRouter
 from ..runtime.compute import ComputeThread
+from ..runtime.keyring import KeyRing
 from ..runtime.links import RouterLinks
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
@@ -47,6 +48,7 @@ class PrefillShell:
         loop: Loop,
         context: Context,
         ticket: PoolTicket | DeviceTicket | None = None,
+        keys: KeyRing | None = None,
     ) -> None:
         self._loop = loop
         self._control = control
@@ -67,7 +69,7 @@ class PrefillShell:
         self.core = self._make_core(config, runner, member, ticket)
         identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
         self._links = RouterLinks(
-            loop, context, config.routers, identity, self.feed, dropped=member.dropped
+            loop, context, config.routers, identity, self.feed, keys, dropped=member.dropped
         )
         self._peers = PeerLinks(
             loop,
@@ -77,6 +79,7 @@ class PrefillShell:
             lambda endpoint: self.feed(events.PeerUp(endpoint)),
             lambda endpoint: self.feed(events.PeerDown(endpoint)),
             self._on_data,
+            keys,
             dropped=member.dropped,
         )
         stream = runner.backend.block_stream(runner.pool, config.frame_bytes)

@@ -27,6 +27,7 @@
     ├── CheckpointError              a model folder cannot be served
     ├── ConfigError                  a setting is wrong
     ├── ConnectionLost               the router cannot be reached
+    ├── AccessDenied                 a key is not let in, or may not do this
     └── InternalError                our own bug, reported instead of hidden
 
 Each class has a stable ``code``, the only part that travels; :func:`error_from_code`
@@ -188,6 +189,12 @@ class ConnectionLost(BatonError):
     """The router cannot be reached."""
 
     code = "connection_lost"
+
+
+class AccessDenied(BatonError):
+    """The caller's key is not let in here, or its role or name does not allow this."""
+
+    code = "access_denied"
 
 
 class InternalError(BatonError):

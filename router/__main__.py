@@ -8,11 +8,13 @@ import sys
 import zmq
 
 from ..proto.ids import new_incarnation
+from ..runtime.allowed_keys import ROUTER
 from ..runtime.keyring import load_keys
 from ..runtime.lifecycle import on_stop_signal
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
 from ..runtime.process import run_process, settle
+from ..runtime.zap import Doorkeeper
 from .config import RouterConfig
 from .describe import read_text_files
 from .shell import RouterShell
@@ -23,11 +25,14 @@ GC_THRESHOLDS = (50_000, 50, 100)
 
 def serve(config: RouterConfig) -> int:
     """Run the router; returns the exit code."""
-    load_keys(config.keys, "router", config.name)
+    keys = load_keys(config.keys, ROUTER, config.name)
     files = read_text_files(config.model_folder, config.max_described_bytes)
     loop = Loop()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    shell = RouterShell(config, files, new_incarnation(), loop, context)
+    doors = None if keys is None else Doorkeeper(context, keys)
+    shell = RouterShell(config, files, new_incarnation(), loop, context, doors)
+    if doors is not None:
+        doors.attach(loop)
     shell.start()
     on_stop_signal(loop, shell.stop)
     get_logger().info(
@@ -39,6 +44,8 @@ def serve(config: RouterConfig) -> int:
         loop.run()
     finally:
         shell.close()
+        if doors is not None:
+            doors.close()
         context.term()
     return 0
 

@@ -15,17 +15,21 @@ from ..proto.limits import MAX_DESCRIBED_BYTES
 from ..proto.messages import (
     ClientToRouter,
     Described,
+    Hello,
     Message,
     StatusReport,
     Submitted,
     TerminalAck,
     WorkerToRouter,
 )
+from ..runtime.allowed_keys import CLIENT, DECODE, OPERATOR, PREFILL
+from ..runtime.callers import Callers
 from ..runtime.channel import ChannelOptions, Frames, SendResult
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop, Timer
 from ..runtime.outbox import Outbox
 from ..runtime.sockets import Context, RouterChannel
+from ..runtime.zap import Doorkeeper, door
 from .config import RouterConfig
 from .core import RouterCore
 from .events import (
@@ -40,6 +44,7 @@ from .events import (
     ToWorker,
     WorkerGone,
 )
+from .gate import WorkerGate, client_refusals, without_drains
 
 CLIENT_QUEUE = 64
 """Envelopes ZeroMQ may hold for one client; they are of a turn each, and their bytes count."""
@@ -69,15 +74,20 @@ class RouterShell:
         incarnation: int,
         loop: Loop,
         context: Context,
+        doors: Doorkeeper | None = None,
     ) -> None:
         self.core = RouterCore(config, incarnation=incarnation, files=files, now=loop.now())
         self._loop = loop
         options = ChannelOptions(
             send_hwm=CLIENT_QUEUE, heartbeat_s=1.0, heartbeat_timeout_s=CLIENT_SILENCE_S
         )
-        self.clients = RouterChannel(context, config.client_address, options=options)
+        client_door = door(doors, "clients", CLIENT, OPERATOR)
+        worker_door = door(doors, "workers", PREFILL, DECODE)
+        self.clients = RouterChannel(
+            context, config.client_address, keys=client_door, options=options
+        )
         try:
-            self.workers = RouterChannel(context, config.worker_address)
+            self.workers = RouterChannel(context, config.worker_address, keys=worker_door)
         except BaseException:
             self.clients.close()
             raise
@@ -88,6 +98,7 @@ class RouterShell:
         )
         self._to_workers: Outbox[bytes] = Outbox(self.workers.send, self._worker_unsent)
         self._held: dict[bytes, list[Message]] = {}  # of full clients, oldest first
+        self._gate = WorkerGate()
         self._leave_at = float("inf")
         self._closing = False
         self._heard_worker = False
@@ -123,6 +134,8 @@ class RouterShell:
             _log.warning("client.malformed", error=str(error))
             self._perform(self.core.reject_client(identity, error))
             return
+        if self.clients.callers is not None:
+            messages = self._allowed_client(self.clients.callers, identity, messages)
         self._perform(self.core.from_client(identity, messages, self._loop.now()))
 
     def _hear_worker(self, identity: bytes, frames: Frames) -> None:
@@ -132,8 +145,38 @@ class RouterShell:
             _log.warning("worker.malformed", error=str(error))
             self._perform(self.core.reject_worker(identity, error))
             return
+        if self.workers.callers is not None:
+            messages = self._allowed_worker(self.workers.callers, identity, messages)
         self._heard_worker = True
         self._perform(self.core.from_worker(identity, messages, self._loop.now()))
+
+    def _allowed_client(
+        self, callers: Callers, identity: bytes, messages: list[Message]
+    ) -> list[Message]:
+        """What the client's key lets it ask; the rest is answered here."""
+        refusals = client_refusals(callers.entry_of(identity), messages)
+        if not refusals:
+            return messages
+        for refusal in refusals:
+            self.core.dropped[f"client_{refusal.code}"] += 1
+            self._perform([ToClient(identity, refusal)])
+        return without_drains(messages)
+
+    def _allowed_worker(
+        self, callers: Callers, identity: bytes, messages: list[Message]
+    ) -> list[Message]:
+        """All but a Hello that the worker's key does not let it say."""
+        passed = []
+        for message in messages:
+            if type(message) is Hello:
+                entry = callers.entry_of(identity)
+                error = self._gate.refusal(callers.allowed(), entry, identity, message)
+                if error is not None:
+                    _log.warning("worker.denied", worker=message.worker, error=str(error))
+                    self._perform(self.core.reject_worker(identity, error))
+                    continue
+            passed.append(message)
+        return passed
 
     def _client_gone(self, identity: bytes) -> None:
         self._held.pop(identity, None)
@@ -142,6 +185,7 @@ class RouterShell:
 
     def _worker_gone(self, identity: bytes) -> None:
         self._to_workers.drop(identity)
+        self._gate.gone(identity)
         self._feed(WorkerGone(identity))
 
     def _tick(self) -> None:
@@ -155,7 +199,7 @@ class RouterShell:
     def _count_refused(self) -> None:
         """What ZeroMQ refused never comes here; its counters do."""
         for side, channel in (("client", self.clients), ("worker", self.workers)):
-            for reason in ("refused", "malformed"):
+            for reason in ("refused", "malformed", "intruders"):
                 count = getattr(channel.stats, reason)
                 if count:
                     self.core.dropped[f"{side}_{reason}"] = count

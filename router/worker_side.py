@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from ..proto.errors import BatonError, HandoffFailed, InternalError
+from ..proto.errors import AccessDenied, BatonError, HandoffFailed, InternalError
 from ..proto.messages import (
     Aborted,
     Accepted,
@@ -98,6 +98,12 @@ class WorkerSide:
         registry = self._life.registry
         known = registry.known(hello.incarnation)
         if known is not None:
+            if (known.id, known.role) != (hello.worker, hello.role):
+                # Else whoever knows a worker's incarnation would get what is said to it.
+                self._drop("refused_worker")
+                text = f"this incarnation is {known.role} {known.id!r}"
+                self._say(identity, Rejected(code=AccessDenied.code, message=text))
+                return
             self._rejoin(known, identity, hello, now)
             return
         for old in registry.replaced_by(hello):

@@ -59,6 +59,7 @@ class ChannelStats(msgspec.Struct):
     full: int = 0  # not sent: the peer's queue is at its mark
     malformed: int = 0  # received with too many frames and dropped
     refused: int = 0  # connections whose handshake failed
+    intruders: int = 0  # received with another key than the identity's, and dropped
 
 
 class Channel:

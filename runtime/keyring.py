@@ -143,7 +143,13 @@ Keys = CurveKeys | KeyRing
 """What a connection is made with: a pair given by hand, or a folder that was read."""
 
 
-def client_keys(keys: Keys | str | Path | None) -> Keys | None:
+GivenKeys = Keys | str | Path | None
+"""What users give: those, or the folder, or nothing (the empty text as well)."""
+CONTROLLER = "controller"
+"""The name under which a cluster's controller uses the key of an operator."""
+
+
+def client_keys(keys: GivenKeys) -> Keys | None:
     """What a client was given; of a folder the operator's key if it is there, else the client's.
 
     Raises ConfigError where the folder cannot be used, TypeError for another type.

@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Callable
 
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
-from ..proto.errors import ProtocolError
+from ..proto.errors import AccessDenied, ProtocolError
 from ..proto.messages import Message, RouterToWorker
 from .actions import FromRouter, RouterDown, RouterUp
+from .allowed_keys import ROUTER
 from .channel import Frames
+from .keyring import Keys, keys_to
 from .log import get_logger
 from .loop import Loop
-from .security import CurveKeys
 from .sockets import Context, DealerChannel
 
 _log = get_logger()
@@ -38,7 +39,7 @@ class RouterLinks:
         routers: dict[str, str],
         identity: bytes,
         deliver: Callable[[LinkEvent], object],
-        keys: CurveKeys | None = None,
+        keys: Keys | None = None,
         dropped: Counter[str] | None = None,
     ) -> None:
         self._deliver = deliver
@@ -52,6 +53,7 @@ class RouterLinks:
         self._identity = identity
         self._keys = keys
         self._connections = 0
+        self._denied: set[str] = set()  # routers that do not know our key; said once
         self._dropped = Counter[str]() if dropped is None else dropped
         for name in routers:
             self._connect(name)
@@ -60,13 +62,15 @@ class RouterLinks:
         identity = b"%b/%d" % (self._identity, self._connections)
         self._connections += 1
         address = self._routers[name]
-        channel = DealerChannel(self._context, address, identity, keys=self._keys)
+        keys = keys_to(self._keys, address, ROUTER, name)  # each time: they may be replaced
+        channel = DealerChannel(self._context, address, identity, keys=keys)
         self._channels[name] = channel
         channel.attach(
             self._loop,
             lambda frames: self._hear(name, frames),
             lambda: self._deliver(RouterUp(name)),
             lambda: self._lost(name),
+            lambda error, final: self._refused(name, error, final=final),
         )
 
     def _lost(self, name: str) -> None:
@@ -78,6 +82,12 @@ class RouterLinks:
         self._channels[name].close()
         self._connect(name)
         self._deliver(RouterDown(name))
+
+    def _refused(self, name: str, error: AccessDenied, *, final: bool) -> None:
+        """The list of a router may be older than our key: say it, and let the channel go on."""
+        if final and name not in self._denied:
+            self._denied.add(name)
+            _log.error("router.denied", router=name, error=str(error))
 
     def _hear(self, name: str, frames: Frames) -> None:
         try:

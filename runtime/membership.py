@@ -34,7 +34,7 @@ from .actions import Exit, Note, ToRouter
 from .attempts import Attempts
 from .runs import runs_again
 
-HOPELESS = frozenset({"version_mismatch", "model_mismatch", "config"})
+HOPELESS = frozenset({"version_mismatch", "model_mismatch", "config", "access_denied"})
 """Rejections that another start would meet again."""
 FINAL = HOPELESS | {"endpoint_dead"}
 """Rejections after which this incarnation can never serve."""

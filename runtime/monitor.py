@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from typing import cast
 
 import zmq
 
@@ -45,6 +46,11 @@ class Monitor:
             return None
         event, value = _HEAD.unpack(head)
         return event, value
+
+    def poll(self) -> tuple[int, int] | None:
+        """As :meth:`read`; cheaper where there is mostly none."""
+        events = cast("int", self.socket.getsockopt(zmq.EVENTS))
+        return self.read() if events & zmq.POLLIN else None
 
     def close(self) -> None:
         """Stop the reports."""

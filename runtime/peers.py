@@ -43,6 +43,10 @@ class PeerTable:
         self._closed_at[fd] = now
         return list(self._by_fd.get(fd, ()))
 
+    def on(self, fd: int) -> set[bytes]:
+        """The peers last heard on a descriptor."""
+        return self._by_fd.get(fd, set())
+
     def forget(self, identity: bytes) -> None:
         """The peer is gone."""
         self._drop(identity)

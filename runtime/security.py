@@ -34,21 +34,30 @@ class CurveKeys(msgspec.Struct, frozen=True, kw_only=True):
         return (self.server,) if isinstance(self.server, bytes) else self.server
 
 
-def apply_server_keys(socket: zmq.Socket[bytes], keys: CurveKeys | None) -> None:
-    """Make ``socket`` demand CURVE of everyone who connects."""
-    if keys is not None:
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+def is_tcp(endpoint: str) -> bool:
+    """Whether it is of the kind that keys are for."""
+    return endpoint.startswith("tcp://")
 
 
-def apply_client_keys(socket: zmq.Socket[bytes], keys: CurveKeys | None) -> None:
-    """Make ``socket`` speak CURVE to the server whose key it knows."""
+def apply_server_keys(socket: zmq.Socket[bytes], keys: CurveKeys, domain: bytes) -> None:
+    """Make ``socket`` demand CURVE of everyone who connects, and ask ZAP about their keys.
+
+    Without the two ZAP options it would encrypt, and let anyone in while nobody answers.
+    """
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.setsockopt(zmq.ZAP_DOMAIN, domain)
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+def apply_client_keys(socket: zmq.Socket[bytes], keys: CurveKeys | None, turn: int = 0) -> None:
+    """Make ``socket`` speak CURVE to the server whose key it knows; of several, in turn."""
     if keys is None:
         return
     if not keys.servers:
         raise ConfigError("CURVE keys for a connection need the server's public key")
-    socket.setsockopt(zmq.CURVE_SERVERKEY, keys.servers[0])
+    socket.setsockopt(zmq.CURVE_SERVERKEY, keys.servers[turn % len(keys.servers)])
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
 
@@ -73,11 +82,11 @@ def check_address(endpoint: str) -> None:
         raise ConfigError(str(error)) from None
 
 
-def check_bind(endpoint: str, keys: CurveKeys | None) -> None:
+def check_bind(endpoint: str, *, keyed: bool) -> None:
     """Refuse to listen where strangers could connect without keys."""
     check_address(endpoint)
-    if keys is None and not is_local(endpoint):
+    if not keyed and not is_local(endpoint):
         raise ConfigError(
             f"refusing to listen on {endpoint} without CURVE keys: use 127.0.0.1 or ipc://, "
-            "or give keys"
+            "or make keys with baton keygen FOLDER and give --keys FOLDER"
         )

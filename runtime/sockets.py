@@ -8,42 +8,44 @@ process answers those; only heartbeats of the application find it.
 from __future__ import annotations
 
 import errno
-import os
-import socket as posix
-from collections.abc import Callable
-from pathlib import Path
-from typing import cast
+from collections import deque
 
 import msgspec
 import zmq
 
-from ..proto.errors import ConfigError
 from ..proto.limits import PROTOCOL_VERSION
 from ..proto.messages import Ping
+from .binding import bind, ipc_path
+from .callers import Callers
 from .channel import (
     Buffers,
     Channel,
     ChannelOptions,
     Frames,
-    OnMessage,
     OnPeer,
     OnPeerMessage,
     SendResult,
 )
+from .dealer import Context, DealerChannel
 from .log import get_logger
 from .loop import Loop
 from .monitor import HANDSHAKE_FAILURES, Monitor, describe_refusal
 from .peers import PeerTable
-from .security import CurveKeys, apply_client_keys, apply_server_keys, check_address, check_bind
+from .security import (
+    apply_server_keys,
+    check_bind,
+    is_tcp,
+)
+from .zap import ServerKeys
 
 VERIFY_DELAYS = (0.0, 0.002, 0.010, 0.050)
 """Seconds after a closed connection at which the peer is tried: a send in the first
 milliseconds after a death can still be accepted."""
-RECONNECT_MS = (50, 400)
-"""First and longest pause between two tries; the longest is what a restarted router waits for."""
-_CONNECT_TIMEOUT_MS = 2000
+COMPLAINT_S = 1.0
+"""Of intruders one line is logged in this time; all are counted."""
 
-Context = zmq.Context[zmq.Socket[bytes]]
+__all__ = ["Context", "DealerChannel", "RouterChannel"]
+
 _PROBE = b"BT" + bytes([PROTOCOL_VERSION]) + msgspec.msgpack.encode([Ping()])
 _log = get_logger()
 _DEFAULTS = ChannelOptions()
@@ -61,22 +63,31 @@ class RouterChannel(Channel):
         context: Context,
         endpoint: str,
         *,
-        keys: CurveKeys | None = None,
+        keys: ServerKeys | None = None,
         options: ChannelOptions = _DEFAULTS,
     ) -> None:
-        check_bind(endpoint, keys)
+        guard = keys if is_tcp(endpoint) else None  # who reaches an ipc file is this user
+        check_bind(endpoint, keyed=guard is not None)
         super().__init__(context, zmq.ROUTER, options)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        apply_server_keys(self._socket, keys)
+        if guard is not None:
+            apply_server_keys(self._socket, guard.pair, guard.domain)
         try:
-            self.endpoint = _bind(self._socket, endpoint)
+            self.endpoint = bind(self._socket, endpoint)
         except BaseException:
             self._socket.close()
             raise
         self._monitor = Monitor(self._socket)
         self._peers = PeerTable()
+        self.callers = None if guard is None else guard.callers
+        """Whose keys the peers have; None where none are asked for."""
+        self._reports: deque[tuple[int, int]] = deque()
+        self._complain_at = 0.0
+        self._ended: set[bytes] = set()  # their connections closed, which is not told yet
         self._loop: Loop | None = None
         self._on_disconnect: OnPeer | None = None
+        if guard is not None:
+            guard.watch(self._keys_changed)
 
     def attach(
         self, loop: Loop, on_message: OnPeerMessage, on_disconnect: OnPeer | None = None
@@ -112,6 +123,9 @@ class RouterChannel(Channel):
                 self.stats.malformed += 1
                 continue
             identity = head.bytes
+            if self.callers is not None and not self._admit(self.callers, identity, head):
+                self._read_frames()
+                continue
             self._heard(identity, fd)
             frames = self._read_frames()
             if frames is not None:
@@ -120,6 +134,9 @@ class RouterChannel(Channel):
     def send(self, identity: bytes, frames: Buffers) -> SendResult:
         """Queue a message for a peer; never blocks."""
         self._own()
+        if self.callers is not None and not self._is_owner_there(identity):
+            self.stats.unreachable += 1
+            return SendResult.UNREACHABLE
         try:
             self._put([identity, *frames])
         except zmq.ZMQError as error:
@@ -140,7 +157,7 @@ class RouterChannel(Channel):
         if not self._socket.closed:
             self._monitor.close()
             self._socket.close()
-            path = _ipc_path(self.endpoint)
+            path = ipc_path(self.endpoint)
             if path is not None:
                 path.unlink(missing_ok=True)
 
@@ -160,13 +177,16 @@ class RouterChannel(Channel):
             self._verify(identity)
 
     def _read_monitor(self) -> bool:
-        report = self._monitor.read()
+        report = self._reports.popleft() if self._reports else self._monitor.read()
         if report is None:
             return False
         event, value = report
         if event == zmq.EVENT_DISCONNECTED:
             for identity in self._peers.closed(value, Loop.now()):
-                self._verify(identity)
+                if self.callers is None:
+                    self._verify(identity)
+                else:
+                    self._lose(identity)
         elif event & HANDSHAKE_FAILURES:
             self.stats.refused += 1
             reason = describe_refusal(event, value)
@@ -178,141 +198,71 @@ class RouterChannel(Channel):
         if self._loop is None or identity not in self._peers:
             return
         if self.send(identity, [_PROBE]) is SendResult.UNREACHABLE:
-            self._peers.forget(identity)
-            if self._on_disconnect is not None:
-                self._on_disconnect(identity)
+            self._lose(identity)
         elif attempt + 1 < len(VERIFY_DELAYS):
             pause = VERIFY_DELAYS[attempt + 1] - VERIFY_DELAYS[attempt]
             self._loop.call_later(pause, lambda: self._verify(identity, attempt + 1))
 
+    def _lose(self, identity: bytes) -> None:
+        """The peer is gone: tell, once."""
+        if identity not in self._peers:
+            return
+        self._peers.forget(identity)
+        self._ended.discard(identity)
+        if self.callers is not None:
+            self.callers.gone(identity)
+        if self._on_disconnect is not None:
+            self._on_disconnect(identity)
 
-class DealerChannel(Channel):
-    """A connection to one listening peer; reconnects by itself, 50 ms doubling to 0.4 s.
+    # ------------------------------------------------------------------ with keys
 
-    Nothing is queued while there is no connection, so a peer never hears what was meant for
-    an earlier connection. ``identity`` must be new for every process start.
-    """
-
-    def __init__(
-        self,
-        context: Context,
-        endpoint: str,
-        identity: bytes,
-        *,
-        keys: CurveKeys | None = None,
-        options: ChannelOptions = _DEFAULTS,
-    ) -> None:
-        check_address(endpoint)
-        super().__init__(context, zmq.DEALER, options)
-        self.endpoint = endpoint
-        self.identity = identity
-        self.connected = False
-        self._loop: Loop | None = None
-        self._on_connected: Callable[[], object] | None = None
-        self._on_disconnected: Callable[[], object] | None = None
-        apply_client_keys(self._socket, keys)
-        self._socket.setsockopt(zmq.IDENTITY, identity)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS[0])
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS[1])
-        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
-        self._monitor = Monitor(self._socket)
-        try:
-            if endpoint.startswith("tcp://["):
-                self._socket.setsockopt(zmq.IPV6, 1)
-            self._socket.connect(endpoint)
-        except zmq.ZMQError as error:
-            self._monitor.close()
-            self._socket.close()
-            raise ConfigError(f"cannot connect to {endpoint}: {error.strerror}") from error
-
-    def attach(
-        self,
-        loop: Loop,
-        on_message: OnMessage,
-        on_connected: Callable[[], object] | None = None,
-        on_disconnected: Callable[[], object] | None = None,
-    ) -> None:
-        """Hand every message to ``on_message(frames)``; tell when the connection comes and goes."""
-        self._loop = loop
-        self._on_connected = on_connected
-        self._on_disconnected = on_disconnected
-
-        def pump() -> bool:
-            frames = self.recv()
-            if frames is None:
-                return False
-            on_message(frames)
+    def _admit(self, callers: Callers, identity: bytes, head: zmq.Frame) -> bool:
+        """Whether the message came with the key its identity belongs to, still let in."""
+        refusal = callers.heard(identity, _user(head))
+        if not refusal:
+            self._ended.discard(identity)  # back on another connection
             return True
+        self.stats.intruders += 1
+        now = Loop.now()
+        if now >= self._complain_at:
+            self._complain_at = now + COMPLAINT_S
+            _log.warning("socket.intruder", endpoint=self.endpoint, reason=refusal)
+        # Whatever is sent to this identity from now on would reach the intruder.
+        self._lose(identity)
+        return False
 
-        # Messages first: those of a connection that has just ended still count.
-        loop.add_socket(self._socket, pump)
-        loop.add_socket(self._monitor.socket, self._read_monitor, sends=False)
+    def _is_owner_there(self, identity: bytes) -> bool:
+        """Whether the connection of the key that was heard as ``identity`` still stands.
 
-    def recv(self) -> Frames | None:
-        """Take the next message without blocking; None when there is none."""
-        self._own()
-        while True:
-            try:
-                frames = self._read_frames(zmq.NOBLOCK)
-            except zmq.Again:
-                return None
-            if frames is not None:
-                return frames
+        A name is free for others the moment its connection ends, and that is reported before.
+        So unlike a send without keys this looks at the reports first, and nobody is verified
+        by a message, which another might get.
+        """
+        while (report := self._monitor.poll()) is not None:
+            if report[0] == zmq.EVENT_DISCONNECTED:
+                self._ended.update(self._peers.on(report[1]))
+            self._reports.append(report)
+            if len(self._reports) == 1 and self._loop is not None:
+                self._loop.call_later(0.0, self._read_reports)
+        return identity in self._peers and identity not in self._ended
 
-    def send(self, frames: Buffers) -> SendResult:
-        """Queue a message; never blocks."""
-        self._own()
-        try:
-            self._put(frames)
-        except zmq.Again:
-            return self._not_sent()
-        return SendResult.SENT
+    def _read_reports(self) -> None:
+        while self._reports:
+            self._read_monitor()
 
-    def send_tracked(self, frames: Buffers) -> zmq.MessageTracker | SendResult:
-        """As :meth:`send`; the tracker's ``done`` tells when the buffers may change again."""
-        self._own()
-        try:
-            return self._put_tracked(frames)
-        except zmq.Again:
-            return self._not_sent()
+    def _keys_changed(self) -> None:
+        """The list changed: peers whose keys are in it no more are gone."""
+        if self.callers is not None:
+            for identity in self.callers.withdrawn():
+                self._lose(identity)
 
-    def close(self) -> None:
-        """End the connection; what is queued is dropped."""
-        if self._loop is not None:
-            self._loop.remove_socket(self._socket)
-            self._loop.remove_socket(self._monitor.socket)
-            self._loop = None
-        self.connected = False
-        if not self._socket.closed:
-            self._monitor.close()
-            self._socket.close()
 
-    def _not_sent(self) -> SendResult:
-        if self.connected:
-            self.stats.full += 1
-            return SendResult.FULL
-        self.stats.unreachable += 1
-        return SendResult.UNREACHABLE
-
-    def _read_monitor(self) -> bool:
-        report = self._monitor.read()
-        if report is None:
-            return False
-        event, value = report
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED and not self.connected:
-            self.connected = True
-            if self._on_connected is not None:
-                self._on_connected()
-        elif event == zmq.EVENT_DISCONNECTED and self.connected:
-            self.connected = False
-            if self._on_disconnected is not None:
-                self._on_disconnected()
-        elif event & HANDSHAKE_FAILURES:
-            self.stats.refused += 1
-            reason = describe_refusal(event, value)
-            _log.warning("socket.handshake_failed", endpoint=self.endpoint, reason=reason)
-        return True
+def _user(head: zmq.Frame) -> bytes:
+    """The key ZAP let in, in z85; empty for none."""
+    try:
+        return str(head.get("User-Id")).encode()
+    except zmq.ZMQError:
+        return b""
 
 
 def _descriptor(head: zmq.Frame) -> int | None:
@@ -324,49 +274,3 @@ def _descriptor(head: zmq.Frame) -> int | None:
         return int(head.get(zmq.SRCFD))
     except zmq.ZMQError:
         return None
-
-
-# ---------------------------------------------------------------------------------- binding
-
-
-def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
-    """Listen; return the address others connect to (with the port chosen for ``:0``)."""
-    path = _ipc_path(endpoint)
-    if path is not None:
-        _check_ipc_path(endpoint, path)
-    if endpoint.startswith("tcp://["):
-        socket.setsockopt(zmq.IPV6, 1)
-    mask = os.umask(0o177)  # an ipc file is this user's alone from the first moment
-    try:
-        socket.bind(endpoint.replace("tcp://localhost:", "tcp://127.0.0.1:"))
-    except zmq.ZMQError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"address in use: {endpoint}") from error
-        raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}") from error
-    finally:
-        os.umask(mask)
-    if path is not None:
-        return endpoint
-    return cast("bytes", socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
-
-
-def _ipc_path(endpoint: str) -> Path | None:
-    """File of an ipc endpoint; None for tcp and for abstract names."""
-    name = endpoint.removeprefix("ipc://")
-    return None if name == endpoint or name.startswith("@") else Path(name)
-
-
-def _check_ipc_path(endpoint: str, path: Path) -> None:
-    """Look before binding: libzmq silently takes over a path that another process serves."""
-    if not path.parent.is_dir():
-        raise ConfigError(f"cannot listen on {endpoint}: no folder {path.parent}")
-    if not path.exists():
-        return
-    if not path.is_socket():
-        raise ConfigError(f"cannot listen on {endpoint}: {path} is a file of another kind")
-    with posix.socket(posix.AF_UNIX, posix.SOCK_STREAM) as trial:
-        try:
-            trial.connect(str(path))
-        except OSError:
-            return  # left behind by a process that died
-    raise ConfigError(f"address in use: {endpoint}")

@@ -481,7 +481,7 @@ class DecodeNode(EngineNode[DecodeCore]):
             self.moves.start(lambda: self._write(frame, blocks, payload))
 
     def _write(self, frame: KVFrame, blocks: npt.NDArray[np.int32], payload: Bytes) -> None:
-        if self.receiver.owner(frame) is None:
+        if self.receiver.owner(frame.grant) is None:
             raise Violation(f"{self.name}: frame {frame.index} is written to blocks of nobody")
         intact = self.writer.write(frame, blocks, payload)
         self.feed(decode.FrameStored(frame, intact))

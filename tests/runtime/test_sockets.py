@@ -15,7 +15,7 @@ import zmq
 
 from baton.proto.errors import ConfigError, InternalError
 from baton.runtime.channel import ChannelOptions, SendResult
-from baton.runtime.security import CurveKeys, is_local
+from baton.runtime.security import is_local
 from baton.runtime.sockets import DealerChannel, RouterChannel
 
 pytestmark = pytest.mark.integration
@@ -386,28 +386,6 @@ def test_a_socket_refuses_a_second_thread(loop, context, tmp_path):
     thread.start()
     thread.join()
     assert raised
-
-
-def test_curve_lets_in_who_knows_the_key(loop, drive, context):
-    public, secret = zmq.curve_keypair()
-    server = Server(
-        loop, context, "tcp://127.0.0.1:0", keys=CurveKeys(public=public, secret=secret)
-    )
-    mine, mine_secret = zmq.curve_keypair()
-    plain = Peer(loop, context, server.channel.endpoint, b"plain")
-    good = Peer(
-        loop,
-        context,
-        server.channel.endpoint,
-        b"good",
-        keys=CurveKeys(public=mine, secret=mine_secret, server=public),
-    )
-    drive.until(lambda: good.channel.connected)
-    good.channel.send([b"hi"])
-    drive.until(lambda: good.heard)
-    drive.spin(0.05)
-    assert not plain.channel.connected
-    assert {identity for identity, _ in server.heard} == {b"good"}
 
 
 def test_tracked_send_tells_when_the_buffer_is_free(loop, drive, context, tmp_path):

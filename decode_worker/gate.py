@@ -1,0 +1,83 @@
+"""What the key of a caller lets it say to a decode worker; asked only where sockets have keys.
+
+Invariant: only prefill workers reserve, and each deals with its own handoffs alone: an
+incarnation belongs to the key that opened a link with it, a grant to the incarnation that
+reserved it. Routers and operators may ask who is here.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..proto.errors import AccessDenied
+from ..proto.messages import (
+    Commit,
+    Fence,
+    GrantRef,
+    Message,
+    Open,
+    Ping,
+    Pong,
+    Probe,
+    Release,
+    Reserve,
+)
+from ..runtime.allowed_keys import PREFILL, AllowedKeys, KeyEntry
+from ..runtime.claims import Claims
+
+_ANYBODY = (Probe, Ping, Pong)
+
+
+class PeerGate:
+    """The prefill workers of a decode worker.
+
+    ``owner_of(request, attempt)`` and ``owner_of_grant(grant)``: the incarnation that reserved
+    what stands, None for nothing.
+    """
+
+    def __init__(
+        self,
+        owner_of: Callable[[bytes, int], int | None],
+        owner_of_grant: Callable[[GrantRef], int | None],
+    ) -> None:
+        self._owner_of = owner_of
+        self._owner_of_grant = owner_of_grant
+        self._claims = Claims()
+
+    def refusal(
+        self, allowed: AllowedKeys, entry: KeyEntry | None, peer: bytes, message: Message
+    ) -> AccessDenied | None:
+        """Why a message must not be acted upon; None when it may."""
+        if isinstance(message, _ANYBODY):
+            return None
+        name = type(message).__name__
+        if entry is None or entry.role != PREFILL:
+            return AccessDenied(f"{name} takes the key of a prefill worker")
+        key = entry.public.encode()
+        if isinstance(message, Open):
+            if not allowed.may_be(entry, PREFILL, message.worker):
+                return AccessDenied(f"the key of this worker is not for {message.worker!r}")
+            return _foreign(name) if self._claims.take(peer, key, message.incarnation) else None
+        if isinstance(message, Reserve) and not self.holds(key, message.incarnation):
+            return _foreign(name)
+        owner = self._owner(message)
+        return None if owner is None or self.holds(key, owner) else _foreign(name)
+
+    def holds(self, key: bytes, incarnation: int) -> bool:
+        """Whether the incarnation opened a link here with this key."""
+        return self._claims.lives(key, incarnation)
+
+    def _owner(self, message: Message) -> int | None:
+        match message:
+            case Reserve() | Release():
+                return self._owner_of(message.request, message.attempt)
+            case Commit() | Fence():
+                return self._owner_of_grant(message.grant)
+            case _:
+                return None
+
+
+def _foreign(name: str) -> AccessDenied:
+    return AccessDenied(f"{name} is about a worker or a handoff of another key")
