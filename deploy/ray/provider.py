@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import click  # pyright: ignore[reportMissingImports]
+import msgspec
 from ray import __version__ as RAY_VERSION  # noqa: N812  # pyright: ignore
 from ray.autoscaler.node_launch_exception import (  # pyright: ignore[reportMissingImports]
     NodeLaunchException,
@@ -50,6 +51,8 @@ log = logging.getLogger(__name__)
 
 HEAD_KEY = "~/ray_bootstrap_key.pem"
 """Where `ray up` puts the ssh key on the head."""
+HEAD_CONFIG = "~/ray_bootstrap_config.yaml"
+"""Where `ray up` puts the configuration on the head; JSON in spite of its name."""
 NODE_VARIABLE = "RAY_CLOUD_INSTANCE_ID"
 """Ray's own: the id of the node a process belongs to, set by what starts Ray there."""
 SESSION_VARIABLE = "BATON_RAY_SESSION"
@@ -71,14 +74,14 @@ class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when t
         self._resting: dict[str, float] = {}
         self._looked = False
         self._ended: set[str] = set()  # hosts
-        self._record_own_head()
+        self._on_head = self._record_own_head()
 
-    def _record_own_head(self) -> None:
-        """On the head: know it, and forget the workers of an earlier start."""
+    def _record_own_head(self) -> bool:
+        """On the head: know it, and forget the workers of an earlier start; whether it is it."""
         me, session = os.environ.get(NODE_VARIABLE, ""), os.environ.get(SESSION_VARIABLE, "")
         pool = next((p for p, hosts in self._settings.pools.items() if host_of(me) in hosts), None)
         if pool is None:
-            return
+            return False
         with self._book.open() as state:
             if state.session != session:
                 state.session = session
@@ -93,6 +96,17 @@ class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when t
                     TAG_RAY_USER_NODE_TYPE: pool,
                 },
             )
+        return True
+
+    def _hosts(self, pool: str) -> tuple[str, ...]:
+        """The pool's hosts; on the head as `ray up --no-restart` may have changed them since."""
+        if self._on_head:
+            try:
+                config = msgspec.json.decode(Path(HEAD_CONFIG).expanduser().read_bytes())
+                self._settings = provider_settings(config["provider"])
+            except (OSError, msgspec.DecodeError, KeyError, TypeError, ConfigError) as problem:
+                log.warning("%s: %r; the hosts known before go on", HEAD_CONFIG, problem)
+        return self._settings.pools.get(pool, ())
 
     # ------------------------------------------------------------- what there is
 
@@ -154,14 +168,15 @@ class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when t
         with self._creating:
             with self._book.open() as state:
                 used = state.used_hosts()
-            free = [host for host in self._settings.pools.get(pool, ()) if host not in used]
+            listed = self._hosts(pool)
+            free = [host for host in listed if host not in used]
             usable, problems = self._look_at(free)
             with self._book.open() as state:
                 made = [state.launch(host, tags) for host in usable[:count]]
         for problem in problems:
             log.warning("%s", problem)
         if len(made) < count:
-            why = "; ".join(problems) or f"all {len(self._settings.pools.get(pool, ()))} are in use"
+            why = "; ".join(problems) or f"all {len(listed)} are in use"
             text = f"{pool}: {count - len(made)} of {count} hosts missing: {why}"
             if is_head:
                 raise click.ClickException(text)

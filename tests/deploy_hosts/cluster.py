@@ -54,9 +54,10 @@ class RayCluster:
         done.stdout = re.sub(r"\x1b\[[0-9;]*[a-zA-Z]", "", done.stdout)
         return done
 
-    def up(self):
+    def up(self, *flags: str):
         """``ray up``."""
-        return self.outside_run(f"ray up -y --no-config-cache {shlex.quote(str(self.file))}")
+        words = shlex.join(["ray", "up", "-y", "--no-config-cache", *flags, str(self.file)])
+        return self.outside_run(words)
 
     def down(self):
         """``ray down``."""

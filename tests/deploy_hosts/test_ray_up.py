@@ -6,7 +6,7 @@ from .cluster import RayCluster, wait_until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(240)]
 
-HEAD, PREFILL, DECODE, SPARE = "h1", "h2", "h3", "h4"
+HEAD, PREFILL, DECODE, SPARE, ADDED = "h1", "h2", "h3", "h4", "h5"
 REQUEST = """
 import ray
 from ray.autoscaler.sdk import request_resources
@@ -51,7 +51,26 @@ def test_a_second_decode_host_is_taken_and_given_back_and_prefill_is_untouched(c
     wait_until(lambda: len(cluster.left()) == 3, "a decode host to be given back")
     after = cluster.raylets()
     assert after[HEAD] == before[HEAD] and after[PREFILL] == before[PREFILL]
+    assert len(after) == 3  # either decode host
     wait_until(lambda: sorted(cluster.nodes().values()) == ["decode", "head", "prefill"], "three")
+
+
+def test_a_host_is_added_to_a_pool_of_a_running_cluster(cluster):
+    before = cluster.raylets()
+    text = cluster.file.read_text()
+    for old, new in (
+        ("decode: [10.77.0.3, 10.77.0.4]", "decode: [10.77.0.3, 10.77.0.4, 10.77.0.5]"),
+        ("min_workers: 1\n    max_workers: 2", "min_workers: 3\n    max_workers: 3"),
+        ("\nmax_workers: 3", "\nmax_workers: 4"),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    cluster.file.write_text(text)
+    done = cluster.up("--no-restart")
+    assert done.returncode == 0, done.stdout
+    every = {HEAD, PREFILL, DECODE, SPARE, ADDED}
+    wait_until(lambda: set(cluster.raylets()) == every, "the new host")
+    assert before.items() <= cluster.raylets().items()
 
 
 def test_ray_down_leaves_no_process_on_any_host(cluster):
