@@ -16,18 +16,25 @@ from . import (
     chat,
     demo,
     doctor,
+    down,
     drain,
     embed,
     generate,
     keygen,
+    launch,
     ray_config,
+    rollout,
+    scale,
     serve,
     status,
     wait_ready,
 )
 from .streams import prepare_streams, silence_output
 
-VERBS = (serve, demo, generate, chat, embed, status, wait_ready, drain, keygen, ray_config, doctor)
+VERBS = (
+    serve, launch, demo, generate, chat, embed, status, wait_ready, scale, drain, rollout, down,
+    keygen, ray_config, doctor,
+)  # fmt: skip
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

@@ -6,10 +6,12 @@ import argparse
 import time
 
 from ..client import Client
+from ..deploy.admin import DrainWorker
 from ..deploy.report import DRAINED, ClusterReport, WorkerReport
 from ..proto.errors import BatonError, CapacityError, RequestFailed
-from .cluster import add_address, connect, parsed
+from .cluster import connect, parsed
 from .numbers import seconds
+from .operator import add_operator, carry_out, has_controller, operator
 
 _PAUSE = 0.2
 _FOREVER = float("inf")
@@ -19,7 +21,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register the verb."""
     parser = verbs.add_parser("drain", help="let a worker finish and take no new work")
     parser.add_argument("worker", metavar="WORKER", help="its id, such as decode-1")
-    add_address(parser)
+    add_operator(parser)
     parser.add_argument("--wait", action="store_true", help="return when the worker has left")
     parser.add_argument(
         "--wait-timeout",
@@ -32,10 +34,16 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask the router, which answers when it has told the worker."""
+    """Ask the controller, which bounds it by the grace; without one the router."""
     with connect(arguments) as client:
         worker = find(parsed(client.status(handoffs=0)), arguments.worker)
-        state = client.drain(arguments.worker)
+        if has_controller(arguments):
+            with operator(arguments) as controller:
+                state = carry_out(
+                    controller, DrainWorker(worker=arguments.worker[:128]), wait=False
+                )
+        else:
+            state = client.drain(arguments.worker)
         print(f"{arguments.worker}: {state}", flush=True)
         if arguments.wait and worker is not None:
             wait_left(client, worker, arguments.wait_timeout)

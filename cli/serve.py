@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import typing
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -31,8 +33,10 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.set_defaults(run=run)
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """One flag per setting, and the positional MODEL."""
+def add_settings(
+    parser: argparse.ArgumentParser, renamed: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """One flag per setting, of its name or another, and the positional MODEL."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help=HELP["model"])
     types = typing.get_type_hints(ServeSettings)
     defaults = ServeSettings()
@@ -42,7 +46,8 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         default = getattr(defaults, field)
         shown = f"{HELP[field]} [{default}]" if default != "" else HELP[field]
         parser.add_argument(
-            f"--{field.replace('_', '-')}",
+            f"--{renamed.get(field, field).replace('_', '-')}",
+            dest=field,
             type=types[field],
             metavar={int: "N", float: "SECONDS"}.get(types[field], "TEXT"),
             help=shown.replace("%", "%%"),

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from typing import Any
 
+import msgspec
+
 from ..client import Client
+from ..deploy.admin import Overview
 from ..deploy.banner import mebibytes
 from ..deploy.report import DRAINED, ClusterReport, HandoffRecord, WorkerReport
 from ..proto.errors import BatonError, ConnectionLost, VersionMismatch
-from .cluster import add_address, addresses_of, keys_of, parsed
+from .cluster import addresses_of, keys_of, parsed
 from .numbers import count
+from .operator import add_operator, has_controller, operator
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the verb."""
     parser = verbs.add_parser("status", help="show workers and handoffs of a running cluster")
-    add_address(parser)
+    add_operator(parser)
     parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
     parser.add_argument(
         "--handoffs", type=count, default=16, metavar="N", help="recent handoffs listed [16]"
@@ -31,15 +36,45 @@ def run(arguments: argparse.Namespace) -> int:
     answers = {address: _ask(address, arguments) for address in addresses}
     if not any(isinstance(answer, dict) for answer in answers.values()):
         raise next(answer for answer in answers.values() if isinstance(answer, BatonError))
+    controller = overview(arguments)
     if arguments.json:
-        print(json.dumps(_as_json(answers), indent=2))
+        shown = _as_json(answers)
+        if controller is not None:
+            shown["controller"] = msgspec.to_builtins(controller)
+        print(json.dumps(shown, indent=2))
         return 0
+    if controller is not None:
+        print("\n".join(describe_controller(controller)), end="\n\n")
     for number, (address, answer) in enumerate(answers.items()):
         if len(answers) > 1:
             print("" if number == 0 else "\n", _heading(address, answer), sep="")
         if isinstance(answer, dict):
             print("\n".join(describe(parsed(answer))))
     return 0
+
+
+def overview(arguments: argparse.Namespace) -> Overview | None:
+    """What the controller says, if there is one that answers."""
+    if not has_controller(arguments):
+        return None
+    try:
+        with operator(arguments) as client:
+            return client.overview()
+    except ConnectionLost:
+        return None
+
+
+def describe_controller(found: Overview) -> list[str]:
+    """What is wanted beside what is there, and where a rollout stands."""
+    lines = []
+    for role, wanted in (("router", 0), *found.targets.items()):
+        stages = Counter(member.stage for member in found.members if member.role == role)
+        others = [f"{count} {stage}" for stage, count in sorted(stages.items()) if stage != "ready"]
+        wanted = wanted or (sum(stages.values()) if role == "router" else 0)
+        extra = f"  ({', '.join(others)})" if others else ""
+        lines.append(f"{role:<12} {stages['ready']} of {wanted} ready{extra}")
+    lines += [f"{m.name}: waits for a host: {m.note}" for m in found.members if m.note]
+    return [*lines, f"rollout      {found.rollout}"] if found.rollout else lines
 
 
 def _ask(address: str, arguments: argparse.Namespace) -> dict[str, Any] | BatonError:

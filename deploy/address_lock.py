@@ -46,6 +46,16 @@ class AddressLock:
                 ) from None
             os.close(descriptor)  # its holder removed it meanwhile
 
+    @classmethod
+    def sweep(cls, address: str) -> None:
+        """Remove the file of a holder that was killed."""
+        socket = ipc_path(address)
+        if socket is not None and socket.with_name(f"{socket.name}.lock").exists():
+            with contextlib.suppress(ConfigError):
+                lock = cls.take(address)
+                if lock is not None:
+                    lock.release()
+
     def release(self) -> None:
         """Remove the file while it is ours, then let go."""
         self._path.unlink(missing_ok=True)

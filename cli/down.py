@@ -1,0 +1,78 @@
+"""``baton down``: drain a cluster, end all of it, and look whether anything is left."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from ..deploy.address_lock import AddressLock
+from ..deploy.admin import GoDown, Overview, Result
+from ..deploy.admin_client import AdminClient
+from ..deploy.run_folder import sweep
+from ..proto.errors import ConnectionLost, RequestFailed
+from .operator import add_operator, admin_of, has_controller, operator
+
+_SPARE_S = 30.0
+"""How much longer than the cluster's grace the end may take."""
+_PAUSE = 0.05
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser("down", help="end a cluster and verify that nothing is left")
+    add_operator(parser)
+    parser.add_argument("--now", action="store_true", help="do not wait for running requests")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 when nothing runs and nothing is left, also when nothing ran; 1 names what is left."""
+    if not has_controller(arguments):
+        swept = sweep()
+        AddressLock.sweep(admin_of(arguments))
+        print(f"no cluster runs at {admin_of(arguments).removesuffix('.admin')}")
+        for path in swept:
+            print(f"removed {path}, which a killed cluster had left")
+        return 0
+    with operator(arguments) as client:
+        before = client.overview()
+        end(client, before, at_once=arguments.now)
+    left = wait_gone(before, until=time.monotonic() + _SPARE_S)
+    if left:
+        raise RequestFailed(f"left behind: {', '.join(left)}")
+    count = len(before.members) + 1
+    print(f"down: {count} processes have ended, no process and no socket is left")
+    return 0
+
+
+def end(client: AdminClient, before: Overview, *, at_once: bool) -> None:
+    """Order the end and wait for it; a controller that is gone has ended."""
+    grace = float(before.settings.get("grace", 0.0))
+    with contextlib.suppress(ConnectionLost):
+        for answer in client.ask(GoDown(at_once=at_once), wait=grace + _SPARE_S):
+            print(answer.text, flush=True)
+            if isinstance(answer, Result):
+                return
+
+
+def wait_gone(before: Overview, until: float) -> list[str]:
+    """What is still there when the time is over: processes of this host, and files."""
+    pids = {"controller": before.pid}
+    pids |= {member.name: member.pid for member in before.members if not member.host}
+    while True:
+        left = [f"{name} (pid {pid})" for name, pid in pids.items() if pid and runs(pid)]
+        left += [path for path in before.paths if os.path.lexists(path)]
+        if not left or time.monotonic() >= until:
+            return left
+        time.sleep(_PAUSE)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process of this number runs and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,104 @@
+"""``baton launch``: start a cluster and leave it running; once more is no harm."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..deploy.addresses import admin_address, client_addresses, ipc_path
+from ..deploy.admin import Overview
+from ..deploy.admin_client import AdminClient, listens
+from ..deploy.config import ServeSettings
+from ..deploy.daemon import Daemon
+from ..deploy.local import LocalCluster
+from ..deploy.plan import key_folder, model_folder, router_names
+from ..deploy.prepare import check_model, with_task
+from ..deploy.terminal import terminal
+from ..proto.errors import RequestFailed
+from .serve import add_settings, run_cluster, settings_of
+
+EPILOG = """\
+A cluster that runs already is left as it is: exit code 0 when it has these settings, else 1.
+Precedence of settings: as of baton serve.
+"""
+_PATHS = ("model", "keys", "run_dir")
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser("launch", help="start a cluster in the background", epilog=EPILOG)
+    add_settings(parser, {"backend": "kernels"})
+    parser.add_argument("--config", metavar="FILE", help="TOML file of settings")
+    parser.add_argument(
+        "--backend", dest="where", choices=("local",), default="local", help="what starts processes"
+    )
+    parser.add_argument(
+        "--detach",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="return when it serves; without, stay as baton serve does",
+    )
+    parser.add_argument("--log", metavar="FILE", help="log file of a detached cluster")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start it, unless it runs."""
+    settings = absolute(settings_of(arguments))
+    check_model(settings)
+    running = running_cluster(settings)
+    if running is not None:
+        return already(settings, running)
+    if not arguments.detach:
+        return run_cluster(LocalCluster(settings, terminal))
+    address = ",".join(client_addresses(settings.address, router_names(settings)).values())
+    log = Path(arguments.log).absolute() if arguments.log else log_beside(address)
+    settings = msgspec.structs.replace(settings, address=address)
+    daemon = Daemon(settings, log)
+    daemon.wait_ready()
+    print(f"serving at {address} (pid {daemon.pid}, log {log})")
+    return 0
+
+
+def absolute(settings: ServeSettings) -> ServeSettings:
+    """Paths as another process finds them."""
+    changes: dict[str, Any] = {}
+    if settings.model:
+        changes["model"] = model_folder(settings)
+    if settings.keys:
+        changes["keys"] = key_folder(settings)
+    if settings.run_dir:
+        changes["run_dir"] = str(Path(settings.run_dir).absolute())
+    return msgspec.structs.replace(settings, **changes)
+
+
+def running_cluster(settings: ServeSettings) -> Overview | None:
+    """The cluster at the address of these settings."""
+    address = settings.admin or admin_address(settings.address)
+    if not address.startswith("ipc://") or not listens(address):
+        return None
+    with AdminClient(address) as client:
+        return client.overview()
+
+
+def already(settings: ServeSettings, running: Overview) -> int:
+    """Say that it runs; RequestFailed names the first setting that is another one."""
+    wanted = msgspec.to_builtins(with_task(settings))
+    for name, value in wanted.items():
+        known = (running.settings.get(name), running.launched.get(name))
+        if name not in ("address", "admin", "task") and value not in known:
+            raise RequestFailed(
+                f"a cluster runs at {running.address}, whose {name} is {known[0]!r}, not "
+                f"{value!r}: change it with baton scale or rollout, or end it with baton down"
+            )
+    print(f"already running at {running.address} (pid {running.pid})")
+    return 0
+
+
+def log_beside(address: str) -> Path:
+    """The log file of a cluster: beside its first client socket, or beside its admin socket."""
+    path = ipc_path(address.split(",")[0]) or ipc_path(admin_address(address))
+    return Path(f"{path or Path('baton')}.log")

@@ -1,0 +1,43 @@
+"""``baton scale prefill=2 decode=3``: have pools of this size."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..deploy.admin import ScalePools
+from ..proto.errors import ConfigError
+from .operator import add_operator, assignments, carry_out, operator
+
+_MOST = 2**31
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser("scale", help="change how many workers the pools have")
+    parser.add_argument("pools", metavar="POOL=N", nargs="+", help="such as decode=3")
+    add_operator(parser)
+    parser.add_argument("--wait", action="store_true", help="return when the pools have that size")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Give the order; what cannot be is refused and changes nothing."""
+    request = ScalePools(targets=sizes(arguments.pools))
+    with operator(arguments) as client:
+        text = carry_out(client, request, wait=arguments.wait)
+    print(f"{'reached' if arguments.wait else 'scaling to'} {text}")
+    return 0
+
+
+def sizes(words: list[str]) -> dict[str, int]:
+    """Numbers of workers by pool. ConfigError for what is no number."""
+    found = {}
+    for pool, text in assignments(words).items():
+        try:
+            count = int(text)
+        except ValueError:
+            raise ConfigError(f"{pool}={text}: {text!r} is not a number of workers") from None
+        if abs(count) > _MOST:
+            raise ConfigError(f"{pool}={text}: that many workers cannot be meant")
+        found[pool] = count
+    return found

@@ -1,0 +1,206 @@
+"""A cluster in the background, and everything operators do to it: the verbs as users type them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.client import Client
+from baton.deploy.admin_client import AdminClient
+
+from .conftest import alive, command_environment, wait_until
+from .driver import greedy
+
+pytestmark = pytest.mark.cluster
+
+
+def baton(folder, *arguments):
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "baton.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=command_environment(folder),
+    )
+
+
+class Background:
+    """A cluster made by ``baton launch`` with its files in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.address = f"ipc://{folder}/s.sock"
+
+    def verb(self, *arguments):
+        return baton(self.folder, *arguments, f"--address={self.address}")
+
+    def launch(self, *settings):
+        return self.verb("launch", "--kv-memory=8MiB", *settings)
+
+    def controller(self) -> dict:
+        with AdminClient(f"{self.address}.admin", timeout=20.0) as client:
+            return msgspec.to_builtins(client.overview()) | {"number": 0}
+
+    def pids(self) -> dict[str, int]:
+        found = self.controller()
+        return {m["name"]: m["pid"] for m in found["members"]} | {"controller": found["pid"]}
+
+    def left(self) -> list[str]:
+        return sorted(p.name for p in self.folder.iterdir() if not p.name.endswith(".log"))
+
+
+@pytest.fixture
+def background(tmp_path_factory):
+    running = Background(tmp_path_factory.mktemp("l"))
+    yield running
+    running.verb("down", "--now")
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    running = Background(tmp_path_factory.mktemp("l"))
+    done = running.launch("--decode=2", "--decode-max=4")
+    assert done.returncode == 0, done.stderr
+    yield running
+    ended = running.verb("down")
+    assert ended.returncode == 0, ended.stderr
+
+
+def ask(running, tokens=4):
+    with Client(running.address) as client:
+        return list(client.generate([5, 6, 7], greedy(tokens)))
+
+
+def test_launch_returns_when_it_serves_and_again_says_so(background):
+    done = background.launch()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"serving at {background.address} (pid ")
+    pids = background.pids()
+    again = background.launch()
+    assert (again.returncode, background.pids()) == (0, pids)
+    assert again.stdout.startswith(f"already running at {background.address}")
+    other = background.launch("--max-batch=7")
+    assert other.returncode == 1
+    assert "whose max_batch is 32, not 7" in other.stderr
+    assert other.stderr.count("\n") == 1
+    down = background.verb("down")
+    assert down.returncode == 0, down.stderr
+    assert "no process and no socket is left" in down.stdout
+    assert not any(alive(pid) for pid in pids.values())
+    assert background.left() == []
+    nothing = background.verb("down")
+    assert (nothing.returncode, nothing.stdout) == (0, f"no cluster runs at {background.address}\n")
+
+
+def test_a_cluster_that_cannot_start_is_one_line_and_leaves_nothing(background):
+    model = background.folder / "m"
+    model.mkdir()
+    refused = background.launch(str(model))
+    assert refused.returncode == 1
+    assert refused.stderr.count("\n") == 1
+    model.rmdir()
+    assert background.left() == []
+
+
+def test_a_killed_controller_takes_its_children_along_and_the_next_launch_cleans_up(background):
+    assert background.launch().returncode == 0
+    pids = background.pids()
+    os.kill(pids["controller"], signal.SIGKILL)
+    wait_until(lambda: not any(alive(pid) for pid in pids.values()), what="all ends")
+    assert background.left() != []
+    assert background.launch().returncode == 0
+    assert not set(background.pids().values()) & set(pids.values())
+    assert len([name for name in background.left() if name.startswith("baton-run-")]) == 1
+    assert background.verb("down").returncode == 0
+    assert background.left() == []
+
+
+def test_down_finds_what_a_killed_controller_left(background):
+    assert background.launch().returncode == 0
+    os.kill(background.pids()["controller"], signal.SIGKILL)
+    wait_until(lambda: "baton-run-" in str(background.left()))
+    down = background.verb("down")
+    assert down.returncode == 0
+    wait_until(lambda: background.verb("down") and background.left() == [], what="no file left")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "complaint"),
+    [
+        (["scale", "decode=-1"], 1, "decode must be at least 1, not -1"),
+        (["scale", "prefill=0"], 1, "prefill must be at least 1, not 0"),
+        (["scale", "decode=5"], 1, "decode must be at most 4 (decode_max), not 5"),
+        (["scale", "prefill=1025"], 1, "prefill must be at most 1024, not 1025"),
+        (["scale", "prefill=99999999999"], 2, "that many workers cannot be meant"),
+        (["scale", "prefill=1000"], 1, "of memory, this machine has"),
+        (["scale", "draft=1"], 1, "no pool 'draft'; the pools are prefill and decode"),
+        (["scale", "decode=two"], 2, "'two' is not a number of workers"),
+        (["scale", "decode"], 2, "is not NAME=VALUE"),
+        (["scale", "decode=1", "decode=2"], 2, "decode is given twice"),
+        (["rollout", "colour=red"], 2, "no setting 'colour'"),
+        (["rollout", "max_batch=0"], 2, "max_batch must be at least 1"),
+        (["rollout", "decode=3"], 2, "a rollout cannot change decode; use baton scale"),
+        (["rollout", "transport=tcp"], 2, "a rollout cannot change transport"),
+        (["rollout", "model=/no/such"], 1, "/no/such"),
+        (["rollout", "--config=/no/such.toml"], 2, "cannot read /no/such.toml"),
+        (["drain", "decode-9"], 1, "no worker 'decode-9'; known are decode-0, decode-1, prefill-0"),
+        (["drain", "router"], 1, "no worker 'router'"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence_and_nothing_happens(
+    launched, words, code, complaint
+):
+    before = launched.controller()
+    refused = launched.verb(*words)
+    assert (refused.returncode, refused.stderr.count("\n")) == (code, 1), refused.stderr
+    assert complaint in refused.stderr
+    assert launched.controller() == before
+
+
+def test_a_file_with_an_unknown_key_is_refused(launched, tmp_path):
+    (tmp_path / "c.toml").write_text("max_batch = 4\ncolour = 'red'\n")
+    refused = launched.verb("rollout", f"--config={tmp_path}/c.toml")
+    assert refused.returncode == 2
+    assert "no setting 'colour'" in refused.stderr
+
+
+def test_scale_and_drain_change_the_targets_and_status_shows_them(launched):
+    scaled = launched.verb("scale", "decode=3", "--wait")
+    assert scaled.stdout.splitlines()[-1] == "reached prefill=1 decode=3"
+    assert set(launched.pids()) == {
+        "controller", "router", "prefill-0", "decode-0", "decode-1", "decode-2",
+    }  # fmt: skip
+    assert "decode       3 of 3 ready" in launched.verb("status").stdout
+    shown = json.loads(launched.verb("status", "--json").stdout)
+    assert shown["controller"]["targets"] == {"prefill": 1, "decode": 3}
+    drained = launched.verb("drain", "decode-2", "--wait")
+    assert drained.stdout.splitlines()[-1] == "decode-2: left"
+    wait_until(lambda: "decode-2" not in launched.pids(), what="its end")
+    assert launched.controller()["targets"] == {"prefill": 1, "decode": 2}
+    assert len(ask(launched)) > 0
+
+
+def test_without_a_controller_verbs_say_what_to_do(tmp_path_factory):
+    nobody = Background(tmp_path_factory.mktemp("n"))
+    for words in (["scale", "decode=2"], ["rollout"]):
+        refused = nobody.verb(*words)
+        assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+        assert "start a cluster with baton launch" in refused.stderr
+
+
+def test_an_embedding_model_has_no_decode_pool(background):
+    model = Path(__file__).parents[1] / "data/embedders/bert"
+    done = background.launch(str(model))
+    assert done.returncode == 0, done.stderr
+    refused = background.verb("scale", "decode=2")
+    assert refused.returncode == 1
+    assert "decode cannot be scaled" in refused.stderr
+    assert background.verb("scale", "prefill=2", "--wait").returncode == 0
+    rolled = background.verb("rollout", "--wait")
+    assert rolled.returncode == 0, rolled.stderr
+    assert background.controller()["targets"] == {"prefill": 2, "decode": 0}
