@@ -1,4 +1,4 @@
-"""The GPU verbs from beginning to end on the host device: every part's code runs."""
+"""The GPU verbs from beginning to end on the CPU: every part's code runs, with tiny shapes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from baton.benchmarks.gpu import bench, check
+from baton.benchmarks.gpu.lines import HELD
 
 from ..cuda.host.builder import why_not
 
@@ -28,11 +29,18 @@ def environment(pytestconfig: pytest.Config, tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "BATON_HOST_BUILDS": str(builds), "PYTHONPATH": path}
 
 
+@pytest.fixture
+def with_cupy(environment: dict[str, str]) -> dict[str, str]:
+    """CuPy's calls on host memory, in every process: see ``without_gpu``."""
+    path = [str(HERE / "without_gpu"), environment["PYTHONPATH"]]
+    return {**environment, "PYTHONPATH": os.pathsep.join(path)}
+
+
 def run(
-    verb: str, names: list[str], out: Path, environment: dict[str, str]
+    verb: str, names: list[str], out: Path, environment: dict[str, str], stage: str
 ) -> tuple[str, dict[str, Any]]:
     command = [sys.executable, "-P", "-m", f"baton.benchmarks.gpu.{verb}", *names]
-    command += ["--stage", "host_stage:on_host", "--out", str(out), "--commit", "0123abc"]
+    command += ["--stage", stage, "--out", str(out), "--commit", "0123abc"]
     found = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
     return found.stdout, json.loads((out / f"gpu-{verb}.json").read_text())
@@ -48,15 +56,22 @@ def assert_complete(text: str, report: dict[str, Any], names: list[str]) -> None
 
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
-def test_the_check_runs_without_a_gpu(tmp_path: Path, environment: dict[str, str]) -> None:
-    names = [part.name for part in check.PARTS if part.name not in ("blocks", "sampling", "others")]
-    assert_complete(*run("check", names, tmp_path, environment), names)
+def test_the_check_runs_without_a_gpu(tmp_path: Path, with_cupy: dict[str, str]) -> None:
+    """Prefill and decode workers are two processes there, and hand blocks over as on a GPU."""
+    names = [part.name for part in check.PARTS if part.name not in ("blocks", "sampling")]
+    text, report = run("check", names, tmp_path, with_cupy, "gpu_stage:small")
+    assert_complete(text, report, names)
+    found = {line["what"]: line for part in report["parts"] for line in part["lines"]}
+    assert found["how blocks travelled"]["result"].startswith("cuda_ipc for ")
+    assert found["another process reads memory through CUDA IPC"]["state"] == HELD
+    assert found["CuPy's product while a graph is captured"]["result"].startswith("refused")
 
 
 @pytest.mark.timeout(300)
 def test_the_benchmarks_run_without_a_gpu(tmp_path: Path, environment: dict[str, str]) -> None:
-    names = [part.name for part in bench.PARTS if part.name != "ceilings"]
-    assert_complete(*run("bench", names, tmp_path, environment), names)
+    names = [part.name for part in bench.PARTS]
+    found = run("bench", names, tmp_path, environment, "host_stage:on_host")
+    assert_complete(*found, names)
 
 
 def test_without_a_gpu_there_is_one_sentence_and_a_code(tmp_path: Path) -> None:

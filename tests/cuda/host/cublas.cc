@@ -1,6 +1,8 @@
 // The functions of cuBLAS that Baton calls, on host memory: what they are given is what is tested.
 #include <cstddef>
 #include <cstring>
+#include <functional>
+#include <vector>
 
 namespace {
 struct Handle {
@@ -26,9 +28,13 @@ void write(void* at, long i, int type, float value) {
     memcpy(&bits, &value, 4);
     static_cast<unsigned short*>(at)[i] = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
+void (*hook)(int);
+std::vector<std::function<void()>> captured;
 }  // namespace
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
+EXPORT void baton_capture(void (*with)(int)) { hook = with; }
+EXPORT void baton_replay(int index) { captured[index](); }
 EXPORT int cublasCreate_v2(Handle** handle) {
     *handle = new Handle{};
     return 0;
@@ -53,6 +59,7 @@ EXPORT int cublasGemmEx(
     if (atype != 14 || btype != 14 || (ctype != 14 && ctype != 0)) return 15;
     if (compute != 68 || algorithm != -1) return 7;
     float scale = *static_cast<const float*>(alpha), keep = *static_cast<const float*>(beta);
+    auto work = [=] {
     for (long j = 0; j < n; j++)
         for (long i = 0; i < m; i++) {
             float sum = 0;
@@ -62,5 +69,12 @@ EXPORT int cublasGemmEx(
             float before = keep ? keep * read(c, i + j * ldc, ctype) : 0;
             write(c, i + j * ldc, ctype, scale * sum + before);
         }
+    };
+    if (!hook) {
+        work();
+        return 0;
+    }
+    captured.push_back(work);
+    hook(static_cast<int>(captured.size()) - 1);
     return 0;
 }

@@ -1,0 +1,284 @@
+"""Streams, events, memory and graphs, on host memory; see the package."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+import numpy as np
+
+_TOTAL = 1 << 30
+_live: dict[int, Memory] = {}
+_opened: dict[int, mmap.mmap] = {}
+_here = threading.local()
+_host: Any = None
+_host_lock = threading.Lock()
+
+
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
+def driver_error(text: str) -> Exception:
+    return CUDARuntimeError(text)
+
+
+def is_available() -> bool:
+    return True
+
+
+def host() -> Any:
+    """The device that executes kernels in this process."""
+    global _host
+    with _host_lock:
+        if _host is None:
+            from cuda_host_device import HostDevice
+
+            _host = HostDevice(Path(os.environ["BATON_HOST_BUILDS"]))
+    return _host
+
+
+# -------------------------------------------------------------------- memory
+
+
+class Memory:
+    """cudaMalloc: exportable."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.device_id = size, 0
+        self._fd = os.memfd_create("fake-cuda")
+        os.ftruncate(self._fd, max(size, 1))
+        self._map = mmap.mmap(self._fd, max(size, 1))
+        self._map.write(b"\xff" * min(size, 1 << 20))
+        self.ptr = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        _live[self.ptr] = self
+
+    def ticket(self) -> bytes:
+        words = np.array([os.getpid(), self._fd, self.size, 0, 0, 0, 0, 0], np.int64)
+        return words.tobytes()
+
+
+class PooledMemory:
+    """Of the memory pool: no handle."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.device_id = max(size, 1), 0
+        self._raw = np.full(self.size + 1024, 0xFF, np.uint8)
+        self.ptr = self._raw.ctypes.data + -self._raw.ctypes.data % 512
+
+
+class UnownedMemory:
+    def __init__(self, ptr: int, size: int, owner: object, device_id: int = -1) -> None:
+        self.ptr, self.size, self._owner, self.device_id = ptr, size, owner, device_id
+
+
+class MemoryPointer:
+    def __init__(self, mem: Any, offset: int) -> None:
+        self.mem, self.ptr = mem, mem.ptr + offset
+
+    def copy_from_host_async(self, mem: int, size: int, stream: Any = None) -> None:
+        if capturing(stream):
+            raise RuntimeError("the current stream is capturing, so H2D transfers are disallowed")
+        ctypes.memmove(self.ptr, mem, size)
+
+    def copy_to_host_async(self, mem: int, size: int, stream: Any = None) -> None:
+        if capturing(stream):
+            raise RuntimeError("the current stream is capturing, so D2H transfers are disallowed")
+        ctypes.memmove(mem, self.ptr, size)
+
+    def copy_from_device_async(self, src: MemoryPointer, size: int, stream: Any = None) -> None:
+        do(lambda: ctypes.memmove(self.ptr, src.ptr, size), stream)
+
+    def memset_async(self, value: int, size: int, stream: Any = None) -> None:
+        do(lambda: ctypes.memset(self.ptr, value, size), stream)
+
+
+def pool_malloc(nbytes: int) -> MemoryPointer:
+    return MemoryPointer(PooledMemory(nbytes), 0)
+
+
+def set_allocator(allocator: Any = None) -> None:
+    pass
+
+
+class Pool:
+    def free_all_blocks(self) -> None:
+        pass
+
+
+def alloc_pinned_memory(size: int) -> memoryview:
+    rounded = 1 << max(9, (size - 1).bit_length())
+    return memoryview(bytearray(rounded))
+
+
+# -------------------------------------------------------------------- streams
+
+
+class Device:
+    compute_capability = "80"
+
+    def __init__(self, device: int = 0) -> None:
+        self.id = int(device)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class Graph:
+    def __init__(self, work: list[Callable[[], object]]) -> None:
+        self._work = work
+
+    def launch(self, stream: Any = None) -> None:
+        assert not capturing(stream)
+        for each in self._work:
+            each()
+
+    def upload(self, stream: Any = None) -> None:
+        pass
+
+
+class Stream:
+    def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
+        self.ptr = id(self)
+        self.captured: list[Callable[[], object]] | None = None
+
+    def __enter__(self) -> Self:
+        stack = _here.__dict__.setdefault("streams", [])
+        stack.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _here.streams.pop()
+
+    def begin_capture(self, mode: Any = None) -> None:
+        self.captured = []
+        _gemm_hook(self)
+
+    def end_capture(self) -> Graph:
+        work, self.captured = self.captured or [], None
+        _gemm_hook(None)
+        return Graph(work)
+
+    def synchronize(self) -> None:
+        if self.captured is not None:
+            raise CUDARuntimeError("operation not permitted when stream is capturing")
+
+    def wait_event(self, event: Event) -> None:
+        assert isinstance(event, Event)
+
+
+def current() -> Stream | None:
+    streams = _here.__dict__.get("streams", [])
+    return streams[-1] if streams else None
+
+
+def capturing(stream: Stream | None = None) -> bool:
+    stream = stream or current()
+    return stream is not None and stream.captured is not None
+
+
+def do(work: Callable[[], object], stream: Stream | None = None) -> None:
+    """Do it now, or keep it for the graph."""
+    stream = stream or current()
+    if stream is not None and stream.captured is not None:
+        stream.captured.append(work)
+    else:
+        work()
+
+
+class Event:
+    def __init__(
+        self, block: bool = False, disable_timing: bool = False, interprocess: bool = False
+    ) -> None:
+        self.at: float | None = None
+
+    @property
+    def done(self) -> bool:
+        return True
+
+    def record(self, stream: Any = None) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+
+def get_elapsed_time(begin: Event, end: Event) -> float:
+    assert begin.at is not None and end.at is not None
+    return (end.at - begin.at) * 1e3
+
+
+_HOOK = ctypes.CFUNCTYPE(None, ctypes.c_int)
+_keep: list[Any] = []
+
+
+def _gemm_hook(stream: Stream | None) -> None:
+    """Products of the stand-in for cuBLAS go into the graph too."""
+    from baton.engine.kernels.cuda import cublas
+
+    if not cublas.find_library.cache_info().currsize:
+        return
+    library = ctypes.CDLL(cublas.find_library())
+    if stream is None:
+        library.baton_capture(_HOOK(0))
+        return
+
+    def captured(index: int) -> None:
+        assert stream.captured is not None
+        stream.captured.append(lambda: library.baton_replay(index))
+
+    hook = _HOOK(captured)
+    _keep.append(hook)
+    library.baton_capture(hook)
+
+
+# -------------------------------------------------------------------- runtime
+
+
+def _memcpy(dst: int, src: int, size: int, kind: int, stream: int) -> None:
+    assert kind in (1, 2, 3)
+    ctypes.memmove(dst, src, size)
+
+
+def _export(ptr: int) -> bytes:
+    if ptr not in _live:
+        raise CUDARuntimeError("cudaErrorInvalidValue: invalid argument")
+    return _live[ptr].ticket()
+
+
+def _open(handle: bytes, flags: int = 1) -> int:
+    if len(handle) != 64:
+        raise IndexError("not enough values found during array assignment, expected 64")
+    pid, fd, size = (int(word) for word in np.frombuffer(handle, np.int64)[:3])
+    if pid == os.getpid():
+        raise CUDARuntimeError("cudaErrorInvalidContext: invalid device context")
+    try:
+        theirs = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+    except OSError as error:
+        raise CUDARuntimeError(f"cudaErrorMapBufferObjectFailed: {error}") from None
+    mapped = mmap.mmap(theirs, size)
+    os.close(theirs)
+    ptr = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+    _opened[ptr] = mapped
+    return ptr
+
+
+runtime = SimpleNamespace(
+    CUDARuntimeError=CUDARuntimeError,
+    getDeviceCount=lambda: 1,
+    memGetInfo=lambda: (_TOTAL // 2, _TOTAL),
+    memcpyAsync=_memcpy,
+    ipcGetMemHandle=_export,
+    ipcOpenMemHandle=_open,
+    ipcCloseMemHandle=lambda ptr: _opened.pop(ptr) and None,
+)
