@@ -15,7 +15,7 @@ from baton.decode_worker.__main__ import _DATA_OPTIONS
 from baton.decode_worker.config import DecodeWorkerConfig
 from baton.decode_worker.shell import DecodeShell
 from baton.engine.kernels.cuda.backend import CudaBackend
-from baton.engine.llm import LLMEngine
+from baton.engine.plan import Chunk, SampleSpec
 from baton.engine.runner import Runner, RunnerConfig, load_runner
 from baton.prefill_worker.config import PrefillWorkerConfig
 from baton.prefill_worker.shell import PrefillShell
@@ -126,6 +126,23 @@ class Workers:
         self.context.destroy(linger=0)
 
 
+def shortfall(runner: Runner, prompt: list[int], generated: list[int]) -> float:
+    """How far below the likeliest token the generated ones are at most, one engine computing."""
+    chunks, block = [], 0
+    for count in range(len(generated)):
+        tokens = np.array(prompt + generated[:count], np.int32)
+        need = -(-len(tokens) // 8)
+        table, block = np.arange(block, block + need, dtype=np.int32), block + need
+        spec = SampleSpec(GREEDY, len(tokens), np.empty(0, np.int32), 0)
+        chunks.append(Chunk(bytes([count]), 0, tokens, table, spec))
+    model = runner.pipeline.model
+    outputs = model.execute(model.prepare_initial_token_inputs(chunks)).next_token_logits
+    assert isinstance(runner.backend, CudaBackend)
+    logits = runner.backend.device.download(outputs)[:, : SHAPE.vocab]  # type: ignore[arg-type]
+    chosen = logits[np.arange(len(generated)), generated]
+    return float((logits.max(axis=1) - chosen).max())
+
+
 @pytest.mark.parametrize("in_place", [False, True], ids=["zmq", "cuda_ipc"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_tokens_are_those_of_one_engine(
@@ -136,12 +153,8 @@ def test_tokens_are_those_of_one_engine(
     seed: int,
     in_place: bool,
 ) -> None:
+    """Each is the likeliest behind the ones before, but for near-ties: logits are about 1."""
     prompts = [rng.integers(0, SHAPE.vocab, n).tolist() for n in (45, 9, 23)]
-    alone = LLMEngine(load_runner(config_of(folder), backend=CudaBackend(host_device)))
-    contexts = [alone.generate([prompt], [GREEDY])[0] for prompt in prompts]
-    expected = {
-        bytes([i]) * 16: context.tokens.generated.tolist() for i, context in enumerate(contexts)
-    }
     devices = host_device.late(seed), host_device.late(seed + 10)
     workers = Workers(folder, tmp_path, devices, in_place=in_place)
     try:
@@ -150,7 +163,11 @@ def test_tokens_are_those_of_one_engine(
         workers.close()
     ends = [message for message in workers.said if isinstance(message, Terminal)]
     assert [(end.status, end.code) for end in ends] == [("maximum_length", None)] * 3
-    assert found == expected
+    alone = load_runner(config_of(folder), backend=CudaBackend(host_device))
+    for number, prompt in enumerate(prompts):
+        generated = found[bytes([number]) * 16]
+        assert len(generated) == GREEDY.max_new_tokens
+        assert shortfall(alone, prompt, generated) < 0.1
     reports = Counter(getattr(message, "transport", None) for message in workers.said)
     assert reports["cuda_ipc" if in_place else "zmq"] == 3
     assert not workers.decode._dropped
