@@ -171,6 +171,8 @@ def test_a_decode_worker_reads_blocks_out_of_the_sender_s_gpu_memory(
     [
         ({"host": "elsewhere"}, "another host"),
         ({"nbytes": 100}, "not made of blocks"),
+        ({"offset": 512 + 8}, "not aligned"),
+        ({"offset": 512 + 256}, "its ticket says"),
         ({"handle": bytes(64)}, "names nothing"),
         ({"handle": bytes(63)}, "a handle of 63 bytes"),
     ],
@@ -183,5 +185,8 @@ def test_a_ticket_that_does_not_fit_is_refused_in_words(
     assert isinstance(ticket, DeviceTicket)
     pools = MappedPools(runner.card.layout, open_device=runner.backend.open_pool)
     assert why in pools.open(b"peer", 7, msgspec.structs.replace(ticket, **change))
+    larger = msgspec.structs.replace(ticket, nbytes=2 * ticket.nbytes)
+    assert "its ticket says" in pools.open(b"peer", 7, larger)
+    assert pools.get(7) is None
     host = MappedPools(runner.card.layout, open_device=load(folder).backend.open_pool)
     assert "computes on the CPU" in host.open(b"peer", 7, ticket)

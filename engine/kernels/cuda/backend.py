@@ -24,6 +24,8 @@ from .row_plan import RowPlan
 
 HANDLE_BYTES = 64
 """Of a CUDA IPC handle."""
+ALIGNED = 256
+"""Bytes that allocations of CUDA, and so pools, are aligned to."""
 REVISION = 1
 """Raise it when a change of the CUDA code changes a bit of any result."""
 
@@ -102,6 +104,8 @@ class CudaBackend:
             raise ValueError(f"a pool of {ticket.nbytes} bytes is not made of blocks of {block}")
         if ticket.host != host_id():
             raise ValueError("the pool is on another host")
+        if ticket.offset % ALIGNED:
+            raise ValueError(f"a pool {ticket.offset} bytes into an allocation is not aligned")
         if len(ticket.handle) != HANDLE_BYTES:  # CuPy would raise an IndexError
             raise ValueError(f"a handle of {len(ticket.handle)} bytes, not {HANDLE_BYTES}")
         shape = (layout.num_layers, ticket.nbytes // block, *layout.block_shape)

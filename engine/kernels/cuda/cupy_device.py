@@ -14,6 +14,7 @@ import numpy.typing as npt
 from ....proto.errors import ConfigError
 from .cublas import WORKSPACE_BYTES, Cublas, find_library
 from .device import Argument, Array, DeviceArray, Event, Kernel
+from .driver import check_allocation
 from .sources import cuda_source
 
 _PLAIN_SHARED_BYTES = 48 * 1024
@@ -195,7 +196,7 @@ class CupyDevice:
     def open(
         self, handle: bytes, offset: int, shape: Sequence[int], dtype: npt.DTypeLike
     ) -> tuple[CupyMapping, DeviceArray]:
-        """Map what another process exported; OSError when that cannot be."""
+        """Map what another process exported; OSError when that cannot be, ValueError for a lie."""
         cuda, dtype = self._cupy.cuda, np.dtype(dtype)
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         with self._device:
@@ -204,6 +205,11 @@ class CupyDevice:
             except (cuda.runtime.CUDARuntimeError, ValueError) as error:
                 raise OSError(f"the GPU memory of another process: {error}") from None
             mapping = CupyMapping(self, pointer)
+            try:
+                check_allocation(pointer, offset + nbytes)
+            except (OSError, ValueError):
+                mapping.close()
+                raise
             memory = cuda.UnownedMemory(pointer, offset + nbytes, mapping, self._device.id)
             where = cuda.MemoryPointer(memory, offset)
             array: DeviceArray = self._cupy.ndarray(tuple(shape), dtype, where)

@@ -145,7 +145,11 @@ class Device(Protocol):
     def open(
         self, handle: bytes, offset: int, shape: Sequence[int], dtype: npt.DTypeLike
     ) -> tuple[Mapping, DeviceArray]:
-        """Map what another process exported; OSError when that cannot be."""
+        """Map what another process exported; OSError when that cannot be.
+
+        ValueError when the allocation behind the handle is smaller than what is asked for; nothing
+        stays mapped then.
+        """
         ...
 
     def upload(self, array: Array) -> DeviceArray:
