@@ -141,10 +141,23 @@ class PagedCache:
         allocation.block_table = _EMPTY
         allocation.capacity = 0
 
-    def check_integrity(self, live_allocations: Iterable[Allocation]) -> None:
+    def hold(self, allocation: Allocation) -> Allocation:
+        """The same blocks once more, for who reads them when their owner has freed them."""
+        if not allocation.live:
+            raise InternalError("a freed allocation cannot be held")
+        for block in allocation.blocks:
+            self.pool.pin(block)
+        held = Allocation(allocation.block_table, allocation.cached_blocks, allocation.capacity)
+        held.published = len(allocation.block_table)
+        return held
+
+    def check_integrity(
+        self, live_allocations: Iterable[Allocation], held: Iterable[Allocation] = ()
+    ) -> None:
         """Raise InternalError unless the books fit the allocations and no block has two writers.
 
-        ``live_allocations``: every allocation not freed yet, whoever holds it.
+        ``live_allocations``: every allocation not freed yet, whoever holds it; ``held``: those of
+        :meth:`hold`, which only keep blocks from being given to others.
         """
         holders: Counter[int] = Counter()
         writable: list[int] = []
@@ -156,4 +169,6 @@ class PagedCache:
         for block in writable:
             if holders[block] > 1:
                 raise InternalError(f"block {block} is written by one holder and held by another")
+        for allocation in held:
+            holders.update(allocation.blocks)
         self.pool.check_integrity(holders)

@@ -419,16 +419,19 @@ class Scheduler:
             compute_seconds=counters.compute_seconds,
         )
 
-    def check_integrity(self, others: Iterable[Allocation] = ()) -> None:
+    def check_integrity(
+        self, others: Iterable[Allocation] = (), held: Iterable[Allocation] = ()
+    ) -> None:
         """Raise InternalError unless every block is accounted for.
 
         ``others``: live allocations outside the scheduler (grants of the decode worker).
+        ``held``: blocks that are kept for readers.
         """
         self._roster.check_integrity()
         holders = {*self._roster.holders(), *self._prefilled}
         holders |= {sequence for rows in self._out for sequence, _ in rows.values()}
         live = [s.allocation for s in holders if s.allocation is not None]
-        self.cache.check_integrity([*live, *others])
+        self.cache.check_integrity([*live, *others], held)
 
 
 def _draws(sequence: Sequence, rows: _Rows) -> bool:

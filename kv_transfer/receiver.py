@@ -143,7 +143,8 @@ class Receiver(Generic[A]):
             return [Reply(peer, Rejected(code="endpoint_dead", message=text))]
         past = self._is_past(message.request, message.attempt, now)
         if past or not self._plausible(message):
-            return [Reply(peer, Aborted(request=message.request, attempt=message.attempt))]
+            aborted = Aborted(request=message.request, attempt=message.attempt)
+            return self._when_drained(peer, key, aborted)
         if self._committed.get(key, now):
             # Nobody reserves what is committed, unless a router reused the attempt's number.
             return [Reply(peer, Aborted(request=message.request, attempt=message.attempt))]
@@ -217,9 +218,7 @@ class Receiver(Generic[A]):
         foreign = slot is None or slot.reserve is None or slot.reserve.attempt != message.attempt
         if slot is None or foreign or slot.state is GrantState.REVOKING:
             stale = self._stale(message.grant, message.request, message.attempt)
-            if slot is not None and not foreign and slot.moving:
-                return self._later(slot, peer, stale)
-            return [Reply(peer, stale)]
+            return self._when_drained(peer, (message.request, message.attempt), stale)
         slot.peer = peer
         if slot.commit is None:
             slot.progress_at = now
@@ -253,10 +252,8 @@ class Receiver(Generic[A]):
         if slot and slot.state in (GrantState.GRANTED, GrantState.FILLING):
             slot.peer = peer
             return self._part(slot, answer)
-        slot = self._grants.find_revoking(message.request, message.attempt)
-        if slot is not None and slot.moving:
-            return self._later(slot, peer, answer)
-        return [Reply(peer, answer), *self._credit_outputs()]
+        key = (message.request, message.attempt)
+        return [*self._when_drained(peer, key, answer), *self._credit_outputs()]
 
     def on_fence(self, message: Fence) -> list[Output[A]]:
         """Device path: the sender has stopped writing, so the blocks may be freed."""
@@ -564,9 +561,14 @@ class Receiver(Generic[A]):
         told: list[Output[A]] = [] if last_word is None else [Reply(peer, last_word)]
         return [*told, *self._credit_outputs()]
 
-    @staticmethod
-    def _later(slot: Slot[A], peer: Peer, answer: Message) -> list[Output[A]]:
-        """Keep an answer until the blocks are free; who asks again in vain gets the same."""
+    def _when_drained(self, peer: Peer, key: tuple[bytes, int], answer: Message) -> list[Output[A]]:
+        """Say that an attempt holds nothing here, once nothing of it is written or read any more.
+
+        Who asks again meanwhile gets that one answer.
+        """
+        slot = self._grants.find_revoking(*key)
+        if slot is None or not slot.moving:
+            return [Reply(peer, answer)]
         slot.peer, slot.parting = peer, answer
         return []
 

@@ -3,7 +3,9 @@
 Invariants: a frame is sent only for cells whose KV is final and only within the grant's
 cumulative credit; nothing is committed before every frame was packed; the blocks are held
 until the decode worker answered Committed, so any frame can be packed again; every handoff
-ends in exactly one of Done, Failed or Gone.
+ends in exactly one of Done, Failed or Gone. Of a handoff whose blocks the decode worker reads where
+they are (``fenced``), Failed is followed by Gone: until then it may read them
+(:meth:`Sender.may_be_read`). Gone is its word that it does not, or its death; never a timeout.
 
 The sender names blocks by their logical index. Packing, checksums and sockets are the
 shell's: it performs :class:`SendFrame` and reports :meth:`Sender.on_packed`.
@@ -162,6 +164,7 @@ class _Handoff:
     deadline: float
     frame_limit: int  # bytes the receiver takes in one frame
     least_frame: int  # bytes no frame is cut below for overlap
+    fenced: bool  # the receiver reads the blocks: they stay until it says that it does not
     state: HandoffState = HandoffState.RESERVING
     grant: GrantRef | None = None
     cached_blocks: int = 0
@@ -243,10 +246,12 @@ class Sender:
         frame_limit: int = MAX_KV_FRAME_BYTES,
         *,
         shared: bool = False,
+        fenced: bool = False,
     ) -> list[Output]:
         """Ask ``endpoint`` for blocks; no frame will be larger than ``frame_limit`` bytes.
 
-        ``shared``: the worker there reads the blocks from this one's pool.
+        ``shared``: the worker there reads the blocks from this one's pool. ``fenced``: and may
+        still do so when the handoff has failed.
         """
         key = (reserve.request, reserve.attempt)
         handoff = _Handoff(
@@ -259,6 +264,7 @@ class Sender:
             deadline=now + reserve.deadline,
             frame_limit=frame_limit,
             least_frame=MIN_SHARED_BYTES if shared else MIN_FRAME_BYTES,
+            fenced=fenced,
         )
         self._live[key] = handoff
         return [self._control(handoff, reserve, now)]
@@ -312,6 +318,11 @@ class Sender:
         handoff.queue.clear()
         handoff.retries = 0
         return [self._control(handoff, _release(handoff), now)]
+
+    def may_be_read(self, key: Key) -> bool:
+        """Whether the decode worker may be reading the handoff's blocks: they must stay."""
+        handoff = self._live.get(key)
+        return handoff is not None and handoff.fenced and bool(handoff.frames)
 
     # ------------------------------------------------------------------ what the peer says
 
@@ -449,7 +460,8 @@ class Sender:
                 self._end(handoff)
                 outputs.append(Gone(handoff.key))
             else:
-                outputs += self._fail(handoff, "worker_lost", reason, lost_peer=True)
+                self._end(handoff)
+                outputs.append(Failed(handoff.key, "worker_lost", reason, lost_peer=True))
         return outputs
 
     def no_data_path(self, endpoint: str, reason: str) -> list[Output]:
@@ -457,7 +469,6 @@ class Sender:
         outputs: list[Output] = []
         for handoff in list(self._live.values()):
             if handoff.endpoint == endpoint and handoff.state is not HandoffState.RELEASING:
-                outputs += self._give_up(handoff)
                 outputs += self._fail(handoff, "worker_lost", reason, lost_peer=True)
         return outputs
 
@@ -503,10 +514,11 @@ class Sender:
 
     def _repeat(self, handoff: _Handoff, message: Message, now: float) -> list[Output]:
         if now >= handoff.deadline:
-            if handoff.state is HandoffState.RELEASING:
+            if handoff.state is not HandoffState.RELEASING:
+                return self._fail(handoff, "worker_lost", "the decode worker does not answer")
+            if not self.may_be_read(handoff.key):
                 self._end(handoff)
                 return [Gone(handoff.key)]
-            return self._fail(handoff, "worker_lost", "the decode worker does not answer")
         return [self._control(handoff, message, now)]
 
     def next_timer(self) -> float | None:
@@ -599,9 +611,14 @@ class Sender:
     def _fail(
         self, handoff: _Handoff, code: str, message: str, *, lost_peer: bool = False
     ) -> list[Output]:
-        self._end(handoff)
-        outputs = [] if lost_peer else self._give_up(handoff)
-        return [*outputs, Failed(handoff.key, code, message, lost_peer)]
+        failed = Failed(handoff.key, code, message, lost_peer)
+        if not self.may_be_read(handoff.key):
+            self._end(handoff)
+            return [*self._give_up(handoff), failed]
+        handoff.step("release")
+        handoff.queue.clear()
+        handoff.retries, handoff.retry_at = 0, 0.0  # said until it is answered
+        return [*self._give_up(handoff), failed]
 
     @staticmethod
     def _give_up(handoff: _Handoff) -> list[Output]:

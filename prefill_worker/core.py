@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import msgspec
 
+from ..engine.cache import Allocation
 from ..engine.events import ChunkDone, Failed, Finished, Prefilled, TokenEvent
 from ..engine.events import Event as EngineEvent
 from ..engine.grammar import CompileGrammar, DropGrammar, GrammarDone, grammar_task
@@ -25,6 +26,7 @@ from ..kv_transfer import sender as handoff
 from ..kv_transfer.sender import Key, Sender
 from ..proto.errors import BatonError, InternalError
 from ..proto.messages import (
+    DEVICE,
     READ_IN_PLACE,
     Abort,
     Aborted,
@@ -117,6 +119,7 @@ class PrefillCore(WorkerCore):
         self._links = DecodeLinks(member.identity, ticket)
         self._answered: Expiring[Key, bool] = Expiring()  # ended: repeat the answer
         self._aborted: Expiring[bytes, int] = Expiring()  # attempts up to this one are over
+        self._readers: dict[Key, Allocation] = {}  # blocks a decode worker may still read
         self._serial = 0
         self._progress = 0
         self._step_s = 0.0  # predicted, of the step that runs
@@ -284,9 +287,14 @@ class PrefillCore(WorkerCore):
         self._serial += 1
         incarnation = self._member.identity.incarnation
         reserve = job.reserve(incarnation, self._serial, self._limits.growth, now)
-        limit, shared = link.frame_limit, link.transport in READ_IN_PLACE
         outputs = self._sender.start(
-            link.endpoint, link.incarnation, reserve, now, limit, shared=shared
+            link.endpoint,
+            link.incarnation,
+            reserve,
+            now,
+            link.frame_limit,
+            shared=link.transport in READ_IN_PLACE,
+            fenced=link.transport == DEVICE,
         )
         return self._sender_actions(outputs, now)
 
@@ -391,6 +399,8 @@ class PrefillCore(WorkerCore):
                     if allocation is not None:
                         link = self._links.get(output.endpoint)
                         shared = link is not None and link.transport in READ_IN_PLACE
+                        if self._sender.may_be_read(key) and key not in self._readers:
+                            self._readers[key] = self._scheduler.cache.hold(allocation)
                         actions.append(PackFrame(output, allocation.block_table, shared))
                 case handoff.Granted():
                     self._granted(output, now)
@@ -400,9 +410,17 @@ class PrefillCore(WorkerCore):
                     actions += self._done(output, now)
                 case handoff.Failed():
                     actions += self._handoff_failed(output, now)
-                case handoff.Gone():
-                    pass  # the job has left when it was released
+                case handoff.Gone(key=key):
+                    self._not_read(key)  # the job has left when it was released
         return actions
+
+    def _not_read(self, key: Key) -> None:
+        """Give back what was kept for a decode worker to read, unless it may still do so."""
+        if self._sender.may_be_read(key):
+            return
+        held = self._readers.pop(key, None)
+        if held is not None:
+            self._scheduler.cache.free(held)
 
     def _granted(self, output: handoff.Granted, now: float) -> None:
         job = self._jobs.get(output.key)
@@ -440,6 +458,7 @@ class PrefillCore(WorkerCore):
         return list(self._member.give_back(job.router, job.key, messages, now, job.deadline))
 
     def _done(self, output: handoff.Done, now: float) -> list[Action]:
+        self._not_read(output.key)
         job = self._jobs.get(output.key)
         if job is None:
             return []
@@ -452,6 +471,7 @@ class PrefillCore(WorkerCore):
         return [ToRouter(job.router, message), *self._maybe_drained()]
 
     def _handoff_failed(self, output: handoff.Failed, now: float) -> list[Action]:
+        self._not_read(output.key)
         job = self._jobs.get(output.key)
         if job is None:
             return []
@@ -593,7 +613,7 @@ class PrefillCore(WorkerCore):
                 actions += self._sender_actions(lost, now)
             if self._jobs.wants(link.endpoint):
                 self._jobs.wake(link.endpoint)
-            elif link.is_lost(now):
+            elif link.is_lost(now) and link.endpoint not in self._sender.endpoints():
                 self._links.drop(link)
                 actions.append(Disconnect(link.endpoint))
         return actions
@@ -618,10 +638,17 @@ class PrefillCore(WorkerCore):
         """Entries kept about requests that are over; each ends at its time."""
         return len(self._answered) + len(self._aborted) + self._member.unacknowledged
 
+    def knows(self, endpoint: str, incarnation: int) -> bool:
+        """Whether the worker at ``endpoint`` is, for all this one has heard, that incarnation."""
+        link = self._links.get(endpoint)
+        return link is not None and link.incarnation == incarnation
+
     def check_integrity(self) -> None:
         """Raise InternalError unless blocks, slots and handoffs fit the jobs."""
-        self._scheduler.check_integrity()
+        self._scheduler.check_integrity(held=self._readers.values())
         self._sender.check_integrity()
+        if not all(self._sender.may_be_read(key) for key in self._readers):
+            raise InternalError("blocks are kept for a reader that has gone")
         self._jobs.check_integrity()
         if not self._scheduler.requests <= self._jobs.sequences:
             raise InternalError("the engine runs for nobody")

@@ -27,6 +27,9 @@ DEVICE = replace(NARROW, device=True)
 MOVES = replace(NARROW, move_s=0.02, decode_blocks=48)
 """Frames are packed and written some time after they were due, by a transfer stream."""
 
+IN_PLACE = replace(MOVES, in_place=True)
+"""Decode workers read the prefill workers' pools themselves, some time after they were told to."""
+
 
 @dataclass(slots=True, frozen=True)
 class Scenario:
@@ -114,6 +117,15 @@ SCENARIOS: dict[str, Scenario] = {
         faults=NOISE,
         deadlines=0.2,
         crashes=2,
+        allowed=UNLUCKY,
+    ),
+    "in-place": Scenario(
+        prompt=120,
+        shape=Shape(sizes=IN_PLACE),
+        cancels=0.6,
+        deadlines=0.1,
+        flaps=2,
+        crashes=1,
         allowed=UNLUCKY,
     ),
     "deadline": Scenario(deadlines=0.8, stops=1, crashes=1, faults=NOISE, victims=EVERYONE),

@@ -31,7 +31,14 @@ from ..prefill_worker.core import PrefillCore, PrefillLimits
 from ..prefill_worker.embed_core import EmbedCore
 from ..proto.errors import ProtocolError
 from ..proto.layout import ModelCard
-from ..proto.messages import Credit, DecodeToPrefill, KVFrame, Message, PrefillToDecode
+from ..proto.messages import (
+    Credit,
+    DecodeToPrefill,
+    DeviceTicket,
+    KVFrame,
+    Message,
+    PrefillToDecode,
+)
 from ..router import events as routing
 from ..runtime.actions import DrainRequested, Exit, FromRouter, RouterDown, RouterUp, Tick, ToRouter
 from ..runtime.attempts import Key
@@ -55,7 +62,8 @@ class Sizes:
 
     ``window`` and ``budget`` are bytes of credit, ``device`` asks for the fenced hand-over.
     ``move_s``: what a frame takes at most to be packed or written while the I/O thread goes on, as
-    on a GPU's transfer stream; 0: it happens at once.
+    on a GPU's transfer stream; 0: it happens at once. ``in_place``: decode workers
+    read blocks where prefill workers have them, as over CUDA IPC.
     """
 
     block_size: int = 4
@@ -69,6 +77,7 @@ class Sizes:
     stream_tokens: int = 24
     device: bool = False
     move_s: float = 0.0
+    in_place: bool = False
 
 
 def warm_times() -> StepTime:
@@ -305,7 +314,10 @@ class PrefillNode(EngineNode[PrefillCore]):
         self.scheduler = Scheduler(config, self.cache)
         self.sender = Sender(self.incarnation, layout, SenderConfig(frame_bytes=sizes.frame_bytes))
         limits = PrefillLimits(max_active=6, stream_tokens=sizes.stream_tokens, growth=sizes.growth)
-        self.core = PrefillCore(self.member, self.scheduler, self.sender, limits, warm_times())
+        ticket = DeviceTicket("here", b"", 0, 0) if sizes.in_place else None
+        self.core = PrefillCore(
+            self.member, self.scheduler, self.sender, limits, warm_times(), ticket
+        )
         self.packer = FramePacker(NumpyBackend(), self.executor.pool)
         self.moves = MoveDelays(self, sizes.move_s)
         self.decoder = sealed_decoder(DecodeToPrefill)
@@ -338,6 +350,11 @@ class PrefillNode(EngineNode[PrefillCore]):
         node = self.cluster.decode_at(endpoint)
         if node is not None:
             self.cluster.peer_gone(node, self)
+
+    def believed_alive(self) -> list[DecodeNode]:
+        """Decode workers whose incarnation this one does not know to be dead."""
+        nodes = self.cluster.decodes
+        return [n for n in nodes if self.core.knows(n.endpoint, n.incarnation)]
 
     def peer_down(self, endpoint: str) -> None:
         """A decode worker's connection broke; the socket goes on trying."""
@@ -372,7 +389,9 @@ class PrefillNode(EngineNode[PrefillCore]):
     def _packed(self, action: prefill.PackFrame) -> None:
         send = action.send
         ready = self.packer.view(send.frame, action.block_table)
-        if ready is not None:
+        if action.shared:
+            frame, payload = self.packer.name(send.frame, action.block_table)
+        elif ready is not None:
             frame, payload = ready
         else:
             payload = np.empty(send.frame.nbytes, np.uint8)
@@ -388,7 +407,7 @@ class PrefillNode(EngineNode[PrefillCore]):
         def arrive() -> None:
             received = payload.copy()  # only now: the pool may have been written to since
             if damaged:
-                received[at] ^= 0x5A
+                received[at % len(received)] ^= 0x5A
                 self.cluster.stats["damaged"] += 1
             if node is not None:
                 node.data(frame, received)
@@ -442,6 +461,8 @@ class DecodeNode(EngineNode[DecodeCore]):
         match action:
             case decode.ToPeer(peer=peer, message=message):
                 self._to_peer(peer, message)
+            case decode.MapPool(peer=peer, transport=transport):
+                self.feed(decode.PoolMapped(peer, "", transport))
             case decode.RunStep(plan=plan):
                 self.run(plan.num_tokens, lambda seconds: self._finish(plan, seconds))
             case _:
@@ -480,8 +501,26 @@ class DecodeNode(EngineNode[DecodeCore]):
         if blocks is not None:
             self.moves.start(lambda: self._write(frame, blocks, payload))
 
+    def _fetch(
+        self, frame: KVFrame, blocks: npt.NDArray[np.int32], payload: Bytes, owner: int
+    ) -> bool:
+        """Read blocks that their owner must still hold, as long as it lives."""
+        node = next((n for n in self.cluster.prefills if n.alive and n.incarnation == owner), None)
+        theirs = payload.view(np.int32)
+        if node is None or theirs.min() < 0 or theirs.max() >= node.cache.num_blocks:
+            return self.writer.fetch(frame, blocks, None, payload)  # dead, or the frame is damaged
+        damaged = self.cluster.stats["damaged"] > 0
+        held = all(map(node.cache.pool.is_owned, theirs.tolist()))
+        if not held and not damaged and self in node.believed_alive():
+            raise Violation(f"{self.name}: frame {frame.index} is read out of free blocks")
+        return self.writer.fetch(frame, blocks, node.executor.pool, payload)
+
     def _write(self, frame: KVFrame, blocks: npt.NDArray[np.int32], payload: Bytes) -> None:
-        if self.receiver.owner(frame.grant) is None:
+        owner = self.receiver.owner(frame.grant)
+        if owner is None:
             raise Violation(f"{self.name}: frame {frame.index} is written to blocks of nobody")
-        intact = self.writer.write(frame, blocks, payload)
+        if frame.shared:
+            intact = self._fetch(frame, blocks, payload, owner)
+        else:
+            intact = self.writer.write(frame, blocks, payload)
         self.feed(decode.FrameStored(frame, intact))

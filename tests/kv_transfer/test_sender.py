@@ -360,6 +360,57 @@ def test_revoke_is_answered_by_a_fence():
     assert isinstance(outputs[-1], Failed)
 
 
+def being_read() -> Sender:
+    """A handoff whose blocks the decode worker reads where they are."""
+    sender = make_sender()
+    sender.start(ENDPOINT, 0, reserve(10), 0.0, shared=True, fenced=True)
+    grant = Grant(request=REQUEST, attempt=1, grant=REF, cached_tokens=0, credit=BIG)
+    sender.on_grant(ENDPOINT, grant, 0.0)
+    assert not sender.may_be_read(KEY)
+    assert frames(sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0))
+    assert sender.may_be_read(KEY)
+    return sender
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        lambda s: s.on_stale(Stale(request=REQUEST, attempt=1, grant=REF)),
+        lambda s: s.on_gone(*KEY),
+        lambda s: s.on_revoke(ENDPOINT, Revoke(grant=REF)),
+        lambda s: s.no_data_path(ENDPOINT, "no connection"),
+        lambda s: s.tick(1000.0),
+    ],
+)
+def test_blocks_that_are_read_stay_until_the_reader_has_said_that_it_does_not(fail):
+    sender = being_read()
+    credit = Grant(request=REQUEST, attempt=1, grant=REF, cached_tokens=0, credit=0)
+    sender.on_grant(ENDPOINT, credit, 0.0)
+    sender._live[KEY].queue.append(sender._live[KEY].frames[0])  # waits for credit
+    outputs = fail(sender)
+    assert [type(o) for o in outputs if not isinstance(o, Send)] == [Failed]
+    assert sender.may_be_read(KEY)
+    for now in (1000.0, 2000.0, 1e6):  # long past the deadline
+        (again,) = sender.tick(now)
+        assert isinstance(again.message, Release)
+    assert sender.may_be_read(KEY)
+    assert sender.on_gone(*KEY) == [Gone(KEY)]
+    assert not sender.may_be_read(KEY)
+
+
+def test_blocks_of_a_dead_reader_are_free():
+    sender = being_read()
+    sender.release(KEY, 0.0)
+    assert sender.may_be_read(KEY)
+    assert sender.peer_lost(ENDPOINT, "died", 999) == []
+    assert sender.may_be_read(KEY)
+    assert sender.peer_lost(ENDPOINT, "died", 77) == [Gone(KEY)]
+    sender = being_read()
+    (failed,) = sender.peer_lost(ENDPOINT, "died", 77)
+    assert isinstance(failed, Failed)
+    assert not sender.may_be_read(KEY)
+
+
 def test_states_without_an_entry_refuse():
     sender = started()
     handoff = sender._live[KEY]

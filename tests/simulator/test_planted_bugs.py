@@ -333,6 +333,25 @@ def blocks_freed_while_a_frame_is_written(monkeypatch):
     around(monkeypatch, Receiver, "locate", make)
 
 
+def blocks_freed_while_a_decode_worker_reads_them(monkeypatch):
+    monkeypatch.setattr(Sender, "may_be_read", lambda self, key: False)
+
+
+def the_sender_is_told_while_its_blocks_are_read(monkeypatch):
+    def at_once(self, peer, key, answer):
+        return [Reply(peer, answer)]
+
+    def make(original):
+        def part(self, slot, last_word):
+            said = [] if last_word is None else [Reply(slot.peer, last_word)]
+            return [*said, *original(self, slot, None)]
+
+        return part
+
+    around(monkeypatch, Receiver, "_part", make)
+    monkeypatch.setattr(Receiver, "_when_drained", at_once)
+
+
 def text_without_a_vector_is_forgotten(monkeypatch):
     def make(original):
         def finish(self, job, vector, failure, now):
@@ -403,6 +422,8 @@ PLANTS = [
     (vectors_of_the_batch_mixed_up, CROWDED, 5),
     (text_without_a_vector_is_forgotten, "embed", 3),
     (blocks_freed_while_a_frame_is_written, "moves", 20),
+    (blocks_freed_while_a_decode_worker_reads_them, "in-place", 20),
+    (the_sender_is_told_while_its_blocks_are_read, "in-place", 20),
     (aborted_text_stays_in_the_queue, CROWDED, 5),
     (matcher_not_shown_prefills_token, "structured", 3),
     (grammar_of_an_ended_handoff_compiles_on, "structured", 5),
