@@ -26,7 +26,7 @@ from ..engine.step_time import StepTime
 from ..kv_transfer.receiver import Evict, Handover, Receiver, Reply, check_receiver
 from ..kv_transfer.receiver import Output as Received
 from ..proto.contexts import TextContext
-from ..proto.errors import BatonError, InternalError
+from ..proto.errors import BatonError, InternalError, VersionMismatch
 from ..proto.hashing import cache_salt
 from ..proto.ids import RequestID
 from ..proto.limits import PROTOCOL_VERSION
@@ -58,6 +58,7 @@ from ..proto.messages import (
 )
 from ..proto.outputs import TokenLogProbs
 from ..proto.requests import check_emitted
+from ..proto.versions import check_version
 from ..runtime.actions import Note, Tick, ToRouter
 from ..runtime.agenda import Agenda
 from ..runtime.attempts import Attempts, Key
@@ -235,9 +236,10 @@ class DecodeCore(WorkerCore):
         return [ToPeer(event.peer, self._opened(event.transport))]
 
     def _refusal(self, message: Open) -> Message | None:
-        if message.version != PROTOCOL_VERSION:
-            text = f"protocol version {message.version} here meets {PROTOCOL_VERSION}"
-            return Rejected(code="version_mismatch", message=text)
+        try:
+            check_version(message.version, f"worker {message.worker}")
+        except VersionMismatch as error:
+            return Rejected(code=error.code, message=str(error))
         mismatch = self._card.mismatch(message.model)
         if mismatch:
             field, ours, theirs = mismatch

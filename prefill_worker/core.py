@@ -341,6 +341,9 @@ class PrefillCore(WorkerCore):
                 return self._open_refused(event.endpoint, message, now)
             case Ping(nonce=nonce):
                 return [ToPeer(event.endpoint, Pong(nonce=nonce))]
+            case Rejected(code="version_mismatch", message=text):
+                self._jobs.wake(event.endpoint)
+                return self._links.of_another_version(event.endpoint, text, now)
             case Rejected(code="endpoint_dead") as message:
                 return [self._member.rejected(event.endpoint, message)]
             case Rejected(code=code, message=text):

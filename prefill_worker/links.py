@@ -93,6 +93,14 @@ class DecodeLinks:
         )
         return [Note("handoff.refused", {"endpoint": endpoint, "field": message.field})]
 
+    def of_another_version(self, endpoint: str, reason: str, now: float) -> list[Action]:
+        """One of the two does not understand the other."""
+        link = self._links.get(endpoint)
+        if link is None:
+            return []
+        link.state, link.since, link.refusal = LinkState.REFUSED, now, reason
+        return [Note("handoff.refused", {"endpoint": endpoint, "field": "version"})]
+
     def drop(self, link: Link) -> None:
         """Forget a link."""
         del self._links[link.endpoint]

@@ -16,8 +16,14 @@ from ..kv_transfer.checksums import envelope_digest
 from ..kv_transfer.frames import BufferPool, Bytes
 from ..kv_transfer.moves import Give
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder, encode_kv_header
-from ..proto.errors import ConfigError, EnvelopeDamaged, LimitExceeded, ProtocolError
-from ..proto.messages import DecodeToPrefill, KVFrame, Message
+from ..proto.errors import (
+    ConfigError,
+    EnvelopeDamaged,
+    LimitExceeded,
+    ProtocolError,
+    VersionMismatch,
+)
+from ..proto.messages import DecodeToPrefill, KVFrame, Message, Rejected
 from ..runtime.allowed_keys import DECODE
 from ..runtime.channel import ChannelOptions, Frames, SendResult
 from ..runtime.keyring import KeyRing, keys_to
@@ -141,6 +147,9 @@ class PeerLink:
         except ProtocolError as error:
             self._links.dropped[f"peer_{error.code}"] += 1
             _log.warning("peer.malformed", endpoint=self.endpoint, error=str(error))
+            if isinstance(error, VersionMismatch):
+                rejected = Rejected(code=error.code, message=str(error))
+                self._links.on_message(self.endpoint, rejected)
             return
         for message in messages:
             self._links.on_message(self.endpoint, message)

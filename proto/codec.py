@@ -32,7 +32,6 @@ from .errors import (
     EnvelopeDamaged,
     LimitExceeded,
     ProtocolError,
-    VersionMismatch,
 )
 from .limits import (
     INLINE_ARRAY_BYTES,
@@ -45,6 +44,7 @@ from .limits import (
     PROTOCOL_VERSION,
 )
 from .messages import UNSEALED, KVFrame, Message
+from .versions import check_version
 from .wire import (
     WireContext,
     WireImage,
@@ -283,7 +283,7 @@ def _checked_body(view: memoryview, magic: bytes, max_bytes: int, extra: int = 0
     if len(view) < 4 + extra or view[0] != magic[0] or view[1] != magic[1]:
         raise DecodeFailed("the frame does not start like a message of this protocol")
     if view[2] != PROTOCOL_VERSION:
-        raise VersionMismatch(f"the peer speaks version {view[2]}, this is {PROTOCOL_VERSION}")
+        check_version(view[2])
     body = view[3 + extra :]
     if body[0] == _ARRAY32 and int.from_bytes(body[1:5], "big") > MAX_MESSAGES_PER_FRAME:
         raise LimitExceeded(f"more than {MAX_MESSAGES_PER_FRAME} messages in one envelope")

@@ -24,11 +24,10 @@ from ..proto.errors import (
     InternalError,
     ModelMismatch,
     ProtocolError,
-    VersionMismatch,
 )
 from ..proto.layout import ModelCard
-from ..proto.limits import PROTOCOL_VERSION
 from ..proto.messages import Heartbeat, Hello, RequestState, WorkerLoad
+from ..proto.versions import check_version
 from .latency import Latency
 
 if TYPE_CHECKING:
@@ -343,11 +342,8 @@ class Registry:
     def _check(self, hello: Hello) -> None:
         check_endpoint(hello.endpoint)
         error: BatonError | None = None
-        if hello.version != PROTOCOL_VERSION:
-            error = VersionMismatch(
-                f"worker {hello.worker} speaks protocol {hello.version}, not {PROTOCOL_VERSION}"
-            )
-        elif hello.incarnation in self._dead_incarnations:
+        check_version(hello.version, f"worker {hello.worker}")
+        if hello.incarnation in self._dead_incarnations:
             error = EndpointDead(
                 f"incarnation {hello.incarnation} is finally dead; register with a new one"
             )

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
-from ..proto.errors import AccessDenied, ProtocolError
-from ..proto.messages import Message, RouterToWorker
+from ..proto.errors import AccessDenied, ProtocolError, VersionMismatch
+from ..proto.messages import Message, Rejected, RouterToWorker
 from .actions import FromRouter, RouterDown, RouterUp
 from .allowed_keys import ROUTER
 from .channel import Frames
@@ -95,6 +95,9 @@ class RouterLinks:
         except ProtocolError as error:
             self._dropped[f"router_{error.code}"] += 1
             _log.warning("router.malformed", router=name, error=str(error))
+            if isinstance(error, VersionMismatch):  # it may have said just that
+                rejected = Rejected(code=error.code, message=str(error))
+                self._deliver(FromRouter(name, rejected))
             return
         for message in messages:
             self._deliver(FromRouter(name, message))

@@ -41,6 +41,8 @@ FINAL = HOPELESS | {"endpoint_dead"}
 HEARTBEAT_S = 0.2
 TERMINAL_REPEAT_S = 0.5
 HELLO_PAUSE_S = 0.1
+REFUSED_PATIENCE_S = 3.0
+"""How long a worker that one router has refused waits for another one to take it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -120,6 +122,8 @@ class Membership:
         self.identity = identity
         self.routers = routers
         self._up: set[str] = set()
+        self._welcome: set[str] = set()  # routers that have taken us
+        self._refused: dict[str, tuple[float, str]] = {}  # routers that will not: since, and why
         self._pending: Attempts[_Pending] = Attempts()
         self._notices: Attempts[_Notice] = Attempts()
         self._beat_at = 0.0
@@ -166,17 +170,38 @@ class Membership:
     def down(self, router: str) -> None:
         """A router is gone; what it owns goes on until its deadline."""
         self._up.discard(router)
+        self._welcome.discard(router)
+
+    def welcomed(self, router: str) -> None:
+        """A router takes us."""
+        self._welcome.add(router)
+        self._refused.pop(router, None)
 
     @property
     def connected(self) -> int:
         """Routers reachable now."""
         return len(self._up)
 
-    def rejected(self, router: str, message: Rejected) -> Exit | Note:
-        """A router refuses us; some refusals end this incarnation."""
-        if message.code in FINAL:
-            return Exit(message.message or message.code, message.code not in HOPELESS)
-        return Note("router.rejected", {"router": router, "code": message.code})
+    def rejected(self, router: str, message: Rejected, now: float = 0.0) -> Exit | Note:
+        """A router refuses us; some refusals end this incarnation.
+
+        In a rolling update another router may take what this one cannot: so the incarnation ends
+        when all have refused it, or when none has taken it some time after the first refusal.
+        """
+        reason = message.message or message.code
+        if message.code in HOPELESS:
+            self._refused.setdefault(router, (now, reason))
+            if len(self._refused) >= len(self.routers):
+                return Exit(reason, restart=False)
+        elif message.code in FINAL:
+            return Exit(reason, restart=True)
+        return Note("router.rejected", {"router": router, "code": message.code, "reason": reason})
+
+    def _given_up(self, now: float) -> list[Exit]:
+        if self._welcome or not self._refused:
+            return []
+        since, reason = next(iter(self._refused.values()))
+        return [Exit(reason, restart=False)] if now >= since + REFUSED_PATIENCE_S else []
 
     # ------------------------------------------------------------------ terminals
 
@@ -261,9 +286,9 @@ class Membership:
 
     def tick(
         self, now: float, engine: EngineState, load: Callable[[], WorkerLoad]
-    ) -> list[ToRouter | Note]:
+    ) -> list[ToRouter | Note | Exit]:
         """Heartbeats and repetitions that are due."""
-        actions: list[ToRouter | Note] = []
+        actions: list[ToRouter | Note | Exit] = [*self._given_up(now)]
         if now >= self._beat_at:
             self._beat_at = now + HEARTBEAT_S
             beat = Heartbeat(

@@ -24,6 +24,7 @@ from ..proto.messages import (
     Rejected,
     RequestState,
     TerminalAck,
+    Welcome,
     WorkerLoad,
 )
 from .actions import (
@@ -122,7 +123,10 @@ class WorkerCore(ABC):
             case Rejected(code="endpoint_unknown"):
                 return self._unknown_there(router, now)
             case Rejected() as message:
-                return [self._member.rejected(router, message)]
+                return [self._member.rejected(router, message, now)]
+            case Welcome():
+                self._member.welcomed(router)
+                return []
             case message:
                 return self._assigned(router, message, now)
 

@@ -560,6 +560,9 @@ def test_a_router_without_memory_gets_a_hello_but_not_for_every_word(bench):
 @pytest.mark.parametrize(("code", "restart"), [("endpoint_dead", True), ("config", False)])
 def test_a_final_rejection_ends_the_process(bench, code, restart):
     bench.hear(Rejected(code=code, message="no"))
+    if not restart:
+        assert not [a for a in bench.other if isinstance(a, Exit)]  # another router may take it
+        bench.hear(Rejected(code=code, message="no"), "router-2")
     (action,) = [a for a in bench.other if isinstance(a, Exit)]
     assert action.restart is restart
 

@@ -809,6 +809,9 @@ def test_a_router_without_memory_gets_a_hello_but_not_for_every_word(bench):
 @pytest.mark.parametrize(("code", "restart"), [("endpoint_dead", True), ("model_mismatch", False)])
 def test_a_final_rejection_ends_the_process(bench, code, restart):
     bench.hear(Rejected(code=code, message="no"))
+    if not restart:
+        assert not bench.did(Exit)  # another router may take it
+        bench.hear(Rejected(code=code, message="no"), "router-2")
     (action,) = bench.did(Exit)
     assert action.restart is restart
 
@@ -877,10 +880,19 @@ def test_what_a_decode_worker_refuses_to_hear_is_noted(bench):
     bench.assign()
     bench.feed(PeerUp(DECODE))
     bench.did(Note)
-    bench.answer(Rejected(code="version_mismatch", message="another version"))
+    bench.answer(Rejected(code="decode_failed", message="what"))
     (note,) = bench.did(Note)
     assert note.event == "peer.rejected"
-    assert note.fields["code"] == "version_mismatch"
+    assert note.fields["code"] == "decode_failed"
+
+
+def test_a_decode_worker_of_another_version_is_given_up_at_once(bench):
+    bench.assign()
+    bench.feed(PeerUp(DECODE))
+    bench.answer(Rejected(code="version_mismatch", message="version 4, not 2"))
+    lost = bench.one(PeerLost)
+    assert (lost.endpoint, lost.reason) == (DECODE, "version 4, not 2")
+    assert bench.one(Busy).decode_full
 
 
 # ------------------------------------------------------------------ KV frames that cannot go

@@ -35,10 +35,18 @@ KEY = b"k" * 16
 ENGINE = EngineState(progress=3, busy=True, step_s=0.5)
 
 
+def make(*routers) -> Membership:
+    me = WorkerIdentity("w", "decode", 7, 42, "ipc:///w", "pool", CARD, 16)
+    return Membership(me, routers)
+
+
 @pytest.fixture
 def member() -> Membership:
-    me = WorkerIdentity("w", "decode", 7, 42, "ipc:///w", "pool", CARD, 16)
-    return Membership(me, ("one", "two"))
+    return make("one", "two")
+
+
+def exits(member, now):
+    return [a for a in member.tick(now, ENGINE, WorkerLoad) if isinstance(a, Exit)]
 
 
 def up(member, router="one", now=0.0, requests=()):
@@ -122,9 +130,41 @@ def test_hellos_asked_for_are_not_many(member):
     ("code", "restart"),
     [("endpoint_dead", True), ("version_mismatch", False), ("model_mismatch", False)],
 )
-def test_some_rejections_end_the_process(member, code, restart):
-    action = member.rejected("one", Rejected(code=code, message="because"))
+def test_some_rejections_end_the_process(code, restart):
+    action = make("one").rejected("one", Rejected(code=code, message="because"))
     assert action == Exit("because", restart)
+
+
+MISMATCH = Rejected(code="version_mismatch", message="4, not 2")
+
+
+def test_what_one_router_refuses_another_may_take(member):
+    """In a rolling update, the routers are of two versions for a while."""
+    up(member)
+    up(member, "two")
+    member.welcomed("two")
+    assert isinstance(member.rejected("one", MISMATCH, 1.0), Note)
+    assert not exits(member, 100.0)
+    member.down("two")
+    assert exits(member, 101.0) == [Exit("4, not 2", restart=False)]
+
+
+def test_a_worker_no_router_takes_ends(member):
+    assert isinstance(member.rejected("one", MISMATCH, 1.0), Note)
+    assert member.rejected("two", MISMATCH, 1.1) == Exit("4, not 2", restart=False)
+
+
+def test_a_refused_worker_waits_a_while_for_the_other_router(member):
+    member.rejected("one", MISMATCH, 1.0)
+    assert not exits(member, 3.9)
+    assert exits(member, 4.1)
+
+
+def test_a_router_that_takes_a_worker_after_all_has_not_refused_it(member):
+    member.rejected("one", MISMATCH, 1.0)
+    member.welcomed("one")
+    member.down("one")
+    assert not exits(member, 100.0)
 
 
 def test_other_rejections_are_noted(member):

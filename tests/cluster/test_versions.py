@@ -1,0 +1,130 @@
+"""Processes of other protocol versions beside a cluster: neighbours work, others stay out."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from baton.proto.limits import PROTOCOL_VERSION
+
+from .conftest import command_environment, wait_until
+from .driver import Job, ask, greedy
+
+pytestmark = pytest.mark.cluster
+
+AS_VERSION = """
+import runpy, sys
+number, oldest, module = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+import baton.proto.limits as limits
+limits.PROTOCOL_VERSION = number
+for name in [n for n in sys.modules if n.startswith("baton.") and n != "baton.proto.limits"]:
+    del sys.modules[name]
+import baton.proto.versions as versions
+versions.OLDEST_VERSION = oldest
+sys.argv = [module, *sys.argv[4:]]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+"""A process as another version would be: it says so, and understands what that one would."""
+JOB = Job([5, 6, 7], greedy(40))
+
+
+@pytest.fixture(scope="module")
+def running(shared_cluster):
+    """A cluster that must be the same processes to the end."""
+    running = shared_cluster(prefill=1, decode=1)
+    before = running.pids()
+    yield running
+    assert running.pids() == before
+
+
+@pytest.fixture(scope="module")
+def truth(running):
+    with running.client() as client:
+        return ask(client, JOB).tokens
+
+
+def start(folder, version, oldest, module, *arguments):
+    command = [sys.executable, "-P", "-c", AS_VERSION, str(version), str(oldest), module]
+    return subprocess.Popen(
+        [*command, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=command_environment(folder),
+    )
+
+
+def start_worker(running, folder, role, version, oldest):
+    (path,) = running.folder.glob(f"baton-run-*/{role}-0.json")
+    config = json.loads(path.read_text())
+    config |= {"worker_id": f"other-{role}", "endpoint": f"ipc://{folder}/o"}
+    if role == "decode":
+        config["data_endpoint"] = ""
+    (folder / "other.json").write_text(json.dumps(config))
+    module = f"baton.{role}_worker"
+    return start(folder, version, oldest, module, "--config", folder / "other.json")
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_of_the_next_version_takes_part(running, truth, tmp_path, role):
+    version = PROTOCOL_VERSION + 1
+    process = start_worker(running, tmp_path, role, version, PROTOCOL_VERSION)
+    try:
+        name = f"other-{role}"
+        state = wait_until(lambda: running.workers().get(name), what="the newer worker")
+        assert state["state"] == "ready"
+        options = {"target_endpoint": state["endpoint"], "pin": "strict"}
+        with running.client() as client:
+            answer = ask(client, Job(JOB.prompt, JOB.params, options))
+        assert answer.tokens == truth
+        assert name in (answer.prefill, answer.decode)
+    finally:
+        process.terminate()
+        said, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, said
+    wait_until(lambda: running.workers()[name]["state"] == "dead", what="it to have left")
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("version", "oldest"), [(PROTOCOL_VERSION - 1, 1), (PROTOCOL_VERSION + 2, PROTOCOL_VERSION + 1)]
+)
+def test_a_worker_of_a_version_not_understood_ends_and_says_why(
+    running, truth, tmp_path, role, version, oldest
+):
+    process = start_worker(running, tmp_path, role, version, oldest)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 1, said
+    assert re.search(r"protocol version \d", said)
+    assert str(version) in said and str(PROTOCOL_VERSION) in said
+    assert running.workers().get(f"other-{role}", {}).get("state") != "ready"
+    with running.client() as client:
+        assert ask(client, JOB).tokens == truth
+
+
+def generate(running, folder, version, oldest):
+    arguments = ["generate", "--address", running.address, "--max-new-tokens", "4", "Once"]
+    process = start(folder, version, oldest, "baton.cli", *arguments)
+    said, _ = process.communicate(timeout=30)
+    return process.returncode, said
+
+
+def test_a_client_of_the_next_version_is_served(running, tmp_path):
+    same = generate(running, tmp_path, PROTOCOL_VERSION, PROTOCOL_VERSION)
+    assert same[0] == 0, same
+    newer = generate(running, tmp_path, PROTOCOL_VERSION + 1, PROTOCOL_VERSION)
+    assert newer[0] == 0, newer
+
+
+@pytest.mark.parametrize(
+    ("version", "oldest"), [(PROTOCOL_VERSION - 1, 1), (PROTOCOL_VERSION + 2, PROTOCOL_VERSION + 1)]
+)
+def test_a_client_of_a_version_not_understood_hears_both_versions(
+    running, tmp_path, version, oldest
+):
+    code, said = generate(running, tmp_path, version, oldest)
+    assert code == 1
+    assert f"version {version}" in said and f"version {PROTOCOL_VERSION}" in said
