@@ -1,0 +1,1 @@
+"""How many workers each pool should have: a pure policy, and what it is fed."""

@@ -1,0 +1,50 @@
+"""What the autoscaler is asked for, and the constants of its judgement."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from ...proto.errors import ConfigError
+from ..launcher import POOLS
+from ..targets import Bounds
+
+
+class ScaleSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The service level, the bounds of both pools, and when to act; durations in seconds.
+
+    ``slo_ttft``: a first token, ``slo_itl``: the gap between tokens; both are planned to be kept
+    for the share ``keep`` of the requests of the last ``window``. ``up_margin``, ``down_margin``:
+    the part of the limits that a pool may use when it grows and when it shrinks; the gap between
+    them is the hysteresis. ``kv_share``: of a decode worker's KV blocks, in use when it grows.
+    ``calm``: a pool shrinks to what sufficed throughout so long, and so long after it grew.
+    ``cold_start``: from an order to its worker's first request, until that was measured.
+    """
+
+    slo_ttft: float = 2.0
+    slo_itl: float = 0.05
+    bounds: Bounds = Bounds()
+    keep: float = 0.97
+    window: float = 300.0
+    up_margin: float = 0.95
+    down_margin: float = 0.8
+    kv_share: float = 0.9
+    calm: float = 600.0
+    cold_start: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, with the field's name."""
+        for name in ("slo_ttft", "slo_itl", "window", "calm", "cold_start"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} is {value}; it must be a positive number of seconds")
+        for name in ("keep", "up_margin", "down_margin", "kv_share"):
+            value = getattr(self, name)
+            if not 0 < value <= 1:
+                raise ConfigError(f"{name} is {value}; it must lie above 0 and not above 1")
+        if self.down_margin > self.up_margin:
+            raise ConfigError("down_margin must not be above up_margin, or a pool would flap")
+        for role in POOLS:
+            if self.bounds.least(role) > self.bounds.most(role):
+                raise ConfigError(f"{role}_min is above {role}_max")

@@ -1,0 +1,106 @@
+"""A cluster as a fluid: work flows in, workers drain it; made for the policy's tests alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from baton.deploy.autoscale.metrics import Metrics, RouterSample, WorkerSample
+from baton.deploy.autoscale.policy import Autoscaler
+
+SPEED = 1000.0  # prompt tokens a prefill worker computes per second
+PROMPT = 200
+BLOCKS = 1000  # of a decode worker
+HELD = 20  # blocks of a running request
+BASE_S, PER_BLOCK_S = 0.01, 5e-5
+
+
+@dataclass
+class Fluid:
+    scaler: Autoscaler
+    cold_s: float = 30.0
+    now: float = 0.0
+    ready: dict[str, int] = field(default_factory=dict)
+    coming: dict[str, list[float]] = field(default_factory=dict)
+    queue: float = 0.0
+    came: float = 0.0
+    busy: float = 0.0
+    log: list[tuple[float, dict[str, int]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ready = dict(self.scaler.targets)
+        self.coming = {role: [] for role in self.ready}
+
+    def second(self, tokens: float, running: float = 0.0) -> dict[str, int]:
+        """One second with ``tokens`` of prompts coming and ``running`` requests decoding."""
+        self.now += 1
+        for role, coming in self.coming.items():
+            while coming and coming[0] <= self.now:
+                coming.pop(0)
+                self.ready[role] += 1
+        self.came += tokens
+        done = min(self.queue + tokens, SPEED * self.ready["prefill"])
+        self.queue += tokens - done
+        self.busy += done / SPEED
+        targets = self.scaler.observe(self.metrics(running), self.now)
+        for role, target in targets.items():
+            while self.ready[role] + len(self.coming[role]) < target:
+                self.coming[role].append(self.now + self.cold_s)
+            if self.ready[role] + len(self.coming[role]) > target:
+                self.coming[role] = []
+                self.ready[role] = min(self.ready[role], target)
+        self.log.append((self.now, targets))
+        return targets
+
+    def metrics(self, running: float = 0.0) -> Metrics:
+        prefills, decodes = self.ready["prefill"], self.ready["decode"]
+        held = min(BLOCKS, running * HELD / decodes)
+        workers = [
+            WorkerSample(
+                name=f"prefill-{n}",
+                role="prefill",
+                incarnation=n,
+                ready=True,
+                tokens_waiting=int(self.queue / prefills),
+                # Workers that come and go share one counter, so that no work is lost.
+                prompt_tokens=int(self.busy * SPEED) if n == 0 else 0,
+                compute_seconds=self.busy if n == 0 else 0.0,
+                kv_total=BLOCKS,
+            )
+            for n in range(prefills)
+        ]
+        workers += [
+            WorkerSample(
+                name=f"decode-{n}",
+                role="decode",
+                incarnation=100 + n,
+                ready=True,
+                kv_used=int(held),
+                kv_total=BLOCKS,
+                running=int(held / HELD),
+                waiting=max(0, int(running / decodes - held / HELD)),
+                step_s=BASE_S + PER_BLOCK_S * held if held else 0.0,
+            )
+            for n in range(decodes)
+        ]
+        router = RouterSample(
+            name="router",
+            life=1.0,
+            submitted=int(self.came / PROMPT),
+            started_tokens=int(self.came - self.queue),
+            queued_tokens=int(self.queue),
+        )
+        return Metrics(workers=tuple(workers), routers=(router,))
+
+    def changes(self, role: str) -> list[tuple[float, int]]:
+        """Every (time, new target)."""
+        found = []
+        for (_, before), (when, after) in pairwise(self.log):
+            if before[role] != after[role]:
+                found.append((when, after[role] - before[role]))
+        return found
+
+    def turns(self, role: str) -> int:
+        """How often the target changed its direction."""
+        signs = [delta > 0 for _, delta in self.changes(role)]
+        return sum(a != b for a, b in pairwise(signs))
