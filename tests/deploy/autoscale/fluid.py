@@ -19,6 +19,7 @@ BASE_S, PER_BLOCK_S = 0.01, 5e-5
 class Fluid:
     scaler: Autoscaler
     cold_s: float = 30.0
+    prompt: int = PROMPT
     now: float = 0.0
     ready: dict[str, int] = field(default_factory=dict)
     coming: dict[str, list[float]] = field(default_factory=dict)
@@ -86,7 +87,7 @@ class Fluid:
         router = RouterSample(
             name="router",
             life=1.0,
-            submitted=int(self.came / PROMPT),
+            submitted=int(self.came / self.prompt),
             started_tokens=int(self.came - self.queue),
             queued_tokens=int(self.queue),
         )
