@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from ..deploy.addresses import admin_address, client_addresses, ipc_path
+from ..client.routers import separated
+from ..deploy.addresses import admin_address, claim_admin, client_addresses, ipc_path
 from ..deploy.admin import Overview
 from ..deploy.admin_client import AdminClient, listens
 from ..deploy.config import ServeSettings
@@ -17,14 +18,16 @@ from ..deploy.local import LocalCluster
 from ..deploy.plan import key_folder, model_folder, router_names
 from ..deploy.prepare import check_model, with_task
 from ..deploy.terminal import terminal
-from ..proto.errors import RequestFailed
+from ..proto.errors import ConnectionLost, RequestFailed
 from .serve import add_settings, run_cluster, settings_of
 
 EPILOG = """\
 A cluster that runs already is left as it is: exit code 0 when it has these settings, else 1.
 Precedence of settings: as of baton serve.
 """
-_PATHS = ("model", "keys", "run_dir")
+_PATIENCE_S = 5.0
+_TCP_PATIENCE_S = 1.0
+"""How long a controller may take to answer where it cannot be seen whether one listens."""
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -54,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         return already(settings, running)
     if not arguments.detach:
         return run_cluster(LocalCluster(settings, terminal))
-    address = ",".join(client_addresses(settings.address, router_names(settings)).values())
+    chosen = client_addresses(settings.address, router_names(settings), keyed=bool(settings.keys))
+    address = ",".join(chosen.values())
     log = Path(arguments.log).absolute() if arguments.log else log_beside(address)
     settings = msgspec.structs.replace(settings, address=address)
     daemon = Daemon(settings, log)
@@ -78,10 +82,16 @@ def absolute(settings: ServeSettings) -> ServeSettings:
 def running_cluster(settings: ServeSettings) -> Overview | None:
     """The cluster at the address of these settings."""
     address = settings.admin or admin_address(settings.address)
-    if not address.startswith("ipc://") or not listens(address):
+    if not listens(address):
         return None
-    with AdminClient(address) as client:
-        return client.overview()
+    patience = _PATIENCE_S if address.startswith("ipc://") else _TCP_PATIENCE_S
+    with AdminClient(address, keys=settings.keys, timeout=patience) as client:
+        try:
+            return client.overview()
+        except ConnectionLost:
+            if address.startswith("ipc://"):  # somebody holds it, and does not answer
+                raise
+            return None
 
 
 def already(settings: ServeSettings, running: Overview) -> int:
@@ -99,6 +109,10 @@ def already(settings: ServeSettings, running: Overview) -> int:
 
 
 def log_beside(address: str) -> Path:
-    """The log file of a cluster: beside its first client socket, or beside its admin socket."""
-    path = ipc_path(address.split(",")[0]) or ipc_path(admin_address(address))
-    return Path(f"{path or Path('baton')}.log")
+    """The log file of a cluster: beside its first client socket, else in the private folder."""
+    path = ipc_path(separated(address)[0])
+    if path is None:
+        admin = admin_address(address)
+        claim_admin(admin)
+        path = Path(admin.removeprefix("ipc://")).with_suffix("")
+    return Path(f"{path}.log")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 from ..deploy.addresses import admin_address
 from ..deploy.admin import Progress, Request
 from ..deploy.admin_client import AdminClient, listens
 from ..proto.errors import ConfigError, ConnectionLost
-from .cluster import add_address, addresses_of
+from .cluster import add_address, addresses_of, keys_of
 
 ADMIN_VARIABLE = "BATON_ADMIN"
 
@@ -43,7 +42,7 @@ def operator(arguments: argparse.Namespace) -> AdminClient:
         raise ConnectionLost(
             f"no controller at {address}: start a cluster with baton launch, or give its --address"
         )
-    return AdminClient(address, timeout=arguments.timeout)
+    return AdminClient(address, keys=keys_of(arguments), timeout=arguments.timeout)
 
 
 def carry_out(client: AdminClient, request: Request, *, wait: bool) -> str:
@@ -70,8 +69,3 @@ def assignments(words: list[str]) -> dict[str, str]:
             raise ConfigError(f"{name} is given twice")
         found[name] = value.strip()
     return found
-
-
-def warn(text: str) -> None:
-    """A line on standard error."""
-    print(f"baton: {text}", file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 
 from baton.client import Client
+from baton.deploy.addresses import free_ports
 from baton.deploy.admin_client import AdminClient
 
 from .conftest import alive, command_environment, wait_until
@@ -204,3 +206,29 @@ def test_an_embedding_model_has_no_decode_pool(background):
     rolled = background.verb("rollout", "--wait")
     assert rolled.returncode == 0, rolled.stderr
     assert background.controller()["targets"] == {"prefill": 2, "decode": 0}
+
+
+def test_over_tcp_only_an_operator_s_key_gives_orders(tmp_path_factory):
+    running = Background(tmp_path_factory.mktemp("k"))
+    keys, clients = running.folder / "keys", running.folder / "clients"
+    assert baton(running.folder, "keygen", str(keys)).returncode == 0
+    clients.mkdir(mode=0o700)
+    for name in ("allowed.toml", "client.key"):
+        shutil.copy(keys / name, clients / name)
+    port, controller = free_ports(2)
+    running.address = f"tcp://127.0.0.1:{port}"
+    admin = f"--admin=tcp://127.0.0.1:{controller}"
+    done = running.launch("--transport=tcp", f"--keys={keys}", admin)
+    assert done.returncode == 0, done.stderr
+    again = running.launch("--transport=tcp", f"--keys={keys}", admin)
+    assert again.stdout.startswith("already running"), again.stderr
+    scaled = running.verb("scale", "decode=2", "--wait", f"--keys={keys}", admin)
+    assert (scaled.returncode, scaled.stderr) == (0, "")
+    for folder in ([], [f"--keys={clients}"]):
+        refused = running.verb("scale", "decode=1", admin, *folder, "--timeout=1")
+        assert refused.returncode == 1
+        assert refused.stderr.count("\n") == 1
+    with AdminClient(f"tcp://127.0.0.1:{controller}", keys=keys) as client:
+        assert client.overview().targets == {"prefill": 1, "decode": 2}
+    down = running.verb("down", f"--keys={keys}", admin)
+    assert down.returncode == 0, down.stderr

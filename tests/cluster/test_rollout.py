@@ -1,0 +1,193 @@
+"""Pools that change their size and processes that are replaced, all of it under load.
+
+A hundred requests are in flight from before the order until after its end; every one of them has
+to give the tokens of an undisturbed run.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from baton.client import AsyncClient
+from baton.deploy.admin import GoDown, Overview, Result, RollOut, ScalePools
+from baton.deploy.admin_client import AdminClient
+from baton.proto.errors import RequestFailed
+
+from .conftest import alive, wait_until
+from .streams import Stream, begun, follow, jobs, new_salt, run, tokens
+
+pytestmark = pytest.mark.cluster
+
+IN_FLIGHT = 100
+WORK = jobs(IN_FLIGHT, prompt=60, new=40)
+OTHER_MODEL = Path(__file__).parents[1] / "data/checkpoints/qwen3"
+
+
+def admin(cluster) -> AdminClient:
+    return AdminClient(f"{cluster.address}.admin", timeout=20.0)
+
+
+def order(cluster, request) -> list[str]:
+    """Everything the controller says of an order until it is done; raises why it failed."""
+    with admin(cluster) as client:
+        return [answer.text for answer in client.ask(request, wait=90.0)]
+
+
+def overview(cluster) -> Overview:
+    with admin(cluster) as client:
+        return client.overview()
+
+
+def pids(cluster) -> dict[str, int]:
+    return {member.name: member.pid for member in overview(cluster).members}
+
+
+def under_load(address: str, what: Callable[[], object]) -> list[tuple[int, Stream]]:
+    """Run ``what`` while so many requests are in flight; all streams, with their job's number."""
+    done = threading.Event()
+    ended: list[tuple[int, Stream]] = []
+
+    async def keep_asking(client: AsyncClient, number: int, salt: str) -> None:
+        rounds = 0
+        while not done.is_set() or not rounds:
+            rounds += 1
+            stream = Stream()
+            ended.append((number, stream))
+            await follow(client, WORK[number], stream, f"{salt}-{rounds}")
+
+    async def disturb() -> None:
+        try:
+            while sum(bool(stream.tokens) for _, stream in ended) < IN_FLIGHT // 2:
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(what)
+        finally:
+            done.set()
+
+    async def body() -> None:
+        salt = new_salt()
+        async with (
+            asyncio.timeout(100.0),
+            AsyncClient(address) as client,
+            asyncio.TaskGroup() as group,
+        ):
+            for number in range(IN_FLIGHT):
+                group.create_task(keep_asking(client, number, salt))
+            group.create_task(disturb())
+
+    asyncio.run(body())
+    return ended
+
+
+@pytest.fixture(scope="module")
+def pools(shared_cluster):
+    return shared_cluster(prefill=1, decode=2, kv_memory="64MiB", grace=20.0)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pools):
+    return tokens(run(pools.address, WORK))
+
+
+def check(ended: list[tuple[int, Stream]], undisturbed: list[list[int]]) -> None:
+    """Every request ended, with the tokens of its job."""
+    assert len(ended) >= IN_FLIGHT
+    for number, stream in ended:
+        assert stream.error is None, stream.error
+        assert stream.tokens == undisturbed[number]
+
+
+def counted(cluster, name: str) -> int:
+    with cluster.client() as client:
+        return client.status()["router"]["requests"][name]
+
+
+def test_pools_grow_and_shrink_under_load(pools, undisturbed):
+    before = counted(pools, "replayed")
+
+    def scale() -> None:
+        order(pools, ScalePools(targets={"prefill": 2, "decode": 3}))
+        assert set(pids(pools)) == {
+            "router", "prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2",
+        }  # fmt: skip
+        order(pools, ScalePools(targets={"prefill": 1, "decode": 1}))
+
+    check(under_load(pools.address, scale), undisturbed)
+    assert set(pids(pools)) == {"router", "prefill-0", "decode-0"}
+    assert counted(pools, "replayed") == before  # all were drained, none was cut off
+    order(pools, ScalePools(targets={"decode": 2}))
+
+
+def test_every_worker_and_router_is_replaced_under_load(pools, undisturbed):
+    before = pids(pools)
+    said: list[str] = []
+
+    def replace() -> None:
+        with admin(pools) as first:
+            answers = first.ask(RollOut(changes={"max_batch": 24}), wait=90.0)
+            said.append(next(answers).text)
+            with pytest.raises(RequestFailed, match="a rollout is running, "):
+                order(pools, RollOut())
+            said.extend(answer.text for answer in answers)
+
+    check(under_load(pools.address, replace), undisturbed)
+    after = pids(pools)
+    assert len(after) == len(before) == 4
+    assert not set(after.values()) & set(before.values())
+    assert not any(alive(pid) for pid in before.values())
+    assert said[-1] == "4 of 4 replaced"
+    assert overview(pools).settings["max_batch"] == 24
+
+
+def test_a_rollout_that_no_worker_follows_stops_and_the_old_ones_serve_on(pools, undisturbed):
+    before = pids(pools)
+    with pytest.raises(RequestFailed, match=r"stopped at 0 of 4 replaced: prefill-. cannot run: "):
+        order(pools, RollOut(changes={"model": str(OTHER_MODEL)}))
+    assert pids(pools) == before
+    assert overview(pools).rollout.startswith("stopped at 0 of 4 replaced: ")
+    assert tokens(run(pools.address, WORK[:8])) == undisturbed[:8]
+    order(pools, ScalePools(targets={"decode": 3}))  # with the settings that work
+    order(pools, ScalePools(targets={"decode": 2}))
+
+
+def test_two_routers_are_replaced_one_after_the_other_under_load(cluster, undisturbed):
+    pair = cluster(prefill=1, decode=2, kv_memory="64MiB", grace=20.0, routers=2)
+    before = pids(pair)
+    assert set(before) == {"router-0", "router-1", "prefill-0", "decode-0", "decode-1"}
+    both = f"{pair.address},{pair.address}.1"
+    check(under_load(both, lambda: order(pair, RollOut())), undisturbed)
+    after = pids(pair)
+    assert set(after) >= {"router-0", "router-1"}
+    assert not set(after.values()) & set(before.values())
+
+
+def test_a_drain_that_does_not_end_is_cut_off_by_the_grace_and_nothing_is_lost(cluster):
+    work = jobs(8, prompt=60, new=1200)
+    short = cluster(prefill=1, decode=2, kv_memory="64MiB", grace=0.3)
+    undisturbed = tokens(run(short.address, work))
+
+    async def disturb(streams: list[Stream]) -> None:
+        await begun(streams, 8, tokens=20)
+        await asyncio.to_thread(order, short, ScalePools(targets={"decode": 1}))
+
+    assert tokens(run(short.address, work, disturb)) == undisturbed
+    assert set(pids(short)) == {"router", "prefill-0", "decode-0"}
+    assert counted(short, "replayed") > 0
+    assert "decode-1 has not finished within the grace period" in short.text()
+
+
+def test_down_in_mid_rollout_ends_everything(cluster):
+    ending = cluster(prefill=1, decode=2)
+    before = pids(ending)
+    with admin(ending) as roller, admin(ending) as ender:
+        answers = roller.ask(RollOut(), wait=60.0)
+        next(answers)
+        assert isinstance(list(ender.ask(GoDown(), wait=60.0))[-1], Result)
+        with pytest.raises(RequestFailed, match="the cluster is going down"):
+            list(answers)
+    assert ending.process.wait(30) == 0
+    assert not any(alive(pid) for pid in before.values())
+    wait_until(lambda: not list(ending.folder.glob("baton-run-*")), what="no folder")
+    assert not [p for p in ending.folder.iterdir() if p.is_socket()]
