@@ -45,12 +45,16 @@ def skipped(what: str, why: str) -> Line:
 
 @dataclass
 class PartResult:
-    """What became of a part: its lines, how long it took, and why it ended if not by itself."""
+    """What became of a part: its lines, how long it took, and why it ended if not by itself.
+
+    ``log``: the end of what a part printed in which something was wrong.
+    """
 
     name: str
     lines: list[Line] = field(default_factory=list)
     seconds: float = 0.0
     error: str = ""
+    log: str = ""
 
     @property
     def failed(self) -> bool:

@@ -21,7 +21,8 @@ from .lines import FAILED, Line, PartResult, from_json
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
-_TAIL = 400
+_TAIL, _LOG = 400, 8000
+"""Characters of the last line, and of a whole log, that are kept."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,10 @@ class _Running:
             error = f"exit code {self._process.returncode}: {self._last_words()}"
         elif not lines:
             error = "found nothing out"
-        return PartResult(self.part.name, lines, seconds, error)
+        result = PartResult(self.part.name, lines, seconds, error)
+        if result.failed:
+            result.log = self._log.read_text(errors="replace")[-_LOG:]
+        return result
 
     def _last_words(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()
