@@ -16,7 +16,17 @@ from pathlib import Path
 
 from .scratch import leave_on_signals
 
-ORDER = ("codec", "kernels", "engine", "handoff", "loop", "router", "cluster", "cancel")
+ORDER = (
+    "codec",
+    "kernels",
+    "engine",
+    "handoff",
+    "loop",
+    "router",
+    "cluster",
+    "cancel",
+    "autoscale",
+)
 ORACLE_PYTHON = Path(".venv-oracle/bin/python")
 
 

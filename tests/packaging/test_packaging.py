@@ -21,6 +21,8 @@ def data_files():
     return [
         *sorted((ROOT / "engine/kernels/csrc").glob("*")),
         *sorted((ROOT / "deploy/demo_model").glob("*")),
+        *sorted((ROOT / "benchmarks/traces").glob("*")),
+        ROOT / "benchmarks/replay/oracles.json",
         *(p for p in sorted((ROOT / "deploy/ray").rglob("*")) if p.suffix in RAY_DATA),
         ROOT / "deploy/ray/kuberay/Dockerfile",
     ]

@@ -111,7 +111,7 @@ def test_a_sinusoid_does_not_make_it_oscillate(period):
 
 
 def test_a_prompt_that_no_pool_computes_in_time_orders_nothing():
-    cluster = fluid(prefill=1)
+    cluster = fluid(prefill=6, window=60.0, calm=60.0)
     cluster.prompt = 4000
     before = cluster.came
     for _ in range(300):  # one prompt of 4 s each 20 s, the limit is 2 s

@@ -1,0 +1,1 @@
+"""Recorded traffic against a modelled cluster on a simulated clock, to judge autoscaling."""

@@ -1,0 +1,142 @@
+"""The cheapest schedule that somebody who knows the whole trace could have run.
+
+A schedule is a size of each pool per interval; workers are ordered a cold start before the
+interval that needs them, and one that a pool gives up is drained, as for everybody. Sought is
+the least of worker-hours at which a goal is met: so many requests within both limits. Found by
+descent: pools start at the smallest constant size that meets the goal, one or two more, and
+every interval is lowered where most hours are won per request lost; then pairs of intervals
+are traded. A search can only miss cheaper schedules, never invent one: each is played.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .cluster import Outcome, Replay, Slo, Targets
+from .service import ServiceModel
+from .traces import Arrival
+
+ROLES = ("prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a schedule is played against; ``most``: largest pools allowed."""
+
+    trace: Sequence[Arrival]
+    service: ServiceModel
+    slo: Slo
+    cold_s: float
+    most: Targets
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Sizes per interval of ``interval_s``; the first interval is shorter by ``offset_s``."""
+
+    interval_s: float
+    offset_s: float
+    prefill: tuple[int, ...]
+    decode: tuple[int, ...]
+
+    def targets(self, now: float, ahead_s: float) -> Targets:
+        """What must be ordered at ``now``: the most of now and until ``ahead_s`` from now."""
+        first = int((now + self.offset_s) // self.interval_s)
+        last = int((now + ahead_s + self.offset_s) // self.interval_s) + 1
+        return {role: max(self._sizes(role)[first:last], default=1) for role in ROLES}
+
+    def _sizes(self, role: str) -> tuple[int, ...]:
+        return self.prefill if role == "prefill" else self.decode
+
+    def play(self, case: Case) -> Outcome:
+        """The replay under this schedule."""
+        first = self.targets(0.0, case.cold_s)
+        replay = Replay(case.trace, case.service, case.cold_s, first)
+        return replay.run(lambda _metrics, now: self.targets(now, case.cold_s))
+
+
+def constant(case: Case, interval_s: float, offset_s: float, pool: Targets) -> Schedule:
+    """The same size always."""
+    count = int((case.trace[-1].at + offset_s) // interval_s) + 1
+    sizes = {role: (pool[role],) * count for role in ROLES}
+    return Schedule(interval_s, offset_s, sizes["prefill"], sizes["decode"])
+
+
+def smallest(case: Case, goal: float) -> Targets:
+    """The smallest constant pools that meet ``goal``; the largest where none does."""
+    pool = dict(case.most)
+    for role in ROLES:
+        low, high = 0, case.most[role]
+        while high - low > 1:
+            middle = (low + high) // 2
+            outcome = Replay(case.trace, case.service, 0.0, {**pool, role: middle}).run()
+            low, high = (low, middle) if outcome.attained(case.slo) >= goal else (middle, high)
+        pool[role] = high
+    return pool
+
+
+def search(
+    case: Case, goal: float, interval_s: float, offsets: Sequence[float], trades: int = 60
+) -> Schedule:
+    """The cheapest schedule found that meets ``goal``, over all ``offsets`` of the intervals."""
+    pool = smallest(case, goal)
+    found = [_descend(case, goal, interval_s, offset, pool, trades) for offset in offsets]
+    return min(found, key=lambda one: one[0])[1]
+
+
+def _descend(
+    case: Case, goal: float, interval_s: float, offset_s: float, pool: Targets, trades: int
+) -> tuple[float, Schedule]:
+    roomy = {role: min(case.most[role], pool[role] + 2) for role in ROLES}
+    best = constant(case, interval_s, offset_s, roomy)
+    for role in ROLES:
+        best = _lower(case, goal, best, role)
+    chance = random.Random(1)
+    hours = best.play(case).hours()
+    for _ in range(trades):
+        traded = _trade(best, chance, case.most)
+        outcome = traded.play(case)
+        if outcome.hours() < hours and outcome.attained(case.slo) >= goal:
+            best, hours = traded, outcome.hours()
+    return hours, best
+
+
+def _lower(case: Case, goal: float, best: Schedule, role: str) -> Schedule:
+    outcome = best.play(case)
+    kept, hours = outcome.attained(case.slo), outcome.hours()
+    while True:
+        options = []
+        for place in range(len(best.prefill)):
+            lower = _changed(best, role, {place: -1})
+            if lower is None:
+                continue
+            outcome = lower.play(case)
+            share, cost = outcome.attained(case.slo), outcome.hours()
+            if share >= goal and cost < hours:
+                worth = (hours - cost) / (max(0.0, kept - share) + 1e-4)
+                options.append((worth, share, cost, lower))
+        if not options:
+            return best
+        _, kept, hours, best = max(options, key=lambda option: option[0])
+
+
+def _trade(schedule: Schedule, chance: random.Random, most: Targets) -> Schedule:
+    """Two intervals of one pool changed."""
+    role = chance.choice(ROLES)
+    places = range(len(schedule.prefill))
+    moves = {chance.choice(places): chance.choice((-2, -1)), chance.choice(places): 1}
+    changed = _changed(schedule, role, moves)
+    if changed is None or max(getattr(changed, role)) > most[role]:
+        return schedule
+    return changed
+
+
+def _changed(schedule: Schedule, role: str, moves: dict[int, int]) -> Schedule | None:
+    sizes = list(getattr(schedule, role))
+    for place, move in moves.items():
+        sizes[place] += move
+    if min(sizes) < 1:
+        return None
+    return replace(schedule, **{role: tuple(sizes)})  # type: ignore[arg-type]

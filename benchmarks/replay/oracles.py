@@ -1,0 +1,42 @@
+"""The schedules that the search of :mod:`.oracle` found, kept so that a run can replay them.
+
+``python -m baton.benchmarks.autoscale --search`` finds them again (minutes). A schedule is data
+to be played like any other: what it costs and attains is measured in every run, never stored.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .cases import GOAL, WHERE_ANY_CAN, case
+from .cluster import fixed
+from .oracle import Schedule, search
+
+FILE = Path(__file__).with_name("oracles.json")
+INTERVAL_S = 300.0
+"""An oracle may change each pool every five minutes, twice as often as the policy."""
+OFFSETS_S = (0.0, 150.0)
+KINDS = ("can", "least")
+"""What the oracle keeps: nearly all that any pool could keep; 95 % of all, however chosen."""
+
+
+def stored(trace: str, kind: str) -> Schedule:
+    """The schedule found for a trace."""
+    found: dict[str, Any] = json.loads(FILE.read_text())[trace][kind]
+    return Schedule(
+        found["interval_s"], found["offset_s"], tuple(found["prefill"]), tuple(found["decode"])
+    )
+
+
+def goal(trace: str, kind: str) -> float:
+    """Share of requests within the limits that this oracle must reach."""
+    this = case(trace)
+    can = fixed(this.trace, this.service, this.most).attained(this.slo)
+    return WHERE_ANY_CAN * can if kind == "can" else min(GOAL, can)
+
+
+def find(trace: str, kind: str) -> Schedule:
+    """Search anew."""
+    return search(case(trace), goal(trace, kind), INTERVAL_S, OFFSETS_S)

@@ -1,0 +1,153 @@
+import gzip
+from itertools import pairwise
+
+import pytest
+
+from baton.benchmarks.autoscale import COST, TURNS_PER_HOUR
+from baton.benchmarks.replay.cases import GOAL, SLOS, case
+from baton.benchmarks.replay.cluster import Replay, fixed
+from baton.benchmarks.replay.compare import first_pools, policy, row
+from baton.benchmarks.replay.oracle import Schedule, constant, search
+from baton.benchmarks.replay.oracles import goal, stored
+from baton.benchmarks.replay.service import ServiceModel
+from baton.benchmarks.replay.traces import Arrival, load
+from baton.proto.errors import InputError
+
+SERVICE = ServiceModel()
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("azure2023_code", 4400), ("azure2023_conv", 9600), ("mooncake_conversation", 6000),
+     ("mooncake_synthetic", 2000)],
+)  # fmt: skip
+def test_traces_are_whole_and_in_order(name, count):
+    trace = load(name)
+    assert len(trace) == count
+    assert all(early.at <= late.at for early, late in pairwise(trace))
+    assert bool(trace[0].blocks) == name.startswith("mooncake")
+
+
+@pytest.mark.parametrize(
+    "line", ["x,1,1", "-1,1,1", "nan,1,1", "0,0,1", "0,1,0", "0,99999999,1", "0,5", "0,,1"]
+)
+def test_a_damaged_trace_is_refused_with_its_line(tmp_path, line):
+    text = f"timestamp_ms,input_length,output_length\n0,5,5\n{line}\n"
+    (tmp_path / "bad.csv.gz").write_bytes(gzip.compress(text.encode()))
+    with pytest.raises(InputError, match="line 3"):
+        load("bad", tmp_path)
+
+
+def test_huge_ranges_of_blocks_are_refused_before_they_are_made(tmp_path):
+    text = "timestamp_ms,input_length,output_length,hash_ids\n0,5,5,0-99999999999\n"
+    (tmp_path / "bad.csv.gz").write_bytes(gzip.compress(text.encode()))
+    with pytest.raises(InputError):
+        load("bad", tmp_path)
+
+
+def test_a_lone_request_takes_what_the_model_says():
+    outcome = fixed([Arrival(1.0, 1000, 11)], SERVICE, {"prefill": 1, "decode": 1})
+    (request,) = outcome.requests
+    assert request.ttft == pytest.approx(SERVICE.prefill(1000, 0))
+    steps = sum(SERVICE.step(1, 1001 + done) for done in range(10))
+    moved = SERVICE.kv_move_s * 1000
+    assert request.itl * 10 == pytest.approx(moved + steps)
+
+
+def test_steps_in_closed_form_are_the_steps_one_by_one():
+    trace = [Arrival(0.0, 500, 300), Arrival(0.3, 9000, 200), Arrival(0.31, 40, 500)]
+    outcome = fixed(trace, SERVICE, {"prefill": 2, "decode": 1})
+    joins = sorted((r.first + SERVICE.kv_move_s * r.arrival.prompt, r) for r in outcome.requests)
+    now, running, ended = 0.0, {}, {}
+    while joins or running:
+        if not running:
+            now = max(now, joins[0][0])
+        while joins and joins[0][0] <= now + 1e-9:
+            request = joins.pop(0)[1]
+            running[request] = [request.arrival.prompt + 1, request.arrival.output - 1]
+        now += SERVICE.step(len(running), sum(context for context, _ in running.values()))
+        for request, state in list(running.items()):
+            state[0] += 1
+            state[1] -= 1
+            if not state[1]:
+                ended[request] = now
+                del running[request]
+    for request in outcome.requests:
+        assert request.ended == pytest.approx(ended[request], abs=1e-6)
+
+
+def test_equal_prefixes_are_computed_once():
+    blocks = tuple(bytes([n]) for n in range(4))
+    trace = [Arrival(0.0, 2100, 1, blocks), Arrival(10.0, 2100, 1, blocks)]
+    first, second = fixed(trace, SERVICE, {"prefill": 1, "decode": 1}).requests
+    assert second.ttft == pytest.approx(SERVICE.prefill(52, 2048))
+    assert second.ttft < first.ttft / 3
+
+
+def test_workers_cost_from_their_order_and_serve_a_cold_start_later():
+    trace = [Arrival(float(n), 3000, 1) for n in range(300)]
+    sizes = lambda _metrics, now: {"prefill": 2 if 20 <= now < 200 else 1, "decode": 1}  # noqa: E731
+    outcome = Replay(trace, SERVICE, 60.0, {"prefill": 1, "decode": 1}).run(sizes)
+    (second,) = [w for w in outcome.workers if w.name == "prefill-1"]
+    assert (second.life.ordered, second.life.ready) == (20.0, 80.0)
+    served = [r for r in outcome.requests if r.prefill is second]
+    assert 80.0 <= served[0].arrival.at <= 83.0
+    lives = sorted(w.life.ended for w in outcome.workers if w.name.startswith("prefill"))
+    assert 200.0 <= lives[0] < 210.0
+
+
+def test_a_drained_worker_finishes_what_it_has():
+    trace = [Arrival(0.1 * n, 3000, 400) for n in range(100)]
+    down = lambda _metrics, now: {"prefill": 1, "decode": 1 if now >= 5 else 2}  # noqa: E731
+    outcome = Replay(trace, SERVICE, 60.0, {"prefill": 2, "decode": 2}).run(down)
+    for worker in outcome.workers:
+        theirs = [r for r in outcome.requests if r.decode is worker]
+        if worker.life.draining and theirs:
+            assert worker.life.ended == pytest.approx(max(r.ended for r in theirs))
+    assert all(request.ended > 0 for request in outcome.requests)
+
+
+def test_an_oracle_orders_a_cold_start_ahead():
+    schedule = Schedule(300.0, 0.0, (1, 4, 2), (1, 1, 1))
+    assert [schedule.targets(now, 60.0)["prefill"] for now in (0, 239, 240, 599, 600)] == [
+        1, 1, 4, 4, 2,
+    ]  # fmt: skip
+
+
+def test_a_search_finds_the_quiet_half():
+    busy = [Arrival(600 + 0.3 * n, 3000, 2) for n in range(1000)]
+    trace = [*[Arrival(4.0 * n, 3000, 2) for n in range(150)], *busy]
+    this = case("azure2023_code")
+    this = type(this)(trace, SERVICE, this.slo, 60.0, {"prefill": 4, "decode": 1})
+    found = search(this, 0.95, 300.0, (0.0,), trades=0)
+    assert found.prefill[0] < found.prefill[-1]
+    assert found.play(this).attained(this.slo) >= 0.95
+    pool = {"prefill": max(found.prefill), "decode": 1}
+    assert found.play(this).hours() < constant(this, 300.0, 0.0, pool).play(this).hours()
+
+
+@pytest.mark.parametrize("kind", ["can", "least"])
+@pytest.mark.parametrize("name", ["azure2023_code", "mooncake_synthetic"])
+def test_stored_oracles_reach_their_goal(name, kind):
+    this = case(name)
+    assert stored(name, kind).play(this).attained(this.slo) >= goal(name, kind)
+
+
+@pytest.mark.parametrize("name", ["azure2023_code", "mooncake_synthetic"])
+def test_the_policy_is_within_the_bar(name):
+    """Everything here is exact: the same on every machine."""
+    this = case(name)
+    first = first_pools(this)
+    ours = row("policy", policy(this, first), this, first)
+    oracle = row("oracle", stored(name, "can").play(this), this)
+    assert ours.attained >= GOAL
+    assert ours.hours <= COST * oracle.hours
+    assert ours.turns <= TURNS_PER_HOUR
+
+
+def test_a_replay_repeats_itself():
+    this = case("mooncake_synthetic")
+    runs = [policy(this, {"prefill": 9, "decode": 2}) for _ in range(2)]
+    assert runs[0].changes == runs[1].changes
+    assert [r.ended for r in runs[0].requests] == [r.ended for r in runs[1].requests]
+    assert set(SLOS) >= {"mooncake_synthetic"}
