@@ -57,7 +57,8 @@ test-oracle: $(ORACLE_VENV)/.installed  ## compare with transformers on fresh ch
 	$(ORACLE_BIN)/python -m pytest -q -m oracle $(ARGS)
 
 test-deploy: $(RAY_VENV)/.installed  ## `ray up` on hosts made of namespaces (downloads Ray; needs root for most of it)
-	$(RAY_BIN)/python -m pytest -q -m deploy $(ARGS)
+	tests/deploy_ray/in_namespaces $(RAY_BIN)/python -m pytest -q -p no:cacheprovider tests/deploy_ray $(ARGS)
+	$(RAY_BIN)/python -m pytest -q -m deploy --ignore tests/deploy_ray $(ARGS)
 
 soak: $(VENV)/.installed  ## ten million random operations on contexts against their models
 	$(BIN)/python -m pytest -q tests/proto/test_model.py --operations 10000000 --timeout 0 $(ARGS)

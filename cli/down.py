@@ -25,11 +25,18 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser = verbs.add_parser("down", help="end a cluster and verify that nothing is left")
     add_operator(parser)
     parser.add_argument("--now", action="store_true", help="do not wait for running requests")
+    parser.add_argument(
+        "--ray-address",
+        metavar="HOST:PORT",
+        help="without a controller end all there is on this Ray cluster (auto: this machine's)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """0 when nothing runs and nothing is left, also when nothing ran; 1 names what is left."""
+    if arguments.ray_address and not has_controller(arguments):
+        return end_on_ray(arguments.ray_address)
     if not has_controller(arguments):
         swept = sweep()
         AddressLock.sweep(admin_of(arguments))
@@ -45,6 +52,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise RequestFailed(f"left behind: {', '.join(left)}")
     count = len(before.members) + 1
     print(f"down: {count} processes have ended, no process and no socket is left")
+    return 0
+
+
+def end_on_ray(address: str) -> int:
+    """End what is left of a cluster whose controller is not to be had."""
+    from ..deploy.ray.launch import end_actors  # Ray is an extra
+
+    ended = end_actors(address)
+    print(f"ended on Ray: {', '.join(ended) or 'nothing was left'}")
     return 0
 
 

@@ -18,7 +18,7 @@ from ..deploy.local import LocalCluster
 from ..deploy.plan import key_folder, model_folder, router_names
 from ..deploy.prepare import check_model, with_task
 from ..deploy.terminal import terminal
-from ..proto.errors import ConnectionLost, RequestFailed
+from ..proto.errors import ConfigError, ConnectionLost, RequestFailed
 from .serve import add_settings, run_cluster, settings_of
 
 EPILOG = """\
@@ -36,7 +36,17 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add_settings(parser, {"backend": "kernels"})
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings")
     parser.add_argument(
-        "--backend", dest="where", choices=("local",), default="local", help="what starts processes"
+        "--backend",
+        dest="where",
+        choices=("local", "ray"),
+        default="local",
+        help="what starts processes: this machine, or the Ray cluster it is the head of",
+    )
+    parser.add_argument(
+        "--ray-address",
+        metavar="HOST:PORT",
+        default="auto",
+        help="the Ray cluster's head [the cluster that this machine belongs to]",
     )
     parser.add_argument(
         "--detach",
@@ -51,6 +61,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def run(arguments: argparse.Namespace) -> int:
     """Start it, unless it runs."""
     settings = absolute(settings_of(arguments))
+    if arguments.where == "ray":
+        return on_ray(settings, arguments)
     check_model(settings)
     running = running_cluster(settings)
     if running is not None:
@@ -64,6 +76,18 @@ def run(arguments: argparse.Namespace) -> int:
     daemon = Daemon(settings, log)
     daemon.wait_ready()
     print(f"serving at {address} (pid {daemon.pid}, log {log})")
+    return 0
+
+
+def on_ray(settings: ServeSettings, arguments: argparse.Namespace) -> int:
+    """Have a controller on the head; its members come as Ray has hosts for them."""
+    from ..deploy.ray.launch import launch  # Ray is an extra
+
+    if not arguments.detach:
+        raise ConfigError("under Ray a cluster runs by itself; leave out --no-detach")
+    facts, found = launch(settings, arguments.ray_address)
+    print(f"{'already running' if found else 'launched'} at {facts.address}")
+    print(f"wait for it with: baton wait-ready --address {facts.address}")
     return 0
 
 

@@ -16,12 +16,12 @@ PARTS = (
     Part("compile", f"{_HERE}.compiling:compiling", 60),
     Part("ceilings", f"{_HERE}.probes:probes", 60),
     Part("blocks", f"{_HERE}.bench_blocks:moving", 60),
-    Part("model", f"{_HERE}.bench_model:model", 300),
-    Part("decode", f"{_HERE}.bench_attention:decoding", 200),
+    Part("decode", f"{_HERE}.bench_attention:decoding", 120),
     Part("prefill", f"{_HERE}.bench_attention:prefilling", 60),
     Part("rows", f"{_HERE}.bench_rows:rows", 60),
     Part("draw", f"{_HERE}.bench_rows:drawing", 90),
     Part("products", f"{_HERE}.bench_rows:products", 90),
+    Part("model", f"{_HERE}.bench_model:model", 300),
 )
 
 

@@ -20,10 +20,11 @@ SLACK = 8 << 20
 def leaks(stage: Stage) -> Iterator[Line]:
     """Graphs, sampler, every kernel of the model; the first round compiles and does not count."""
     folder = write(stage, SMALL)
+    rng = np.random.default_rng(4)
     used = []
     for _ in range(stage.size(5, 2)):
         engine = LLMEngine(on_device(stage, folder, blocks=stage.size(2048, 48)))
-        _use(engine, stage)
+        _use(engine, rng, stage)
         del engine
         gc.collect()
         used.append(stage.memory_used())
@@ -32,12 +33,11 @@ def leaks(stage: Stage) -> Iterator[Line]:
         "models loaded and let go", more <= SLACK, _grown(stage, more), f"{SLACK >> 20} MiB"
     )
     engine = LLMEngine(on_device(stage, folder, blocks=stage.size(2048, 48)))
-    for _ in range(2):  # the second finds its prompts in the cache, as the later ones will
-        _use(engine, stage)
+    _use(engine, rng, stage)
     gc.collect()
     before = stage.memory_used()
     for _ in range(stage.size(40, 1)):
-        _use(engine, stage)
+        _use(engine, rng, stage)
     gc.collect()
     more = stage.memory_used() - before
     yield checked(
@@ -54,9 +54,7 @@ def _grown(stage: Stage, more: int) -> str:
     return f"{more / 2**20:+.1f} MiB" if stage.cupy is not None else "not counted here"
 
 
-def _use(engine: LLMEngine, stage: Stage) -> None:
-    """The same each time: cuBLAS keeps a kernel for every shape it has seen."""
-    rng = np.random.default_rng(4)
+def _use(engine: LLMEngine, rng: np.random.Generator, stage: Stage) -> None:
     vocab, longest = engine.runner.card.vocab_size, stage.size(300, 20)
     count = stage.size(20, 3)
     prompts = [rng.integers(0, vocab, int(n)).tolist() for n in rng.integers(1, longest, count)]

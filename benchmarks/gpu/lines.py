@@ -45,16 +45,12 @@ def skipped(what: str, why: str) -> Line:
 
 @dataclass
 class PartResult:
-    """What became of a part: its lines, how long it took, and why it ended if not by itself.
-
-    ``log``: the end of what a part printed in which something was wrong.
-    """
+    """What became of a part: its lines, how long it took, and why it ended if not by itself."""
 
     name: str
     lines: list[Line] = field(default_factory=list)
     seconds: float = 0.0
     error: str = ""
-    log: str = ""
 
     @property
     def failed(self) -> bool:

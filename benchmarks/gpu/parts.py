@@ -21,8 +21,7 @@ from .lines import FAILED, Line, PartResult, from_json
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
-_TAIL, _LOG = 400, 8000
-"""Characters of the last line, and of a whole log, that are kept."""
+_TAIL = 400
 
 
 @dataclass(frozen=True)
@@ -82,10 +81,7 @@ class _Running:
             error = f"exit code {self._process.returncode}: {self._last_words()}"
         elif not lines:
             error = "found nothing out"
-        result = PartResult(self.part.name, lines, seconds, error)
-        if result.failed:
-            result.log = self._log.read_text(errors="replace")[-_LOG:]
-        return result
+        return PartResult(self.part.name, lines, seconds, error)
 
     def _last_words(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()

@@ -16,8 +16,7 @@ _CODE = 99
 
 def memcheck(stage: Stage) -> Iterator[Line]:
     """Reads and writes out of bounds, and misaligned ones."""
-    # CuPy asks the driver for what it may not have; only memory is of interest here.
-    return _under(stage, "memcheck", "--report-api-errors=no")
+    return _under(stage, "memcheck")
 
 
 def racecheck(stage: Stage) -> Iterator[Line]:
@@ -25,7 +24,7 @@ def racecheck(stage: Stage) -> Iterator[Line]:
     return _under(stage, "racecheck")
 
 
-def _under(stage: Stage, tool: str, *options: str) -> Iterator[Line]:
+def _under(stage: Stage, tool: str) -> Iterator[Line]:
     what = f"compute-sanitizer, {tool}"
     program = shutil.which("compute-sanitizer") or next(
         (path for place in _PLACES if (path := shutil.which("compute-sanitizer", path=place))), None
@@ -34,16 +33,7 @@ def _under(stage: Stage, tool: str, *options: str) -> Iterator[Line]:
         yield skipped(what, "not installed" if program is None else "needs a GPU")
         return
     out = stage.scratch / "smoke.lines"
-    command = [
-        program,
-        "--tool",
-        tool,
-        "--error-exitcode",
-        str(_CODE),
-        "--print-limit",
-        "5",
-        *options,
-    ]
+    command = [program, "--tool", tool, "--error-exitcode", str(_CODE), "--print-limit", "5"]
     command += [sys.executable, "-P", "-m", "baton.benchmarks.gpu.child"]
     command += ["baton.benchmarks.gpu.smoke:smoke", "--out", str(out)]
     command += ["--stage", "baton.benchmarks.gpu.smoke:exact_memory"]

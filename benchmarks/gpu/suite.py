@@ -51,8 +51,6 @@ def _suite(stage: Stage, files: Sequence[str]) -> Iterator[Line]:
     run = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
-    if run.returncode:
-        print(run.stdout, run.stderr)  # for the log
     if not report.exists():
         yield wrong("pytest runs", (run.stdout + run.stderr).strip()[-300:])
         return

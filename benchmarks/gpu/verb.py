@@ -44,7 +44,7 @@ def run_verb(verb: str, parts: Sequence[Part], budget_s: float, about: str) -> i
     chosen = [part for part in parts if not options.names or part.name in options.names]
     results: list[PartResult] = []
     report = options.out / f"{verb}.json"
-    for result in run_parts(chosen, options.stage, options.out / "parts", budget_s):
+    for result in run_parts(chosen, options.stage, options.out, budget_s):
         results.append(result)
         print(narrate(result), flush=True)
         # What is known is on disk, whatever becomes of the rest.

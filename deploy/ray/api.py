@@ -126,11 +126,11 @@ class Ray:
 
     def save(self, data: bytes) -> None:
         """Keep this for a successor."""
-        _put_value(_SAVED, data)
+        put_value(_SAVED, data)
 
     def forget(self, last_words: str) -> None:
         """The cluster has ended."""
-        _put_value(LAST_WORDS, last_words.encode())
+        put_value(LAST_WORDS, last_words.encode())
         _delete_value(_SAVED)
 
     def existing(self) -> list[str]:
@@ -157,7 +157,8 @@ def get_value(key: bytes) -> bytes | None:
     return None if value is None else bytes(value)
 
 
-def _put_value(key: bytes, value: bytes) -> None:
+def put_value(key: bytes, value: bytes) -> None:
+    """Store a value there."""
     from ray.experimental.internal_kv import _internal_kv_put
 
     _internal_kv_put(key, value, overwrite=True, namespace=NAMESPACE.encode())

@@ -75,8 +75,10 @@ def find_address(wanted: str) -> str:
 
     try:
         address = canonicalize_bootstrap_address(wanted)
-    except (ValueError, ConnectionError) as problem:
+    except ValueError as problem:
         raise ConfigError(f"--ray-address {wanted}: {problem}") from problem
+    except ConnectionError:
+        address = None
     if address is None:
         raise ConnectionLost(
             "no Ray cluster runs on this machine; start it (ray up, or ray start --head), "

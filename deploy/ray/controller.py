@@ -16,6 +16,8 @@ import msgspec
 import zmq
 
 from ...engine.embedding_config import EMBED
+from ...runtime.allowed_keys import OPERATOR
+from ...runtime.keyring import CONTROLLER, load_keys
 from ...runtime.loop import Loop
 from .. import banner
 from ..addresses import admin_address, claim_admin
@@ -25,9 +27,9 @@ from ..controller import ControllerCore
 from ..core import Say
 from ..members import Stage
 from ..orders import Down
-from ..plan import ClusterPlan, role_of, router_names
+from ..plan import ClusterPlan, key_folder, role_of, router_names
 from ..pools import ControllerLimits
-from ..prepare import with_task
+from ..prepare import check_keys, with_task
 from ..roster import Roster
 from ..shell import ControllerShell
 from ..targets import Bounds
@@ -89,6 +91,7 @@ class RayCluster:
         else:
             settings = with_task(ray_settings(settings, head))
         self._plan = ray_plan(settings, key)
+        check_keys(self._plan)
         self._revisions = Revisions(self._plan, {} if before is None else before.revisions)
         self.address = self._plan.address
         self.admin = settings.admin or admin_address(self.address)
@@ -115,9 +118,10 @@ class RayCluster:
 
         facts = Overview(backend="ray", address=self.address)
         clients = self._plan.book.clients
+        keys = load_keys(key_folder(self._plan.settings), OPERATOR, CONTROLLER)
         return ControllerShell(
             self._loop, self._context, self._core, self._revisions, backend, clients, facts,
-            self._say,
+            self._say, keys,
         )  # fmt: skip
 
     def _go_on(self, before: Saved) -> None:

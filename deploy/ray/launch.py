@@ -3,30 +3,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
 import msgspec
 
-from ...proto.errors import ConfigError, ConnectionLost, RequestFailed
+from ...proto.errors import BatonError, ConfigError, ConnectionLost, RequestFailed
+from ..admin_client import AdminClient
 from ..config import ServeSettings
 from ..prepare import check_model
 from .actors import CONTROLLER, Controller
-from .api import LAST_WORDS, existing, get_value
+from .api import LAST_WORDS, existing, get_value, put_value
 from .connect import NAMESPACE, connect, is_own_address
 from .controller import ControllerFacts
 from .plan import ray_settings
 
 START_TIMEOUT = 60.0
 """Seconds for the controller's actor to start; a busy head takes a few."""
+FIRST_LOOK = 5.0
+"""Seconds in which what is wrong with settings shows itself."""
 END_TIMEOUT = 20.0
 """Seconds for actors to be gone once the controller is told to end."""
 _HEAD = {"node:__internal_head__": 0.001}
 """A resource that the head's node alone has."""
 
 
-def launch(settings: ServeSettings, ray_address: str = "auto") -> ControllerFacts:
-    """Start the cluster, or find it running; returns where it listens.
+def launch(settings: ServeSettings, ray_address: str = "auto") -> tuple[ControllerFacts, bool]:
+    """Start the cluster, or find it running; returns where it listens, and whether it ran.
 
     BatonError when it cannot be: nothing is left of the attempt then.
     """
@@ -36,6 +40,8 @@ def launch(settings: ServeSettings, ray_address: str = "auto") -> ControllerFact
     _check_keys(ray, settings, head)
     ray_settings(settings, head)
     found = CONTROLLER in existing()
+    if not found:
+        put_value(LAST_WORDS, b"")
     actor = ray.remote(Controller).options(
         name=CONTROLLER,
         namespace=NAMESPACE,
@@ -52,15 +58,25 @@ def launch(settings: ServeSettings, ray_address: str = "auto") -> ControllerFact
         raise ConfigError(facts.refusal)
     if found:
         _check_same(facts, settings)
-    return facts
+    else:
+        _watch_start(facts)
+    return facts, found
 
 
-def failure(ray_address: str = "auto") -> str:
-    """Why the last cluster here ended by itself; empty: it did not."""
-    connect(ray_address)
-    if CONTROLLER in existing():
-        return ""
-    return (get_value(LAST_WORDS) or b"").decode()
+def _watch_start(facts: ControllerFacts) -> None:
+    """Look on for a moment; RequestFailed when members refuse their settings at once.
+
+    Hosts may join much later, so nobody waits for all of them here.
+    """
+    until = time.monotonic() + FIRST_LOOK
+    while time.monotonic() < until:
+        if CONTROLLER not in existing():
+            words = (get_value(LAST_WORDS) or b"").decode()
+            raise RequestFailed(words or "the cluster was ended while it started")
+        with contextlib.suppress(BatonError), AdminClient(facts.admin, timeout=1.0) as client:
+            if client.overview().phase == "serving":
+                return
+        time.sleep(0.2)
 
 
 def end_actors(ray_address: str = "auto") -> list[str]:

@@ -3,6 +3,7 @@
 import threading
 import time
 
+import msgspec
 import pytest
 
 from baton.deploy.addresses import free_ports
@@ -11,6 +12,7 @@ from baton.deploy.orders import Down, Scale
 from baton.deploy.ray.controller import RayCluster
 from baton.deploy.ray.member import Supervisor
 from baton.deploy.ray.placing import order_of, place, read_order
+from baton.proto.errors import ConfigError
 
 pytestmark = pytest.mark.cluster
 
@@ -143,10 +145,14 @@ def test_a_controller_that_dies_is_followed_by_one_that_goes_on(ray, settings):
 
 
 def test_what_cannot_run_ends_it_with_the_reason(ray, settings):
-    import msgspec
-
-    broken = Running(ray, msgspec.structs.replace(settings, keys="/no/such/keys"))
+    broken = Running(ray, msgspec.structs.replace(settings, model="/no/such/model"))
     broken.thread.join(40)
     assert not broken.thread.is_alive()
     assert ray.members == {}
-    assert "/no/such/keys" in (ray.last_words or "")
+    assert "/no/such/model" in (ray.last_words or "")
+
+
+def test_keys_that_are_missing_are_said_before_anything_starts(ray, settings):
+    with pytest.raises(ConfigError, match="/no/such/keys"):
+        RayCluster(msgspec.structs.replace(settings, keys="/no/such/keys"), ray, "here")
+    assert ray.members == {}

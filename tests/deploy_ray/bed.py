@@ -1,0 +1,175 @@
+"""A Ray cluster of several nodes on one machine: Ray's fake provider under its real autoscaler.
+
+Every "node" is a raylet of its own with its own resources; all have the address 127.0.0.1. Only
+inside the namespaces of ``in_namespaces``: ``ray stop`` ends every Ray process it can see.
+
+The wheel of 2.60.0 lacks the file of defaults that Ray's own test cluster reads, and a provider
+that is called ``external`` needs none, so the whole configuration is here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HEAD_ID = "f" * 51 + "00000"  # what Ray's fake provider calls the head
+STORE = 80_000_000  # bytes; Ray takes no smaller one
+PORT = 6379
+_RAY = str(Path(sys.executable).with_name("ray"))
+_EMPTY_LISTS = (
+    "cluster_synced_files", "rsync_exclude", "rsync_filter", "initialization_commands",
+    "setup_commands", "head_setup_commands", "worker_setup_commands", "head_start_ray_commands",
+    "worker_start_ray_commands",
+)  # fmt: skip
+
+
+def inside() -> bool:
+    """Whether this process lives in the namespaces of ``in_namespaces``."""
+    with contextlib.suppress(OSError):
+        first = Path("/proc/1/cmdline").read_bytes().split(b"\0")
+        return "BATON_TEST_BED" in os.environ and b"bed" in first
+    return False
+
+
+def processes() -> dict[int, str]:
+    """Command lines of everything that runs in the namespace, zombies left out."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                if line:
+                    found[int(entry.name)] = line
+    return found
+
+
+def parent(pid: int) -> int:
+    """Parent of a process; 0 when it is gone."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+class Bed:
+    """``maximum``: most nodes of each worker type."""
+
+    def __init__(self, folder: Path, maximum: int = 3, **environment: str) -> None:
+        self.address = f"127.0.0.1:{PORT}"
+        self._config = folder / "bed.json"
+        self._config.write_text(json.dumps(configuration(maximum)))
+        self._environment = {
+            **os.environ,
+            "RAY_FAKE_CLUSTER": "1",
+            "RAY_enable_autoscaler_v2": "1",
+            "RAY_CLOUD_INSTANCE_ID": HEAD_ID,
+            "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID,
+            "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            **environment,
+        }
+
+    def start(self) -> None:
+        """Start the head; worker nodes come when something asks for them."""
+        ray_stop()
+        done = subprocess.run(
+            [
+                *(_RAY, "start", "--head", f"--autoscaling-config={self._config}"),
+                *("--num-cpus=0", f"--object-store-memory={STORE}", f"--port={PORT}"),
+                *("--include-dashboard=false", "--include-log-monitor=false"),
+                *("--disable-usage-stats", "--resources", json.dumps({"router": 1})),
+            ],
+            env=self._environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def stop(self) -> None:
+        """End everything that is Ray's."""
+        ray_stop()
+
+    def raylets(self, role: str) -> list[int]:
+        """Process ids of the raylets of a role's nodes."""
+        mark = "--static_resource_list="
+        return [
+            pid
+            for pid, line in processes().items()
+            if "/raylet/raylet " in line and mark in line and f"{role},1" in line
+        ]
+
+    def nodes(self) -> dict[str, int]:
+        """How many worker nodes of each role live, by their raylets."""
+        return {role: len(self.raylets(role)) for role in ("prefill", "decode")}
+
+    def gcs(self) -> int:
+        """Process id of the head's server."""
+        return next(pid for pid, line in processes().items() if "/gcs/gcs_server " in line)
+
+    def logs(self) -> str:
+        """The ends of the logs that say what went wrong."""
+        folder = Path(os.environ["RAY_TMPDIR"]) / "ray/session_latest/logs"
+        said = []
+        for path in sorted(folder.glob("worker-*.err")) + sorted(folder.glob("monitor*.log")):
+            said += [f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-12:]]
+        return "\n".join(line[:240] for line in said)
+
+
+def configuration(maximum: int) -> dict:
+    """The cluster for Ray's autoscaler: a head and two types of worker nodes."""
+
+    def node_type(role: str) -> dict:
+        resources = {"CPU": 0, role: 1, "object_store_memory": STORE}
+        return {
+            "resources": resources,
+            "labels": {"pool": role},
+            "node_config": {},
+            "min_workers": 0,
+            "max_workers": maximum,
+        }
+
+    module = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
+    head = {"resources": {"CPU": 0, "router": 1}, "node_config": {}, "max_workers": 0}
+    return {
+        "cluster_name": "bed",
+        "max_workers": 2 * maximum,
+        "upscaling_speed": 100,
+        "idle_timeout_minutes": 0.05,
+        "provider": {
+            "type": "external",
+            "module": module,
+            "use_node_id_as_ip": True,
+            "disable_node_updaters": True,
+            "disable_launch_config_check": True,
+            "launch_multiple": True,
+            "head_node_id": HEAD_ID,
+        },
+        "available_node_types": {
+            "ray.head.default": head,
+            "prefill": node_type("prefill"),
+            "decode": node_type("decode"),
+        },
+        "head_node_type": "ray.head.default",
+        "docker": {},
+        "auth": {"ssh_user": "nobody"},
+        "file_mounts": {},
+        "file_mounts_sync_continuously": False,
+        **{name: [] for name in _EMPTY_LISTS},
+    }
+
+
+def ray_stop() -> None:
+    """``ray stop --force``, where nothing else can be seen."""
+    assert inside()
+    subprocess.run([_RAY, "stop", "--force"], capture_output=True, check=False)
+
+
+def kill(pid: int) -> float:
+    """SIGKILL; returns when."""
+    os.kill(pid, signal.SIGKILL)
+    return time.monotonic()

@@ -1,0 +1,122 @@
+"""A cluster on Ray, in namespaces of its own (``in_namespaces``); elsewhere all is skipped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.client import Client
+
+from ..cluster.conftest import wait_until
+from .bed import Bed, inside, processes
+
+WAIT = 60.0
+ADDRESS = "tcp://127.0.0.1:7070"
+BATON = (sys.executable, "-P", "-m", "baton.cli")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    skip = pytest.mark.skip(reason="in namespaces of its own only: make test-deploy")
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.deploy)
+            if not inside():
+                item.add_marker(skip)
+
+
+class RayCluster:
+    """A cluster launched on a bed, driven by the ``baton`` command alone.
+
+    This process never speaks to Ray: a client of Ray's ends with its head.
+    """
+
+    def __init__(self, bed: Bed, folder: Path, **settings: object) -> None:
+        self.bed = bed
+        self.address = ADDRESS
+        self.config = folder / "baton.toml"
+        settings = {"kv_memory": "64MiB", "grace": 20.0, "address": ADDRESS, **settings}
+        lines = [f"{key} = {repr(value).lower()}" for key, value in settings.items()]
+        self.config.write_text("\n".join(lines).replace("'", '"') + "\n")
+
+    def baton(self, *words: str, code: int = 0) -> str:
+        """Run a verb; returns what it said."""
+        environment = {**os.environ, "BATON_ADDRESS": self.address}
+        done = subprocess.run(
+            [*BATON, *words], env=environment, capture_output=True, text=True, timeout=WAIT
+        )
+        assert done.returncode == code, done.stdout + done.stderr + self.bed.logs()
+        return done.stdout + done.stderr
+
+    def launch(self) -> None:
+        self.baton("launch", "--backend", "ray", "--config", str(self.config))
+
+    def wait_ready(self, prefill: int, decode: int, *more: str) -> None:
+        self.baton("wait-ready", "--prefill", str(prefill), "--decode", str(decode), *more)
+
+    def client(self) -> Client:
+        return Client(self.address, connect_timeout=WAIT)
+
+    def workers(self) -> dict[str, dict]:
+        """Status of the workers by id, as the router sees them."""
+        with self.client() as client:
+            return {worker["id"]: worker for worker in client.status()["workers"]}
+
+    def pid(self, name: str) -> int:
+        """Process id of a member's child."""
+        found = [pid for pid, line in processes().items() if f"/{name}.json --parent" in line]
+        assert len(found) == 1, (name, found)
+        return found[0]
+
+    def members(self) -> list[str]:
+        """Command lines of all children there are."""
+        return [line for line in processes().values() if ".json --parent" in line]
+
+    def wait_replaced(self, name: str, pid: int) -> None:
+        """Wait until another process serves as this worker."""
+
+        def replaced() -> bool:
+            worker = self.workers().get(name)
+            return bool(worker) and worker["pid"] != pid and worker["state"] == "ready"
+
+        wait_until(replaced, what=f"another {name}", timeout=WAIT)
+
+    def wait_nodes(self, prefill: int, decode: int) -> None:
+        wanted = {"prefill": prefill, "decode": decode}
+        wait_until(lambda: self.bed.nodes() == wanted, what=f"nodes {wanted}", timeout=WAIT)
+
+
+@contextlib.contextmanager
+def launched(
+    folder: Path, settings: dict, keys: Path | None = None, **environment: str
+) -> Iterator[RayCluster]:
+    bed = Bed(folder, **environment)
+    bed.start()
+    try:
+        cluster = RayCluster(bed, folder, **settings)
+        cluster.launch()
+        cluster.wait_ready(1, 1, *(("--keys", str(keys)) if keys else ()))
+        yield cluster
+    finally:
+        print(bed.logs())
+        bed.stop()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory) -> Iterator[RayCluster]:
+    """One router, one worker of each role, each on a node of its own."""
+    with launched(tmp_path_factory.mktemp("bed"), {}) as cluster:
+        yield cluster
+
+
+def timed(what: str, condition: Callable[[], object]) -> None:
+    """Wait for ``condition`` and say how long it took; shown with ``-s``."""
+    began = time.monotonic()
+    wait_until(condition, what=what, timeout=WAIT)
+    print(f"{what}: after {time.monotonic() - began:.2f} s")

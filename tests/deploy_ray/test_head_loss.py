@@ -1,0 +1,27 @@
+"""Without its head Ray ends everything after a while; until then requests are served."""
+
+import time
+
+import pytest
+
+from ..cluster.conftest import wait_until
+from ..cluster.streams import jobs, run, tokens
+from .bed import kill, processes
+from .conftest import WAIT, launched
+
+pytestmark = pytest.mark.timeout(120)
+
+WORK = jobs(100, prompt=100, new=40)
+WINDOW = "15"  # seconds; Ray's default is 60
+
+
+def test_requests_are_served_until_the_window_is_over(tmp_path):
+    with launched(tmp_path, {}, RAY_gcs_rpc_server_reconnect_timeout_s=WINDOW) as cluster:
+        undisturbed = tokens(run(cluster.address, WORK))
+        killed = kill(cluster.bed.gcs())
+        assert tokens(run(cluster.address, WORK)) == undisturbed
+        print(f"served {time.monotonic() - killed:.1f} s after the loss of the head")
+        wait_until(lambda: cluster.members() == [], what="the end of all members", timeout=WAIT)
+        print(f"everything had ended {time.monotonic() - killed:.1f} s after it")
+        assert time.monotonic() - killed > 8  # it is the window that ends them
+        assert not any(line.startswith("ray::Pool") for line in processes().values())

@@ -1,0 +1,167 @@
+"""A cluster on Ray: pools that grow and shrink, and everything that can be killed.
+
+The tests of this file share a cluster and go on where the one before ended.
+"""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from ..cluster.conftest import wait_until
+from ..cluster.streams import Stream, begun, jobs, run, tokens
+from .bed import parent, processes
+from .conftest import timed
+
+pytestmark = pytest.mark.timeout(180)
+
+WORK = jobs(100, prompt=200, new=400)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster) -> list[list[int]]:
+    return tokens(run(cluster.address, WORK))
+
+
+def strike(cluster, *pids: int, lost: str = ""):
+    """A disturbance: SIGKILL once half of the 100 requests have tokens.
+
+    ``lost``: the worker that this costs; it is said how long the router takes to know.
+    """
+
+    def known() -> bool:
+        return cluster.workers()[lost]["state"] != "ready"
+
+    async def disturb(streams: list[Stream]) -> None:
+        await begun(streams, len(WORK) // 2)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        if lost:
+            await asyncio.to_thread(timed, f"requests of {lost} re-routed", known)
+
+    return disturb
+
+
+@pytest.fixture
+def replayed(cluster):
+    """How many requests the router has run again so far; a blow that hit nothing shows nothing."""
+
+    def count() -> int:
+        with cluster.client() as client:
+            return client.status()["router"]["requests"]["replayed"]
+
+    return count
+
+
+def test_the_pools_grow_independently(cluster):
+    assert cluster.bed.nodes() == {"prefill": 1, "decode": 1}
+    before = {name: cluster.pid(name) for name in ("router", "prefill-0", "decode-0")}
+    cluster.baton("scale", "--wait", "decode=2")
+    assert cluster.bed.nodes() == {"prefill": 1, "decode": 2}
+    cluster.baton("scale", "--wait", "prefill=2")
+    assert cluster.bed.nodes() == {"prefill": 2, "decode": 2}
+    assert {name: cluster.pid(name) for name in before} == before
+
+
+def test_a_killed_actor_takes_its_worker_along_and_both_come_back(cluster, undisturbed, replayed):
+    worker = cluster.pid("decode-1")
+    before = replayed()
+    streams = run(cluster.address, WORK, strike(cluster, parent(worker), lost="decode-1"))
+    assert worker not in processes()
+    assert tokens(streams) == undisturbed
+    assert replayed() > before
+    timed("service of decode-1 back", lambda: cluster.wait_replaced("decode-1", worker) or True)
+
+
+def test_the_worker_of_a_killed_actor_is_gone_at_once(cluster):
+    worker = cluster.pid("prefill-1")
+    os.kill(parent(worker), signal.SIGKILL)
+    timed("the worker of a killed actor is gone", lambda: worker not in processes())
+    cluster.wait_replaced("prefill-1", worker)
+
+
+def test_a_killed_worker_is_started_again_by_its_actor(cluster, undisturbed, replayed):
+    worker = cluster.pid("decode-0")
+    actor = parent(worker)
+    before = replayed()
+    streams = run(cluster.address, WORK, strike(cluster, worker, lost="decode-0"))
+    assert tokens(streams) == undisturbed
+    assert replayed() > before
+    cluster.wait_replaced("decode-0", worker)
+    assert parent(cluster.pid("decode-0")) == actor
+
+
+def test_requests_of_a_lost_node_go_on_elsewhere(cluster, undisturbed, replayed):
+    """Its raylet is killed, and its actor with it.
+
+    Elsewhere Ray's workers end themselves within a second of their raylet; here its parent, Ray's
+    fake provider, does not take notice of its end, and to them it seems to live.
+    """
+    worker = cluster.pid("decode-1")
+    actor = parent(worker)
+    raylet = parent(actor)
+    assert raylet in cluster.bed.raylets("decode")
+    before = replayed()
+    streams = run(cluster.address, WORK, strike(cluster, raylet, actor, lost="decode-1"))
+    assert cluster.bed.nodes()["decode"] == 1
+    assert tokens(streams) == undisturbed
+    assert replayed() > before
+    timed("the lost node replaced", lambda: cluster.wait_replaced("decode-1", worker) or True)
+
+
+def test_a_killed_router_comes_back_where_it_was(cluster, undisturbed):
+    router = cluster.pid("router")
+    streams = run(cluster.address, WORK, strike(cluster, parent(router)))
+    gap = max(stream.longest_gap for stream in streams)
+    print(f"actor of the router killed: no stream waited longer than {gap:.2f} s")
+    assert tokens(streams) == undisturbed
+    assert cluster.pid("router") != router
+
+
+def test_a_killed_controller_goes_on_from_where_it_was(cluster, undisturbed):
+    controller = next(pid for pid, line in processes().items() if line == "ray::Controller")
+    before = {name: cluster.pid(name) for name in ("prefill-1", "decode-1")}
+    streams = run(cluster.address, WORK, strike(cluster, controller))
+    assert tokens(streams) == undisturbed
+    wait_until(
+        lambda: any(line == "ray::Controller" for line in processes().values()),
+        what="another controller",
+    )
+    cluster.baton("scale", "--wait", "decode=1")
+    assert {name: cluster.pid(name) for name in ("prefill-1",)} == {
+        "prefill-1": before["prefill-1"]
+    }
+    cluster.wait_nodes(prefill=2, decode=1)
+
+
+def test_what_no_node_can_hold_is_refused(cluster):
+    said = cluster.baton("scale", "--wait", "prefill=9", code=1)
+    assert "hold 3 prefill workers at most" in said
+    assert cluster.bed.nodes() == {"prefill": 2, "decode": 1}
+
+
+def test_launching_again_changes_nothing(cluster):
+    pid = cluster.pid("router")
+    cluster.launch()
+    assert cluster.pid("router") == pid
+    cluster.config.write_text(cluster.config.read_text() + "max_batch = 5\n")
+    said = cluster.baton("launch", "--backend", "ray", "--config", str(cluster.config), code=2)
+    assert "launched with another max_batch" in said
+
+
+def test_a_pool_that_shrinks_loses_no_request(cluster, undisturbed):
+    async def shrink(streams: list[Stream]) -> None:
+        await begun(streams, len(WORK) // 2)
+        cluster.baton("scale", "--wait", "prefill=1")
+
+    assert tokens(run(cluster.address, WORK, shrink)) == undisturbed
+    cluster.wait_nodes(prefill=1, decode=1)
+
+
+def test_down_leaves_nothing_on_any_node(cluster):
+    cluster.baton("down")
+    assert cluster.members() == []
+    actors = ("ray::PoolMember", "ray::Controller")
+    wait_until(lambda: not any(line in actors for line in processes().values()), what="the end")
+    cluster.wait_nodes(prefill=0, decode=0)
