@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import pytest
 
 from baton.deploy import banner
@@ -77,3 +80,10 @@ def test_a_report_with_unknown_keys_is_read_and_garbage_is_a_typed_error():
     assert parse_report(data).workers[0].alive
     with pytest.raises(DecodeFailed):
         parse_report(b"\xff")
+
+
+@pytest.mark.parametrize("file", ["core", "controller", "pools"])
+def test_everything_the_cores_say_has_a_sentence(file):
+    source = Path(banner.__file__).with_name(f"{file}.py").read_text()
+    for what in re.findall(r'Say\(\s*"(\w+)"', source):
+        assert banner.sentence(Say(what, "decode-0", "why", 1.0))

@@ -4,8 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from baton.deploy.config import demo_model_folder
-from baton.deploy.memory import LEAST_BYTES, ModelMemory, free_memory, kv_share, model_memory
+from baton.deploy import prepare
+from baton.deploy.config import ServeSettings, demo_model_folder
+from baton.deploy.memory import (
+    LEAST_BYTES,
+    ModelMemory,
+    free_memory,
+    kv_share,
+    model_memory,
+    total_memory,
+)
 from baton.engine.checkpoint import load_checkpoint
 
 GIB = 1 << 30
@@ -103,3 +111,36 @@ def test_the_demo_model_s_memory_is_what_its_files_say():
     assert memory.context == 2048 * 2 * 4 * 4 * 2 * 32  # tokens, K and V, float32, layers, heads
     assert memory.weights == pytest.approx(1_900_000, rel=0.05)
     assert model_memory(load_checkpoint(str(demo_model_folder())), 100).context == 100 * 2048
+
+
+def test_all_memory_is_the_least_of_machine_and_groups(tmp_path):
+    root = write(
+        tmp_path,
+        {
+            **MEMINFO,
+            "proc/self/cgroup": "0::/outer/inner\n",
+            "sys/fs/cgroup/outer/inner/memory.max": "max\n",
+            "sys/fs/cgroup/outer/memory.max": f"{4 * GIB}\n",
+        },
+    )
+    assert total_memory(root) == 4 * GIB
+    assert total_memory(write(tmp_path / "other", MEMINFO)) == 32000000 << 10
+    assert total_memory(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "targets", "refused"),
+    [
+        ({}, {"decode": 2}, False),
+        ({}, {"decode": 900}, True),
+        ({"decode_kv_memory": "1GiB"}, {"decode": 20}, True),
+        ({"decode_kv_memory": "1GiB"}, {"decode": 10}, False),
+        ({"decode_kv_blocks": 1 << 15, "block_size": 16}, {"decode": 20}, True),
+        ({"device": "cuda"}, {"decode": 2}, True),
+        ({"device": "cuda", "decode_max": 2}, {"decode": 2}, False),
+    ],
+)
+def test_more_than_the_machine_holds_is_refused(monkeypatch, settings, targets, refused):
+    monkeypatch.setattr(prepare, "total_memory", lambda: 16 * GIB)
+    text = prepare.memory_refusal(ServeSettings(**settings), 16 << 20, targets)
+    assert bool(text) == refused

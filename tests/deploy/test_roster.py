@@ -1,0 +1,69 @@
+"""Settings by revision: what a rollout may change, and what is refused before anything happens."""
+
+import shutil
+
+import pytest
+
+from baton.deploy.config import ServeSettings, demo_model_folder
+from baton.deploy.plan import ipc_addresses, resolve_plan
+from baton.deploy.roster import Roster, changed
+from baton.proto.errors import CheckpointError, ConfigError
+
+KEY = "ab" * 32
+
+
+@pytest.fixture
+def roster(tmp_path):
+    book = ipc_addresses({"router": f"ipc://{tmp_path}/s.sock"}, str(tmp_path))
+    return Roster(resolve_plan(ServeSettings(kv_memory="8MiB"), book, KEY, 16 << 20))
+
+
+def test_a_revision_is_the_one_before_with_changes(roster):
+    revision = roster.add(0, {"max_batch": "7", "policy": "round_robin"})
+    assert (revision, roster.newest) == (1, 1)
+    assert roster.settings(0).max_batch == 32
+    assert roster.settings(1).max_batch == 7
+    old, new = (roster.spec("decode-0", "decode", r).process.config for r in (0, 1))
+    assert (old.max_batch, new.max_batch) == (32, 7)
+    assert old.endpoint == new.endpoint
+    assert roster.spec("router", "router", 1).process.config.policy.name == "round_robin"
+
+
+def test_an_added_worker_is_as_large_as_the_others(roster):
+    first, late = (roster.spec(f"decode-{n}", "decode", 0).process.config for n in (0, 9))
+    assert first.runner == late.runner
+    assert first.endpoint != late.endpoint
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"decode": 2}, ConfigError, "cannot change decode; use baton scale"),
+        ({"routers": 2}, ConfigError, "cannot change routers; launch"),
+        ({"address": "ipc:///x"}, ConfigError, "cannot change address"),
+        ({"max_batch": 0}, ConfigError, "max_batch must be at least 1"),
+        ({"max_batch": "many"}, ConfigError, "settings: "),
+        ({"colour": "red"}, ConfigError, "colour"),
+        ({"policy": "random"}, ConfigError, "policy"),
+        ({"model": "/no/such"}, CheckpointError, "/no/such"),
+    ],
+)
+def test_what_cannot_be_changes_nothing(roster, changes, error, words):
+    with pytest.raises(error, match=words):
+        roster.add(0, changes)
+    assert roster.newest == 0
+
+
+def test_a_damaged_model_is_seen_before_anything_is_touched(roster, tmp_path):
+    shutil.copytree(demo_model_folder(), tmp_path / "m")
+    weights = tmp_path / "m" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        roster.add(0, {"model": str(tmp_path / "m")})
+
+
+def test_one_way_to_size_memory_replaces_the_other():
+    after = changed(ServeSettings(kv_memory="8MiB"), {"kv_blocks": 64})
+    assert (after.kv_blocks, after.kv_memory) == (64, "")
+    after = changed(ServeSettings(decode_kv_blocks=3), {"decode_kv_memory": "1MiB"})
+    assert (after.decode_kv_blocks, after.decode_kv_memory) == (0, "1MiB")
