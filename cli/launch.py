@@ -74,7 +74,13 @@ def run(arguments: argparse.Namespace) -> int:
     log = Path(arguments.log).absolute() if arguments.log else log_beside(address)
     settings = msgspec.structs.replace(settings, address=address)
     daemon = Daemon(settings, log)
-    daemon.wait_ready()
+    try:
+        daemon.wait_ready()
+    except RequestFailed:
+        running = running_cluster(settings)  # another launch was first
+        if running is None:
+            raise
+        return already(settings, running)
     print(f"serving at {address} (pid {daemon.pid}, log {log})")
     return 0
 
