@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import msgspec
+
 from ..engine.cache import Allocation
 from ..engine.events import Event as EngineEvent
 from ..engine.events import Failed, Finished, TokenEvent
@@ -511,7 +513,11 @@ class DecodeCore(WorkerCore):
 
     def load(self) -> WorkerLoad:
         """Figures for heartbeats."""
-        return self._scheduler.load()
+        held = (
+            (live.router, live.sequence.num_tokens + live.sequence.remaining_tokens)
+            for live in self._live.values()
+        )
+        return msgspec.structs.replace(self._scheduler.load(), shares=self._shares(held))
 
     @property
     def remembered(self) -> int:

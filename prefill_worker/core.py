@@ -152,7 +152,7 @@ class PrefillCore(WorkerCore):
         job = self._jobs.get(key)
         if job:
             moved = moved_to(router, job.router, key[0])
-            job.router = router
+            self._jobs.hand_to(router, job)
             return [*moved, accepted]
         if self._member.has_ended(*key):
             return [accepted]
@@ -232,7 +232,7 @@ class PrefillCore(WorkerCore):
         if job is None:
             return list(self._member.adopt(router, request, position))
         moved = moved_to(router, job.router, request)
-        job.router = router
+        self._jobs.hand_to(router, job)
         position = max(position, len(job.assign.context.tokens))
         tokens = job.context.tokens.all[position:].tolist()
         runs = runs_again(job.key, position, tokens, job.logprobs)
@@ -663,6 +663,7 @@ class PrefillCore(WorkerCore):
             load,
             requests_waiting=load.requests_waiting + self._jobs.waiting,
             tokens_waiting=load.tokens_waiting + self._jobs.waiting_tokens,
+            shares=self._jobs.shares.report() if len(self._member.routers) > 1 else {},
         )
 
     HANDLERS: ClassVar[Mapping[type, Handler]] = {

@@ -368,6 +368,7 @@ class EmbedCore(WorkerCore):
             requests_waiting=len(self._queue),
             tokens_waiting=self._waiting_tokens,
             prompt_tokens=self._computed_tokens,
+            shares=self._shares((job.router, job.tokens) for job in self._jobs.values()),
         )
 
     HANDLERS: ClassVar[Mapping[type, Handler]] = {

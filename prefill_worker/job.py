@@ -62,6 +62,11 @@ class Job:
     cached_tokens: int = 0
 
     @property
+    def given_tokens(self) -> int:
+        """What the router has given to compute, as it counts."""
+        return len(self.assign.context.tokens) + len(self.assign.emitted)
+
+    @property
     def generated(self) -> list[int]:
         """All tokens behind the prompt, replayed ones included."""
         tokens: list[int] = self.context.tokens.all[len(self.assign.context.tokens) :].tolist()

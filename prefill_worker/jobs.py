@@ -16,6 +16,7 @@ from ..kv_transfer.sender import Key
 from ..proto.errors import InternalError
 from ..runtime.agenda import Agenda
 from ..runtime.attempts import Attempts
+from ..runtime.shares import Shares
 from .job import Job, JobState
 
 
@@ -34,6 +35,7 @@ class Jobs:
         self.active = 0  # execution slots taken
         self.waiting = 0
         self.waiting_tokens = 0
+        self.shares = Shares()
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -77,6 +79,7 @@ class Jobs:
         self._by_sequence[job.sequence.request] = job
         self._deadlines.put(job.key, job.deadline)
         self._wanted[job.assign.decode] += 1
+        self.shares.add(job.router, job.given_tokens)
 
     def remove(self, job: Job) -> None:
         """The job is over; harmless when it was removed before."""
@@ -84,6 +87,7 @@ class Jobs:
             return
         self._by_sequence.pop(job.sequence.request, None)
         self._deadlines.drop(job.key)
+        self.shares.drop(job.router, job.given_tokens)
         endpoint = job.assign.decode
         self._wanted[endpoint] -= 1
         if not self._wanted[endpoint]:
@@ -92,6 +96,12 @@ class Jobs:
             self._leave_queue(job)
         else:
             self.active -= 1
+
+    def hand_to(self, router: str, job: Job) -> None:
+        """The job is this router's from now on."""
+        self.shares.drop(job.router, job.given_tokens)
+        job.router = router
+        self.shares.add(router, job.given_tokens)
 
     # ------------------------------------------------------------------ queue and slots
 
@@ -156,6 +166,11 @@ class Jobs:
         active = sum(job.state is not JobState.QUEUED for job in jobs)
         if active != self.active:
             raise InternalError(f"{self.active} slots are taken, {active} jobs hold one")
+        shares = Shares()
+        for job in jobs:
+            shares.add(job.router, job.given_tokens)
+        if shares.report() != self.shares.report():
+            raise InternalError("what each router has here is miscounted")
         if {job.sequence.request for job in jobs} != set(self._by_sequence):
             raise InternalError("a sequence has no job or a job no sequence")
         if Counter(job.assign.decode for job in jobs) != self._wanted:

@@ -65,3 +65,5 @@ MAX_KEY_BYTES = 64
 MAX_LIST_ITEMS = 1 << 20
 MAX_POOL_CHARS = 256
 MAX_DROP_REASONS = 64
+MAX_ROUTERS = 64
+"""Most routers a worker speaks of."""

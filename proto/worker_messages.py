@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from .layout import ModelCard
-from .limits import MAX_DROP_REASONS, MAX_LIST_ITEMS
+from .limits import MAX_DROP_REASONS, MAX_LIST_ITEMS, MAX_ROUTERS
 from .message_types import (
     Attempt,
     Binary,
@@ -37,6 +37,13 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True, gc=False):
     router: Name = ""  # the router it belongs to; others leave it alone
 
 
+class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What one router has given a worker and is not done."""
+
+    requests: Count
+    tokens: Count  # as routers count load: of prompts to compute, or of contexts at their end
+
+
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What policies and ``baton status`` need to know of a worker."""
 
@@ -51,6 +58,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     generated_tokens: Count = 0
     preemptions: Count = 0
     compute_seconds: Total = 0.0  # spent in steps of the engine
+    # By router, where there are several: each sees by it what the others have given the worker.
+    shares: Annotated[dict[Name, Share], Meta(max_length=MAX_ROUTERS)] = {}
 
 
 class Hello(Message, frozen=True, kw_only=True):

@@ -107,14 +107,16 @@ class Admission:
 
     # ------------------------------------------------------------------ in and out
 
-    def admit(self, request: Request, slots: int, workers: int, now: float) -> None:
+    def admit(
+        self, request: Request, slots: int, workers: int, now: float, others: int = 0
+    ) -> None:
         """Charge a new request; raises CapacityError when a cap or its deadline would be passed.
 
         ``slots``: batch slots of the ready decode workers, ``workers``: ready prefill workers;
-        0 when unknown.
+        0 when unknown. ``others``: requests that other routers have on the decode workers.
         """
         size = self._fitting(request)
-        self._check_queue(request, slots)
+        self._check_queue(request, slots, others)
         self._check_wait(request, workers, now)
         self._charge(request, size, workers, now)
 
@@ -170,11 +172,12 @@ class Admission:
             waits.append(1.0)
         return min(config.max_retry_s, max(waits))
 
-    def _check_queue(self, request: Request, slots: int) -> None:
+    def _check_queue(self, request: Request, slots: int, others: int) -> None:
         config = self._config
         cap = config.max_requests
         if slots and config.requests_per_slot:
-            cap = min(cap, max(1, math.ceil(slots * config.requests_per_slot)))
+            all_routers = math.ceil(slots * config.requests_per_slot)
+            cap = min(cap, max(1, slots, all_routers - others))  # each may fill them once
         if self.requests >= cap:
             self._refuse(f"{self.requests} requests are in flight")
         # A single prompt longer than the cap must still be served when nothing waits.

@@ -128,7 +128,8 @@ class ClientSide:
             target = message.context.target_endpoint
             if target is not None:
                 life.placement.pin(request, target, fallback=message.fallback)
-            life.admission.admit(request, life.registry.slots, life.registry.prefills, now)
+            registry = life.registry
+            life.admission.admit(request, registry.slots, registry.prefills, now, registry.others)
         except BatonError as error:
             self._refuse(identity, key, request_id, error)
             return

@@ -69,7 +69,9 @@ class Lifecycle:
     def __init__(self, config: RouterConfig, now: float) -> None:
         self.config = config
         self.registry = Registry(config, now)
-        self.placement = Placement(self.registry, make_policy(config.policy), config.policy)
+        self.placement = Placement(
+            self.registry, make_policy(config.policy, config.name), config.policy
+        )
         self.admission = Admission(config.admission, now)
         self.clients = Clients()
         self.requests: dict[bytes, Request] = {}

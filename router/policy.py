@@ -44,13 +44,14 @@ class RoundRobin:
 
     wants_hashes = False
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 0) -> None:
+        self._first = first
         self._turns: dict[str, int] = {}
 
     def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes]) -> Worker:
         """The next in turn of this role."""
         role = workers[0].role
-        turn = self._turns.get(role, 0)
+        turn = self._turns.get(role, self._first)
         self._turns[role] = turn + 1
         return workers[turn % len(workers)]
 
@@ -62,12 +63,12 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """The worker with the fewest outstanding tokens; equals take turns."""
+    """The worker with the fewest outstanding tokens of all routers; equals take turns."""
 
     wants_hashes = False
 
-    def __init__(self) -> None:
-        self._turn = 0
+    def __init__(self, first: int = 0) -> None:
+        self._turn = first
 
     def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes]) -> Worker:
         """The least loaded."""
@@ -78,7 +79,7 @@ class LeastLoaded:
         best = workers[self._turn % count]
         for offset in range(1, count):
             worker = workers[(self._turn + offset) % count]
-            if worker.outstanding < best.outstanding:
+            if worker.burden < best.burden:
                 best = worker
         return best
 
@@ -128,12 +129,12 @@ class PrefixAware:
 
     wants_hashes = True
 
-    def __init__(self, config: PolicyConfig) -> None:
+    def __init__(self, config: PolicyConfig, first: int = 0) -> None:
         self._config = config
         self._weights = {"prefill": config.prefill_load, "decode": config.decode_load}
         self._indexes: dict[int, PrefixIndex] = {}
-        self._by_load = LeastLoaded()
-        self._turn = 0
+        self._by_load = LeastLoaded(first)
+        self._turn = first
         self._placements = {"prefill": 0, "decode": 0}
 
     def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes]) -> Worker:
@@ -148,7 +149,7 @@ class PrefixAware:
         best, best_cost = workers[0], float("inf")
         for offset in range(count):
             worker = workers[(self._turn + offset) % count]
-            cost = weight * (worker.outstanding + self._recent(worker))
+            cost = weight * (worker.burden + self._recent(worker))
             cost -= self.cached(worker, hashes) * self._config.block_tokens
             if cost < best_cost:
                 best, best_cost = worker, cost
@@ -190,12 +191,14 @@ class PrefixAware:
         return max(1, min(fits, self._config.index_blocks))
 
 
-def make_policy(config: PolicyConfig) -> Policy:
-    """The policy of this name."""
+def make_policy(config: PolicyConfig, router: str = "") -> Policy:
+    """The policy of this name; routers with different numbers in their names begin apart."""
+    number = router.rpartition("-")[2]
+    first = int(number) if number.isdecimal() and number.isascii() else 0
     if config.name == "round_robin":
-        return RoundRobin()
+        return RoundRobin(first)
     if config.name == "least_loaded":
-        return LeastLoaded()
+        return LeastLoaded(first)
     if config.name == "prefix_aware":
-        return PrefixAware(config)
+        return PrefixAware(config, first)
     raise ConfigError(f"unknown policy {config.name!r}")

@@ -67,7 +67,8 @@ WORKER_TRANSITIONS: dict[WorkerState, frozenset[WorkerState]] = {
 class Worker:
     """One incarnation of a worker.
 
-    ``outstanding``: tokens assigned and not yet done. ``recent``: tokens assigned lately, as
+    ``outstanding``: tokens assigned and not yet done; ``others`` and ``others_requests``: what
+    other routers have there, as of its last heartbeat. ``recent``: tokens assigned lately, as
     of the policy's placement number ``recent_at``. ``requests``: what depends on this worker.
     ``reported``: what its last Hello said it holds. ``aborts``: attempts to be freed there, by
     key: ``(attempt, repeat at, give up at)``. ``latency``: of first tokens at a prefill worker,
@@ -76,7 +77,8 @@ class Worker:
 
     __slots__ = (
         "aborts", "busy", "card", "drain_at", "dropped", "endpoint", "finished", "id",
-        "identity", "incarnation", "latency", "load", "max_batch", "outstanding", "pid", "pool",
+        "identity", "incarnation", "latency", "load", "max_batch", "others", "others_requests",
+        "outstanding", "pid", "pool",
         "progress", "progress_at", "reason", "recent", "recent_at", "reported", "requests",
         "role", "seen_at", "state", "step_s",
     )  # fmt: skip
@@ -101,6 +103,7 @@ class Worker:
         self.busy = False
         self.step_s = 0.0
         self.outstanding = 0
+        self.others = self.others_requests = 0
         self.recent = 0.0
         self.recent_at = 0
         self.requests: dict[bytes, Request] = {}
@@ -115,6 +118,18 @@ class Worker:
             raise InternalError(f"worker cannot go from {self.state.value} to {state.value}")
         self.state = state
         self.reason = reason
+
+    def report(self, load: WorkerLoad, router: str) -> None:
+        """Take its figures, as ``router`` sees them."""
+        self.load = load
+        others = [share for name, share in load.shares.items() if name != router]
+        self.others = sum(share.tokens for share in others)
+        self.others_requests = sum(share.requests for share in others)
+
+    @property
+    def burden(self) -> int:
+        """Tokens it has to do for all routers."""
+        return self.outstanding + self.others
 
     @property
     def live(self) -> bool:
@@ -196,6 +211,11 @@ class Registry:
                 self._ready[role, pool] = found
         return found
 
+    @property
+    def others(self) -> int:
+        """Requests of other routers on decode workers, or on those that embed."""
+        return sum(worker.others_requests for worker in self.ready(self.roles[-1]))
+
     def check_pool(self, pool: str | None) -> None:
         """Raise InputError for a pool no worker is or was in, when there are others to ask."""
         if pool is None or not all(self.ready(role) for role in self.roles):
@@ -233,6 +253,7 @@ class Registry:
             worker.enter(WorkerState.REFUSED, reason)
             self._list_gone(worker)
             raise ModelMismatch(reason)
+        worker.report(hello.load, self._config.name)
         worker.enter(WorkerState.DRAINING if hello.draining else WorkerState.READY)
         self._by_identity[identity] = worker
         self._live[worker.endpoint] = worker
@@ -248,7 +269,7 @@ class Registry:
             worker.identity = identity
         worker.reported = {r.request: r for r in hello.requests}
         self._changed()
-        worker.load = hello.load
+        worker.report(hello.load, self._config.name)
         worker.seen_at = worker.progress_at = now
         if hello.draining:
             self.drain(worker)
@@ -299,7 +320,7 @@ class Registry:
         worker.progress = beat.progress
         worker.busy = beat.busy
         worker.step_s = beat.step_s
-        worker.load = beat.load
+        worker.report(beat.load, self._config.name)
         worker.dropped = beat.dropped
         if beat.draining:
             self.drain(worker)

@@ -9,7 +9,7 @@ Pure; a role's core derives from it and adds its own handlers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ..proto.messages import (
@@ -23,6 +23,7 @@ from ..proto.messages import (
     Pong,
     Rejected,
     RequestState,
+    Share,
     TerminalAck,
     Welcome,
     WorkerLoad,
@@ -38,6 +39,7 @@ from .actions import (
 )
 from .attempts import Key
 from .membership import Membership
+from .shares import Shares
 
 Handler = Callable[..., list[Any]]
 """``(core, event, now)`` to actions: the role's own kinds as well as the common ones."""
@@ -88,6 +90,15 @@ class WorkerCore(ABC):
     def _assigned(self, router: str, message: Message, now: float) -> list[Any]:
         """What only this role is told by a router."""
         return []
+
+    def _shares(self, held: Iterable[tuple[str, int]]) -> dict[str, Share]:
+        """What each router has here, of ``(router, tokens)`` of each; nothing for a lone one."""
+        if len(self._member.routers) < 2:
+            return {}
+        shares = Shares()
+        for router, tokens in held:
+            shares.add(router, tokens)
+        return shares.report()
 
     # ------------------------------------------------------------------ routers
 

@@ -58,6 +58,7 @@ from baton.proto.messages import (
     Release,
     Released,
     Reserve,
+    Share,
     Terminal,
     TerminalAck,
     Tokens,
@@ -478,6 +479,16 @@ def test_an_end_that_was_taken_over_outlasts_an_abort_of_the_router_before(bench
     bench.said.clear()
     bench.hear(Adopt(request=KEY, position=11), "router-2")
     assert [type(m) for m in bench.said] == [Tokens, Terminal]
+
+
+def test_heartbeats_say_what_each_router_has_here(bench):
+    assert bench.core.load().shares == {}
+    bench.run(new=8)
+    (total,) = bench.core.load().shares.values()
+    assert bench.core.load().shares == {ROUTER: Share(1, total.tokens)}
+    assert total.tokens == 10 + 8
+    bench.hear(Adopt(request=KEY, position=11), "router-2")
+    assert bench.core.load().shares == {"router-2": Share(1, 18)}
 
 
 def test_adopt_from_the_front_says_no_prompt(bench):

@@ -66,6 +66,7 @@ from baton.proto.messages import (
     Release,
     Released,
     Reserve,
+    Share,
     Terminal,
     TerminalAck,
     Tokens,
@@ -752,6 +753,16 @@ def test_a_higher_attempt_of_another_router_is_told_to_the_one_before(bench):
     bench.assign(attempt=1025, router="router-2")
     assert bench.routers[0] == (ROUTER, Moved(request=KEY, router="router-2"))
     assert bench.core.load().requests_waiting == 1
+
+
+def test_heartbeats_say_what_each_router_has_here(bench):
+    bench.assign()
+    bench.assign(key=b"2" * 16, router="router-2")
+    tokens = len(make_context().tokens)
+    assert bench.core.load().shares == {
+        ROUTER: Share(1, tokens),
+        "router-2": Share(1, tokens),
+    }
 
 
 def test_adopt_of_a_request_without_tokens_says_that_it_is_here(bench):

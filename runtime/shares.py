@@ -1,0 +1,31 @@
+"""How much each router has given a worker, summed as it comes and goes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ..proto.messages import Share
+
+
+class Shares:
+    """Requests and tokens by router."""
+
+    def __init__(self) -> None:
+        self._requests: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+
+    def add(self, router: str, tokens: int) -> None:
+        """One more request of this router."""
+        self._requests[router] += 1
+        self._tokens[router] += tokens
+
+    def drop(self, router: str, tokens: int) -> None:
+        """One that was added is not here any more."""
+        self._requests[router] -= 1
+        self._tokens[router] -= tokens
+        if not self._requests[router]:
+            del self._requests[router], self._tokens[router]
+
+    def report(self) -> dict[str, Share]:
+        """As heartbeats tell it."""
+        return {name: Share(count, self._tokens[name]) for name, count in self._requests.items()}
