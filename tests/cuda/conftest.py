@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,12 +17,14 @@ from baton.benchmarks.checkpoints import Shape, write_checkpoint
 from baton.engine.kernels.cuda.cupy_device import CupyDevice, cuda_is_available
 from baton.engine.kernels.cuda.device import Device
 
-from .host.builder import prune, why_not
+from .host.builder import prune, sanitizer, why_not
 from .host_device import VARIANT, HostDevice
 
 Array = npt.NDArray[np.generic]
 Run = Callable[[], Sequence[Array]]
 SHAPE = Shape("tiny", vocab=128, hidden=128, intermediate=192, layers=2, heads=2, kv_heads=1)
+ROOT = Path(__file__).parents[2]
+SANITIZED_TEST = "test_marked_tests_pass_under_sanitizers"
 ORDERS = 8 if VARIANT == "plain" else 1
 ONLY = os.environ.get("BATON_CUDA_DEVICES", "")
 """One of "host" and "cuda": only tests that take a device, and only that one."""
@@ -33,6 +37,32 @@ def build_cache(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFa
     folder: Path = cache.mkdir("baton-cuda") if cache else tmp_path_factory.mktemp("baton-cuda")
     prune(folder)
     return folder
+
+
+def environment() -> dict[str, str]:
+    """Of a process whose kernels are built by the sanitizers."""
+    return os.environ | {
+        "LD_PRELOAD": str(sanitizer()),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "BATON_CUDA_HOST_VARIANT": "sanitized",
+    }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sanitized_run(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str] | None]:
+    """The tests marked `sanitized`, running in another process, if this run asks for them."""
+    asked = any(item.name == SANITIZED_TEST for item in request.session.items)
+    if VARIANT != "plain" or not asked or sanitizer() is None:
+        yield None
+        return
+    selection = ("-m", "sanitized and not full", "tests/cuda")
+    command = [sys.executable, "-m", "pytest", "-q", "--capture=sys", *selection]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as run:  # fmt: skip
+        yield run
+        run.kill()
 
 
 @pytest.fixture(scope="session")

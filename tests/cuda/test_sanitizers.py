@@ -2,21 +2,19 @@
 
 Address sanitizer: reads and writes outside arrays, static and dynamic shared memory and stacks.
 Undefined-behaviour sanitizer: overflows, shifts, indices, alignment. The library must be there
-before Python starts, hence a process of its own.
+before Python starts, hence a process of its own, which runs beside the other tests from the first
+of them on (``sanitized_run`` in conftest.py).
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from .conftest import ROOT, environment
 from .host.builder import HERE, sanitizer
-
-ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(
     sanitizer() is None,
@@ -44,15 +42,10 @@ print("nothing seen")
 
 
 def sanitized(*command, timeout):
-    environment = os.environ | {
-        "LD_PRELOAD": str(sanitizer()),
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "BATON_CUDA_HOST_VARIANT": "sanitized",
-    }
     return subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
-        env=environment,
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -61,11 +54,10 @@ def sanitized(*command, timeout):
 
 
 @pytest.mark.timeout(300)
-def test_marked_tests_pass_under_sanitizers():
-    selection = ("-m", "sanitized and not full", "tests/cuda")
-    run = sanitized("-m", "pytest", "-q", "--capture=sys", *selection, timeout=280)
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-6000:]
-    assert "passed" in run.stdout
+def test_marked_tests_pass_under_sanitizers(sanitized_run):
+    output, _ = sanitized_run.communicate(timeout=280)
+    assert sanitized_run.returncode == 0, output[-6000:]
+    assert "passed" in output
 
 
 @pytest.mark.parametrize(

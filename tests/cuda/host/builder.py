@@ -30,7 +30,7 @@ OPTIONS = (
 VARIANTS = {
     "plain": (),
     "races": ("-DBATON_RACES", "-O1", "-g", "-fsanitize=thread"),
-    "sanitized": ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    "sanitized": ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
 }
 KERNEL = re.compile(
     r"BATON_GLOBAL\s+void\s+(?:BATON_BOUNDS\s*\(((?:[^()]|\([^()]*\))*)\)\s*)?(\w+)\s*\("
