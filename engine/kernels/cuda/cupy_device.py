@@ -18,6 +18,7 @@ from .driver import check_allocation
 from .sources import cuda_source
 
 _PLAIN_SHARED_BYTES = 48 * 1024
+_PIECE = 2 << 20
 _OPTIONS = ("-std=c++17",)
 
 
@@ -172,11 +173,14 @@ class CupyDevice:
         return array
 
     def shareable(self, shape: Sequence[int], dtype: npt.DTypeLike) -> DeviceArray:
-        """Make an array of zeros by an allocation past the memory pool, whose handle is its own."""
+        """Make an array of zeros by an allocation past the memory pool, whose handle is its own.
+
+        Of smaller pieces than 2 MiB the driver packs several into what a handle shows.
+        """
         dtype = np.dtype(dtype)
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         with self._lock, self._device, self._stream:
-            memory = self._cupy.cuda.Memory(nbytes)
+            memory = self._cupy.cuda.Memory(-(-nbytes // _PIECE) * _PIECE)
             pointer = self._cupy.cuda.MemoryPointer(memory, 0)
             array: Any = self._cupy.ndarray(tuple(shape), dtype, pointer)
             array.data.memset_async(0, nbytes, self._stream)
