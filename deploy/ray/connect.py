@@ -94,7 +94,7 @@ def ask_head(address: str) -> HeadFacts:
         socket.create_connection((host.strip("[]"), int(port)), TCP_TIMEOUT).close()
     except (OSError, ValueError, OverflowError) as problem:
         raise ConnectionLost(
-            f"no Ray head answers at {address}: {problem}; check that it runs (ray status), "
+            f"no Ray head answers at {address} ({problem}); check that it runs (ray status), "
             "the address, and that the port is open between the hosts"
         ) from problem
     command = [sys.executable, "-P", *PROBE, address]
