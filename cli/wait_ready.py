@@ -52,7 +52,7 @@ def wait_ready(client: Client, prefill: int, decode: int | None, timeout: float)
             return ready
         time.sleep(min(_PAUSE, left))
     raise ConnectionLost(
-        f"not ready after {timeout:g} s: {ready['prefill']} of {prefill} prefill and "
+        f"not ready after {round(timeout, 2):g} s: {ready['prefill']} of {prefill} prefill and "
         f"{ready['decode']} of {needed} decode workers are; see baton status"
     )
 

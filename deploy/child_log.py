@@ -9,6 +9,8 @@ from .processes import describe_log
 from .progress import LoadProgress
 
 _SEVERITY = {"debug": 0, "info": 1, "warning": 2, "error": 3, "critical": 3}
+_HOPELESS = 1
+"""Exit code of a process that another start would not help."""
 
 
 class ChildLog:
@@ -21,6 +23,7 @@ class ChildLog:
         self._last_error: dict[str, str] = {}
         self._last_words: dict[str, str] = {}
         self._refused: set[str] = set()
+        self._gave_in: set[str] = set()  # workers that said why they end
 
     def hear(self, name: str, event: dict[str, Any]) -> None:
         """One event of a child's log."""
@@ -34,6 +37,9 @@ class ChildLog:
             self._last_words[name] = line
         if severity >= _SEVERITY["error"]:
             self._last_error[name] = str(event.get("error", line))
+        if event.get("event") == "worker.exit" and severity >= _SEVERITY["error"]:
+            self._last_error[name] = str(event.get("reason", line))
+            self._gave_in.add(name)
         if event.get("event") == "process.failed":
             self._refused.add(name)  # what it said comes with what is decided about its end
             return
@@ -41,9 +47,13 @@ class ChildLog:
             self._out(f"{name}: {event.get('level', 'info')}: {line}")
 
     def ended(self, name: str, code: int) -> tuple[str, bool]:
-        """Why a child ended, and whether it refused its settings; then it is forgotten."""
+        """Why a child ended, and whether its settings are wrong; then it is forgotten.
+
+        They are too when the routers refused it for good, as one that serves another model.
+        """
         self._progress.forget(name)
-        refused = name in self._refused
+        refused = name in self._refused or (name in self._gave_in and code == _HOPELESS)
         self._refused.discard(name)
+        self._gave_in.discard(name)
         words = self._last_words.pop(name, "")
         return self._last_error.pop(name, "") or (words if code > 0 else ""), refused

@@ -147,6 +147,7 @@ def test_a_rollout_that_no_worker_follows_stops_and_the_old_ones_serve_on(pools,
         order(pools, RollOut(changes={"model": str(OTHER_MODEL)}))
     assert pids(pools) == before
     assert overview(pools).rollout.startswith("stopped at 0 of 4 replaced: ")
+    assert pools.text().count("architecture is Qwen3ForCausalLM") == 2  # one try, and the outcome
     assert tokens(run(pools.address, WORK[:8])) == undisturbed[:8]
     order(pools, ScalePools(targets={"decode": 3}))  # with the settings that work
     order(pools, ScalePools(targets={"decode": 2}))

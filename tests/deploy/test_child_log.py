@@ -1,0 +1,40 @@
+import pytest
+
+from baton.deploy.child_log import ChildLog
+
+
+def ended(*events, code=1, level="warning"):
+    lines = []
+    log = ChildLog(lines.append, level)
+    for event in events:
+        log.hear("decode-0", event)
+    return (*log.ended("decode-0", code), lines)
+
+
+def test_what_a_refused_start_said_is_the_reason_and_not_shown():
+    failed = {"event": "process.failed", "level": "error", "error": "no such folder"}
+    assert ended(failed) == ("no such folder", True, [])
+
+
+@pytest.mark.parametrize(("code", "refused"), [(1, True), (4, False), (-9, False)])
+def test_a_worker_refused_for_good_is_not_to_be_tried_again(code, refused):
+    gone = {"event": "worker.exit", "level": "error", "reason": "architecture is X"}
+    reason, was_refused, lines = ended(gone, code=code)
+    assert (reason, was_refused) == ("architecture is X", refused)
+    assert lines == ["decode-0: error: worker.exit reason=architecture is X"]
+
+
+def test_an_interpreter_s_last_words_count_unless_a_signal_ended_it():
+    raw = {"event": "No module named x", "level": "warning", "raw": True}
+    assert ended(raw)[:2] == ("No module named x", False)
+    assert ended(raw, code=-9)[:2] == ("", False)
+
+
+def test_lines_below_the_level_are_not_shown_and_nothing_is_kept_for_the_next():
+    lines = []
+    log = ChildLog(lines.append, "error")
+    log.hear("a", {"event": "x", "level": "warning"})
+    log.hear("a", {"event": "y", "level": "error"})
+    assert lines == ["a: error: y"]
+    assert log.ended("a", 1) == ("y", False)
+    assert log.ended("a", 1) == ("", False)
