@@ -181,7 +181,7 @@ def pinned_copies(stage: Stage) -> Line:
     what, cupy = "pinned copies", stage.cupy
     if cupy is None:
         return skipped(what, "needs a GPU")
-    nbytes = 1 << 30
+    nbytes = stage.size(1 << 30, 1 << 16)
     array: Any = stage.device.empty((nbytes,), np.uint8)
     host = stage.device.host_buffer((nbytes,), np.uint8)
     runtime, stream = cupy.cuda.runtime, stage.device.stream  # type: ignore[attr-defined]

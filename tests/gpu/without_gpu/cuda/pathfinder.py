@@ -1,5 +1,6 @@
-"""Finds the cuBLAS of ``tests/cuda/host/cublas.cc``, built once."""
+"""Finds the cuBLAS of ``tests/cuda/host/cublas.cc``, built once for each content."""
 
+import hashlib
 import os
 import subprocess
 from pathlib import Path
@@ -9,7 +10,11 @@ SOURCE = Path(__file__).resolve().parents[3] / "cuda/host/cublas.cc"
 
 
 def load_nvidia_dynamic_lib(name: str) -> SimpleNamespace:
-    built = Path(os.environ["BATON_HOST_BUILDS"]) / f"libcublas-{os.getpid()}.so"
-    command = ["g++", "-O2", "-shared", "-fPIC", "-o", str(built), str(SOURCE)]
-    subprocess.run(command, check=True)
+    digest = hashlib.blake2b(SOURCE.read_bytes(), digest_size=8).hexdigest()
+    built = Path(os.environ["BATON_HOST_BUILDS"]) / f"libcublas-{digest}.so"
+    if not built.exists():
+        work = built.with_suffix(f".{os.getpid()}")
+        command = ["g++", "-O2", "-shared", "-fPIC", "-o", str(work), str(SOURCE)]
+        subprocess.run(command, check=True)
+        work.replace(built)  # several processes may build it
     return SimpleNamespace(abs_path=str(built))
