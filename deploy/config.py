@@ -23,6 +23,7 @@ HANDOFFS = ("auto", "zmq")
 BACKENDS = ("auto", "cpu", "numpy")
 DEVICES = ("cpu", "cuda")
 SERVED_TASKS = ("", *TASKS)
+AUTOSCALE = ("off", "on")
 LOG_LEVELS = ("info", "warning", "error")
 _MOST = 2**31 - 1
 MAX_MEMBERS = 1024
@@ -47,6 +48,10 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prefill_max: int = 0
     decode_min: int = 0
     decode_max: int = 0
+    autoscale: str = "off"
+    slo_ttft: float = 2.0
+    slo_itl: float = 0.1
+    scale_calm: float = 600.0
     address: str = ""
     transport: str = "ipc"
     handoff: str = "auto"
@@ -87,6 +92,7 @@ def check(settings: ServeSettings) -> ServeSettings:
     for name in ("step_time", "grace", "stats_interval"):
         _require(math.isfinite(getattr(settings, name)), name, "must be a finite number")
     _require_choice(settings, "transport", TRANSPORTS)
+    _check_autoscale(settings)
     _require_choice(settings, "handoff", HANDOFFS)
     _require_choice(settings, "device", DEVICES)
     _require_choice(settings, "backend", BACKENDS)
@@ -100,6 +106,17 @@ def check(settings: ServeSettings) -> ServeSettings:
         both = getattr(settings, blocks) and getattr(settings, memory)
         _require(not both, blocks, f"excludes {memory}")
     return settings
+
+
+def _check_autoscale(settings: ServeSettings) -> None:
+    _require_choice(settings, "autoscale", AUTOSCALE)
+    for name in ("slo_ttft", "slo_itl", "scale_calm"):
+        value = getattr(settings, name)
+        _require(math.isfinite(value) and value > 0, name, "must be a positive number of seconds")
+    if settings.autoscale == "on":
+        _require(settings.prefill_max > 0, "prefill_max", "must be set for autoscale")
+        embeds = settings.task == "embed"
+        _require(embeds or settings.decode_max > 0, "decode_max", "must be set for autoscale")
 
 
 def _check_counts(settings: ServeSettings) -> None:

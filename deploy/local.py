@@ -24,6 +24,7 @@ from . import banner
 from .address_lock import AddressLock
 from .addresses import admin_address, claim_admin, ipc_path
 from .admin import Overview
+from .autoscale.pilot import pilot_of
 from .child_log import ChildLog
 from .config import ServeSettings
 from .controller import ControllerCore
@@ -267,6 +268,7 @@ class LocalCluster:
                 self._loop, context, self._core, self._roster, self._make_backend,
                 self.plan.book.clients, self._overview(), self._say,
                 load_keys(key_folder(self.plan.settings), OPERATOR, CONTROLLER),
+                pilot_of(self._core, self.plan.settings),
             )  # fmt: skip
             self._shell.listen(self.admin)
             self._shell.start()

@@ -41,6 +41,10 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     requests_waiting: int = 0
     prefix_hit_tokens: int = 0
     prompt_tokens: int = 0
+    tokens_waiting: int = 0
+    compute_seconds: float = 0.0
+    step_s: float = 0.0  # of the step that runs or ran last
+    heard_s_ago: float = 0.0
     generated_tokens: int = 0
     first_token_s: Percentiles | None = None  # of a prefill worker
     between_tokens_s: Percentiles | None = None  # of a decode worker
@@ -81,13 +85,23 @@ class LatencyReport(msgspec.Struct, frozen=True, kw_only=True):
     between_tokens_s: Percentiles = Percentiles()
 
 
+class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests since the router's start."""
+
+    submitted: int = 0
+
+
 class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     """The router itself.
 
     ``task``: of the served model, "generate" or "embed", empty before a worker told it.
-    ``dropped``: messages it could not use, by reason.
+    ``dropped``: messages it could not use, by reason. ``prompt_tokens``: of requests that began to
+    be answered, since its start; ``queued_tokens``: of those that wait.
     """
 
+    requests: RequestCounts = RequestCounts()
+    prompt_tokens: int = 0
+    queued_tokens: int = 0
     task: str = ""
     latency: LatencyReport = LatencyReport()
     dropped: dict[str, int] = {}

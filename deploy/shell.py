@@ -32,9 +32,10 @@ from .admin import (
     RollOut,
     ScalePools,
 )
+from .autoscale.pilot import Pilot
 from .config import ServeSettings
 from .controller import ControllerCore
-from .core import Say
+from .core import Phase, Say
 from .launcher import Backend, MemberEnded, MemberEvent, MemberSpec
 from .monitor import StatusMonitor
 from .orders import (
@@ -47,6 +48,7 @@ from .orders import (
     End,
     Event,
     KillMember,
+    Measured,
     Outcome,
     Reported,
     RequestResources,
@@ -88,8 +90,8 @@ class ControllerShell:
 
     ``clients``: client address of each router by its name. ``facts``: what an Overview says that
     does not change (backend, address, log, paths). ``on_say``: hears what is for the operator's
-    terminal. ``keys``: for tcp, of role operator. After End ``exit_code`` is set and the loop
-    stopped.
+    terminal. ``keys``: for tcp, of role operator. ``pilot``: the autoscaler. After End
+    ``exit_code`` is set and the loop stopped.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class ControllerShell:
         facts: Overview,
         on_say: Callable[[Say], object],
         keys: KeyRing | None = None,
+        pilot: Pilot | None = None,
     ) -> None:
         self.core = core
         self.backend = make_backend(self._on_member)
@@ -116,6 +119,7 @@ class ControllerShell:
         self._facts = facts
         self._on_say = on_say
         self._keys = keys
+        self._pilot = pilot
         self._doors = None if keys is None else Doorkeeper(context, keys)
         self._monitors: list[StatusMonitor] = []
         self._admin: AdminServer | None = None
@@ -161,12 +165,26 @@ class ControllerShell:
 
     def _tick(self) -> None:
         self._loop.call_later(TICK, self._tick)
+        if self._pilot is not None:
+            self._steer(self._pilot, self._loop.now())
         self.feed(Tick())
+
+    def _steer(self, pilot: Pilot, now: float) -> None:
+        """Let the autoscaler see and decide, unless something else changes the cluster."""
+        core = self.core
+        if core.phase is not Phase.SERVING or core.rollout is not None:
+            pilot.pause(now)
+            return
+        targets = pilot.decide(core.pools.targets, now)
+        if targets is not None and not self.backend.refusal({**core.pools.targets, **targets}):
+            self.feed(Measured(targets))
 
     def _hearer(self, router: str) -> Callable[[ClusterReport], None]:
         def hear(report: ClusterReport) -> None:
             self.report = report
             self.backend.heard(router, report)
+            if self._pilot is not None:
+                self._pilot.heard(router, report, self._loop.now())
             self.feed(Reported(router, report))
 
         return hear

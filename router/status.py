@@ -107,6 +107,7 @@ class Reporter:
             },
             "dropped": dict(counters.dropped),
             "queued_tokens": admission.queued_tokens,
+            "prompt_tokens": admission.prompt_tokens.total,
             "context_bytes": admission.context_bytes,
             "rates": {
                 "requests_per_s": round(admission.ended.rate, 3),
@@ -136,6 +137,7 @@ def _worker(worker: Worker, now: float) -> dict[str, object]:
         "tokens_waiting": load.tokens_waiting,
         "prefix_hit_tokens": load.prefix_hit_tokens,
         "prompt_tokens": load.prompt_tokens,
+        "step_s": round(worker.step_s, 6),
         "generated_tokens": load.generated_tokens,
         "preemptions": load.preemptions,
         "compute_seconds": round(load.compute_seconds, 6),

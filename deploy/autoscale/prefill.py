@@ -93,6 +93,7 @@ class PrefillDemand:
         rate = self._rate.value
         if rate is None:
             return False
+        cold_s = min(cold_s, self._settings.window / 2)  # else nothing could last so long
         tokens, requests = self._history.columns()
         work = tokens / rate
         recent = work[-max(1, round(cold_s)) :]

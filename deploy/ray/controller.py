@@ -22,6 +22,7 @@ from ...runtime.loop import Loop
 from .. import banner
 from ..addresses import admin_address, claim_admin
 from ..admin import Overview
+from ..autoscale.pilot import pilot_of
 from ..config import ServeSettings
 from ..controller import ControllerCore
 from ..core import Say
@@ -121,7 +122,7 @@ class RayCluster:
         keys = load_keys(key_folder(self._plan.settings), OPERATOR, CONTROLLER)
         return ControllerShell(
             self._loop, self._context, self._core, self._revisions, backend, clients, facts,
-            self._say, keys,
+            self._say, keys, pilot_of(self._core, self._plan.settings),
         )  # fmt: skip
 
     def _go_on(self, before: Saved) -> None:

@@ -1,0 +1,125 @@
+"""The autoscaler in a controller: from the routers' reports to targets, once a second.
+
+Pure. What an operator sets, and what else changes the targets, is taken over as soon as it is seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from ..config import ServeSettings
+from ..controller import ControllerCore
+from ..plan import router_names
+from ..report import ClusterReport, WorkerReport
+from ..targets import Bounds
+from .metrics import ROLES, STALE_S, Metrics, RouterSample, WorkerSample
+from .policy import Autoscaler
+from .settings import ScaleSettings
+
+EVERY_S = 1.0
+WINDOW_S = 300.0
+"""Longest history that is judged; a shorter calm time shortens it."""
+
+
+def scale_settings(settings: ServeSettings, bounds: Bounds) -> ScaleSettings:
+    """The policy's settings from the operator's."""
+    return ScaleSettings(
+        slo_ttft=settings.slo_ttft,
+        slo_itl=settings.slo_itl,
+        bounds=bounds,
+        calm=settings.scale_calm,
+        window=min(WINDOW_S, settings.scale_calm),
+    )
+
+
+class Pilot:
+    """``routers``: names of all that report; while one is silent nothing is decided."""
+
+    def __init__(
+        self, settings: ScaleSettings, routers: Iterable[str], targets: Mapping[str, int]
+    ) -> None:
+        self._scaler = Autoscaler(settings, targets)
+        self._reports: dict[str, tuple[float, ClusterReport] | None] = dict.fromkeys(routers)
+        self._next = -math.inf
+
+    def heard(self, router: str, report: ClusterReport, now: float) -> None:
+        """What a router says."""
+        self._reports[router] = (now, report)
+
+    def decide(self, targets: Mapping[str, int], now: float) -> dict[str, int] | None:
+        """New targets in place of ``targets``; None: leave them."""
+        if now < self._next:
+            return None
+        self._next = now + EVERY_S
+        ours = self._scaler.targets
+        changed = {role: targets[role] for role in ROLES if targets[role] != ours[role]}
+        if changed:
+            self._scaler.adopt(changed, now)
+        decided = self._scaler.observe(self._metrics(now), now)
+        return decided if any(decided[role] != targets[role] for role in ROLES) else None
+
+    def pause(self, now: float) -> None:
+        """Something else changes the cluster: what is seen meanwhile says nothing."""
+        self._scaler.observe(Metrics(), now)
+
+    def _metrics(self, now: float) -> Metrics:
+        """What the reports say together; nothing while a router is silent."""
+        reports: dict[str, ClusterReport] = {}
+        for name, said in self._reports.items():
+            if said is None or now - said[0] > STALE_S:
+                return Metrics()
+            reports[name] = said[1]
+        return metrics_of(reports)
+
+
+def metrics_of(reports: Mapping[str, ClusterReport]) -> Metrics:
+    """All routers' reports as one; of a worker the one is taken that heard it last."""
+    workers: dict[str, WorkerReport] = {}
+    for report in reports.values():
+        for worker in report.workers:
+            known = workers.get(worker.id)
+            if known is None or worker.heard_s_ago < known.heard_s_ago:
+                workers[worker.id] = worker
+    return Metrics(
+        workers=tuple(_worker(worker) for worker in workers.values()),
+        routers=tuple(_router(name, report) for name, report in reports.items()),
+    )
+
+
+def _router(name: str, report: ClusterReport) -> RouterSample:
+    router = report.router
+    return RouterSample(
+        name=name,
+        life=0.0,  # a new life shows as counters that fell
+        submitted=router.requests.submitted,
+        started_tokens=router.prompt_tokens,
+        queued_tokens=router.queued_tokens,
+    )
+
+
+def _worker(worker: WorkerReport) -> WorkerSample:
+    return WorkerSample(
+        name=worker.id,
+        role=worker.role,
+        incarnation=worker.incarnation,
+        ready=worker.state == "ready",
+        heard_s_ago=worker.heard_s_ago,
+        tokens_waiting=worker.tokens_waiting,
+        kv_used=worker.kv_blocks_used,
+        kv_total=worker.kv_blocks_total,
+        running=worker.requests_running,
+        waiting=worker.requests_waiting,
+        prompt_tokens=worker.prompt_tokens,
+        cached_tokens=worker.prefix_hit_tokens,
+        compute_seconds=worker.compute_seconds,
+        step_s=worker.step_s,
+    )
+
+
+def pilot_of(core: ControllerCore, settings: ServeSettings) -> Pilot | None:
+    """The autoscaler of this controller, if the settings ask for one."""
+    if settings.autoscale != "on":
+        return None
+    judged = scale_settings(settings, core.bounds)
+    return Pilot(judged, router_names(settings), core.pools.targets)

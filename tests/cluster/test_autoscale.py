@@ -1,0 +1,58 @@
+"""Load makes pools grow, its end makes them shrink, and no request notices."""
+
+import asyncio
+
+import pytest
+
+from baton.client import AsyncClient
+from baton.deploy.admin_client import AdminClient
+
+from .conftest import wait_until
+from .streams import Stream, follow, jobs, new_salt
+
+pytestmark = pytest.mark.cluster
+
+WORK = jobs(24, prompt=60, new=60)
+
+
+def sizes(cluster):
+    with AdminClient(f"{cluster.address}.admin", timeout=20.0) as client:
+        view = client.overview()
+    ready = [member.role for member in view.members if member.stage == "ready"]
+    return view.targets, {role: ready.count(role) for role in ("prefill", "decode")}
+
+
+def test_decode_grows_under_load_and_shrinks_after_it_without_a_lost_request(shared_cluster):
+    cluster = shared_cluster(
+        prefill=1, decode=1, prefill_max=1, decode_max=2, autoscale="on", scale_calm=8.0,
+        decode_kv_blocks=64, slo_ttft=5.0, slo_itl=5.0, grace=20.0,
+    )  # fmt: skip
+    streams: list[Stream] = []
+    seen: set[int] = set()
+
+    async def ask(client, number, salt):
+        rounds = 0
+        while rounds < 2 or (2 not in seen and rounds < 60):
+            rounds += 1
+            streams.append(Stream())
+            await follow(client, WORK[number], streams[-1], f"{salt}-{rounds}")
+
+    async def watch(work):
+        while not work.done():
+            seen.add((await asyncio.to_thread(sizes, cluster))[1]["decode"])
+            await asyncio.sleep(0.5)
+
+    async def body():
+        async with asyncio.timeout(80.0), AsyncClient(cluster.address) as client:
+            salt = new_salt()
+            work = asyncio.gather(*(ask(client, number, salt) for number in range(len(WORK))))
+            await asyncio.gather(work, watch(work))
+
+    asyncio.run(body())
+    assert 2 in seen
+    wait_until(lambda: sizes(cluster) == ({"prefill": 1, "decode": 1},) * 2, 60.0)
+    assert len(streams) >= 2 * len(WORK)
+    assert [stream.error for stream in streams if stream.error is not None] == []
+    assert all(len(stream.tokens) == 60 for stream in streams)
+    with cluster.client() as client:
+        assert client.status()["router"]["requests"]["failed"] == 0
