@@ -32,7 +32,7 @@ from ..runtime.callers import Callers
 from ..runtime.channel import Frames
 from ..runtime.compute import ComputeThread
 from ..runtime.keyring import KeyRing
-from ..runtime.links import RouterLinks
+from ..runtime.links import RouterLinks, routing_identity
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
 from ..runtime.membership import Membership
@@ -93,7 +93,7 @@ class DecodeShell:
         if stream is not None and self._moves is not None:
             self._device = MovingWriter(stream, self._moves.moves)
         self._pools = MappedPools(runner.card.layout, _unmap_aside, runner.backend.open_pool)
-        identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
+        identity = routing_identity(config.worker_id)
         self._links = RouterLinks(
             loop, context, config.routers, identity, self.feed, keys, dropped=self._dropped
         )
@@ -268,6 +268,8 @@ class DecodeShell:
         self.feed(GrammarDone(wanted.key, as_result(answer)))
 
     def _tick(self) -> None:
+        self._control.stats.count_into(self._dropped, "endpoint")
+        self._data.stats.count_into(self._dropped, "data")
         self.feed(Tick(self._pipeline.layers_done))
         if self.core.is_drained:
             self._exit("drained", restart=False, code=0)

@@ -18,7 +18,7 @@ from ..proto.tokens import TokenBuffer
 from ..runtime.actions import DrainRequested, Exit, Note, Tick, ToRouter
 from ..runtime.compute import ComputeThread
 from ..runtime.keyring import KeyRing
-from ..runtime.links import RouterLinks
+from ..runtime.links import RouterLinks, routing_identity
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
 from ..runtime.membership import Membership
@@ -58,7 +58,7 @@ class EmbedShell:
         )
         self.core = EmbedCore(member, limits, times)
         self._compute = ComputeThread(loop, self._encode, self._on_result)
-        identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
+        identity = routing_identity(config.worker_id)
         self._links = RouterLinks(
             loop, context, config.routers, identity, self.feed, keys, dropped=member.dropped
         )
@@ -114,6 +114,7 @@ class EmbedShell:
         self.feed(result)
 
     def _tick(self) -> None:
+        self._control.stats.count_into(self._member.dropped, "endpoint")
         self.feed(Tick(self._pipeline.layers_done))
         if self.core.is_drained:
             self._exit("drained", 0)

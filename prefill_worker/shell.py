@@ -20,7 +20,7 @@ from ..proto.messages import DeviceTicket, KVFrame, PoolTicket
 from ..runtime.actions import DrainRequested, Exit, Note, Tick, ToRouter
 from ..runtime.compute import ComputeThread
 from ..runtime.keyring import KeyRing
-from ..runtime.links import RouterLinks
+from ..runtime.links import RouterLinks, routing_identity
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
 from ..runtime.membership import Membership
@@ -67,7 +67,7 @@ class PrefillShell:
         )
         self._packer = FramePacker(runner.backend, runner.pool)
         self.core = self._make_core(config, runner, member, ticket)
-        identity = f"{config.worker_id}:{member.identity.incarnation:016x}".encode()
+        identity = routing_identity(config.worker_id)
         self._links = RouterLinks(
             loop, context, config.routers, identity, self.feed, keys, dropped=member.dropped
         )
@@ -220,6 +220,7 @@ class PrefillShell:
         self.feed(GrammarDone(wanted.key, as_result(answer)))
 
     def _tick(self) -> None:
+        self._control.stats.count_into(self._member.dropped, "endpoint")
         self.feed(Tick(self._pipeline.layers_done))
         if self.core.is_drained:
             self._exit("drained", 0)

@@ -199,10 +199,7 @@ class RouterShell:
     def _count_refused(self) -> None:
         """What ZeroMQ refused never comes here; its counters do."""
         for side, channel in (("client", self.clients), ("worker", self.workers)):
-            for reason in ("refused", "malformed", "intruders"):
-                count = getattr(channel.stats, reason)
-                if count:
-                    self.core.dropped[f"{side}_{reason}"] = count
+            channel.stats.count_into(self.core.dropped, side)
 
     def _feed(self, event: Event) -> None:
         self._perform(self.core.handle(event, self._loop.now()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -60,6 +61,13 @@ class ChannelStats(msgspec.Struct):
     malformed: int = 0  # received with too many frames and dropped
     refused: int = 0  # connections whose handshake failed
     intruders: int = 0  # received with another key than the identity's, and dropped
+
+    def count_into(self, dropped: Counter[str], side: str) -> None:
+        """Report what was not let in or could not be used, as ``SIDE_refused`` and so on."""
+        for reason in ("refused", "malformed", "intruders"):
+            count = getattr(self, reason)
+            if count:
+                dropped[f"{side}_{reason}"] = count
 
 
 class Channel:

@@ -6,6 +6,7 @@ everything a worker says is repeated by its core until it is answered.
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from collections.abc import Callable
 
@@ -23,6 +24,14 @@ from .sockets import Context, DealerChannel
 _log = get_logger()
 
 LinkEvent = FromRouter | RouterUp | RouterDown
+
+
+def routing_identity(worker: str) -> bytes:
+    """What a worker's connections of this process begin with; nobody else can know it.
+
+    Who knows the identity of another's connection can ask ZeroMQ for it when that one ends.
+    """
+    return f"{worker}:{secrets.token_hex(16)}".encode()
 
 
 class RouterLinks:

@@ -47,10 +47,10 @@ class Monitor:
         event, value = _HEAD.unpack(head)
         return event, value
 
-    def poll(self) -> tuple[int, int] | None:
-        """As :meth:`read`; cheaper where there is mostly none."""
-        events = cast("int", self.socket.getsockopt(zmq.EVENTS))
-        return self.read() if events & zmq.POLLIN else None
+    @property
+    def pending(self) -> bool:
+        """Whether there is an event; cheaper than to read in vain."""
+        return bool(cast("int", self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def close(self) -> None:
         """Stop the reports."""

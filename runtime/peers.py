@@ -43,9 +43,9 @@ class PeerTable:
         self._closed_at[fd] = now
         return list(self._by_fd.get(fd, ()))
 
-    def on(self, fd: int) -> set[bytes]:
-        """The peers last heard on a descriptor."""
-        return self._by_fd.get(fd, set())
+    def descriptor(self, identity: bytes) -> int | None:
+        """The descriptor of the connection a peer was last heard on."""
+        return self._fd_of.get(identity)
 
     def forget(self, identity: bytes) -> None:
         """The peer is gone."""

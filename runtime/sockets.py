@@ -8,7 +8,6 @@ process answers those; only heartbeats of the application find it.
 from __future__ import annotations
 
 import errno
-from collections import deque
 
 import msgspec
 import zmq
@@ -42,7 +41,7 @@ VERIFY_DELAYS = (0.0, 0.002, 0.010, 0.050)
 """Seconds after a closed connection at which the peer is tried: a send in the first
 milliseconds after a death can still be accepted."""
 COMPLAINT_S = 1.0
-"""Of intruders one line is logged in this time; all are counted."""
+"""Of connections and messages that are refused one is logged in this time; all are counted."""
 
 __all__ = ["Context", "DealerChannel", "RouterChannel"]
 
@@ -81,7 +80,6 @@ class RouterChannel(Channel):
         self._peers = PeerTable()
         self.callers = None if guard is None else guard.callers
         """Whose keys the peers have; None where none are asked for."""
-        self._reports: deque[tuple[int, int]] = deque()
         self._complain_at = 0.0
         self._ended: set[bytes] = set()  # their connections closed, which is not told yet
         self._loop: Loop | None = None
@@ -123,7 +121,7 @@ class RouterChannel(Channel):
                 self.stats.malformed += 1
                 continue
             identity = head.bytes
-            if self.callers is not None and not self._admit(self.callers, identity, head):
+            if self.callers is not None and not self._admit(self.callers, identity, fd, head):
                 self._read_frames()
                 continue
             self._heard(identity, fd)
@@ -177,7 +175,7 @@ class RouterChannel(Channel):
             self._verify(identity)
 
     def _read_monitor(self) -> bool:
-        report = self._reports.popleft() if self._reports else self._monitor.read()
+        report = self._monitor.read()
         if report is None:
             return False
         event, value = report
@@ -186,11 +184,10 @@ class RouterChannel(Channel):
                 if self.callers is None:
                     self._verify(identity)
                 else:
-                    self._lose(identity)
+                    self._end(identity)
         elif event & HANDSHAKE_FAILURES:
             self.stats.refused += 1
-            reason = describe_refusal(event, value)
-            _log.warning("socket.handshake_failed", endpoint=self.endpoint, reason=reason)
+            self._complain("socket.handshake_failed", describe_refusal(event, value))
         return True
 
     def _verify(self, identity: bytes, attempt: int = 0) -> None:
@@ -214,19 +211,29 @@ class RouterChannel(Channel):
         if self._on_disconnect is not None:
             self._on_disconnect(identity)
 
-    # ------------------------------------------------------------------ with keys
-
-    def _admit(self, callers: Callers, identity: bytes, head: zmq.Frame) -> bool:
-        """Whether the message came with the key its identity belongs to, still let in."""
-        refusal = callers.heard(identity, _user(head))
-        if not refusal:
-            self._ended.discard(identity)  # back on another connection
-            return True
-        self.stats.intruders += 1
+    def _complain(self, event: str, reason: str) -> None:
+        """Strangers must not fill the log: they are all counted, and seldom told of."""
         now = Loop.now()
         if now >= self._complain_at:
             self._complain_at = now + COMPLAINT_S
-            _log.warning("socket.intruder", endpoint=self.endpoint, reason=refusal)
+            refused, intruders = self.stats.refused, self.stats.intruders
+            _log.warning(
+                event, endpoint=self.endpoint, reason=reason, refused=refused, intruders=intruders
+            )
+
+    # ------------------------------------------------------------------ with keys
+
+    def _admit(self, callers: Callers, identity: bytes, fd: int, head: zmq.Frame) -> bool:
+        """Whether the message came with the key its identity belongs to, still let in."""
+        refusal = callers.heard(identity, _user(head))
+        if not refusal:
+            if self._peers.descriptor(identity) != fd:
+                # The end of another connection, whose number this one has, was reported before.
+                self._read_reports()
+                self._ended.discard(identity)  # back on this connection
+            return True
+        self.stats.intruders += 1
+        self._complain("socket.intruder", refusal)
         # Whatever is sent to this identity from now on would reach the intruder.
         self._lose(identity)
         return False
@@ -238,17 +245,26 @@ class RouterChannel(Channel):
         So unlike a send without keys this looks at the reports first, and nobody is verified
         by a message, which another might get.
         """
-        while (report := self._monitor.poll()) is not None:
-            if report[0] == zmq.EVENT_DISCONNECTED:
-                self._ended.update(self._peers.on(report[1]))
-            self._reports.append(report)
-            if len(self._reports) == 1 and self._loop is not None:
-                self._loop.call_later(0.0, self._read_reports)
+        self._read_reports()
         return identity in self._peers and identity not in self._ended
 
     def _read_reports(self) -> None:
-        while self._reports:
+        """Take in what has ended so far."""
+        while self._monitor.pending:
             self._read_monitor()
+
+    def _end(self, identity: bytes) -> None:
+        """Its connection has ended: nothing is sent to it from here on, and soon that is told.
+
+        Not at once: who sends may be in the midst of what is told about.
+        """
+        if identity not in self._ended and self._loop is not None:
+            self._ended.add(identity)
+            self._loop.call_later(0.0, lambda: self._lose_ended(identity))
+
+    def _lose_ended(self, identity: bytes) -> None:
+        if identity in self._ended:
+            self._lose(identity)
 
     def _keys_changed(self) -> None:
         """The list changed: peers whose keys are in it no more are gone."""

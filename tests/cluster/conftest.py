@@ -48,6 +48,7 @@ class Cluster:
     def __init__(self, folder: Path, prefill: int, decode: int, model, settings) -> None:
         self.folder = folder
         self.size = (prefill, decode)
+        self.keys = settings.get("keys")
         self.address = settings.pop("address", f"ipc://{folder}/s.sock")
         flags = [f"--{k.replace('_', '-')}={v}" for k, v in settings.items()]
         command = [sys.executable, "-P", "-m", "baton.cli", "serve"]
@@ -70,7 +71,7 @@ class Cluster:
 
     def client(self) -> Client:
         """A new client of it."""
-        return Client(self.address, connect_timeout=20.0)
+        return Client(self.address, keys=self.keys, connect_timeout=20.0)
 
     def wait_ready(self) -> "Cluster":
         """Wait for all workers."""

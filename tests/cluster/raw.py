@@ -13,6 +13,7 @@ import zmq
 
 from baton.proto.codec import EnvelopeEncoder
 from baton.proto.limits import PROTOCOL_VERSION
+from baton.runtime.security import CurveKeys, apply_client_keys
 
 PREFIX, SEALED = b"BT\x02", b"BS\x02"
 GOLDEN = Path(__file__).resolve().parents[1] / "proto" / "golden" / "envelopes.json"
@@ -26,11 +27,21 @@ def envelope(*messages: Any) -> bytes:
 class RawPeer:
     """A DEALER; answers come back as plain maps."""
 
-    def __init__(self, address: str, timeout: float = 10.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        timeout: float = 10.0,
+        keys: CurveKeys | None = None,
+        identity: bytes | None = None,
+    ) -> None:
         self._context: zmq.Context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))
+        apply_client_keys(self._socket, keys)
+        if identity is not None:
+            self._socket.setsockopt(zmq.IDENTITY, identity)
+        self.events = self._socket.get_monitor_socket()
         self._socket.connect(address)
         self._pending: list[dict] = []
         self._asked = 0

@@ -1,0 +1,62 @@
+"""What processes listen on, as the kernel says; and strangers who try to be heard there."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+from pathlib import Path
+
+_LISTEN = "0A"
+
+
+def descendants(pid: int) -> list[int]:
+    """A process and all below it."""
+    found = [pid]
+    for parent in found:  # grows while it is walked
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{parent}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def listening_ports(pid: int) -> list[int]:
+    """TCP ports a process listens on, of any address."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = str(descriptor.readlink())
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    ports = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTEN and fields[9] in inodes:
+                ports.append(int(fields[1].rpartition(":")[2], 16))
+    return sorted(ports)
+
+
+def replies(port: int, sent: list[bytes], wait: float = 3.0) -> list[bytes]:
+    """Send each of these bytes over a TCP connection of its own; all that came back on each."""
+    peers = [socket.create_connection(("127.0.0.1", port)) for _ in sent]
+    heard = dict.fromkeys(peers, b"")
+    try:
+        for peer, data in zip(peers, sent, strict=True):
+            with contextlib.suppress(OSError):
+                peer.sendall(data)
+        waiting, until = set(peers), time.monotonic() + wait
+        while waiting and (left := until - time.monotonic()) > 0:
+            for peer in select.select(list(waiting), [], [], left)[0]:
+                data = b""
+                with contextlib.suppress(OSError):
+                    data = peer.recv(65536)
+                heard[peer] += data
+                if not data:
+                    waiting.discard(peer)
+        assert not waiting, f"port {port} keeps {len(waiting)} strangers"
+        return [heard[peer] for peer in peers]
+    finally:
+        for peer in peers:
+            peer.close()

@@ -1,0 +1,396 @@
+"""A cluster with keys on TCP: it serves as any other, and strangers get nowhere.
+
+The sockets are those the kernel lists for the cluster's processes; no setting says which to try.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from baton.cli.command import main
+from baton.client import Client
+from baton.kv_transfer.checksums import envelope_digest
+from baton.proto.codec import EnvelopeDecoder, EnvelopeEncoder
+from baton.proto.errors import AccessDenied
+from baton.proto.messages import Message, PrefillToDecode, Probe, Submit
+from baton.proto.sampling import SamplingParams
+from baton.proto.wire import WireContext
+from baton.runtime.keyfiles import add_key, make_folder
+from baton.runtime.keyring import KeyRing, read_pair
+from baton.runtime.security import CurveKeys
+
+from .conftest import wait_until
+from .driver import Job, ask, ask_all, collect, greedy
+from .listening import descendants, listening_ports, replies
+from .raw import RawPeer, envelope, golden, hello_map
+from .reference import DATA, cases_of
+
+pytestmark = pytest.mark.cluster
+
+MODEL = "llama_plain"
+GREETING_BYTES = 64
+SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+DENIED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Keys of a cluster whose decode workers and first prefill worker have keys of their own."""
+    folder = tmp_path_factory.mktemp("k") / "keys"
+    make_folder(folder)
+    for name in ("decode-0", "decode-1", "prefill-0"):
+        add_key(folder, name.partition("-")[0], [name])
+    add_key(folder, "prefill", ["prefill-9"])
+    add_key(folder, "decode", ["decode-9"])
+    add_key(folder, "client", ["thief"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def running(shared_cluster, folder):
+    """A cluster that must be the same processes to the end, and serve as before."""
+    port = free_port()
+    running = shared_cluster(
+        model=DATA / MODEL, prefill=1, decode=2,
+        transport="tcp", address=f"tcp://127.0.0.1:{port}", keys=str(folder),
+    )  # fmt: skip
+    before = running.pids()
+    yield running
+    assert running.pids() == before
+    case = cases_of(MODEL)[4]
+    with running.client() as client:
+        assert ask(client, Job(case.prompt, greedy(64))).tokens == case.greedy
+
+
+def free_port() -> int:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as trial:
+        return trial.bind_to_random_port("tcp://127.0.0.1")
+
+
+def ports_of(running) -> dict[str, list[int]]:
+    """Listening TCP ports of every process, by name."""
+    names = {pid: name for name, pid in running.pids().items()}
+    found = {}
+    for pid in descendants(running.process.pid):
+        for port in listening_ports(pid):
+            found.setdefault(names.get(pid, str(pid)), []).append(port)
+    return found
+
+
+def keys_of(folder, file: str, server: str) -> CurveKeys:
+    """The pair of a file, and the newest key of the server's file."""
+    pair = read_pair(folder / f"{file}.key")
+    expected = read_pair(folder / f"{server}.key").public
+    return CurveKeys(
+        public=pair.public.encode(), secret=pair.secret.encode(), server=expected.encode()
+    )
+
+
+def dropped(running) -> dict[str, int]:
+    """All processes' counters of what they could not use."""
+    with running.client() as client:
+        status = client.status()
+    counters = {f"router {k}": v for k, v in status["router"]["dropped"].items()}
+    for worker in status["workers"]:
+        counters |= {f"{worker['id']} {k}": v for k, v in worker["dropped"].items()}
+    return counters
+
+
+def events_of(peer: RawPeer) -> set[int]:
+    """Kinds of what happened to the peer's connections."""
+    kinds = set()
+    while peer.events.poll(0):
+        head, _ = peer.events.recv_multipart()
+        kinds.add(int.from_bytes(head[:2], "little"))
+    return kinds
+
+
+def everything() -> list[list[bytes]]:
+    """Envelopes of every kind there is."""
+    return [frames for forms in golden().values() for frames in forms]
+
+
+# ------------------------------------------------------------------------------ it serves
+
+
+def test_tokens_are_those_of_a_cluster_without_keys(running, cluster):
+    cases = cases_of(MODEL)
+    jobs = [
+        Job(case.prompt, params)
+        for case in cases
+        for params in (greedy(32), _sampled(len(case.prompt)))
+    ]
+    plain = cluster(model=DATA / MODEL, prefill=1, decode=2)
+    with running.client() as keyed, plain.client() as without:
+        expected = [answer.tokens for answer in ask_all(without, jobs)]
+        assert [answer.tokens for answer in ask_all(keyed, jobs)] == expected
+        assert keyed.status()["handoffs"]["count"] >= len(jobs)
+    for case, tokens in zip(cases, expected[::2], strict=True):
+        assert tokens == case.greedy[:32]
+
+
+def _sampled(seed: int) -> SamplingParams:
+    return SamplingParams(temperature=0.8, seed=seed, max_new_tokens=32, ignore_eos=True)
+
+
+def test_verbs_take_the_folder(running, folder, capsys):
+    address = ["--address", running.address, "--keys", str(folder)]
+    assert main(["status", *address]) == 0
+    assert "decode-1" in capsys.readouterr().out
+    assert main(["wait-ready", "--decode", "2", *address]) == 0
+
+
+# ------------------------------------------------------------------------------ the scan
+
+
+def test_strangers_get_past_no_socket(running, folder):
+    """Garbage, no mechanism, an unknown key, a wrong server key: at every listening socket."""
+    ports = ports_of(running)
+    assert {name: len(found) for name, found in ports.items()} == {
+        "router": 2, "prefill-0": 1, "decode-0": 2, "decode-1": 2,
+    }  # fmt: skip
+    before = dropped(running)
+    for name, found in ports.items():
+        for port in found:
+            check_garbage(port)
+            check_zeromq(port, name, folder)
+    after = dropped(running)
+    grown = {name for name in after if after[name] != before.get(name, 0)}
+    assert grown == {
+        "router client_refused", "router worker_refused", "prefill-0 endpoint_refused",
+        "decode-0 endpoint_refused", "decode-0 data_refused",
+        "decode-1 endpoint_refused", "decode-1 data_refused",
+    }  # fmt: skip
+
+
+def check_garbage(port: int) -> None:
+    """Whatever bytes come, nothing but the start of ZeroMQ's greeting goes back."""
+    draw = random.Random(port)
+    message = b"BT\x02" + msgspec.msgpack.encode([{"type": "Status"}])
+    zmtp = b"\xff" + bytes(8) + b"\x7f"
+    sent = [
+        b"\0", b"GET / HTTP/1.1\r\n\r\n", message, draw.randbytes(64), draw.randbytes(100_000),
+        bytes([len(message) + 1, 0]) + message,  # ZMTP 1, which has no mechanisms
+        b"\x01\x00" + bytes([len(message) + 1, 0]) + message,
+        zmtp + b"\x01\x05" + b"\0\0" + bytes([0, len(message)]) + message,  # ZMTP 2, neither
+        zmtp + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32) + b"\0" + bytes([len(message)])
+        + message,
+        zmtp + b"\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32) + b"\0" + bytes([len(message)])
+        + message,
+        zmtp + b"\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32) + b"\x04\xc8\x05HELLO\x01\0"
+        + draw.randbytes(192),
+    ]  # fmt: skip
+    for reply in replies(port, sent):
+        assert len(reply) <= GREETING_BYTES
+        assert b"CURVE" in reply[12:32] or not reply[12:].strip(b"\0")
+
+
+def check_zeromq(port: int, name: str, folder) -> None:
+    address = f"tcp://127.0.0.1:{port}"
+    public, secret = zmq.curve_keypair()
+    right = read_pair(folder / f"{name}.key").public.encode()
+    mine = KeyRing(folder, "operator").pair
+    strangers = [
+        RawPeer(address),
+        RawPeer(address, keys=CurveKeys(public=public, secret=secret, server=right)),
+        RawPeer(
+            address,
+            keys=CurveKeys(public=mine.public, secret=mine.secret, server=zmq.curve_keypair()[0]),
+        ),
+    ]
+    said = everything()
+    for stranger in strangers:
+        for frames in said:
+            with contextlib.suppress(zmq.Again):  # where ZeroMQ has given up
+                stranger._socket.send_multipart(frames, zmq.NOBLOCK)
+    time.sleep(0.5)
+    for stranger in strangers:
+        assert SUCCEEDED not in events_of(stranger)
+        assert not stranger._socket.poll(0)
+        stranger.__exit__()
+
+
+def test_a_listed_key_gets_past_only_where_its_role_belongs(running, folder):
+    """Each role at each socket: it is let in where the table says, and refused elsewhere."""
+    ports = ports_of(running)
+    decode = running.workers()["decode-0"]["endpoint"]
+    control = int(decode.rpartition(":")[2])
+    (data,) = (port for port in ports["decode-0"] if port != control)
+    client = int(running.address.rpartition(":")[2])
+    (worker,) = (port for port in ports["router"] if port != client)
+    table = {
+        (client, "router"): {"client", "operator"},
+        (worker, "router"): {"prefill-9", "decode-9"},
+        (ports["prefill-0"][0], "prefill-0"): {"prefill-9", "router", "operator"},
+        (control, "decode-0"): {"prefill-9", "router", "operator"},
+        (data, "decode-0"): {"prefill-9"},
+    }
+    for (port, server), roles in table.items():
+        peers = {
+            file: RawPeer(f"tcp://127.0.0.1:{port}", keys=keys_of(folder, file, server))
+            for file in ("router", "prefill-9", "decode-9", "client", "operator")
+        }
+        outcome = {file: SUCCEEDED if file in roles else DENIED for file in peers}
+        for file, peer in peers.items():
+            seen: set[int] = set()
+            wait_until(lambda: seen.update(events_of(peer)) or {SUCCEEDED, DENIED} & seen)  # noqa: B023
+            assert {SUCCEEDED, DENIED} & seen == {outcome[file]}, (port, file)
+            peer.__exit__()
+
+
+# ------------------------------------------------------------------------------ roles
+
+
+def test_a_client_may_ask_and_not_drain(running, folder, tmp_path):
+    keys = keys_of(folder, "client", "router")
+    with Client(running.address, keys=keys) as client:
+        assert client.status()["workers"]
+        with pytest.raises(AccessDenied, match="takes the key of an operator"):
+            client.drain("decode-1")
+    assert running.workers()["decode-1"]["state"] == "ready"
+
+
+def test_a_worker_at_the_clients_socket_is_told_so(running, folder):
+    with (
+        Client(running.address, keys=keys_of(folder, "decode-9", "router")) as client,
+        pytest.raises(AccessDenied, match="does not let this key in"),
+    ):
+        client.status()
+
+
+def test_a_client_without_keys_hears_what_is_wrong(running):
+    with Client(running.address, connect_timeout=1.0) as client, pytest.raises(Exception) as caught:
+        client.status()
+    assert "--keys FOLDER" in str(caught.value)
+
+
+def worker_address(running) -> str:
+    client = int(running.address.rpartition(":")[2])
+    (port,) = (port for port in ports_of(running)["router"] if port != client)
+    return f"tcp://127.0.0.1:{port}"
+
+
+def thief_hears(thief: RawPeer) -> set[str]:
+    """Kinds of all that still comes; anybody may be asked whether it lives."""
+    kinds = set()
+    while thief._socket.poll(100):
+        first = thief._socket.recv_multipart()[0]
+        kinds |= {message["type"] for message in msgspec.msgpack.decode(first[3:])}
+    return kinds
+
+
+def rejected(peer: RawPeer) -> dict:
+    """The next refusal."""
+    return peer.hear_until(lambda message: message["type"] in ("Rejected", "Welcome"))[-1]
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "code"),
+    [
+        ("prefill-9", {"role": "decode", "worker": "decode-7"}, "access_denied"),
+        ("prefill-9", {"role": "prefill", "worker": "prefill-7"}, "access_denied"),
+        ("decode-9", {"role": "decode", "worker": "decode-0"}, "access_denied"),
+        ("decode", {"role": "decode", "worker": "decode-0"}, "access_denied"),
+        ("decode-9", {"role": "decode", "worker": "decode-9", "life": "decode-0"}, "overloaded"),
+        ("decode-9", {"role": "decode", "worker": "decode-9", "place": "decode-0"}, "overloaded"),
+    ],
+    ids=["role", "name", "another key's name", "the pool's key", "incarnation", "endpoint"],
+)
+def test_a_stolen_worker_id_gets_nothing(running, folder, file, changes, code):
+    """While requests run, a thief says Hello as somebody else; all tokens go where they should."""
+    case = cases_of(MODEL)[5]
+    victims = running.workers()
+    hello = {**hello_map(), "incarnation": random.getrandbits(63), **changes}
+    life, place = hello.pop("life", None), hello.pop("place", None)
+    if life:
+        hello["incarnation"] = victims[life]["incarnation"]
+    if place:
+        hello["endpoint"] = victims[place]["endpoint"]
+    with running.client() as client:
+        jobs = [Job(case.prompt, greedy(64)).start(client) for _ in range(6)]
+        keys = keys_of(folder, file, "router")
+        with RawPeer(worker_address(running), keys=keys) as thief:
+            for _ in range(3):
+                thief.send(envelope(hello))
+                answer = rejected(thief)
+                assert (answer["type"], answer["code"]) == ("Rejected", code), answer
+            assert [collect(job).tokens for job in jobs] == [case.greedy] * 6
+            assert thief_hears(thief) <= {"Ping"}
+    assert {w["id"] for w in running.workers().values()} == set(victims)
+
+
+def test_only_prefill_workers_deal_with_a_decode_worker(running, folder):
+    decode = running.workers()["decode-0"]
+    for file, allowed in (("operator", False), ("router", False), ("prefill-9", True)):
+        keys = keys_of(folder, file, "decode-0")
+        with RawPeer(decode["endpoint"], keys=keys) as peer:
+            peer.say(Probe(nonce=7))
+            assert peer.hear()["worker"] == "decode-0"
+            if allowed:
+                continue
+            for kind in ("Open", "Reserve", "Commit", "Release", "Fence"):
+                peer.send(*_sealed(_sample(kind)))
+                answer = rejected(peer)
+                assert answer["code"] == "access_denied", (kind, answer)
+                assert "prefill" in answer["message"]
+
+
+def test_a_prefill_worker_cannot_speak_for_another(running, folder):
+    """With the name, then with the incarnation of prefill-0, which the thief knows."""
+    workers = running.workers()
+    victim = workers["prefill-0"]
+    case = cases_of(MODEL)[3]
+    with running.client() as client:  # its link stands, so its incarnation is known there
+        ask(
+            client,
+            Job(case.prompt, greedy(8), {"target_endpoint": workers["decode-0"]["endpoint"]}),
+        )
+    keys = keys_of(folder, "prefill-9", "decode-0")
+    opened, reserve = _sample("Open"), _sample("Reserve")
+    with RawPeer(workers["decode-0"]["endpoint"], keys=keys) as thief:
+        for message in (
+            msgspec.structs.replace(opened, worker="prefill-0"),
+            msgspec.structs.replace(opened, worker="prefill-9", incarnation=victim["incarnation"]),
+            msgspec.structs.replace(reserve, incarnation=victim["incarnation"]),
+            msgspec.structs.replace(reserve, incarnation=4711),  # nobody's
+        ):
+            thief.send(*_sealed(message))
+            answer = rejected(thief)
+            assert answer["code"] == "access_denied", answer
+
+
+def _sample(kind: str) -> Message:
+    """A message of a kind, as the golden file has it."""
+    return EnvelopeDecoder[Message](PrefillToDecode).decode(golden()[kind][0])[0]
+
+
+def _sealed(message: Message) -> list:
+    return EnvelopeEncoder(digest=envelope_digest).encode([message])
+
+
+# ------------------------------------------------------------------------------ names of clients
+
+
+def test_a_stolen_identity_gets_no_tokens_of_its_owner(running, folder):
+    """The thief has a key and the victim's identity, and asks for it again and again."""
+    identity = os.urandom(16)
+    context = WireContext(tokens=np.array(cases_of(MODEL)[3].prompt, np.int32), max_length=2048)
+    thief_keys = keys_of(folder, "thief", "router")
+    with RawPeer(
+        running.address, keys=keys_of(folder, "client", "router"), identity=identity
+    ) as victim:
+        victim.say(Submit(request_id="mine", context=context))
+        victim.hear_until(lambda message: message["type"] == "Tokens")
+    for _ in range(40):  # the victim has gone in mid-stream
+        with RawPeer(running.address, keys=thief_keys, identity=identity) as thief:
+            thief.send(envelope({"type": "Ping", "nonce": 1}))
+            assert thief_hears(thief) <= {"Pong", "Ping"}
+    assert dropped(running).get("router client_intruders", 0) > 0
