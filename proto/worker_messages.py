@@ -77,6 +77,7 @@ class Hello(Message, frozen=True, kw_only=True):
     load: WorkerLoad = WorkerLoad()
     requests: Annotated[list[RequestState], Meta(max_length=MAX_LIST_ITEMS)] = []
     draining: bool = False
+    elsewhere: bool = False  # another router has it: one that gave it up was itself cut off
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

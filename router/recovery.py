@@ -39,7 +39,8 @@ class Recovery:
         self._until = now + life.config.recovery_s
         self.orphans = Orphans(life, now)
         self._search = Search(life)
-        self._obituaries: deque[tuple[PeerDead, float, int]] = deque()  # say again when
+        # To whom to say again, and when: a worker that returned from the dead is another one.
+        self._obituaries: deque[tuple[PeerDead, list[Worker], float, int]] = deque()
 
     # ------------------------------------------------------------------ this router was away
 
@@ -226,9 +227,10 @@ class Recovery:
         life.placement.forget(worker)
         life.log("worker.dead", worker=worker.id, role=worker.role, reason=reason)
         dead = PeerDead(incarnation=worker.incarnation, endpoint=worker.endpoint)
-        for other in life.registry.live():
+        others = life.registry.live()
+        for other in others:
             life.out.append(ToWorker(other.identity, dead))
-        self._obituaries.append((dead, now + OBITUARY_S, 1))
+        self._obituaries.append((dead, others, now + OBITUARY_S, 1))
         affected = list(worker.requests.values())
         self._blame([request for request in affected if request.server is worker])
         for request in affected:
@@ -242,12 +244,13 @@ class Recovery:
     def tick(self, now: float) -> None:
         """Say some deaths again: a decode worker that missed one would keep blocks for it."""
         self.orphans.tick(now)
-        while self._obituaries and self._obituaries[0][1] <= now:
-            dead, _, said = self._obituaries.popleft()
-            for other in self._life.registry.live():
-                self._life.out.append(ToWorker(other.identity, dead))
+        while self._obituaries and self._obituaries[0][2] <= now:
+            dead, others, _, said = self._obituaries.popleft()
+            for other in others:
+                if other.live:
+                    self._life.out.append(ToWorker(other.identity, dead))
             if said < OBITUARIES:
-                self._obituaries.append((dead, now + OBITUARY_S, said + 1))
+                self._obituaries.append((dead, others, now + OBITUARY_S, said + 1))
 
     def _blame(self, there: list[Request]) -> None:
         """Share a death among the requests on the worker that saw most deaths before."""

@@ -1,7 +1,9 @@
 """The workers: who is there, who may take work, who is finally dead.
 
 Invariant: an incarnation that was declared dead never comes back; a worker that was only
-stopped must register anew with another one. All live workers serve one model.
+stopped must register anew with another one. The exception is one that another router has all the
+while: then this router was cut off, and what it began anew has higher attempts. All live workers
+serve one model.
 
 Pure: told of messages and of time, it decides states. What follows for the requests is the
 lifecycle's business.
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
     from .config import RouterConfig
     from .request import Request
 
+NO_HEARTBEAT = "no heartbeat"
+CONNECTION_LOST = "the connection was lost"
+SILENCES = (NO_HEARTBEAT, CONNECTION_LOST)
+"""Reasons to declare a worker dead that may as well lie with this router."""
 KEEP_GONE = 64
 """Dead and refused workers still listed."""
 KEEP_DEAD_INCARNATIONS = 4096
@@ -147,7 +153,7 @@ class Registry:
         self._by_identity: dict[bytes, Worker] = {}
         self._live: dict[str, Worker] = {}  # by endpoint
         self._gone: OrderedDict[str, Worker] = OrderedDict()  # dead or refused, by worker id
-        self._dead_incarnations: OrderedDict[int, None] = OrderedDict()
+        self._dead_incarnations: OrderedDict[int, bool] = OrderedDict()  # only by their silence
         self._ready: dict[tuple[str, str | None], list[Worker]] = {}
         self.card: ModelCard | None = None
         """The model served, with the shortest context of all live workers."""
@@ -255,6 +261,7 @@ class Registry:
             raise ModelMismatch(reason)
         worker.report(hello.load, self._config.name)
         worker.enter(WorkerState.DRAINING if hello.draining else WorkerState.READY)
+        self._dead_incarnations.pop(worker.incarnation, None)
         self._by_identity[identity] = worker
         self._live[worker.endpoint] = worker
         self._gone.pop(worker.id, None)
@@ -278,6 +285,14 @@ class Registry:
         """The live worker of this incarnation."""
         return next((w for w in self._live.values() if w.incarnation == incarnation), None)
 
+    def is_dead(self, incarnation: int) -> bool:
+        """Whether this incarnation was declared dead here."""
+        return incarnation in self._dead_incarnations
+
+    def _may_return(self, hello: Hello) -> bool:
+        """Whether this router was cut off from a worker, which another one has all the while."""
+        return hello.elsewhere and self._dead_incarnations[hello.incarnation]
+
     def replaced_by(self, hello: Hello) -> list[Worker]:
         """Live workers whose name or endpoint a new incarnation takes over."""
         return [
@@ -299,7 +314,7 @@ class Registry:
         self._by_identity.pop(worker.identity, None)
         if self._live.get(worker.endpoint) is worker:
             del self._live[worker.endpoint]
-        self._dead_incarnations[worker.incarnation] = None
+        self._dead_incarnations[worker.incarnation] = reason.startswith(SILENCES)
         while len(self._dead_incarnations) > KEEP_DEAD_INCARNATIONS:
             self._dead_incarnations.popitem(last=False)
         self._list_gone(worker)
@@ -351,7 +366,7 @@ class Registry:
         config = self._config
         for worker in self._live.values():
             if now - worker.seen_at > config.heartbeat_timeout_s:
-                found.append((worker, f"no heartbeat for {now - worker.seen_at:.1f} s"))
+                found.append((worker, f"{NO_HEARTBEAT} for {now - worker.seen_at:.1f} s"))
             elif worker.busy:
                 limit = max(config.hang_floor_s, config.hang_factor * worker.step_s)
                 if now - worker.progress_at > limit:
@@ -364,7 +379,7 @@ class Registry:
         check_endpoint(hello.endpoint)
         error: BatonError | None = None
         check_version(hello.version, f"worker {hello.worker}")
-        if hello.incarnation in self._dead_incarnations:
+        if self.is_dead(hello.incarnation) and not self._may_return(hello):
             error = EndpointDead(
                 f"incarnation {hello.incarnation} is finally dead; register with a new one"
             )

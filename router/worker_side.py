@@ -37,7 +37,7 @@ from .latency import bucket
 from .lifecycle import Lifecycle
 from .recent import Recent
 from .recovery import Recovery
-from .registry import Worker
+from .registry import CONNECTION_LOST, Worker
 from .request import NEVER, Request, State
 from .status import Handoffs
 
@@ -87,7 +87,7 @@ class WorkerSide:
         registry = self._life.registry
         worker = registry.by_identity(identity)
         if worker is not None and not registry.excused(now):
-            reason = "drained" if worker.finished else "the connection was lost"
+            reason = "drained" if worker.finished else CONNECTION_LOST
             self._recovery.lose(worker, reason, now)
             self._drained(worker.id)
 
@@ -108,6 +108,7 @@ class WorkerSide:
             return
         for old in registry.replaced_by(hello):
             self._recovery.lose(old, "a new incarnation took its place", now)
+        returned = registry.is_dead(hello.incarnation)
         if not self._life.admission.requests:
             registry.leave_model()
         try:
@@ -119,7 +120,7 @@ class WorkerSide:
             return
         self._life.log("worker.joined", worker=worker.id, role=worker.role, pid=worker.pid)
         self._welcome(identity)
-        self._recovery.introduced(worker, now, joined=True)
+        self._recovery.introduced(worker, now, joined=not returned)
         self._life.retry_waiting(now)
 
     def _rejoin(self, worker: Worker, identity: bytes, hello: Hello, now: float) -> None:

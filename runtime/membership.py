@@ -157,6 +157,7 @@ class Membership:
             load=load,
             requests=requests + ended,
             draining=self.draining,
+            elsewhere=bool(self._welcome - {router}),
         )
         return [ToRouter(router, hello), *self._repeat(now, lambda p: p.router == router)]
 

@@ -12,11 +12,14 @@ from baton.proto.messages import (
     Assign,
     Busy,
     Moved,
+    PeerDead,
+    Rejected,
     RequestState,
     Resume,
     Submitted,
     Terminal,
     TerminalAck,
+    Welcome,
 )
 from baton.router.lifecycle import TAKEOVER
 from baton.router.request import State
@@ -221,6 +224,44 @@ def test_a_paused_router_lets_go_what_its_workers_now_hold_for_another(make_benc
     assert old.one(b"client", Moved).router == "router-1"
     assert not old.take(decode, Adopt) + old.take(decode, Abort)
     assert key not in old.core.life.requests
+
+
+def hello_again(worker, **changes):
+    told = {f: getattr(worker.hello, f) for f in worker.hello.__struct_fields__}
+    worker.say(type(worker.hello)(**told | changes))
+
+
+def test_a_worker_another_router_has_comes_back_after_this_one_was_cut_off(make_bench):
+    old, prefill, decode, key = running(make_bench)
+    for worker in (prefill, decode):
+        worker.gone()
+    held = [RequestState(key, 1, 12, 10, router="router-0")]
+    hello_again(decode, elsewhere=True, requests=held)
+    hello_again(prefill, elsewhere=True)
+    assert len(old.take(decode, Welcome)) == len(old.take(prefill, Welcome)) == 2
+    assert old.one(prefill, Assign).attempt == 2
+    decode.tokens(key, 11, 9, attempt=1)  # the attempt it was given up with
+    assert old.one(decode, Abort).attempt == 1
+    assert old.streamed(key) == [(10, 5)]
+    assert not old.take(prefill, PeerDead)
+
+
+def test_a_worker_that_no_other_router_has_stays_dead(make_bench):
+    old, _prefill, decode, _key = running(make_bench)
+    decode.gone()
+    hello_again(decode)
+    assert old.one(decode, Rejected).code == "endpoint_dead"
+
+
+def test_a_worker_that_hung_stays_dead_whoever_has_it(make_bench):
+    old, _prefill, decode, _key = running(make_bench)
+    for _ in range(30):
+        decode.beat(progress=1, busy=True)
+        _prefill.beat()
+        old.advance(0.1, beats=False)
+    old.take(decode, Rejected)
+    hello_again(decode, elsewhere=True)
+    assert old.one(decode, Rejected).code == "endpoint_dead"
 
 
 def test_requests_another_router_began_are_left_alone_after_a_restart(make_bench):

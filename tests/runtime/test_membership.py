@@ -135,6 +135,15 @@ def test_some_rejections_end_the_process(code, restart):
     assert action == Exit("because", restart)
 
 
+def test_hello_says_whether_another_router_has_the_worker(member):
+    assert not up(member)[0].message.elsewhere
+    member.welcomed("one")
+    assert not up(member)[0].message.elsewhere
+    assert up(member, "two")[0].message.elsewhere
+    member.down("one")
+    assert not up(member, "two")[0].message.elsewhere
+
+
 MISMATCH = Rejected(code="version_mismatch", message="4, not 2")
 
 
