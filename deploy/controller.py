@@ -55,7 +55,6 @@ class ControllerCore:
     ) -> None:
         sizes = {role: targets.get(role, 0) for role in POOLS}
         self.pools = Pools(tuple(routers), sizes, limits or ControllerLimits())
-        self.limits = self.pools.limits
         self.bounds = bounds or Bounds()
         self.phase = Phase.STARTING
         self.rollout: Replacement | None = None
@@ -65,6 +64,11 @@ class ControllerCore:
         self._requested: dict[str, int] = {}
         self._exit_code = 0
         self._drain_until = 0.0
+
+    @property
+    def limits(self) -> ControllerLimits:
+        """Durations; a rollout may change the grace."""
+        return self.pools.limits
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Decide; the actions are to be carried out in order."""

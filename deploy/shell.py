@@ -239,7 +239,10 @@ class ControllerShell:
             problem = self.backend.refusal({**targets, role: count + 1}) if count else ""
             if problem:
                 raise RequestFailed(f"no room for the one more that a rollout starts: {problem}")
-        self.feed(Rollout(ticket, self._revisions.add(self.core.pools.revision, changes)))
+        revision = self._revisions.add(self.core.pools.revision, changes)
+        grace = self._revisions.settings(revision).grace
+        self.core.pools.limits = msgspec.structs.replace(self.core.limits, grace=grace)
+        self.feed(Rollout(ticket, revision))
 
     def _answer(self, answer: Answer) -> None:
         if self._admin is None or not isinstance(answer.ticket, tuple):

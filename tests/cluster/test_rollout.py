@@ -126,7 +126,7 @@ def test_every_worker_and_router_is_replaced_under_load(pools, undisturbed):
 
     def replace() -> None:
         with admin(pools) as first:
-            answers = first.ask(RollOut(changes={"max_batch": 24}), wait=90.0)
+            answers = first.ask(RollOut(changes={"max_batch": 24, "grace": 25.0}), wait=90.0)
             said.append(next(answers).text)
             with pytest.raises(RequestFailed, match="a rollout is running, "):
                 order(pools, RollOut())
@@ -192,3 +192,17 @@ def test_down_in_mid_rollout_ends_everything(cluster):
     assert not any(alive(pid) for pid in before.values())
     wait_until(lambda: not list(ending.folder.glob("baton-run-*")), what="no folder")
     assert not [p for p in ending.folder.iterdir() if p.is_socket()]
+
+
+def test_a_rollout_can_change_the_grace_of_drains(cluster):
+    work = jobs(4, prompt=60, new=1500)
+    patient = cluster(prefill=1, decode=2, kv_memory="64MiB", grace=60.0)
+    undisturbed = tokens(run(patient.address, work))
+    order(patient, RollOut(changes={"grace": 0.2}))
+
+    async def disturb(streams: list[Stream]) -> None:
+        await begun(streams, 4, tokens=20)
+        await asyncio.to_thread(order, patient, ScalePools(targets={"decode": 1}))
+
+    assert tokens(run(patient.address, work, disturb)) == undisturbed
+    assert "has not finished within the grace period" in patient.text()
