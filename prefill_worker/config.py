@@ -39,3 +39,14 @@ class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     log_format: str = "json"
     log_level: Level = "info"
     keys: str = ""
+
+
+CURVE_FRAME_BYTES = 1 << 20
+"""Largest KV frame where it is encrypted: larger ones no longer fit the processor's caches between
+encryption and the socket (docs/operations/security.md has the figures)."""
+
+
+def kv_frame_bytes(config: PrefillWorkerConfig) -> int:
+    """How large KV frames may be, by where they travel."""
+    encrypted = config.keys and config.endpoint.startswith("tcp://")
+    return min(config.frame_bytes, CURVE_FRAME_BYTES) if encrypted else config.frame_bytes

@@ -28,7 +28,7 @@ from ..runtime.process import EXIT_RESTART, TICK_S
 from ..runtime.sockets import Context, RouterChannel
 from ..runtime.time_limit import TimeLimited
 from . import events
-from .config import PrefillWorkerConfig
+from .config import PrefillWorkerConfig, kv_frame_bytes
 from .core import PrefillCore, PrefillLimits
 from .endpoint import Endpoint
 from .peers import PeerLinks
@@ -109,7 +109,7 @@ class PrefillShell:
             cache,
         )
         sender = Sender(
-            member.identity.incarnation, layout, SenderConfig(frame_bytes=config.frame_bytes)
+            member.identity.incarnation, layout, SenderConfig(frame_bytes=kv_frame_bytes(config))
         )
         limits = PrefillLimits(
             max_active=config.max_active,
