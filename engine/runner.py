@@ -118,6 +118,8 @@ def load_runner(
     length = _served_length(config, checkpoint)
     backend = backend or _load_backend(config.backend)
     layout = _layout(config, checkpoint, backend)
+    if not backend.on_host:
+        _check_device(checkpoint, layout)
     if config.num_blocks or config.kv_bytes or backend.on_host:
         _num_blocks(config.num_blocks, config.kv_bytes, layout)  # before the weights are read
     model = make(checkpoint, backend, length, on_progress, block_size=config.block_size)
@@ -142,6 +144,16 @@ def _load_backend(name: str) -> Backend:
     from .kernels.cuda.cupy_device import CupyDevice
 
     return CudaBackend(CupyDevice())
+
+
+def _check_device(checkpoint: Checkpoint, layout: KVLayout) -> None:
+    """ConfigError for a model that the GPU's kernels cannot serve."""
+    from .kernels.cuda.attention import refusal
+
+    group = checkpoint.config.num_heads // layout.num_kv_heads
+    why = refusal(layout.head_dim, layout.block_size, group)
+    if why:
+        raise ConfigError(f"{checkpoint.folder}: {why}")
 
 
 def _device_steps(

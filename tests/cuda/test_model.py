@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from baton.deploy.config import demo_model_folder
 from baton.engine.kernels.cuda.backend import CudaBackend
 from baton.engine.kernels.cuda.device import Device
 from baton.engine.llm import LLMEngine
@@ -20,6 +21,7 @@ from baton.engine.step_time import StepTime
 from baton.engine.warm_up import warm_up
 from baton.kv_transfer.frames import FramePacker, FrameWriter
 from baton.kv_transfer.shared_pool import MappedPools
+from baton.proto.errors import ConfigError
 from baton.proto.messages import DeviceTicket, GrantRef, KVFrame
 from baton.proto.sampling import SamplingParams
 
@@ -190,3 +192,20 @@ def test_a_ticket_that_does_not_fit_is_refused_in_words(
     assert pools.get(7) is None
     host = MappedPools(runner.card.layout, open_device=load(folder).backend.open_pool)
     assert "computes on the CPU" in host.open(b"peer", 7, ticket)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model": str(demo_model_folder())}, "have head sizes 64 and 128, this model has 32"),
+        ({"block_size": 12}, "block_size is a multiple of 8, not 12"),
+    ],
+)
+def test_a_model_the_kernels_cannot_serve_is_refused_before_its_weights_are_read(
+    folder: Path, device: Device, settings: dict[str, str | int], words: str
+) -> None:
+    config = RunnerConfig(**{"model": str(folder), "num_blocks": 4, **settings})  # type: ignore[arg-type]
+    read: list[int] = []
+    with pytest.raises(ConfigError, match=words):
+        load_runner(config, lambda done, _total: read.append(done), backend=CudaBackend(device))
+    assert not read

@@ -120,6 +120,18 @@ def prefill_attention(
     )
 
 
+def refusal(head_dim: int, block_size: int, group: int) -> str:
+    """Why these kernels cannot serve a model, or nothing; ``group``: query heads per KV head."""
+    if head_dim not in HEAD_DIMS:
+        known = " and ".join(map(str, HEAD_DIMS))
+        return f"the CUDA kernels have head sizes {known}, this model has {head_dim}"
+    if block_size % _GROUP:
+        return f"on CUDA block_size is a multiple of {_GROUP}, not {block_size}"
+    if group > PREFILL_ROWS:
+        return f"the CUDA kernels have up to {PREFILL_ROWS} query heads per KV head, not {group}"
+    return ""
+
+
 def _check_heads(q: DeviceArray, kv_layer: DeviceArray, scale: float) -> tuple[int, int, int, int]:
     """Return KV heads, group, block size and head dim after checking that kernels have them."""
     check_array("kv_layer", kv_layer, BF16, (None, 2, None, None, None))
