@@ -141,3 +141,49 @@ def check_scatter(
     reference_blocks.scatter_blocks(payload, case.layout, ids, expected, **case.part)
     np.testing.assert_array_equal(target, expected)
     assert int(digest[0]) == payload_digest(payload)
+
+
+RESLICES = {
+    # (heads, block size) of both pools, the heads moved and where they begin, blocks of the source
+    "heads of a shard": ((4, 16), (2, 16), 2, 2, 0, 3),
+    "into larger blocks": ((3, 4), (5, 16), 2, 1, 3, 6),
+    "into smaller blocks": ((2, 12), (2, 4), 2, 0, 0, 3),
+    "many pieces": ((2, 32), (1, 64), 1, 1, 0, 3),
+}
+
+
+def check_reslice(
+    device: Device, schedules: Schedules, rng: np.random.Generator, name: str, dim: int = 40
+) -> None:
+    """Against the definition, and in digest against the payload there is not."""
+    (heads, size), (other_heads, other_size), moved, start, into, count = RESLICES[name]
+    other_count = -(-count * size // other_size)
+    shapes = (
+        (3, count + 4, 2, heads, size, dim),
+        (3, other_count + 2, 2, other_heads, other_size, dim),
+    )
+    source, blank = (random_bf16(rng, shape) for shape in shapes)
+    here = rng.permutation(shapes[0][1])[:count].astype(np.int32)
+    there = rng.permutation(shapes[1][1])[:other_count].astype(np.int32)
+    part = {
+        "heads": moved, "source_head": start, "target_head": into, "layer_start": 1,
+        "layer_count": 2,
+    }  # fmt: skip
+
+    def run() -> list[Array]:
+        target, digest = device.upload(blank), device.empty((1,), np.uint64)
+        workspace = device.zeros((2,), np.uint64)
+        blocks.reslice_blocks(
+            device, device.upload(source), blocks.upload_ids(device, here), target,
+            blocks.upload_ids(device, there), digest, workspace, processors=1, **part,
+        )  # fmt: skip
+        assert not device.download(workspace).any(), "the next launch would start with a rest"
+        return [device.download(target), device.download(digest)]
+
+    target, digest = schedules(run)
+    expected = blank.copy()
+    reference_blocks.reslice_blocks(source, here, expected, there, **part)
+    np.testing.assert_array_equal(target, expected)
+    layout = PayloadLayout(2, other_count, moved, other_size, dim)
+    payload = reference_blocks.gather_blocks(source, here, layout, layer_start=1, head_start=start)
+    assert int(digest[0]) == payload_digest(payload)

@@ -39,7 +39,7 @@ class Gate:
 
 GATES: dict[str, dict[str, Gate]] = {
     "blocks.cu": {
-        "(gather|scatter|copy)_(bf16|fp16)": Gate(64, needs=(LOAD_16, STORE_16)),
+        "(gather|scatter|copy|reslice)_(bf16|fp16)": Gate(64, needs=(LOAD_16, STORE_16)),
         "sum_bf16": Gate(64, needs=(LOAD_16,), forbids=(STORE_16,)),
         "scatter_(fp8|int8)_(head|token)": Gate(64, needs=(LOAD_8, STORE_16)),
         "gather_(fp8|int8)_(head|token)": Gate(64, needs=(LOAD_16, STORE_8, "REDUX.*|SHFL.*")),

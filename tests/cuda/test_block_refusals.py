@@ -157,3 +157,37 @@ def test_wrong_copies_never_reach_a_kernel(device: Device) -> None:
             blocks.copy_blocks(NoLaunch(device), **{**arguments(), **change})  # type: ignore[arg-type]
             pytest.fail(words)
     blocks.copy_blocks(device, **arguments())
+
+
+def test_wrong_reslices_never_reach_a_kernel(device: Device) -> None:
+    def arguments() -> dict[str, Any]:
+        return {
+            "source": device.zeros((4, 6, 2, 4, 8, 16), np.uint16),
+            "source_ids": blocks.upload_ids(device, [5, 0, 2]),
+            "target": device.zeros((4, 9, 2, 2, 16, 16), np.uint16),
+            "target_ids": blocks.upload_ids(device, [8, 1]),
+            "digest": device.zeros((1,), np.uint64),
+            "workspace": device.zeros((2,), np.uint64),
+            "layer_count": 2,
+            "heads": 2,
+        }
+
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("float32", {"source": device.zeros((4, 6, 2, 4, 8, 16), np.float32)}),
+        ("head_dim", {"source": device.zeros((4, 6, 2, 4, 8, 24), np.uint16)}),
+        ("divide", {"target": device.zeros((4, 9, 2, 2, 12, 16), np.uint16)}),
+        ("block 6", {"source_ids": blocks.upload_ids(device, [6, 0, 2])}),
+        ("block 9", {"target_ids": blocks.upload_ids(device, [9, 0])}),
+        ("same request", {"target_ids": blocks.upload_ids(device, [8])}),
+        ("twice", {"target_ids": blocks.upload_ids(device, [8, 8])}),
+        ("heads 3 to 5", {"source_head": 3}),
+        ("heads 1 to 3", {"target_head": 1}),
+        ("layers 3 to 5", {"layer_start": 3}),
+        ("nothing", {"heads": 0}),
+        ("digest", {"digest": device.zeros((1,), np.float64)}),
+    ]
+    for words, change in changes:
+        with pytest.raises(ValueError, match=words):
+            blocks.reslice_blocks(NoLaunch(device), **{**arguments(), **change})  # type: ignore[arg-type]
+            pytest.fail(words)
+    blocks.reslice_blocks(device, **arguments())

@@ -16,10 +16,12 @@ from baton.engine.kernels.digest import payload_digest
 
 from .block_moves import (
     CASES,
+    RESLICES,
     Array,
     Case,
     Schedules,
     check_gather,
+    check_reslice,
     check_scatter,
     gather,
     random_bf16,
@@ -105,13 +107,29 @@ class Shards:
             np.random.default_rng(s).permutation(shape[1])[: self.count] for s in range(shards)
         ]
 
-    def receive(self, sender: Shards) -> None:
+    def reslice(self, sender: Shards, i: int, j: int, start: int, heads: int) -> None:
+        """From shard j of the sender into shard i, in one kernel."""
+        device, pool = self.device, self.pools[i]
+        target = device.upload(pool)
+        digest, workspace = device.empty((1,), np.uint64), device.zeros((2,), np.uint64)
+        blocks.reslice_blocks(
+            device, device.upload(sender.pools[j]), blocks.upload_ids(device, sender.ids[j]),
+            target, blocks.upload_ids(device, self.ids[i]), digest, workspace, heads=heads,
+            source_head=start - j * sender.heads, target_head=start - i * self.heads,
+            layer_count=pool.shape[0],
+        )  # fmt: skip
+        pool[...] = device.download(target)
+
+    def receive(self, sender: Shards, *, at_once: bool) -> None:
         """From each of the sender's shards the heads that it shares with each of these."""
         for i, pool in enumerate(self.pools):
             for j, source in enumerate(sender.pools):
                 start = max(i * self.heads, j * sender.heads)
                 heads = min((i + 1) * self.heads, (j + 1) * sender.heads) - start
                 if heads <= 0:
+                    continue
+                if at_once:
+                    self.reslice(sender, i, j, start, heads)
                     continue
                 layers, dim = pool.shape[0], pool.shape[5]
                 move = Case(
@@ -129,9 +147,18 @@ class Shards:
                 assert sent == received
 
 
+@pytest.mark.sanitized
+@pytest.mark.parametrize("name", RESLICES)
+def test_reslice_is_its_definition_in_every_order(
+    device: Device, schedules: Schedules, rng: np.random.Generator, name: str
+) -> None:
+    check_reslice(device, schedules, rng, name)
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["by payloads", "in one kernel"])
 @pytest.mark.parametrize("sizes", [(16, 16, 16), (8, 32, 16), (32, 4, 8)])
 def test_one_two_four_shards_and_back_to_one(
-    device: Device, rng: np.random.Generator, sizes: tuple[int, int, int]
+    device: Device, rng: np.random.Generator, sizes: tuple[int, int, int], at_once: bool
 ) -> None:
     case = Case((2, 9, 4, 16, 24), 6, 6, 16, 4)
     pool, ids = random_bf16(rng, case.pool_shape), random_ids(rng, case)
@@ -139,7 +166,7 @@ def test_one_two_four_shards_and_back_to_one(
     one.pools, one.ids = [pool], [ids]
     for shards, size in zip((2, 4, 1), sizes, strict=True):
         following = Shards(device, case, shards, size)
-        following.receive(one)
+        following.receive(one, at_once=at_once)
         one = following
     last = one.pools[0][:, one.ids[0]].transpose(0, 2, 3, 1, 4, 5)
     tokens = last.reshape(2, 2, 4, -1, 24)[:, :, :, : 6 * 16]

@@ -112,9 +112,10 @@ __device__ __forceinline__ u64 scatter_pieces(const typename Codec::Packed* __re
     return sum;
 }
 
-// pool -> pool of the same heads and block size, or with kWrite false nowhere. The digest is that of
-// the payload a gather would make.
-template <bool kWrite>
+// pool -> pool of the same heads and block size, or with kWrite false nowhere; with kReslice of other
+// heads or another block size, where tokens that the source has no block for become zeros. The
+// digest is that of the payload a gather would make.
+template <bool kWrite, bool kReslice = false>
 __device__ __forceinline__ u64 copy_pieces(const uint4* __restrict__ source,
                                            const int* __restrict__ source_ids, const Geometry& here,
                                            uint4* __restrict__ target,
@@ -127,14 +128,19 @@ __device__ __forceinline__ u64 copy_pieces(const uint4* __restrict__ source,
          number += warps) {
         const Piece p = piece_at<kSlots>(here, source_ids, number);
         const uint4* const from = source + p.in_pool + lane;
+        const unsigned present = kReslice && p.in_pool == kAbsent ? 0 : p.vectors;
         uint4* to = nullptr;
-        if (kWrite)
+        if (kReslice) {
+            const Split run = split(p.first, there.run_vectors);
+            to = target + run_in_pool(there, target_ids, place_of(there, p.tile), run.quotient) +
+                 run.rest + lane;
+        } else if (kWrite)
             to = target + run_in_pool(there, target_ids, place_of(there, p.tile), 0) + p.first + lane;
         const u64 key = key_of((p.in_payload + lane) * 2);
         uint4 held[kSlots];
 #pragma unroll
         for (int s = 0; s < kSlots; s++)
-            held[s] = lane + 32 * s < p.vectors ? load(from + 32 * s) : zeros();
+            held[s] = lane + 32 * s < present ? load(from + 32 * s) : zeros();
 #pragma unroll
         for (int s = 0; s < kSlots; s++) {
             if (lane + 32 * s >= p.vectors) continue;
@@ -193,6 +199,13 @@ extern "C" __global__ void PIECES copy_bf16(
     uint4* __restrict__ target, const int* __restrict__ target_ids, const Geometry there,
     u64* workspace, u64* digest) {
     const u64 sum = copy_pieces<true>(source, source_ids, here, target, target_ids, there);
+    finish_digest(sum, here.payload_bytes, workspace, digest);
+}
+extern "C" __global__ void PIECES reslice_bf16(
+    const uint4* __restrict__ source, const int* __restrict__ source_ids, const Geometry here,
+    uint4* __restrict__ target, const int* __restrict__ target_ids, const Geometry there,
+    u64* workspace, u64* digest) {
+    const u64 sum = copy_pieces<true, true>(source, source_ids, here, target, target_ids, there);
     finish_digest(sum, here.payload_bytes, workspace, digest);
 }
 extern "C" __global__ void PIECES sum_bf16(const uint4* __restrict__ pool,

@@ -154,6 +154,49 @@ def copy_blocks(
     device.launch(Kernel(SOURCE, "copy_bf16"), (grid,), (block,), args, shared)
 
 
+def reslice_blocks(
+    device: Device,
+    source: DeviceArray,
+    source_ids: BlockIds,
+    target: DeviceArray,
+    target_ids: BlockIds,
+    digest: DeviceArray,
+    workspace: DeviceArray,
+    *,
+    heads: int,
+    source_head: int = 0,
+    target_head: int = 0,
+    layer_start: int = 0,
+    layer_count: int,
+    processors: int = PROCESSORS,
+) -> None:
+    """Copy ``heads`` heads of a request from pool to pool, between block sizes, without a payload.
+
+    Leaves in ``target`` and ``digest`` what :func:`gather_blocks` in the target's block size and
+    :func:`scatter_blocks` would, in one pass: tokens that only the target has room for become
+    zeros. The pools share no memory; target ids must be distinct. Raises ValueError before anything
+    is launched.
+    """
+    _check_pool("target", target, target_ids)
+    layout = PayloadLayout(layer_count, target_ids.count, heads, target.shape[4], target.shape[5])
+    _check_request(source, source_ids, layout, layer_start, source_head)
+    _check_request(target, target_ids, layout, layer_start, target_head)
+    _check_words(digest, workspace)
+    if not target_ids.distinct:
+        raise ValueError("a block would be written twice: its id is there twice")
+    run = min(source.shape[4], target.shape[4])
+    here, there = (
+        geometry(pool.shape, layout, layer_start, head, ids.count, PIECE_SLOTS, run)
+        for pool, ids, head in (
+            (source, source_ids, source_head),
+            (target, target_ids, target_head),
+        )
+    )
+    grid, block, shared = _piece_launch(here, processors)
+    args = (source, source_ids.array, here, target, target_ids.array, there, workspace, digest)
+    device.launch(Kernel(SOURCE, "reslice_bf16"), (grid,), (block,), args, shared)
+
+
 def sum_blocks(
     device: Device,
     pool: DeviceArray,
@@ -212,11 +255,17 @@ def _check_move(
     layer_start: int,
     head_start: int,
 ) -> None:
-    _check_pool("pool", pool, ids)
-    layers, _, _, heads, block_size, head_dim = pool.shape
     _check_array("payload", payload, np.uint8)
     if payload.shape != (layout.nbytes,):
         raise ValueError(f"payload has shape {payload.shape}, not ({layout.nbytes},)")
+    _check_request(pool, ids, layout, layer_start, head_start)
+
+
+def _check_request(
+    pool: DeviceArray, ids: BlockIds, layout: PayloadLayout, layer_start: int, head_start: int
+) -> None:
+    _check_pool("pool", pool, ids)
+    layers, _, _, heads, block_size, head_dim = pool.shape
     if head_dim != layout.head_dim:
         raise ValueError(f"head_dim is {head_dim} in the pool, {layout.head_dim} in the payload")
     _check_range("layers", layer_start, layout.layers, layers)

@@ -52,20 +52,24 @@ def geometry(
     head_start: int,
     pool_ids: int,
     slots: int,
+    run_tokens: int = 0,
 ) -> np.void:
     """Return the record for a pool ``[L, NB, 2, Hk, BS, D]`` and a payload of it.
 
     ``slots``: vectors of a piece per lane. What both sides hold in one stretch becomes one run:
     all of a block, all heads of a shard, or the tokens that both block sizes share; with scales
-    runs stay within a tile. The arguments are checked already but for their product: ValueError
+    runs stay within a tile.
+    ``run_tokens``: tokens of a run of one head, if another pool than this one has a say in it: then
+    runs are not joined. The arguments are checked already but for their product: ValueError
     for a move of more than 2^31 pieces.
     """
     _, num_blocks, _, pool_heads, pool_block, _ = pool_shape
     vectors = layout.head_dim // VECTOR
     head = pool_block * vectors
-    run_tokens = min(pool_block, layout.block_size)
+    apart = run_tokens > 0
+    run_tokens = run_tokens or min(pool_block, layout.block_size)
     sides, heads, run = 2, layout.heads, run_tokens * vectors
-    if layout.block_size == pool_block and not layout.scales:
+    if layout.block_size == pool_block and not layout.scales and not apart:
         heads, run = 1, layout.heads * head
         if layout.heads == pool_heads:
             sides, run = 1, 2 * run

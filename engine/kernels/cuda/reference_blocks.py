@@ -102,6 +102,26 @@ def scaling(values: F32, layout: PayloadLayout) -> tuple[F32, F32]:
     return scale, np.where(zero, blank, code / safe)
 
 
+def reslice_blocks(
+    source: U16,
+    source_ids: npt.NDArray[np.int32],
+    target: U16,
+    target_ids: npt.NDArray[np.int32],
+    *,
+    heads: int,
+    source_head: int,
+    target_head: int,
+    layer_start: int,
+    layer_count: int,
+) -> None:
+    """Heads of a request from one pool ``[L, NB, 2, Hk, BS, D]`` into another, in place."""
+    layers = slice(layer_start, layer_start + layer_count)
+    taken = source[layers, source_ids, :, source_head : source_head + heads]
+    placed = _resliced(taken, len(target_ids), target.shape[4])
+    for i, block in enumerate(target_ids):
+        target[layers, block, :, target_head : target_head + heads] = placed[:, i]
+
+
 def widened(bits: U16) -> F32:
     """Bf16 as float32; numbers below the normal range are zeros, as on a GPU."""
     values = (bits.astype(np.uint32) << 16).view(np.float32)
