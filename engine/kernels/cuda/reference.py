@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .bfloat16 import bfloat16_bits
+
 F64 = npt.NDArray[np.float64]
 Bits = npt.NDArray[np.uint16]
 
 
 def to_bf16(values: npt.ArrayLike) -> Bits:
     """Round float32 values to bfloat16 bits, to nearest even; a NaN stays one."""
-    floats = np.asarray(values, np.float32)
-    bits = np.ascontiguousarray(floats).view(np.uint32).astype(np.uint64)
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
-    return np.where(np.isnan(floats), np.uint16(0x7FFF), rounded)
+    return bfloat16_bits(np.asarray(values, np.float32))
 
 
 def from_bf16(bits: npt.NDArray[Any]) -> F64:

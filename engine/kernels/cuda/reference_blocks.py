@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .bfloat16 import bfloat16_bits
 from .payload import F32, U8, PayloadLayout
 
 U16 = npt.NDArray[np.uint16]
@@ -130,10 +131,7 @@ def widened(bits: U16) -> F32:
 
 def rounded(values: F32) -> U16:
     """Float32 as bf16, to nearest even; one NaN."""
-    bits = values.astype(np.float32).view(np.uint32)
-    nearest = bits + np.uint32(0x7FFF) + (bits >> 16 & 1)
-    half = (nearest >> 16).astype(np.uint16)
-    return np.where(np.isnan(values), np.uint16(NAN_16), half)
+    return bfloat16_bits(values.astype(np.float32, copy=False))
 
 
 def _tokens(pool: U16, layout: PayloadLayout, layer_start: int, head_start: int) -> U16:
