@@ -108,7 +108,8 @@ class Recovery:
             request = self._life.requests.get(held.request)
             if request is None or held.attempt < request.attempt:
                 continue
-            if self._is_elsewhere(request, held):
+            asked = request.server is worker and not request.heard  # this Hello may be older
+            if not asked and self._is_elsewhere(request, held):
                 self.moved(request, held.router)
             elif joined and held.attempt >= request.own:
                 self._collide(request, worker, held, now)

@@ -226,6 +226,18 @@ def test_a_paused_router_lets_go_what_its_workers_now_hold_for_another(make_benc
     assert key not in old.core.life.requests
 
 
+def test_a_hello_that_crosses_the_adopt_does_not_give_the_request_away(pair):
+    new, _prefill, decode, message = pair
+    held = [RequestState(KEY, 1, 12, 10, router="router-0")]
+    hello_again(decode, requests=held)
+    new.client(message, SECOND)
+    assert new.one(decode, Adopt).position == 12
+    hello_again(decode, requests=held)  # said before it heard that
+    assert not new.take(SECOND, Moved)
+    decode.tokens(KEY, 12, 7)
+    assert new.streamed(KEY, SECOND) == [(12, 7)]
+
+
 def hello_again(worker, **changes):
     told = {f: getattr(worker.hello, f) for f in worker.hello.__struct_fields__}
     worker.say(type(worker.hello)(**told | changes))
