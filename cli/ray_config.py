@@ -43,6 +43,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         ("ssh_key", "private key of that login; a copy goes to the head"),
         ("token", "file of Ray's token (`ray get-auth-token --generate`)"),
         ("keys", "folder of keys (`baton keygen`)"),
+        ("launch", "further words for `baton launch` on the head, such as a model's folder"),
         ("python", "command on the hosts that makes the virtual environment"),
     ):
         flag = f"--{field.replace('_', '-')}"

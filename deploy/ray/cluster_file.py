@@ -17,6 +17,7 @@ import msgspec
 
 from ...proto.errors import ConfigError
 from .hosts import check_node_types, check_pools, provider_settings
+from .plan import CLIENT_PORT
 
 TEMPLATE = "on-premises.yaml"
 PROVIDER = "baton.deploy.ray.provider.FixedHosts"
@@ -29,7 +30,7 @@ class FixedCluster(msgspec.Struct, frozen=True, kw_only=True):
     ``head``, ``prefill`` and ``decode``: IP addresses; of each pool the first ``..._min`` are
     always workers and the rest are taken when more are asked for. ``wheel``, ``keys`` and
     ``token``: files and a folder on the machine where `ray up` runs. ``idle_minutes``: how long a
-    host stays that no worker needs.
+    host stays that no worker needs. ``launch``: further words for `baton launch`.
     """
 
     head: str
@@ -45,6 +46,7 @@ class FixedCluster(msgspec.Struct, frozen=True, kw_only=True):
     keys: str = "~/.baton/keys"
     python: str = "python3.11"
     idle_minutes: float = 1.0
+    launch: str = ""
 
 
 def write_cluster_file(cluster: FixedCluster) -> str:
@@ -72,6 +74,8 @@ def _replacements(cluster: FixedCluster) -> list[tuple[str, str]]:
         ("\nmax_workers: 2 ", f"\nmax_workers: {workers} "),
         ("idle_timeout_minutes: 1.0 ", f"idle_timeout_minutes: {cluster.idle_minutes:g} "),
         ("head: [10.0.0.1]", f"head: {_list((cluster.head,))}"),
+        ("tcp://10.0.0.1:7070", router_address(cluster.head)),
+        ("--prefill 1 --decode 1 ", f"{_launch_words(cluster)} "),
         ("prefill: [10.0.0.2]", f"prefill: {_list(cluster.prefill)}"),
         ("decode: [10.0.0.3]", f"decode: {_list(cluster.decode)}"),
         *_pool_bounds("prefill", cluster.prefill_min, len(cluster.prefill)),
@@ -85,6 +89,18 @@ def _replacements(cluster: FixedCluster) -> list[tuple[str, str]]:
         ("python: python3.11", f"python: {_text(cluster.python)}"),
         ("|| python3.11 -m", f"|| {cluster.python} -m"),
     ]
+
+
+def router_address(head: str) -> str:
+    """Where clients reach the router of a cluster with this head."""
+    return f"tcp://[{head}]:{CLIENT_PORT}" if ":" in head else f"tcp://{head}:{CLIENT_PORT}"
+
+
+def _launch_words(cluster: FixedCluster) -> str:
+    words = f"--prefill {max(cluster.prefill_min, 1)} --decode {max(cluster.decode_min, 1)}"
+    if "\n" in cluster.launch or " #" in cluster.launch:
+        raise ConfigError("launch: a line of words for `baton launch`, without a comment")
+    return f"{words} {cluster.launch}".strip()
 
 
 def _pool_bounds(pool: str, least: int, most: int) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.cli.command import build_parser
 from baton.deploy.ray.cluster_file import (
     FixedCluster,
     check_cluster,
@@ -50,6 +51,10 @@ def test_ray_takes_the_file_and_it_has_our_shape(with_ray, name):
     assert "~/.ray/auth_token" in prepared["file_mounts"]
     setup = "\n".join(prepared["head_setup_commands"])
     assert "RAY_AUTH_MODE=token" in setup and "constraints.txt" in setup
+    assert "BATON_KEYS=~/.baton/keys" in setup and "~/.baton/keys" in prepared["file_mounts"]
+    last = prepared["head_start_ray_commands"][-1].split()
+    assert last[:4] == ["baton", "launch", "--backend", "ray"]
+    build_parser().parse_args(last[1 : last.index("#") if "#" in last else None])
 
 
 @pytest.mark.deploy

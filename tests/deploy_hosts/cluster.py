@@ -3,10 +3,12 @@
 import json
 import re
 import shlex
+import subprocess
 import sys
 import time
+from pathlib import Path
 
-from baton.deploy.ray.cluster_file import FixedCluster, write_cluster_file
+from baton.deploy.ray.cluster_file import FixedCluster, router_address, write_cluster_file
 
 _NODES = """
 import json, ray
@@ -40,6 +42,7 @@ class RayCluster:
             python=f"{sys.base_prefix}/bin/python3.11",
             **settings,
         )
+        self.address = router_address(cluster.head)
         self.file.write_text(write_cluster_file(cluster))
 
     def outside_run(self, command: str, timeout: float = 120):
@@ -53,6 +56,42 @@ class RayCluster:
         )
         done.stdout = re.sub(r"\x1b\[[0-9;]*[a-zA-Z]", "", done.stdout)
         return done
+
+    def outside_begin(self, program: str, *arguments: str) -> subprocess.Popen[str]:
+        """A Python program outside, with Baton installed; what it says comes by its stdout."""
+        python = f"{Path.home()}/.baton/venv/bin/python"
+        return subprocess.Popen(
+            self.outside.enter(python, "-P", "-c", program, *arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self.outside.environment(),
+        )
+
+    def outside_python(self, program: str, *arguments: str) -> str:
+        """The same, run to its end."""
+        running = self.outside_begin(program, *arguments)
+        output, _ = running.communicate(timeout=120)
+        assert running.returncode == 0, output
+        return output
+
+    def verb(self, words: str, *, keys: str | None = None, code: int = 0) -> str:
+        """A verb of the user's, outside."""
+        folder = str(self.keys) if keys is None else keys
+        where = f"BATON_ADDRESS={self.address} BATON_KEYS={shlex.quote(folder)}"
+        done = self.outside_run(f"{where} baton {words}")
+        assert done.returncode == code, done.stdout
+        return done.stdout
+
+    def members(self) -> dict[str, dict[str, int]]:
+        """Pids of Baton's routers and workers by name, of every host that has any."""
+        found: dict[str, dict[str, int]] = {}
+        for host in self.lab.hosts:
+            for pid, line in host.processes().items():
+                if named := re.search(r"/([a-z0-9-]+)\.json --parent", line):
+                    found.setdefault(host.name, {})[named[1]] = pid
+        return found
 
     def up(self, *flags: str):
         """``ray up``."""

@@ -1,0 +1,175 @@
+"""`ray up` from Baton's own file, and everything an operator does with the cluster afterwards.
+
+The tests share one cluster and go on where the one before ended. The hosts and the machine outside
+are namespaces; requests come from outside, with keys, over the router's socket.
+"""
+
+import json
+import re
+
+import pytest
+
+from .cluster import RayCluster, wait_until
+
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(240)]
+
+HEAD, PREFILL, DECODE, SPARE, ADDED = "h1", "h2", "h3", "h4", "h5"
+IN_FLIGHT = 24
+# Greedy requests of several lengths, all at once; prints tokens, and how each ended.
+ASK = """
+import json, sys
+from baton.client import Client
+from baton.proto.sampling import SamplingParams
+count, length, address, keys = json.loads(sys.argv[1])
+with Client(address, keys=keys, connect_timeout=30.0) as client:
+    running = [
+        client.generate([(7 * i + j) % 200 + 5 for j in range(20 + 9 * i)],
+                        SamplingParams(temperature=0, max_new_tokens=length, ignore_eos=True))
+        for i in range(count)
+    ]
+    print("BEGUN", flush=True)
+    answers = []
+    for generation in running:
+        tokens = []
+        for output in generation:
+            tokens += output.tokens
+            if output.is_done:
+                answers.append([tokens, str(output.final_status.value)])
+    print("ANSWERS " + json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(lab, wheel):
+    """A head, one prefill host and one of two decode hosts; the last test ends it."""
+    addresses = [host.address for host in lab.hosts]
+    cluster = RayCluster(
+        lab,
+        wheel,
+        prefill=(addresses[1],),
+        decode=(addresses[2], addresses[3]),
+        idle_minutes=0.05,
+        launch="--kv-memory 64MiB --decode-max 3 --prefill-max 1",
+    )
+    done = cluster.up()
+    assert done.returncode == 0, done.stdout
+    yield cluster
+    cluster.down()
+
+
+def ask(cluster, *, count=IN_FLIGHT, length=64, address=None, keys=None):
+    """The answers of a program outside; by default of this cluster."""
+    given = [count, length, address or cluster.address, str(cluster.keys if keys is None else keys)]
+    return cluster.outside_python(ASK, json.dumps(given))
+
+
+def answers(output):
+    """Tokens of each request, all of which were finished."""
+    line = next(line for line in output.splitlines() if line.startswith("ANSWERS "))
+    found = json.loads(line.removeprefix("ANSWERS "))
+    assert {status for _, status in found} == {"maximum_length"}, found
+    return [tokens for tokens, _ in found]
+
+
+@pytest.fixture(scope="module")
+def expected(cluster):
+    """What `baton serve` on the machine outside says to the same requests."""
+    address = "ipc:///tmp/local.sock"
+    command = f"baton launch --kv-memory 64MiB --address {address} && baton wait-ready"
+    done = cluster.outside_run(f"export BATON_ADDRESS={address}; {command}")
+    assert done.returncode == 0, done.stdout
+    short = answers(ask(cluster, address=address, keys=""))
+    cluster.outside_run(f"baton down --address {address}")
+    return short
+
+
+@pytest.fixture(scope="module")
+def expected_long(cluster, expected):
+    """The same with 400 tokens, of the cluster itself before anything is disturbed."""
+    return answers(ask(cluster, length=400))
+
+
+def test_hosts_join_with_their_pools(cluster):
+    wait_until(lambda: set(cluster.raylets()) == {HEAD, PREFILL, DECODE}, "raylets")
+    wanted = {"10.77.0.1": "head", "10.77.0.2": "prefill", "10.77.0.3": "decode"}
+    wait_until(lambda: cluster.nodes() == wanted, "nodes with their pools")
+    state = cluster.on_head("stat -c %a ~/.baton/nodes ~/.baton/nodes/lab.json ~/.ray/auth_token")
+    assert state.split() == ["700", "600", "600"]
+    assert cluster.verb("wait-ready --prefill 1 --decode 1").startswith(
+        "ready: 1 prefill, 1 decode"
+    )
+    where = {name: host for host, members in cluster.members().items() for name in members}
+    assert where == {"router": HEAD, "prefill-0": PREFILL, "decode-0": DECODE}
+
+
+def test_requests_from_outside_give_the_tokens_of_a_local_cluster(cluster, expected):
+    assert len(expected) == IN_FLIGHT and all(len(tokens) == 64 for tokens in expected)
+    assert answers(ask(cluster)) == expected
+
+
+def test_without_the_token_and_without_a_key_nobody_gets_in(cluster):
+    said = cluster.on_head("RAY_AUTH_TOKEN_PATH=/nowhere timeout 20 ray status || echo refused")
+    assert "refused" in said and "Healthy" not in said, said
+    assert cluster.verb("status --timeout 3", keys="", code=1)
+
+
+def test_launching_again_changes_nothing(cluster):
+    before = cluster.members()
+    words = re.search("- (baton launch .*?)(?: #|$)", cluster.file.read_text(), re.MULTILINE)
+    assert "already running" in cluster.on_head(words[1])
+    assert cluster.members() == before
+
+
+def test_a_decode_host_more_and_prefill_is_untouched(cluster, expected):
+    before, raylets = cluster.members(), cluster.raylets()
+    said = cluster.on_head("baton scale decode=2 --wait", timeout=120)
+    assert "reached" in said, said + cluster.monitor_log()
+    after = cluster.members()
+    assert {host: after[host] for host in before} == before  # names and pids
+    assert list(after[SPARE]) == ["decode-1"]
+    assert raylets.items() <= cluster.raylets().items()
+    assert answers(ask(cluster)) == expected
+
+
+def test_back_to_one_drains_and_loses_no_request(cluster, expected_long):
+    running = cluster.outside_begin(
+        ASK, json.dumps([IN_FLIGHT, 400, cluster.address, str(cluster.keys)])
+    )
+    assert running.stdout.readline() == "BEGUN\n"
+    said = cluster.on_head("baton scale decode=1 --wait", timeout=120)
+    assert "reached" in said, said
+    output, _ = running.communicate(timeout=120)
+    assert answers(output) == expected_long
+    wait_until(lambda: len(cluster.left()) == 3, "a decode host to be given back")
+    assert sorted(name for names in cluster.members().values() for name in names)[1:] == [
+        "prefill-0",
+        "router",
+    ]
+
+
+def test_a_host_is_added_to_a_pool_of_a_running_cluster(cluster, expected):
+    before, members = cluster.raylets(), cluster.members()
+    text = cluster.file.read_text()
+    for old, new in (
+        ("decode: [10.77.0.3, 10.77.0.4]", "decode: [10.77.0.3, 10.77.0.4, 10.77.0.5]"),
+        ("min_workers: 1\n    max_workers: 2", "min_workers: 3\n    max_workers: 3"),
+        ("\nmax_workers: 3", "\nmax_workers: 4"),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    cluster.file.write_text(text)
+    done = cluster.up("--no-restart")
+    assert done.returncode == 0, done.stdout
+    every = {HEAD, PREFILL, DECODE, SPARE, ADDED}
+    wait_until(lambda: set(cluster.raylets()) == every, "the new host")
+    assert before.items() <= cluster.raylets().items()
+    assert cluster.members() == members and answers(ask(cluster)) == expected
+
+
+def test_baton_down_and_ray_down_leave_no_process_on_any_host(cluster):
+    said = cluster.on_head("baton down", timeout=120)
+    assert "down:" in said, said
+    wait_until(lambda: cluster.members() == {}, "the end of every worker")
+    done = cluster.down()
+    assert done.returncode == 0, done.stdout
+    assert cluster.left() == {}
