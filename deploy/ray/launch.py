@@ -59,11 +59,11 @@ def launch(settings: ServeSettings, ray_address: str = "auto") -> tuple[Controll
     if found:
         _check_same(facts, settings)
     else:
-        _watch_start(facts)
+        _watch_start(facts, settings.keys)
     return facts, found
 
 
-def _watch_start(facts: ControllerFacts) -> None:
+def _watch_start(facts: ControllerFacts, keys: str) -> None:
     """Look on for a moment; RequestFailed when members refuse their settings at once.
 
     Hosts may join much later, so nobody waits for all of them here.
@@ -73,7 +73,10 @@ def _watch_start(facts: ControllerFacts) -> None:
         if CONTROLLER not in existing():
             words = (get_value(LAST_WORDS) or b"").decode()
             raise RequestFailed(words or "the cluster was ended while it started")
-        with contextlib.suppress(BatonError), AdminClient(facts.admin, timeout=1.0) as client:
+        with (
+            contextlib.suppress(BatonError),
+            AdminClient(facts.admin, keys=keys, timeout=1.0) as client,
+        ):
             if client.overview().phase == "serving":
                 return
         time.sleep(0.2)
