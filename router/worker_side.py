@@ -182,7 +182,7 @@ class WorkerSide:
                         touched.append(client)
                     client.runs.append(run)
             if not request.heard or request.pending is not None or not request.started:
-                self._first_heard(request, touched, now)
+                self._first_heard(worker, request, touched, now)
         if since != NEVER:
             self._waited(worker, since, same, now)
         self._life.admission.tokens.add(total)
@@ -201,9 +201,11 @@ class WorkerSide:
                 out.append(ToClient(client.identity, Tokens(runs=client.runs)))
                 client.runs = []
 
-    def _first_heard(self, request: Request, touched: list[Client], now: float) -> None:
+    def _first_heard(
+        self, worker: Worker, request: Request, touched: list[Client], now: float
+    ) -> None:
         """What a run can bring about beyond its tokens; rare after the first."""
-        request.heard = True
+        request.heard = request.heard or request.server is worker
         if not request.started:
             self._started(request, now)
         pending = request.pending
@@ -238,7 +240,7 @@ class WorkerSide:
             self._recovery.ask_again(request, now)
             return None
         skip = request.next - run.position
-        request.heard = True
+        request.heard = request.heard or request.server is worker
         if skip >= len(run.tokens):
             self._drop("repeated_tokens")
             return None
@@ -419,6 +421,7 @@ class WorkerSide:
             self._life.handed_over(request)
         elif (decode := self._life.registry.find(message.decode)) is not None:
             self._recovery.served_by(request, decode)  # its tokens go to another router
+            request.heard = True  # whoever was asked before was not this one
             self._recovery.ask_again(request, now)
 
     def _moved(self, worker: Worker, message: Moved, _now: float) -> None:

@@ -161,6 +161,19 @@ def test_one_in_prefill_is_followed_to_the_decode_worker_that_knows_the_other_ro
     assert not request.followed
 
 
+def test_a_report_that_overtakes_the_first_token_is_followed_all_the_same(pair):
+    new, prefill, decode, message = pair
+    hello_again(prefill, requests=[RequestState(KEY, 1, 13, 10, router="router-0")])
+    new.client(message, SECOND)
+    context = new.core.life.requests[KEY].context
+    assign = Assign(request=KEY, attempt=1, context=context, decode=decode.id, deadline=5.0)
+    prefill.report(assign)
+    prefill.tokens(KEY, 12, 7)
+    assert new.one(decode, Adopt).position == 12
+    new.advance(0.6)
+    assert new.take(decode, Adopt)
+
+
 def test_one_in_prefill_is_asked_after_until_it_is_heard_of(pair):
     new, prefill, decode, _request = resumed(pair)
     no(decode)
