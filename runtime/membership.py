@@ -121,7 +121,7 @@ class Membership:
     def __init__(self, identity: WorkerIdentity, routers: tuple[str, ...]) -> None:
         self.identity = identity
         self.routers = routers
-        self._up: set[str] = set()
+        self._up: dict[str, None] = {}  # ordered, so that a run can be repeated
         self._welcome: set[str] = set()  # routers that have taken us
         self._refused: dict[str, tuple[float, str]] = {}  # routers that will not: since, and why
         self._pending: Attempts[_Pending] = Attempts()
@@ -138,7 +138,7 @@ class Membership:
         self, router: str, load: WorkerLoad, requests: list[RequestState], now: float
     ) -> list[ToRouter]:
         """A router is reachable: introduce ourselves, then repeat its terminals."""
-        self._up.add(router)
+        self._up[router] = None
         me = self.identity
         ended = [
             RequestState(*key, p.terminal.position, p.prompt_length, done=True, router=p.router)
@@ -170,7 +170,7 @@ class Membership:
 
     def down(self, router: str) -> None:
         """A router is gone; what it owns goes on until its deadline."""
-        self._up.discard(router)
+        self._up.pop(router, None)
         self._welcome.discard(router)
 
     def welcomed(self, router: str) -> None:
