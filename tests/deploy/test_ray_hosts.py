@@ -1,7 +1,7 @@
 """Which hosts may be used and which are; the file that remembers them. No Ray needed."""
 
-import multiprocessing
-import os
+import subprocess
+import sys
 
 import pytest
 
@@ -108,21 +108,20 @@ def test_a_damaged_file_says_which_and_what_to_do(tmp_path):
         pass
 
 
-def _launch_many(path, count):
-    book = HostBook(path)
-    for _ in range(count):
-        with book.open() as state:
-            state.launch("10.0.0.2", {"pid": str(os.getpid())})
+LAUNCH_MANY = """
+import os, pathlib, sys
+from baton.deploy.ray.hosts import HostBook
+for _ in range(50):
+    with HostBook(pathlib.Path(sys.argv[1])).open() as state:
+        state.launch("10.0.0.2", {"pid": str(os.getpid())})
+"""
 
 
 def test_processes_at_once_lose_no_launch(tmp_path):
     path = tmp_path / "c.json"
-    start = multiprocessing.get_context("spawn").Process
-    writers = [start(target=_launch_many, args=(path, 50)) for _ in range(3)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
+    command = [sys.executable, "-P", "-c", LAUNCH_MANY, str(path)]
+    writers = [subprocess.Popen(command) for _ in range(3)]
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
     with HostBook(path).open() as state:
         assert state.launches == 150 and len(state.nodes) == 150
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.json", "c.lock"]
