@@ -177,6 +177,8 @@ class ControllerCore:
         actions: list[Action] = [*self._tickets.end_drains(event, died=member.died)]
         if member.role == ROUTER and self.phase is Phase.DRAINING and event.code != 0:
             self._exit_code = 1
+        if member.left and event.code == 0 and not self._ending:
+            return [*actions, Say("retired", member.name)]
         if member.stage is Stage.STOPPING or self._ending:
             return actions
         if member.role != ROUTER and event.code == 0 and member.was_ready:

@@ -40,6 +40,8 @@ class Member:
     restarts: int = 0
     died: bool = False
     """It ended in mid-drain."""
+    left: bool = False
+    """A router said that it had finished, before its end was known."""
     drain_said_at: float = 0.0
     waits_for: str = ""
     """Why it has no host yet."""

@@ -145,6 +145,7 @@ class Pools:
                 continue
             states = self.members.states(member)
             if "left" in states:
+                member.left = True
                 actions.append(self.stop(member, self.limits.stop_timeout, now))
             elif now - member.since >= self.limits.grace:
                 actions.append(Say("drain_over", member.name))

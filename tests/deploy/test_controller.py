@@ -118,6 +118,22 @@ def test_a_worker_drained_through_a_router_is_not_replaced_either():
     assert names(world, "decode") == {"decode-1"}
 
 
+@pytest.mark.parametrize("told_first", [True, False])
+def test_a_worker_that_finished_is_said_whoever_tells_of_it_first(told_first):
+    world = serving()
+    worker = world.processes["decode-0"]
+    worker.drained_at = world.now
+    world.report("router")
+    worker.left = True
+    if told_first:
+        world.report("router")
+        assert worker.stopping
+    world.go_on(worker)
+    assert world.said.count("retired") == 1
+    world.settle(5)
+    assert names(world, "decode") == {"decode-1"}
+
+
 def test_a_worker_that_cannot_be_added_leaves_the_pool_as_it_was():
     world = serving()
     ticket = world.ticket()
