@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -42,7 +43,7 @@ class RayCluster:
         self.address = ADDRESS
         self.config = folder / "baton.toml"
         settings = {"kv_memory": "64MiB", "grace": 20.0, "address": ADDRESS, **settings}
-        lines = [f"{key} = {repr(value).lower()}" for key, value in settings.items()]
+        lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
         self.config.write_text("\n".join(lines).replace("'", '"') + "\n")
 
     def baton(self, *words: str, code: int = 0) -> str:
