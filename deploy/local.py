@@ -15,7 +15,6 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from ..engine.embedding_config import EMBED
 from ..runtime.allowed_keys import OPERATOR
 from ..runtime.keyring import CONTROLLER, load_keys
 from ..runtime.lifecycle import on_stop_signal
@@ -247,13 +246,7 @@ class LocalCluster:
 
     @staticmethod
     def _controller(settings: ServeSettings) -> ControllerCore:
-        bounds = Bounds(
-            prefill_min=settings.prefill_min,
-            prefill_max=settings.prefill_max,
-            decode_min=settings.decode_min,
-            decode_max=settings.decode_max,
-            embeds=settings.task == EMBED,
-        )
+        bounds = Bounds.of(settings)
         targets = {"prefill": settings.prefill, "decode": settings.decode}
         limits = ControllerLimits(grace=settings.grace)
         return ControllerCore(targets, router_names(settings), limits, bounds)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from .config import MAX_MEMBERS
+from ..engine.embedding_config import EMBED
+from .config import MAX_MEMBERS, ServeSettings
 from .launcher import DECODE, POOLS, PREFILL
 
 
@@ -18,6 +19,17 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     decode_min: int = 0
     decode_max: int = 0
     embeds: bool = False
+
+    @classmethod
+    def of(cls, settings: ServeSettings) -> Bounds:
+        """What the settings say."""
+        return cls(
+            prefill_min=settings.prefill_min,
+            prefill_max=settings.prefill_max,
+            decode_min=settings.decode_min,
+            decode_max=settings.decode_max,
+            embeds=settings.task == EMBED,
+        )
 
     def least(self, role: str) -> int:
         """Fewest workers of a pool that serves."""

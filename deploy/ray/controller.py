@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from ...engine.embedding_config import EMBED
 from ...runtime.allowed_keys import OPERATOR
 from ...runtime.keyring import CONTROLLER, load_keys
 from ...runtime.loop import Loop
@@ -176,13 +175,7 @@ class RayCluster:
 
 
 def _core(settings: ServeSettings) -> ControllerCore:
-    bounds = Bounds(
-        prefill_min=settings.prefill_min,
-        prefill_max=settings.prefill_max,
-        decode_min=settings.decode_min,
-        decode_max=settings.decode_max,
-        embeds=settings.task == EMBED,
-    )
+    bounds = Bounds.of(settings)
     limits = ControllerLimits(grace=settings.grace, replace=True)
     targets = {"prefill": settings.prefill, "decode": settings.decode}
     return ControllerCore(targets, router_names(settings), limits, bounds)
