@@ -96,6 +96,8 @@ class ClientCore:
         self._heard_at = float("-inf")  # last message of the router
         self._quiet_since = 0.0  # last message, connection or start of activity
         self._ping_at = 0.0
+        self._pinged_at = 0.0
+        self._pings = 0  # so many were sent; the last one's nonce
         self._ticked = 0.0
         self._hint = ""  # why the last handshake failed
 
@@ -300,8 +302,11 @@ class ClientCore:
     def _ping(self, message: Ping, _now: float) -> None:
         self._out.append(Send(Pong(nonce=message.nonce)))
 
-    def _pong(self, _message: Pong, _now: float) -> None:
-        """Being heard was the point."""
+    def _pong(self, message: Pong, now: float) -> None:
+        """The router is there, and has had all that was said before the last ping."""
+        if self._pings and message.nonce == self._pings:
+            for stream in list(self._streams.values()):
+                self._say(stream, stream.unheard(self._pinged_at, now))
 
     # ------------------------------------------------------------------ ends
 
@@ -416,8 +421,9 @@ class ClientCore:
         if now - self._quiet_since > patience:
             self._move(now)
         elif now >= self._ping_at:
-            self._ping_at = now + self._ping_s
-            self._out.append(Send(Ping()))
+            self._ping_at, self._pinged_at = now + self._ping_s, now
+            self._pings += 1
+            self._out.append(Send(Ping(nonce=self._pings)))
 
     def _send_questions(self, now: float) -> None:
         if self._connected:

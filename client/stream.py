@@ -58,6 +58,7 @@ class Stream:
         self.turned_away = 0  # by routers that were about to end
         self.retry_at = now
         self._backoff = FIRST_RETRY_S
+        self._said_at = now  # what is to be answered
         self._asked = -1  # the position that was asked for last
         self._doubt_at = now + FIRST_DOUBT_S
         self._doubt = FIRST_DOUBT_S
@@ -101,6 +102,7 @@ class Stream:
         self.state = State.STOPPING
         self.report = report
         self.stop_until = now + STOP_PATIENCE_S
+        self._backoff, self._said_at = FIRST_RETRY_S, float("inf")
         # At a stop string most workers end by themselves: let their true end come first.
         self.retry_at = now + STOP_GRACE_S if report else now
 
@@ -110,11 +112,22 @@ class Stream:
         """What has to be said (again) now, by state; sets when next."""
         if self.state is State.OPEN:
             return self._doubted(now)
+        self._said_at = now
         self.retry_at = now + self._backoff
         self._backoff = min(2 * self._backoff, LAST_RETRY_S)
         if self.state is State.STOPPING:
             return Cancel(request_id=self.spec.request_id, request=self.key)
         return self._resume(now) if self.secret else self._submit(now)
+
+    def unheard(self, since: float, now: float) -> Message | None:
+        """What to say again when the router has answered a word said at ``since``, after ours.
+
+        It answers in order, so ours or its answer was lost; waiting longer would help nobody.
+        """
+        if self.state is State.OPEN or self._said_at >= since:
+            return None
+        self._backoff = FIRST_RETRY_S
+        return self.repeat(now)
 
     def resume(self, now: float) -> Message | None:
         """Ask for the stream from ``next`` on, unless that was asked lately."""

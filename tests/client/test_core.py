@@ -157,6 +157,20 @@ def test_an_unanswered_submit_is_repeated_with_back_off():
     assert gaps[1] == pytest.approx(2.0, abs=0.06)
 
 
+def test_what_was_lost_is_said_again_when_a_later_ping_is_answered():
+    """A router that answers has no need of our back-off."""
+    bench = Bench("ipc:///x", "ipc:///y")
+    bench.do(Start(spec()))
+    for _ in range(6):
+        done = bench.later(0.55)
+        (ping,) = messages(done, Ping)
+        assert messages(bench.hear(Pong(nonce=ping.nonce)), Submit)
+        assert not messages(bench.hear(Pong(nonce=ping.nonce)), Submit), "said after the ping"
+    bench.hear(Submitted(request_id="r", request=KEY, secret=SECRET))
+    (ping,) = messages(bench.later(0.55), Ping)
+    assert not bench.hear(Pong(nonce=ping.nonce))
+
+
 def test_tokens_before_submitted_count():
     """The message that admitted the request may be the one that got lost."""
     bench = Bench()
@@ -490,6 +504,25 @@ def test_a_lost_cancel_is_repeated_and_then_given_up():
     assert messages(bench.later(1.5), Cancel)
     bench.later(1)
     assert not bench.core.active
+
+
+def test_a_cancel_does_not_inherit_how_long_the_request_was_left_alone():
+    bench = Bench()
+    bench.do(Start(spec()))
+    for _ in range(4):
+        bench.later(1)
+        bench.hear(Pong())
+    bench.do(Stop("r", report=True))
+    assert len(messages(bench.later(1.2), Cancel)) == 2
+
+
+def test_a_cancel_that_waits_is_not_said_because_of_a_pong():
+    bench = Bench()
+    bench.open()
+    (ping,) = messages(bench.later(1.0), Ping)
+    bench.do(Stop("r", report=True))
+    assert not bench.hear(Pong(nonce=ping.nonce))
+    assert messages(bench.later(0.1), Cancel)
 
 
 def test_a_stop_that_wants_to_know():
