@@ -19,8 +19,8 @@ from .digest import payload_digest as numpy_digest
 from .host_arrays import HostArrays
 from .memory import Arena
 
-REVISION = 1
-"""Raise it when a change of the C code changes a bit of any result."""
+REVISIONS = {"amx": 2, "avx512": 1, "avx2": 1, "plain": 1}
+"""Raise that of an instruction set when a change of the C code changes a bit of its results."""
 
 
 @dataclass(slots=True)
@@ -50,8 +50,8 @@ class CpuBackend(HostArrays):
     """Kernels in C; see :class:`~baton.engine.kernels.backend.Backend`.
 
     ``isa`` picks an instruction set by name (``amx``, ``avx512``, ``avx2``, ``plain``), None
-    the best one of this machine. ``amx`` multiplies bfloat16 weights on matrix tiles, with x as
-    the sum of two bfloat16 (within 2^-17), and is ``avx512`` in all else. Wrong arguments
+    the best one of this machine. ``amx`` multiplies bfloat16 weights on matrix tiles, with x
+    rounded to bfloat16 and sums in float32, and is ``avx512`` in all else. Wrong arguments
     raise ValueError before anything is written.
     """
 
@@ -64,7 +64,7 @@ class CpuBackend(HostArrays):
         if chosen not in usable:
             raise ValueError(f"instruction set {isa!r} is not one of {', '.join(usable)}")
         self._isa, (self._panel_floats, self._panel_halves, self._terms_halves) = usable[chosen]
-        self.numerics = f"cpu-{REVISION}-{chosen}"
+        self.numerics = f"cpu-{REVISIONS[chosen]}-{chosen}"
         self._arena = Arena()
 
     def pack_linear(self, parts: Sequence[Weights], bias: F32 | None = None) -> CpuLinear:

@@ -1,12 +1,11 @@
 /* Products with bfloat16 weights on the matrix tiles of AMX (Sapphire Rapids and later); all
  * other kernels are those of AVX-512.
  *
- * A float32 of x is taken as the sum of two bfloat16, its rounding and the rounding of what that
- * leaves: within 2^-17 of it, as tiles multiply nothing wider.
+ * x is rounded to bfloat16, as tiles multiply nothing wider: what everybody computes who runs a
+ * checkpoint of bfloat16 in its own type. Sums stay float32.
  *
- * Invariant: an output starts at the bias and takes, for every 32 terms in order, the tile
- * product of the high parts and then that of the low parts, whichever rows and panels share the
- * tiles and wherever the chain is cut and stored.
+ * Invariant: an output starts at the bias and takes the tile product of every 32 terms in order,
+ * whichever rows and panels share the tiles and wherever the chain is cut and stored.
  */
 #include "kernels.h"
 
@@ -35,8 +34,8 @@
 #define TILE_ROWS 16
 #define WEIGHT_TILE (TERMS * COLUMNS) /* bfloat16 of a panel's step; pairs of terms lie together */
 #define WIDE 4       /* panels side by side for few rows */
-/* Split rows that the second-level cache holds beside the weights that pass. */
-#define SPLIT_BYTES (1 << 20)
+/* Rounded rows that the second-level cache holds beside the weights that pass. */
+#define ROUNDED_BYTES (1 << 20)
 
 /* ---- weights ---- */
 
@@ -58,64 +57,41 @@ static void pack(const void *w, int from_bf16, void *panels, int to_bf16, int64_
     }
 }
 
-/* ---- x in two parts ---- */
+/* ---- x in bfloat16 ---- */
 
-static inline __m512 widen(__m256i halves) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
-}
-
-/* Parts of one float whose rounding is not finite. Both are cut off where the float is finite, so
- * that their sum is as well; else the low one is zero, as the rest of an infinity is no number. */
-static void split_end(float x, uint16_t *high, uint16_t *low) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    int finite = (bits & 0x7f800000) != 0x7f800000, nan = !finite && (bits & 0x7fffff);
-    *high = (uint16_t)(bits >> 16 | (nan ? 0x40 : 0));
-    *low = 0;
-    if (finite) {
-        uint32_t top = bits & 0xffff0000;
-        float rest;
-        memcpy(&rest, &top, 4);
-        rest = x - rest;
-        memcpy(&bits, &rest, 4);
-        *low = (uint16_t)(bits >> 16);
-    }
-}
-
-static inline void split_step(__m512 a, __m512 b, uint16_t *high, uint16_t *low) {
-    __m512i h = (__m512i)_mm512_cvtne2ps_pbh(b, a), ends = _mm512_set1_epi16(0x7f80);
-    __m512 rest_a = _mm512_sub_ps(a, widen(_mm512_castsi512_si256(h)));
-    __m512 rest_b = _mm512_sub_ps(b, widen(_mm512_extracti64x4_epi64(h, 1)));
-    __mmask32 odd = _mm512_cmpeq_epi16_mask(_mm512_and_si512(h, ends), ends);
-    _mm512_storeu_si512(high, h);
-    _mm512_storeu_si512(low, (__m512i)_mm512_cvtne2ps_pbh(rest_b, rest_a));
-    if (__builtin_expect(odd != 0, 0)) {
-        float x[TERMS];
-        _mm512_storeu_ps(x, a);
-        _mm512_storeu_ps(x + 16, b);
+/* The nearest bfloat16 of 32 floats, ties to even. A finite one that would become infinite is cut
+ * off instead: it stays finite, as it does everywhere else in the model. */
+static inline void round_step(__m512 a, __m512 b, uint16_t *to) {
+    const __m512i sign = _mm512_set1_epi16((short)0x8000), end = _mm512_set1_epi16(0x7f80);
+    __m512i h = (__m512i)_mm512_cvtne2ps_pbh(b, a);
+    __mmask32 ends = _mm512_cmpeq_epi16_mask(_mm512_andnot_si512(sign, h), end);
+    _mm512_storeu_si512(to, h);
+    if (__builtin_expect(ends != 0, 0)) {
+        uint32_t bits[TERMS];
+        _mm512_storeu_ps(bits, a);
+        _mm512_storeu_ps(bits + 16, b);
         for (int i = 0; i < TERMS; i++)
-            if (odd >> i & 1) split_end(x[i], high + i, low + i);
+            if (ends >> i & 1) to[i] = (uint16_t)(bits[i] >> 16);
     }
 }
 
-/* Rows of x as tiles [ceil(rows / tall), steps, 2 parts, tall, 32]; rows and terms that x lacks
- * are zero. */
-static void split(const float *x, int64_t rows, int64_t in, int64_t tall, uint16_t *tiles) {
-    int64_t steps = steps_of(in), part = tall * TERMS, whole = in / TERMS, rest = in % TERMS;
+/* Rows of x as tiles [ceil(rows / tall), steps, tall, 32]; rows and terms that x lacks are zero. */
+static void round_rows(const float *x, int64_t rows, int64_t in, int64_t tall, uint16_t *tiles) {
+    int64_t steps = steps_of(in), tile = tall * TERMS, whole = in / TERMS, rest = in % TERMS;
     int64_t padded = (rows + tall - 1) / tall * tall;
     __mmask32 there = (__mmask32)((1u << rest) - 1);
     for (int64_t row = 0; row < padded; row++) {
-        uint16_t *to = tiles + row / tall * steps * 2 * part + row % tall * TERMS;
+        uint16_t *to = tiles + row / tall * steps * tile + row % tall * TERMS;
         const float *from = x + row * in;
         if (row >= rows) {
-            for (int64_t p = 0; p < 2 * steps; p++) memset(to + p * part, 0, TERMS * 2);
+            for (int64_t s = 0; s < steps; s++) memset(to + s * tile, 0, TERMS * 2);
             continue;
         }
-        for (int64_t s = 0; s < whole; s++, to += 2 * part, from += TERMS)
-            split_step(_mm512_loadu_ps(from), _mm512_loadu_ps(from + 16), to, to + part);
+        for (int64_t s = 0; s < whole; s++, to += tile, from += TERMS)
+            round_step(_mm512_loadu_ps(from), _mm512_loadu_ps(from + 16), to);
         if (rest)
-            split_step(_mm512_maskz_loadu_ps((__mmask16)there, from),
-                       _mm512_maskz_loadu_ps((__mmask16)(there >> 16), from + 16), to, to + part);
+            round_step(_mm512_maskz_loadu_ps((__mmask16)there, from),
+                       _mm512_maskz_loadu_ps((__mmask16)(there >> 16), from + 16), to);
     }
 }
 
@@ -125,7 +101,7 @@ static void split(const float *x, int64_t rows, int64_t in, int64_t tall, uint16
 #define FENCE() __asm__ volatile("" ::: "memory")
 
 typedef struct {
-    const uint16_t *tiles; /* split rows of the first tile; the next one's are `next` behind */
+    const uint16_t *tiles; /* rows of the first tile; the next one's are `next` behind */
     int64_t tall, next;
     const uint16_t *panels; /* the first panel; the others are `stride` apart */
     int64_t stride, steps;
@@ -166,7 +142,7 @@ static inline void fetch(const uint16_t *tiles, int64_t stride, int quarter) {
  * stops at each page: a step ahead is fetched, in the end that of the next four panels. */
 static void one_by_four(const Block *b) {
     const uint16_t *x = b->tiles, *w = b->panels;
-    int64_t part = b->tall * TERMS, stride = b->stride;
+    int64_t tile = b->tall * TERMS, stride = b->stride;
     FENCE();
     START(0, 0);
     START(1, 1);
@@ -175,12 +151,10 @@ static void one_by_four(const Block *b) {
 #define WITH_PANEL(T, W, P)                                                                        \
     fetch(ahead, stride, P);                                                                       \
     _tile_loadd(W, w + (P)*stride, 64);                                                            \
-    _tile_dpbf16ps(T, 4, W);                                                                       \
-    _tile_dpbf16ps(T, 5, W)
-    for (int64_t s = 1; s <= b->steps; s++, x += 2 * part, w += WEIGHT_TILE) {
+    _tile_dpbf16ps(T, 4, W)
+    for (int64_t s = 1; s <= b->steps; s++, x += tile, w += WEIGHT_TILE) {
         const uint16_t *ahead = w + WEIGHT_TILE + (s < b->steps ? 0 : (WIDE - 1) * stride);
         _tile_loadd(4, x, 64);
-        _tile_loadd(5, x + part, 64);
         WITH_PANEL(0, 6, 0);
         WITH_PANEL(1, 7, 1);
         WITH_PANEL(2, 6, 2);
@@ -195,19 +169,16 @@ static void one_by_four(const Block *b) {
 
 static void one_by_two(const Block *b) {
     const uint16_t *x = b->tiles, *w = b->panels;
-    int64_t part = b->tall * TERMS, stride = b->stride;
+    int64_t tile = b->tall * TERMS, stride = b->stride;
     FENCE();
     START(0, 0);
     START(1, 1);
-    for (int64_t s = 0; s < b->steps; s++, x += 2 * part, w += WEIGHT_TILE) {
+    for (int64_t s = 0; s < b->steps; s++, x += tile, w += WEIGHT_TILE) {
         _tile_loadd(4, x, 64);
         _tile_loadd(6, w, 64);
         _tile_loadd(7, w + stride, 64);
-        _tile_loadd(5, x + part, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(0, 5, 6);
-        _tile_dpbf16ps(1, 5, 7);
     }
     STORE(0, 0, 0);
     STORE(1, 0, 1);
@@ -215,15 +186,13 @@ static void one_by_two(const Block *b) {
 
 static void one_by_one(const Block *b) {
     const uint16_t *x = b->tiles, *w = b->panels;
-    int64_t part = b->tall * TERMS;
+    int64_t tile = b->tall * TERMS;
     FENCE();
     START(0, 0);
-    for (int64_t s = 0; s < b->steps; s++, x += 2 * part, w += WEIGHT_TILE) {
+    for (int64_t s = 0; s < b->steps; s++, x += tile, w += WEIGHT_TILE) {
         _tile_loadd(4, x, 64);
         _tile_loadd(6, w, 64);
-        _tile_loadd(5, x + part, 64);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(0, 5, 6);
     }
     STORE(0, 0, 0);
 }
@@ -232,13 +201,13 @@ static void one_by_one(const Block *b) {
  * cache to others), the panels meet the next rows as well. */
 static void two_by_two(const Block *b) {
     const uint16_t *x = b->tiles, *w = b->panels, *later = b->later;
-    int64_t part = b->tall * TERMS, next = b->next, stride = b->stride;
+    int64_t tile = b->tall * TERMS, next = b->next, stride = b->stride;
     FENCE();
     START(0, 0);
     START(1, 1);
     START(2, 0);
     START(3, 1);
-    for (int64_t s = 0; s < b->steps; s++, x += 2 * part, w += WEIGHT_TILE) {
+    for (int64_t s = 0; s < b->steps; s++, x += tile, w += WEIGHT_TILE) {
         for (int64_t line = 0; line < b->share; line++, later += 32)
             _mm_prefetch((const char *)later, _MM_HINT_T1);
         _tile_loadd(6, w, 64);
@@ -247,12 +216,6 @@ static void two_by_two(const Block *b) {
         _tile_loadd(7, w + stride, 64);
         _tile_dpbf16ps(1, 4, 7);
         _tile_stream_loadd(5, x + next, 64);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-        _tile_stream_loadd(4, x + part, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_stream_loadd(5, x + next + part, 64);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
@@ -276,7 +239,7 @@ static const float zeros[WIDE * COLUMNS];
 /* `rows` from `row` on with `count` panels. What lies partly outside of y is computed beside it. */
 static void block(const Product *p, int64_t row, int64_t rows, int64_t panel, int64_t count,
                   int64_t fetched, int64_t share) {
-    int64_t stride = p->steps * WEIGHT_TILE, next = p->steps * 2 * p->tall * TERMS;
+    int64_t stride = p->steps * WEIGHT_TILE, next = p->steps * p->tall * TERMS;
     int64_t tiles = rows > TILE_ROWS ? 2 : 1, columns = p->out - panel * COLUMNS;
     int whole = rows == tiles * p->tall && columns >= count * COLUMNS;
     float beside[2 * TILE_ROWS * WIDE * COLUMNS], *y = p->y + row * p->out + panel * COLUMNS;
@@ -316,10 +279,10 @@ static void many_rows(const Product *p) {
     }
 }
 
-/* Rows whose parts are made at a time: as even shares of all as the cache allows. */
+/* Rows that are rounded at a time: as even shares of all as the cache allows. */
 static int64_t rows_at_once(int64_t rows, int64_t row_bytes) {
     const int64_t pair = 2 * TILE_ROWS;
-    int64_t fits = SPLIT_BYTES / (row_bytes * pair), pairs = (rows + pair - 1) / pair;
+    int64_t fits = ROUNDED_BYTES / (row_bytes * pair), pairs = (rows + pair - 1) / pair;
     int64_t passes = fits < 1 ? pairs : (pairs + fits - 1) / fits;
     return passes > 1 ? (pairs + passes - 1) / passes * pair : rows;
 }
@@ -328,7 +291,7 @@ static int linear(const float *x, const void *panels, int bf16, const float *bia
                   int64_t rows, int64_t in, int64_t out) {
     if (!bf16) return kernels_avx512.linear(x, panels, bf16, bias, y, rows, in, out);
     if (rows == 0 || out == 0) return 0;
-    int64_t steps = steps_of(in), row_bytes = steps * TERMS * 2 * (int64_t)sizeof(uint16_t);
+    int64_t steps = steps_of(in), row_bytes = steps * TERMS * (int64_t)sizeof(uint16_t);
     int64_t tall = rows < TILE_ROWS ? rows : TILE_ROWS, most = rows_at_once(rows, row_bytes);
     uint16_t *tiles = aligned_alloc(64, (size_t)((most + tall - 1) / tall * tall * row_bytes));
     if (!tiles) return -1;
@@ -336,7 +299,7 @@ static int linear(const float *x, const void *panels, int bf16, const float *bia
     for (int64_t row = 0; row < rows; row += most) {
         Product p = {tiles, panels, bias, y + row * out, rows - row, tall, steps, out};
         if (p.rows > most) p.rows = most;
-        split(x + row * in, p.rows, in, tall, tiles);
+        round_rows(x + row * in, p.rows, in, tall, tiles);
         if (p.rows <= TILE_ROWS) few_rows(&p);
         else many_rows(&p);
     }

@@ -36,14 +36,14 @@ def make_weights(rng, out, width, kind):
 def tolerance(x, weights, bias, numerics):
     """Rounding bound of a sum of products in any order, at the size random errors reach.
 
-    Tiles (amx) take x as two bfloat16, so a product of theirs may be 2^-17 of it away. The sum of
+    Tiles (amx) round x to bfloat16, so a product of theirs may be 2^-8 of it away. The sum of
     these distances is within that of all sizes and, as signs differ, grows like their square root.
     """
     a, b = np.abs(x).astype(np.float64), np.abs(widen(weights)).T.astype(np.float64)
     magnitude = a @ b
     limit = EPS * (4 + 2 * np.sqrt(x.shape[1])) * (magnitude + np.abs(bias))
     if weights.dtype == np.uint16 and numerics.endswith("amx"):
-        limit += 2.0**-17 * np.minimum(magnitude, 3 * np.sqrt(a**2 @ b**2))
+        limit += 2.0**-8 * np.minimum(magnitude, 3 * np.sqrt(a**2 @ b**2))
     return limit
 
 
@@ -108,7 +108,7 @@ def test_parts_are_stacked(backend, rng, kinds):
     if backend.row_independent and not tiles:
         assert np.array_equal(together, apart)
     else:
-        np.testing.assert_allclose(together, apart, rtol=0, atol=1e-4 if tiles else 1e-5)
+        np.testing.assert_allclose(together, apart, rtol=0, atol=5e-2 if tiles else 1e-5)
 
 
 def test_bf16_weights_stay_half_as_large(compiled, rng):
@@ -177,7 +177,10 @@ def test_what_is_no_number_stays_so_in_its_row(compiled, rng, poisoned, kind):
 
 @pytest.mark.parametrize("kind", ["f32", "bf16"])
 def test_the_ends_of_the_range(compiled, rng, poisoned, kind):
-    """The largest floats round to no bfloat16; below the normal ones zero is near enough."""
+    """The largest floats, which round to no bfloat16, stay finite and, on tiles, lose what is
+    behind its bits; below the normal ones zero is near enough.
+    """
+    tiles = kind == "bf16" and compiled.numerics.endswith("amx")
     top = np.finfo(np.float32).max
     ones = np.ones((3, 40), np.float32)
     weights = bf16_bits(ones) if kind == "bf16" else ones
@@ -189,7 +192,7 @@ def test_the_ends_of_the_range(compiled, rng, poisoned, kind):
     compiled.linear(x, packed, y)
     assert np.isfinite(y).all()
     largest = np.repeat([[x[0, 7]], [x[1, 33]], [x[2, 0]]], 3, axis=1)
-    np.testing.assert_allclose(y[:3] / 2.0**100, largest / 2.0**100, rtol=2.0**-16)
+    np.testing.assert_allclose(y[:3] / 2.0**100, largest / 2.0**100, rtol=2.0**-8 if tiles else 0)
     np.testing.assert_allclose(y[3], 1e-40, rtol=0, atol=2.0**-126)
     assert not y[4].any()
     np.testing.assert_allclose(y[5], 40 * 2.0**-126, rtol=1e-6)
