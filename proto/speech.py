@@ -31,6 +31,13 @@ def _room() -> Integers:
     return np.zeros(SPEECH_ROOM, np.int32)
 
 
+def _roomy(tokens: Integers) -> Integers:
+    """A copy with zeroed room behind, as much as one that grew in small steps has."""
+    room = np.zeros((len(tokens) // SPEECH_ROOM + 1) * SPEECH_ROOM, tokens.dtype)
+    room[: len(tokens)] = tokens
+    return room
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class TTSContext(TextContext):
     """One speech request.
@@ -59,7 +66,10 @@ class TTSContext(TextContext):
         TextContext.__post_init__(self)  # the class cell of a slotted dataclass is another
         if not 0 <= self._speech_token_end_idx <= len(self._speech_tokens):
             raise ValueError("the speech tokens end behind their array")
-        if not self._speech_tokens.flags.writeable:
+        if self._speech_token_size == self._speech_token_end_idx == len(self._speech_tokens):
+            self._speech_tokens = _roomy(self._speech_tokens)  # sent without, see `trimmed`
+            self._speech_token_size = len(self._speech_tokens)
+        elif not self._speech_tokens.flags.writeable:
             self._speech_tokens = self._speech_tokens.copy()
 
     def __eq__(self, other: object) -> bool:
@@ -160,16 +170,14 @@ class TTSContext(TextContext):
     def _take(self, wire: WireSpeechContext) -> None:
         TextContext._take(self, wire)
         speech = _no_tokens() if wire.speech_tokens is None else wire.speech_tokens
-        size = max(SPEECH_ROOM, -(-(len(speech) + 1) // SPEECH_ROOM) * SPEECH_ROOM)
-        room = np.zeros(size, speech.dtype)
-        room[: len(speech)] = speech
+        room = _roomy(speech)
         prompt = wire.audio_prompt_tokens
         self.audio_prompt_tokens = _no_tokens() if prompt is None else prompt
         self.buffer_speech_tokens = wire.buffer_speech_tokens
         self.audio_buffer = wire.audio_buffer
         self.prev_samples_beyond_offset = wire.prev_samples_beyond_offset
         self.streaming = wire.streaming
-        self._speech_token_size = size
+        self._speech_token_size = len(room)
         self._speech_token_end_idx = len(speech)
         self._speech_tokens = room
         self.decoded_index = wire.decoded_index

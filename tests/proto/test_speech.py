@@ -1,7 +1,15 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
-from baton.proto import GenerationStatus, TTSContext
+from baton.proto import (
+    GenerationStatus,
+    TTSContext,
+    msgpack_numpy_decoder,
+    msgpack_numpy_encoder,
+)
+from baton.proto.equality import same
 
 ACTIVE, EOS = GenerationStatus.ACTIVE, GenerationStatus.END_OF_SEQUENCE
 
@@ -112,3 +120,17 @@ def test_equality_is_by_value_without_the_room():
     assert (one._speech_token_size, two._speech_token_size) == (640, 512)
     assert one == two
     assert TTSContext.from_wire(one.to_wire(), "r") == one
+
+
+@pytest.mark.parametrize("count", [0, 3, 127, 128, 200])
+def test_every_field_arrives_as_it_was_in_one_buffer(count):
+    sent = context()
+    for at in range(0, count, 100):
+        sent.update_speech_tokens(np.arange(min(100, count - at), dtype=np.int32))
+    got = msgpack_numpy_decoder(TTSContext)(msgpack_numpy_encoder()(sent))
+    for item in dataclasses.fields(sent):
+        assert same(getattr(got, item.name), getattr(sent, item.name)), item.name
+    for ctx in (sent, got):
+        ctx.update_speech_tokens(np.array([7, 8]))
+    assert got == sent
+    assert got.speech_tokens.tolist()[-2:] == [7, 8]
