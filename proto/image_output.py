@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from .errors import ConfigError
+from .errors import ConfigError, InputError
 from .ids import RequestID
 from .png import encode_png
 from .status import GenerationStatus
@@ -19,7 +19,7 @@ from .status import GenerationStatus
 class OutputImageContent:
     """One image as base64 text, or where it is to be found.
 
-    ``format``: ``png``, ``jpeg`` and so on.
+    ``format``: ``png``, ``jpeg`` and so on, in small letters.
     """
 
     image_data: str | None = None
@@ -33,15 +33,22 @@ class OutputImageContent:
             raise ValueError(f"the type of an output image is not {self.type[:40]!r}")
 
     @classmethod
-    def from_numpy(cls, array: npt.NDArray[Any], format: str = "png") -> OutputImageContent:  # noqa: A002
-        """The image of uint8 ``[height, width]`` or ``[height, width, channels]``.
+    def from_numpy(
+        cls,
+        array: npt.NDArray[Any],
+        format: str = "png",  # noqa: A002
+        detail: str | None = None,
+    ) -> OutputImageContent:
+        """The image of uint8 ``[height, width]`` or ``[height, width, 1, 3 or 4 channels]``.
 
-        ValueError for other arrays. PNG needs nothing else; other formats need Pillow
+        ``detail``: how closely a reader should look, passed on. ValueError for other arrays
+        and for what the format cannot hold. PNG needs nothing else; other formats need Pillow
         (``pip install baton[images]``), ConfigError without it.
         """
         png = encode_png(array)
-        data = png if format.lower() == "png" else _converted(png, format)
-        return cls(image_data=base64.b64encode(data).decode(), format=format)
+        name = format.lower()
+        data = png if name == "png" else _converted(png, name)
+        return cls(image_data=base64.b64encode(data).decode(), format=name, detail=detail)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,5 +73,8 @@ def _converted(png: bytes, wanted: str) -> bytes:
             f"images as {wanted[:40]!r} need Pillow: pip install 'baton[images]'"
         ) from None
     out = io.BytesIO()
-    Image.open(io.BytesIO(png)).save(out, format=wanted)
+    try:
+        Image.open(io.BytesIO(png)).save(out, format=wanted)
+    except (KeyError, OSError) as error:
+        raise InputError(f"the image cannot be written as {wanted[:40]!r}: {error}") from None
     return out.getvalue()

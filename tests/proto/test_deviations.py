@@ -15,6 +15,7 @@ from baton.proto import (
     GenerationStatus,
     InputError,
     LogProbabilities,
+    OutputImageContent,
     SamplingParams,
     SamplingParamsGenerationConfigDefaults,
     SamplingParamsInput,
@@ -283,3 +284,11 @@ def test_v19_a_placeholder_was_never_seen_by_the_matcher():
     ctx.set_matcher(Matcher())
     ctx.rollback(1)
     assert ctx.tokens.all.tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.int64, bool])
+def test_v20_pixels_are_uint8_alone(kind):
+    with pytest.raises(ValueError, match=f"uint8, not {np.dtype(kind)}"):
+        OutputImageContent.from_numpy(np.ones((2, 2, 3), kind))
+    content = OutputImageContent.from_numpy(np.ones((2, 2, 3), np.uint8))
+    assert content.image_data
