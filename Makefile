@@ -29,10 +29,10 @@ export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup demo test check test-full test-oracle test-deploy soak bench gpu-check gpu-bench gpu-wheels clean lock
+.PHONY: help setup demo test check test-full test-oracle test-deploy test-third-party soak bench gpu-check gpu-bench gpu-wheels clean lock
 
 help:  ## this list
-	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 14
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 18
 
 setup: $(VENV)/.installed  ## make the virtual environment and build the kernels
 
@@ -59,6 +59,11 @@ test-oracle: $(ORACLE_VENV)/.installed  ## compare with transformers on fresh ch
 test-deploy: $(RAY_VENV)/.installed  ## `ray up` on hosts made of namespaces (downloads Ray; needs root for most of it)
 	tests/deploy_ray/in_namespaces $(RAY_BIN)/python -m pytest -q -p no:cacheprovider tests/deploy_ray $(ARGS)
 	$(RAY_BIN)/python -m pytest -q -m deploy --ignore tests/deploy_ray $(ARGS)
+
+# The files stay where they are; they are somebody else's and never enter the repository.
+FILES ?=
+test-third-party: $(VENV)/.installed  ## FILES="PATH ...", tests written for the reference pages, on baton.proto
+	@PYTHONPATH=tests $(BIN)/python -m third_party.run $(FILES)
 
 soak: $(VENV)/.installed  ## ten million random operations on contexts against their models
 	$(BIN)/python -m pytest -q tests/proto/test_model.py --operations 10000000 --timeout 0 $(ARGS)
