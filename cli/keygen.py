@@ -9,10 +9,12 @@ from ..proto.errors import ConfigError
 from ..runtime import keyfiles
 from ..runtime.allowed_keys import ROLES, KeyEntry
 from ..runtime.keyring import KEY_SUFFIX
+from ..runtime.keyshares import write_share
 
 _EPILOG = """\
 Without an option it makes FOLDER with a key for each role, and never touches one that is there.
-A host needs allowed.toml and the .key files of what runs there, no others.
+A host needs allowed.toml and the .key files of what runs there, no others: --for ROLE,ROLE --to
+NEW-FOLDER makes a folder of just these (with --host also the keys made for that host).
 """
 
 
@@ -29,6 +31,13 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     what.add_argument("--retire", metavar="KEY", help="let in only the newest of a replaced key")
     what.add_argument("--revoke", metavar="KEY", help="let a key in no more and remove its file")
+    what.add_argument(
+        "--for",
+        dest="roles",
+        metavar="ROLES",
+        help=f"copy the list and the keys of these roles, with commas between: {', '.join(ROLES)}",
+    )
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="with --for: where to")
     parser.add_argument(
         "--name",
         action="append",
@@ -36,16 +45,25 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         metavar="NAME",
         help="with --add: whom the key is for, as decode-1; then nobody else may use that name",
     )
-    parser.add_argument("--host", default="", metavar="HOST", help="with --add: whose key it is")
+    parser.add_argument(
+        "--host", default="", metavar="HOST", help="with --add and --for: whose key it is"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Make or change the folder, and say what is where."""
     folder: Path = arguments.folder
-    if (arguments.name or arguments.host) and not arguments.add:
-        raise ConfigError("--name and --host go with --add ROLE")
-    if arguments.add:
+    if arguments.name and not arguments.add:
+        raise ConfigError("--name goes with --add ROLE")
+    if arguments.host and not (arguments.add or arguments.roles):
+        raise ConfigError("--host goes with --add ROLE or --for ROLES")
+    if (arguments.to is None) != (arguments.roles is None):
+        raise ConfigError("--for ROLES and --to FOLDER go together")
+    if arguments.roles is not None:
+        write_share(folder, arguments.to, arguments.roles.split(","), arguments.host)
+        print(f"made {arguments.to}: " + " ".join(sorted(p.name for p in arguments.to.iterdir())))
+    elif arguments.add:
         entry = keyfiles.add_key(folder, arguments.add, arguments.name, arguments.host)
         print(f"made {_shown(folder, entry)}")
     elif arguments.rotate:

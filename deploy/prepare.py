@@ -91,11 +91,15 @@ def make_plan(settings: ServeSettings, folder: RunFolder | None) -> ClusterPlan:
     return resolve_plan(settings, book, secrets.token_hex(32), default_kv_bytes(settings))
 
 
-def check_keys(plan: ClusterPlan) -> None:
-    """Read every process's keys once; ConfigError now instead of from each of them."""
+def check_keys(plan: ClusterPlan, *roles: str) -> None:
+    """Read every process's keys once; ConfigError now instead of from each of them.
+
+    ``roles``: of those that run on this host; all if none are given.
+    """
     folder = key_folder(plan.settings)
     for spec in plan.processes:
-        load_keys(folder, spec.role, spec.name)
+        if not roles or spec.role in roles:
+            load_keys(folder, spec.role, spec.name)
     load_keys(folder, OPERATOR, CONTROLLER)
 
 

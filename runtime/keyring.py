@@ -61,7 +61,7 @@ class KeyRing:
     def __init__(self, folder: str | Path, role: str, name: str = "") -> None:
         self.folder = Path(folder)
         self.role = role
-        _check_folder(self.folder)
+        check_folder(self.folder)
         self.file = _choose(self.folder, role, name)
         pair = read_pair(self.file)
         self.public, self._secret = pair.public.encode(), pair.secret.encode()
@@ -211,7 +211,8 @@ def _choose(folder: Path, role: str, name: str) -> Path:
     raise ConfigError(f"no {names} in {folder}: make them with baton keygen, or copy them here")
 
 
-def _check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
+    """Raise ConfigError unless it is a folder of ours that others cannot write to."""
     try:
         status = folder.stat()
     except OSError as problem:

@@ -25,6 +25,7 @@ from ..autoscale.pilot import pilot_of
 from ..config import ServeSettings
 from ..controller import ControllerCore
 from ..core import Say
+from ..launcher import ROUTER
 from ..members import Stage
 from ..orders import Down
 from ..plan import ClusterPlan, key_folder, role_of, router_names
@@ -91,7 +92,7 @@ class RayCluster:
         else:
             settings = with_task(ray_settings(settings, head))
         self._plan = ray_plan(settings, key)
-        check_keys(self._plan)
+        check_keys(self._plan, ROUTER)  # workers' keys are on their own hosts, and read there
         self._revisions = Revisions(self._plan, {} if before is None else before.revisions)
         self.address = self._plan.address
         self.admin = settings.admin or admin_address(self.address)

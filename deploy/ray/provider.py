@@ -45,7 +45,8 @@ from .hosts import (
     node_id,
     provider_settings,
 )
-from .remote import HostProblem, Login, Unreachable, check_host, for_all, stop_host
+from .key_copies import SharesKeys, roles_by_type
+from .remote import HostProblem, Login, Unreachable, check_host, for_all, host_name, stop_host
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,9 @@ NODE_VARIABLE = "RAY_CLOUD_INSTANCE_ID"
 SESSION_VARIABLE = "BATON_RAY_SESSION"
 """Set anew by the cluster file for each start of a head: its workers are not the last one's."""
 _LAUNCH = "_launch"  # what `ray up` needs and the head does not; Ray ignores the name
+_ROLES = (
+    "_roles"  # whose keys a node type gets; the head, where workers' nodes are made, has it too
+)
 REST_SECONDS = 30.0
 """How long a host that could not be used is left alone."""
 
@@ -200,6 +204,17 @@ class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when t
         python, venv = self._settings.python, self._settings.venv
         check_host(self._login, host, python, version, RAY_VERSION, venv)
 
+    def get_command_runner(
+        self, log_prefix: str, node_id: str, *arguments: Any, **more: Any
+    ) -> SharesKeys:
+        """Ray's own, but of a key folder it copies what runs on this node alone."""
+        runner = super().get_command_runner(log_prefix, node_id, *arguments, **more)
+        tags = self.node_tags(node_id)
+        roles = self.provider_config.get(_ROLES, {}).get(tags.get(TAG_RAY_USER_NODE_TYPE), [])
+        if tags.get(TAG_RAY_NODE_KIND) == NODE_KIND_HEAD:
+            return SharesKeys(runner, roles)
+        return SharesKeys(runner, roles, lambda: host_name(self._login, host_of(node_id)))
+
     # ------------------------------------------------------------- end
 
     def terminate_node(self, node_id: str) -> None:
@@ -243,6 +258,9 @@ class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when t
             )
         except ConfigError as problem:
             raise click.ClickException(str(problem)) from None
+        config["provider"][_ROLES] = roles_by_type(
+            config["available_node_types"], config["head_node_type"]
+        )
         needed = {
             name: int(kind.get("min_workers", 0))
             for name, kind in config["available_node_types"].items()

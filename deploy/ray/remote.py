@@ -51,6 +51,11 @@ def stop_host(login: Login, host: str, grace: int) -> str:
     return _run_script(login, host, "stop_host.sh", (host, str(grace)), limit)
 
 
+def host_name(login: Login, host: str) -> str:
+    """What the host calls itself. Raises as :func:`check_host`."""
+    return _run(login, host, "uname -n", b"", CHECK_SECONDS)
+
+
 def for_all(
     hosts: Iterable[str], call: Callable[[str], object]
 ) -> dict[str, Unreachable | HostProblem | None]:
@@ -71,11 +76,16 @@ def for_all(
 def _run_script(
     login: Login, host: str, script: str, arguments: tuple[str, ...], limit: float
 ) -> str:
-    command = ["sh", "-s", "--", *arguments]
+    text = (Path(__file__).parent / script).read_bytes()
+    return _run(login, host, shlex.join(["sh", "-s", "--", *arguments]), text, limit, script)
+
+
+def _run(login: Login, host: str, command: str, given: bytes, limit: float, name: str = "") -> str:
+    """What a command there said; ``given``: its input, ``name``: what to call it."""
     try:
         done = subprocess.run(  # noqa: S603 -- arguments, no shell here
-            [*ssh_command(login, host), shlex.join(command)],
-            input=(Path(__file__).parent / script).read_bytes(),
+            [*ssh_command(login, host), command],
+            input=given,
             capture_output=True,
             timeout=limit,
         )
@@ -89,7 +99,7 @@ def _run_script(
     if done.returncode == _SSH_FAILED:
         raise Unreachable(last_line(done.stderr) or "ssh failed")
     if done.returncode:
-        raise HostProblem(f"{script} failed there: {last_line(done.stderr) or words}")
+        raise HostProblem(f"{name or command} failed there: {last_line(done.stderr) or words}")
     return words
 
 

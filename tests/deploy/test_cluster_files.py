@@ -2,6 +2,8 @@
 
 import copy
 import importlib.resources
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,33 @@ def test_the_kubernetes_file_says_that_it_was_not_launched():
 def test_a_file_says_whether_it_was_launched(name):
     head = (FILES / name).read_text().split("\n\n")[0]
     assert (NOT_LAUNCHED in head) == (name not in LAUNCHABLE)
+
+
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+@pytest.mark.parametrize("name", sorted(set(NAMES) - LAUNCHABLE))
+def test_in_a_cloud_a_workers_node_keeps_the_keys_of_its_pool_alone(name, pool, tmp_path):
+    text = (FILES / name).read_text()
+    after = text.split(f'labels: {{"pool": "{pool}"}}')[1]
+    found = re.match(
+        r"\n    initialization_commands:.*\n      - (find /tmp/ray_tmp_mount .*)\n", after
+    )
+    assert found and "  ~/.baton/keys: cluster-keys\n" in text
+    keys = tmp_path / "baton" / "~" / ".baton" / "keys"
+    keys.mkdir(parents=True)
+    ours = {"allowed.toml", f"{pool}.key", f"{pool}@gpu7.key", f"{pool}-3.key"}
+    other = {"prefill": "decode", "decode": "prefill"}[pool]
+    for file in (*ours, "router.key", "operator.key", "client.key", f"{other}.key", "alice.key"):
+        (keys / file).touch()
+    command = found[1].replace("/tmp/ray_tmp_mount", str(tmp_path))
+    subprocess.run(["sh", "-c", command], check=True)
+    assert {path.name for path in keys.iterdir()} == ours
+
+
+def test_on_kubernetes_each_group_of_pods_mounts_a_secret_of_its_own():
+    text = (FILES / "kuberay/raycluster.yaml").read_text()
+    assert re.findall(r"secretName: ([a-z-]+)", text) == [
+        f"baton-keys-{group}" for group in ("head", "prefill", "decode")
+    ]
 
 
 @pytest.mark.deploy

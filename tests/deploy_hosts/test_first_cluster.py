@@ -102,6 +102,18 @@ def test_hosts_join_with_their_pools(cluster):
     assert where == {"router": HEAD, "prefill-0": PREFILL, "decode-0": DECODE}
 
 
+def test_a_host_has_the_keys_of_what_runs_there_and_no_others(cluster):
+    def held(number: int) -> set[str]:
+        said = cluster.lab.hosts[number].run("ls ~/.baton/keys; stat -c %a ~/.baton/keys/*.key")
+        assert set(said.stdout.split()) >= {"600"} and "644" not in said.stdout, said.stdout
+        return {word for word in said.stdout.split() if not word.isdigit()}
+
+    assert held(0) == {"allowed.toml", "router.key", "operator.key", "prefill.key", "decode.key"}
+    assert held(1) == {"allowed.toml", "prefill.key"}
+    assert held(2) == {"allowed.toml", "decode.key"}
+    assert cluster.outside_run("ls /tmp | grep baton-keys- || true").stdout == ""
+
+
 def test_requests_from_outside_give_the_tokens_of_a_local_cluster(cluster, expected):
     assert len(expected) == IN_FLIGHT and all(len(tokens) == 64 for tokens in expected)
     assert answers(ask(cluster)) == expected

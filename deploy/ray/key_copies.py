@@ -1,0 +1,57 @@
+"""What of a key folder goes to a node: Ray's ``file_mounts`` are the same for all of them.
+
+Between Ray's updater and its command runner stands :class:`SharesKeys`. It gives the runner a
+folder of what the node's processes need in place of the whole one; all else passes as it is.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...runtime.allowed_keys import DECODE, OPERATOR, PREFILL, ROUTER
+from ...runtime.keyring import ALLOWED_FILE, KEY_SUFFIX
+from ...runtime.keyshares import write_share
+
+HEAD_ROLES = (ROUTER, OPERATOR, PREFILL, DECODE)
+"""Of the head's keys: its routers' and controller's, and those it hands on to workers' hosts."""
+
+
+def roles_by_type(node_types: Mapping[str, Any], head_type: str) -> dict[str, list[str]]:
+    """Whose keys each node type gets: by its resources, which say what may run there."""
+    found = {}
+    for name, kind in node_types.items():
+        resources = kind.get("resources") or {}
+        found[name] = [role for role in (ROUTER, PREFILL, DECODE) if resources.get(role, 0) > 0]
+    return {**found, head_type: list(HEAD_ROLES)}
+
+
+class SharesKeys:
+    """Ray's command runner of one node, which gets its share of a folder that has a list of keys.
+
+    ``host``: the node's own name; None on the head, which hands on the keys of every host.
+    """
+
+    def __init__(
+        self, runner: Any, roles: list[str], host: Callable[[], str | None] = lambda: None
+    ) -> None:
+        self._runner = runner
+        self._roles = roles
+        self._host = host
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def run_rsync_up(self, source: str, target: str, options: dict[str, Any] | None = None) -> None:
+        """Copy to the node. Raises ConfigError where a folder of keys cannot be used."""
+        folder = Path(source).expanduser()
+        if not (folder / ALLOWED_FILE).exists():
+            self._runner.run_rsync_up(source, target, options)
+            return
+        with tempfile.TemporaryDirectory(prefix="baton-keys-") as draft:
+            share = Path(draft) / "keys"
+            of_hosts = any("@" in path.stem for path in folder.glob(f"*{KEY_SUFFIX}"))
+            write_share(folder, share, self._roles, self._host() if of_hosts else "")
+            self._runner.run_rsync_up(f"{share}/", target, options)
