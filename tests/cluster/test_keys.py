@@ -5,10 +5,9 @@ The sockets are those the kernel lists for the cluster's processes; no setting s
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-import time
+from collections import Counter
 
 import msgspec
 import numpy as np
@@ -18,27 +17,39 @@ import zmq
 from baton.cli.command import main
 from baton.client import Client
 from baton.kv_transfer.checksums import envelope_digest
-from baton.proto.codec import EnvelopeDecoder, EnvelopeEncoder
+from baton.proto.codec import EnvelopeDecoder, EnvelopeEncoder, encode_kv_header
 from baton.proto.errors import AccessDenied
-from baton.proto.messages import Message, PrefillToDecode, Probe, Submit
+from baton.proto.messages import (
+    GrantRef,
+    KVFrame,
+    Message,
+    PrefillToDecode,
+    Probe,
+    Release,
+    Submit,
+)
 from baton.proto.sampling import SamplingParams
 from baton.proto.wire import WireContext
 from baton.runtime.keyfiles import add_key, make_folder
 from baton.runtime.keyring import KeyRing, read_pair
-from baton.runtime.security import CurveKeys
 
 from .conftest import wait_until
 from .driver import Job, ask, ask_all, collect, greedy
-from .listening import descendants, listening_ports, replies
+from .listening import descendants, listening_ports
 from .raw import RawPeer, envelope, golden, hello_map
 from .reference import DATA, cases_of
+from .scan import (
+    check_garbage,
+    check_roles,
+    check_stolen_identity,
+    check_strangers,
+    heard_kinds,
+    keys_of,
+)
 
 pytestmark = pytest.mark.cluster
 
 MODEL = "llama_plain"
-GREETING_BYTES = 64
-SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-DENIED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 
 
 @pytest.fixture(scope="module")
@@ -85,15 +96,6 @@ def ports_of(running) -> dict[str, list[int]]:
     return found
 
 
-def keys_of(folder, file: str, server: str) -> CurveKeys:
-    """The pair of a file, and the newest key of the server's file."""
-    pair = read_pair(folder / f"{file}.key")
-    expected = read_pair(folder / f"{server}.key").public
-    return CurveKeys(
-        public=pair.public.encode(), secret=pair.secret.encode(), server=expected.encode()
-    )
-
-
 def dropped(running) -> dict[str, int]:
     """All processes' counters of what they could not use."""
     with running.client() as client:
@@ -102,20 +104,6 @@ def dropped(running) -> dict[str, int]:
     for worker in status["workers"]:
         counters |= {f"{worker['id']} {k}": v for k, v in worker["dropped"].items()}
     return counters
-
-
-def events_of(peer: RawPeer) -> set[int]:
-    """Kinds of what happened to the peer's connections."""
-    kinds = set()
-    while peer.events.poll(0):
-        head, _ = peer.events.recv_multipart()
-        kinds.add(int.from_bytes(head[:2], "little"))
-    return kinds
-
-
-def everything() -> list[list[bytes]]:
-    """Envelopes of every kind there is."""
-    return [frames for forms in golden().values() for frames in forms]
 
 
 # ------------------------------------------------------------------------------ it serves
@@ -161,7 +149,8 @@ def test_strangers_get_past_no_socket(running, folder):
     for name, found in ports.items():
         for port in found:
             check_garbage(port)
-            check_zeromq(port, name, folder)
+            server = read_pair(folder / f"{name}.key").public.encode()
+            check_strangers(port, server, KeyRing(folder, "operator").pair)
     after = dropped(running)
     grown = {name for name in after if after[name] != before.get(name, 0)}
     assert grown == {
@@ -169,53 +158,6 @@ def test_strangers_get_past_no_socket(running, folder):
         "decode-0 endpoint_refused", "decode-0 data_refused",
         "decode-1 endpoint_refused", "decode-1 data_refused",
     }  # fmt: skip
-
-
-def check_garbage(port: int) -> None:
-    """Whatever bytes come, nothing but the start of ZeroMQ's greeting goes back."""
-    draw = random.Random(port)
-    message = b"BT\x02" + msgspec.msgpack.encode([{"type": "Status"}])
-    zmtp = b"\xff" + bytes(8) + b"\x7f"
-    sent = [
-        b"\0", b"GET / HTTP/1.1\r\n\r\n", message, draw.randbytes(64), draw.randbytes(100_000),
-        bytes([len(message) + 1, 0]) + message,  # ZMTP 1, which has no mechanisms
-        b"\x01\x00" + bytes([len(message) + 1, 0]) + message,
-        zmtp + b"\x01\x05" + b"\0\0" + bytes([0, len(message)]) + message,  # ZMTP 2, neither
-        zmtp + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32) + b"\0" + bytes([len(message)])
-        + message,
-        zmtp + b"\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32) + b"\0" + bytes([len(message)])
-        + message,
-        zmtp + b"\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32) + b"\x04\xc8\x05HELLO\x01\0"
-        + draw.randbytes(192),
-    ]  # fmt: skip
-    for reply in replies(port, sent):
-        assert len(reply) <= GREETING_BYTES
-        assert b"CURVE" in reply[12:32] or not reply[12:].strip(b"\0")
-
-
-def check_zeromq(port: int, name: str, folder) -> None:
-    address = f"tcp://127.0.0.1:{port}"
-    public, secret = zmq.curve_keypair()
-    right = read_pair(folder / f"{name}.key").public.encode()
-    mine = KeyRing(folder, "operator").pair
-    strangers = [
-        RawPeer(address),
-        RawPeer(address, keys=CurveKeys(public=public, secret=secret, server=right)),
-        RawPeer(
-            address,
-            keys=CurveKeys(public=mine.public, secret=mine.secret, server=zmq.curve_keypair()[0]),
-        ),
-    ]
-    said = everything()
-    for stranger in strangers:
-        for frames in said:
-            with contextlib.suppress(zmq.Again):  # where ZeroMQ has given up
-                stranger._socket.send_multipart(frames, zmq.NOBLOCK)
-    time.sleep(0.5)
-    for stranger in strangers:
-        assert SUCCEEDED not in events_of(stranger)
-        assert not stranger._socket.poll(0)
-        stranger.__exit__()
 
 
 def test_a_listed_key_gets_past_only_where_its_role_belongs(running, folder):
@@ -233,17 +175,9 @@ def test_a_listed_key_gets_past_only_where_its_role_belongs(running, folder):
         (control, "decode-0"): {"prefill-9", "router", "operator"},
         (data, "decode-0"): {"prefill-9"},
     }
+    files = ("router", "prefill-9", "decode-9", "client", "operator")
     for (port, server), roles in table.items():
-        peers = {
-            file: RawPeer(f"tcp://127.0.0.1:{port}", keys=keys_of(folder, file, server))
-            for file in ("router", "prefill-9", "decode-9", "client", "operator")
-        }
-        outcome = {file: SUCCEEDED if file in roles else DENIED for file in peers}
-        for file, peer in peers.items():
-            seen: set[int] = set()
-            wait_until(lambda: seen.update(events_of(peer)) or {SUCCEEDED, DENIED} & seen)  # noqa: B023
-            assert {SUCCEEDED, DENIED} & seen == {outcome[file]}, (port, file)
-            peer.__exit__()
+        check_roles(port, server, folder, files, roles)
 
 
 # ------------------------------------------------------------------------------ roles
@@ -276,15 +210,6 @@ def worker_address(running) -> str:
     client = int(running.address.rpartition(":")[2])
     (port,) = (port for port in ports_of(running)["router"] if port != client)
     return f"tcp://127.0.0.1:{port}"
-
-
-def thief_hears(thief: RawPeer) -> set[str]:
-    """Kinds of all that still comes; anybody may be asked whether it lives."""
-    kinds = set()
-    while thief._socket.poll(100):
-        first = thief._socket.recv_multipart()[0]
-        kinds |= {message["type"] for message in msgspec.msgpack.decode(first[3:])}
-    return kinds
 
 
 def rejected(peer: RawPeer) -> dict:
@@ -323,7 +248,7 @@ def test_a_stolen_worker_id_gets_nothing(running, folder, file, changes, code):
                 answer = rejected(thief)
                 assert (answer["type"], answer["code"]) == ("Rejected", code), answer
             assert [collect(job).tokens for job in jobs] == [case.greedy] * 6
-            assert thief_hears(thief) <= {"Ping"}
+            assert heard_kinds(thief) <= {"Ping"}
     assert {w["id"] for w in running.workers().values()} == set(victims)
 
 
@@ -367,6 +292,40 @@ def test_a_prefill_worker_cannot_speak_for_another(running, folder):
             assert answer["code"] == "access_denied", answer
 
 
+def test_blocks_for_another_workers_grant_are_refused(running, folder):
+    """Whoever guesses a grant cannot write into it: a frame counts with its owner's key alone."""
+    ports = ports_of(running)["decode-0"]
+    decode = running.workers()["decode-0"]["endpoint"]
+    (data,) = (port for port in ports if port != int(decode.rpartition(":")[2]))
+    ours = random.getrandbits(63)
+    opened = msgspec.structs.replace(_sample("Open"), worker="prefill-9", incarnation=ours)
+    reserve = msgspec.structs.replace(
+        _sample("Reserve"), request=os.urandom(16), incarnation=ours, hashes=[], num_tokens=8
+    )
+    with RawPeer(decode, keys=keys_of(folder, "prefill-9", "decode-0")) as owner:
+        owner.send(*_sealed(opened))
+        owner.send(*_sealed(reserve))
+        grant = owner.hear_until(lambda message: message["type"] == "Grant")[-1]["grant"]
+        header = KVFrame(
+            grant=GrantRef(*grant), index=0, layer_start=0, layer_count=1, block_start=0,
+            block_count=1, nbytes=64, checksum=0,
+        )  # fmt: skip
+        for file, foreign in (("prefill-0", 3), ("prefill", 3), ("prefill-9", 0)):
+            before = dropped(running)
+            keys = keys_of(folder, file, "decode-0")
+            with RawPeer(f"tcp://127.0.0.1:{data}", keys=keys) as sender:
+                for _ in range(3):
+                    sender.send(encode_kv_header(header), bytes(64))
+
+                def grown(before=before) -> Counter[str]:
+                    return Counter(dropped(running)) - Counter(before)
+
+                wait_until(lambda: grown().total() >= 3)
+                assert grown().get("decode-0 data_access_denied", 0) == foreign, (file, grown())
+        owner.send(*_sealed(Release(request=reserve.request, attempt=reserve.attempt)))
+        owner.hear_until(lambda message: message["type"] == "Released")
+
+
 def _sample(kind: str) -> Message:
     """A message of a kind, as the golden file has it."""
     return EnvelopeDecoder[Message](PrefillToDecode).decode(golden()[kind][0])[0]
@@ -389,8 +348,5 @@ def test_a_stolen_identity_gets_no_tokens_of_its_owner(running, folder):
     ) as victim:
         victim.say(Submit(request_id="mine", context=context))
         victim.hear_until(lambda message: message["type"] == "Tokens")
-    for _ in range(40):  # the victim has gone in mid-stream
-        with RawPeer(running.address, keys=thief_keys, identity=identity) as thief:
-            thief.send(envelope({"type": "Ping", "nonce": 1}))
-            assert thief_hears(thief) <= {"Pong", "Ping"}
+    check_stolen_identity(running.address, thief_keys, identity)  # who has gone in mid-stream
     assert dropped(running).get("router client_intruders", 0) > 0
