@@ -57,6 +57,7 @@ test-oracle: $(ORACLE_VENV)/.installed  ## compare with transformers on fresh ch
 	$(ORACLE_BIN)/python -m pytest -q -m oracle $(ARGS)
 
 test-deploy: $(RAY_VENV)/.installed  ## `ray up` on hosts made of namespaces (downloads Ray; needs root for most of it)
+	@$(RAY_BIN)/python -m compileall -q $(CURDIR)/src/baton/* # nobody, who runs them, cannot
 	tests/deploy_ray/in_namespaces $(RAY_BIN)/python -m pytest -q -p no:cacheprovider tests/deploy_ray $(ARGS)
 	$(RAY_BIN)/python -m pytest -q -m deploy --ignore tests/deploy_ray $(ARGS)
 
