@@ -24,10 +24,11 @@ def undisturbed(cluster) -> list[list[int]]:
     return tokens(run(cluster.address, WORK))
 
 
-def strike(cluster, *pids: int, lost: str = ""):
+def strike(cluster, *pids: int, lost: str = "", nodes: dict[str, int] | None = None):
     """A disturbance: SIGKILL once half of the 100 requests have tokens.
 
-    ``lost``: the worker that this costs; it is said how long the router takes to know.
+    ``lost``: the worker that this costs; it is said how long the router takes to know. By then
+    Ray has not begun to replace anything: ``nodes`` live, and no more.
     """
 
     def known() -> bool:
@@ -39,6 +40,7 @@ def strike(cluster, *pids: int, lost: str = ""):
             os.kill(pid, signal.SIGKILL)
         if lost:
             await asyncio.to_thread(timed, f"requests of {lost} re-routed", known)
+        assert nodes is None or cluster.bed.nodes() == nodes
 
     return disturb
 
@@ -103,8 +105,9 @@ def test_requests_of_a_lost_node_go_on_elsewhere(cluster, undisturbed, replayed)
     raylet = parent(actor)
     assert raylet in cluster.bed.raylets("decode")
     before = replayed()
-    streams = run(cluster.address, WORK, strike(cluster, raylet, actor, lost="decode-1"))
-    assert cluster.bed.nodes()["decode"] == 1
+    nodes = {"prefill": 2, "decode": 1}
+    blow = strike(cluster, raylet, actor, lost="decode-1", nodes=nodes)
+    streams = run(cluster.address, WORK, blow)
     assert tokens(streams) == undisturbed
     assert replayed() > before
     timed("the lost node replaced", lambda: cluster.wait_replaced("decode-1", worker) or True)
