@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -115,3 +116,52 @@ def tokens(streams: Sequence[Stream]) -> list[list[int]]:
         if stream.error is not None:
             raise stream.error
     return [stream.tokens for stream in streams]
+
+
+def under_load(
+    address: str, work: Sequence[Job], what: Callable[[], object], limit: float = 100.0
+) -> list[tuple[int, Stream]]:
+    """Run ``what`` while all jobs are in flight, each asked again as soon as it has ended.
+
+    Returns the streams, with their job's number. ``limit``: seconds for all of it.
+    """
+    done = threading.Event()
+    ended: list[tuple[int, Stream]] = []
+
+    async def keep_asking(client: AsyncClient, number: int, salt: str) -> None:
+        rounds = 0
+        while not done.is_set() or not rounds:
+            rounds += 1
+            stream = Stream()
+            ended.append((number, stream))
+            await follow(client, work[number], stream, f"{salt}-{rounds}")
+
+    async def disturb() -> None:
+        try:
+            while sum(bool(stream.tokens) for _, stream in ended) < len(work) // 2:
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(what)
+        finally:
+            done.set()
+
+    async def body() -> None:
+        salt = new_salt()
+        async with (
+            asyncio.timeout(limit),
+            AsyncClient(address) as client,
+            asyncio.TaskGroup() as group,
+        ):
+            for number in range(len(work)):
+                group.create_task(keep_asking(client, number, salt))
+            group.create_task(disturb())
+
+    asyncio.run(body())
+    return ended
+
+
+def check(ended: Sequence[tuple[int, Stream]], undisturbed: Sequence[list[int]]) -> None:
+    """Every job was asked, and every request ended with the tokens of its job."""
+    assert {number for number, _ in ended} == set(range(len(undisturbed)))
+    for number, stream in ended:
+        assert stream.error is None, stream.error
+        assert stream.tokens == undisturbed[number]

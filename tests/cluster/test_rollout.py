@@ -5,24 +5,20 @@ to give the tokens of an undisturbed run.
 """
 
 import asyncio
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from baton.client import AsyncClient
 from baton.deploy.admin import GoDown, Overview, Result, RollOut, ScalePools
 from baton.deploy.admin_client import AdminClient
 from baton.proto.errors import RequestFailed
 
 from .conftest import alive, wait_until
-from .streams import Stream, begun, follow, jobs, new_salt, run, tokens
+from .streams import Stream, begun, check, jobs, run, tokens, under_load
 
 pytestmark = pytest.mark.cluster
 
-IN_FLIGHT = 100
-WORK = jobs(IN_FLIGHT, prompt=60, new=40)
+WORK = jobs(100, prompt=60, new=40)
 OTHER_MODEL = Path(__file__).parents[1] / "data/checkpoints/qwen3"
 
 
@@ -45,42 +41,6 @@ def pids(cluster) -> dict[str, int]:
     return {member.name: member.pid for member in overview(cluster).members}
 
 
-def under_load(address: str, what: Callable[[], object]) -> list[tuple[int, Stream]]:
-    """Run ``what`` while so many requests are in flight; all streams, with their job's number."""
-    done = threading.Event()
-    ended: list[tuple[int, Stream]] = []
-
-    async def keep_asking(client: AsyncClient, number: int, salt: str) -> None:
-        rounds = 0
-        while not done.is_set() or not rounds:
-            rounds += 1
-            stream = Stream()
-            ended.append((number, stream))
-            await follow(client, WORK[number], stream, f"{salt}-{rounds}")
-
-    async def disturb() -> None:
-        try:
-            while sum(bool(stream.tokens) for _, stream in ended) < IN_FLIGHT // 2:
-                await asyncio.sleep(0.01)
-            await asyncio.to_thread(what)
-        finally:
-            done.set()
-
-    async def body() -> None:
-        salt = new_salt()
-        async with (
-            asyncio.timeout(100.0),
-            AsyncClient(address) as client,
-            asyncio.TaskGroup() as group,
-        ):
-            for number in range(IN_FLIGHT):
-                group.create_task(keep_asking(client, number, salt))
-            group.create_task(disturb())
-
-    asyncio.run(body())
-    return ended
-
-
 @pytest.fixture(scope="module")
 def pools(shared_cluster):
     return shared_cluster(prefill=1, decode=2, kv_memory="64MiB", grace=20.0)
@@ -89,14 +49,6 @@ def pools(shared_cluster):
 @pytest.fixture(scope="module")
 def undisturbed(pools):
     return tokens(run(pools.address, WORK))
-
-
-def check(ended: list[tuple[int, Stream]], undisturbed: list[list[int]]) -> None:
-    """Every request ended, with the tokens of its job."""
-    assert len(ended) >= IN_FLIGHT
-    for number, stream in ended:
-        assert stream.error is None, stream.error
-        assert stream.tokens == undisturbed[number]
 
 
 def counted(cluster, name: str) -> int:
@@ -114,7 +66,7 @@ def test_pools_grow_and_shrink_under_load(pools, undisturbed):
         }  # fmt: skip
         order(pools, ScalePools(targets={"prefill": 1, "decode": 1}))
 
-    check(under_load(pools.address, scale), undisturbed)
+    check(under_load(pools.address, WORK, scale), undisturbed)
     assert set(pids(pools)) == {"router", "prefill-0", "decode-0"}
     assert counted(pools, "replayed") == before  # all were drained, none was cut off
     order(pools, ScalePools(targets={"decode": 2}))
@@ -132,7 +84,7 @@ def test_every_worker_and_router_is_replaced_under_load(pools, undisturbed):
                 order(pools, RollOut())
             said.extend(answer.text for answer in answers)
 
-    check(under_load(pools.address, replace), undisturbed)
+    check(under_load(pools.address, WORK, replace), undisturbed)
     after = pids(pools)
     assert len(after) == len(before) == 4
     assert not set(after.values()) & set(before.values())
@@ -158,7 +110,7 @@ def test_two_routers_are_replaced_one_after_the_other_under_load(cluster, undist
     before = pids(pair)
     assert set(before) == {"router-0", "router-1", "prefill-0", "decode-0", "decode-1"}
     both = f"{pair.address},{pair.address}.1"
-    check(under_load(both, lambda: order(pair, RollOut())), undisturbed)
+    check(under_load(both, WORK, lambda: order(pair, RollOut())), undisturbed)
     after = pids(pair)
     assert set(after) >= {"router-0", "router-1"}
     assert not set(after.values()) & set(before.values())
