@@ -55,6 +55,7 @@ HELP = {
     "device": "where models run: cpu, or cuda (an NVIDIA GPU that all workers share)",
     "backend": "kernels of device cpu: auto, cpu (C) or numpy",
     "grace": "seconds running requests may take to finish after an interrupt",
+    "silence": "seconds without a word or a step of a worker before its requests go on elsewhere",
     "stats_interval": "seconds between lines of figures (0: none)",
     "log_level": "least severe log lines shown: info, warning or error",
     "run_dir": "parent of the private folder of sockets (empty: the system's temporary folder)",

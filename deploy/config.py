@@ -29,6 +29,8 @@ _MOST = 2**31 - 1
 MAX_MEMBERS = 1024
 """Workers of one pool; more is taken for a slip of the hand."""
 MAX_ROUTERS = 16
+LEAST_SILENCE = 0.5
+"""Seconds; workers speak every 0.2."""
 _MAY_BE_ZERO = (
     "prefill_min", "prefill_max", "decode_min", "decode_max",
     "kv_blocks", "prefill_kv_blocks", "decode_kv_blocks", "chunk_budget", "decode_chunk_budget",
@@ -72,6 +74,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     device: str = "cpu"
     backend: str = "auto"
     grace: float = 30.0
+    silence: float = 1.0
     stats_interval: float = 10.0
     log_level: str = "warning"
     run_dir: str = ""
@@ -91,6 +94,10 @@ def check(settings: ServeSettings) -> ServeSettings:
         _require(not isinstance(value, int) or value <= _MOST, name, f"must be at most {_MOST}")
     for name in ("step_time", "grace", "stats_interval"):
         _require(math.isfinite(getattr(settings, name)), name, "must be a finite number")
+    _require(
+        math.isfinite(settings.silence) and settings.silence >= LEAST_SILENCE,
+        "silence", f"must be at least {LEAST_SILENCE} seconds",
+    )  # fmt: skip
     _require_choice(settings, "transport", TRANSPORTS)
     _check_autoscale(settings)
     _require_choice(settings, "handoff", HANDOFFS)

@@ -171,6 +171,8 @@ def _router(settings: ServeSettings, book: AddressBook, cluster_key: str, name: 
         cluster_key=cluster_key,
         model_folder=model_folder(settings),
         policy=PolicyConfig(name=settings.policy),
+        heartbeat_timeout_s=settings.silence,
+        hang_floor_s=settings.silence,
         keys=key_folder(settings),
         log_level=cast("Level", settings.log_level),
     )

@@ -3,7 +3,7 @@ import pytest
 
 from baton.deploy import banner
 from baton.deploy.addresses import client_addresses
-from baton.deploy.config import ServeSettings
+from baton.deploy.config import ServeSettings, check
 from baton.deploy.plan import (
     describe_plan,
     ipc_addresses,
@@ -70,10 +70,16 @@ def test_several_routers_have_names_and_addresses_and_every_worker_knows_all():
 
 def test_settings_reach_every_process():
     plan = plan_for(
-        block_size=8, kv_memory="1MiB", chunk_budget=0, max_batch=3, policy="round_robin"
+        block_size=8,
+        kv_memory="1MiB",
+        chunk_budget=0,
+        max_batch=3,
+        policy="round_robin",
+        silence=7.5,
     )
     router, prefill, decode = (spec.config for spec in plan.processes)
     assert router.policy.name == "round_robin"
+    assert (router.heartbeat_timeout_s, router.hang_floor_s) == (7.5, 7.5)
     assert prefill.token_budget == 0
     assert decode.max_batch == 3
     assert prefill.runner == decode.runner
@@ -131,6 +137,12 @@ def test_the_printed_plan_hides_the_key():
     text = msgspec.json.encode(describe_plan(plan_for())).decode()
     assert KEY not in text
     assert "prefill-0" in text
+
+
+@pytest.mark.parametrize("silence", [0.2, -1.0, float("inf"), float("nan")])
+def test_a_silence_that_cannot_be_is_refused(silence):
+    with pytest.raises(ConfigError, match=r"silence must be at least 0\.5 seconds"):
+        check(ServeSettings(silence=silence))
 
 
 def test_an_unknown_policy_is_refused():
