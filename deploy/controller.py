@@ -130,7 +130,8 @@ class ControllerCore:
         self._tickets.drains[event.ticket] = member.name
         actions: list[Action] = [Answer(event.ticket, Outcome.ACCEPTED, "draining")]
         if member.active:
-            self.pools.shrink(member.role)
+            if not event.replace:
+                self.pools.shrink(member.role)
             actions.append(self.pools.let_go(member, now))
         return actions
 

@@ -37,10 +37,14 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """An operator wants this worker out; its pool is one smaller from then on."""
+    """A worker is wanted out; its pool is one smaller from then on.
+
+    ``replace``: its host leaves, and the pool stays as large.
+    """
 
     ticket: object
     worker: str
+    replace: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,10 @@ class Controller:
         """:class:`ControllerFacts` as JSON."""
         return msgspec.json.encode(self._facts)
 
+    def leave(self, host: str) -> list[str]:
+        """See :meth:`.controller.RayCluster.leave`."""
+        return self._cluster.leave(host)
+
     def _run(self) -> None:
         try:
             self._cluster.run()

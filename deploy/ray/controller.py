@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -27,7 +28,7 @@ from ..controller import ControllerCore
 from ..core import Say
 from ..launcher import ROUTER
 from ..members import Stage
-from ..orders import Down
+from ..orders import Down, Drain
 from ..plan import ClusterPlan, key_folder, role_of, router_names
 from ..pools import ControllerLimits
 from ..prepare import check_keys, with_task
@@ -137,6 +138,18 @@ class RayCluster:
                 self._shell.backend.stop(name, self._core.limits.stop_timeout)
         if before.ending:
             self._loop.call_later(0.0, lambda: self._shell.feed(Down()))
+
+    # ------------------------------------------------------------- from any thread
+
+    def leave(self, host: str) -> list[str]:
+        """A host is about to go: its workers drain, others start elsewhere.
+
+        Returns the workers still there; said again, it changes nothing.
+        """
+        there = [m.name for m in list(self._core.pools.members.workers()) if m.host == host]
+        for name in there:
+            self._loop.post(partial(self._shell.feed, Drain(f"leave {name}", name, replace=True)))
+        return there
 
     # ------------------------------------------------------------- life
 

@@ -111,6 +111,18 @@ def test_a_drained_worker_is_not_replaced():
     assert names(world, "decode") == {"decode-1"}
 
 
+def test_a_worker_whose_host_leaves_drains_and_another_takes_its_place():
+    world = serving()
+    ticket = world.ticket()
+    world.operator.add("decode-0")
+    world.feed(Drain(ticket, "decode-0", replace=True))
+    assert world.processes["decode-0"].drained_at is not None
+    world.feed(Drain(ticket, "decode-0", replace=True))  # said again
+    world.settle(5)
+    assert world.outcomes[ticket] is Outcome.DONE
+    assert names(world, "decode") == {"decode-1", "decode-2"}
+
+
 def test_a_worker_drained_through_a_router_is_not_replaced_either():
     world = serving()
     world.processes["decode-0"].drained_at = world.now

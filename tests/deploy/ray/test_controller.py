@@ -144,6 +144,18 @@ def test_a_controller_that_dies_is_followed_by_one_that_goes_on(ray, settings):
     assert (ray.saved, ray.last_words) == (None, "")
 
 
+def test_workers_of_a_host_that_leaves_are_followed_by_others(ray, settings):
+    running = Running(ray, settings)
+    wait_for(lambda: running.ready() == ["decode-0", "prefill-0", "router"], "all to be ready")
+    assert running.cluster.leave("there") == []
+    assert sorted(running.cluster.leave("here")) == ["decode-0", "prefill-0"]
+    wait_for(lambda: running.ready() == ["decode-1", "prefill-1", "router"], "others to be ready")
+    assert set(ray.members) == {"decode-1", "prefill-1", "router"}
+    running.feed(Down())
+    running.thread.join(40)
+    assert not running.thread.is_alive()
+
+
 def test_what_cannot_run_ends_it_with_the_reason(ray, settings):
     broken = Running(ray, msgspec.structs.replace(settings, model="/no/such/model"))
     broken.thread.join(40)
