@@ -51,6 +51,12 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument(
         "--idle-minutes", metavar="N", type=float, help="how long an unneeded host stays [1]"
     )
+    parser.add_argument(
+        "--reconnect",
+        metavar="SECONDS",
+        type=count,
+        help="how long everything serves on without Ray's head before it ends [3600]",
+    )
     parser.set_defaults(run=run)
 
 

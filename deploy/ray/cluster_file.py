@@ -21,6 +21,9 @@ from .plan import CLIENT_PORT
 
 TEMPLATE = "on-premises.yaml"
 PROVIDER = "baton.deploy.ray.provider.FixedHosts"
+RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""Ray's own, read by every process of it: how long it waits for a head that is lost."""
+MAX_RECONNECT = 10**6  # seconds; Ray's timers are 32 bits of milliseconds
 _EXAMPLE_WHEEL = "baton-0.1.0-cp311-cp311-linux_x86_64.whl"
 
 
@@ -30,7 +33,8 @@ class FixedCluster(msgspec.Struct, frozen=True, kw_only=True):
     ``head``, ``prefill`` and ``decode``: IP addresses; of each pool the first ``..._min`` are
     always workers and the rest are taken when more are asked for. ``wheel``, ``keys`` and
     ``token``: files and a folder on the machine where `ray up` runs. ``idle_minutes``: how long a
-    host stays that no worker needs. ``launch``: further words for `baton launch`.
+    host stays that no worker needs. ``reconnect``: seconds for which everything serves on without
+    Ray's head before it ends. ``launch``: further words for `baton launch`.
     """
 
     head: str
@@ -46,6 +50,7 @@ class FixedCluster(msgspec.Struct, frozen=True, kw_only=True):
     keys: str = "~/.baton/keys"
     python: str = "python3.11"
     idle_minutes: float = 1.0
+    reconnect: int = 3600
     launch: str = ""
 
 
@@ -59,6 +64,8 @@ def write_cluster_file(cluster: FixedCluster) -> str:
         "decode": {"min_workers": cluster.decode_min},
     }
     check_node_types(pools, bounds, "head")
+    if not 1 <= cluster.reconnect <= MAX_RECONNECT:
+        raise ConfigError(f"reconnect is {cluster.reconnect}, not 1 to {MAX_RECONNECT} seconds")
     text = (Path(__file__).parent / TEMPLATE).read_text()
     for old, new in _replacements(cluster):
         if old not in text:
@@ -73,6 +80,7 @@ def _replacements(cluster: FixedCluster) -> list[tuple[str, str]]:
         ("cluster_name: baton\n", f"cluster_name: {_text(cluster.name)}\n"),
         ("\nmax_workers: 2 ", f"\nmax_workers: {workers} "),
         ("idle_timeout_minutes: 1.0 ", f"idle_timeout_minutes: {cluster.idle_minutes:g} "),
+        (f"{RECONNECT_VARIABLE}=3600 ", f"{RECONNECT_VARIABLE}={cluster.reconnect} "),
         ("head: [10.0.0.1]", f"head: {_list((cluster.head,))}"),
         ("tcp://10.0.0.1:7070", router_address(cluster.head)),
         ("--prefill 1 --decode 1 ", f"{_launch_words(cluster)} "),

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import baton.deploy.ray.leave
 from baton.cli.command import build_parser
+from baton.cli.down import _SPARE_S as DOWN_SPARE_S
+from baton.deploy.pools import ControllerLimits
 from baton.deploy.ray.cluster_file import (
+    RECONNECT_VARIABLE,
     FixedCluster,
     check_cluster,
     read_cluster_file,
@@ -20,6 +24,7 @@ from baton.proto.errors import ConfigError
 FILES = Path(str(importlib.resources.files("baton.deploy.ray")))
 LAUNCHABLE = {"on-premises.yaml"}
 NAMES = sorted(path.name for path in FILES.glob("*.yaml"))
+CONNECT_S, RAY_STOP_S = 10.0, 20.0  # what `connect` and `ray stop` may take
 NOT_LAUNCHED = "schema-checked, not launched"
 CLUSTER = FixedCluster(
     head="10.1.0.1",
@@ -28,6 +33,7 @@ CLUSTER = FixedCluster(
     wheel="/tmp/baton-9.9.9-cp311-cp311-linux_x86_64.whl",
     name="my lab: one",
     user="root",
+    reconnect=86400,
 )
 
 
@@ -53,6 +59,7 @@ def test_ray_takes_the_file_and_it_has_our_shape(with_ray, name):
     assert "~/.ray/auth_token" in prepared["file_mounts"]
     setup = "\n".join(prepared["head_setup_commands"])
     assert "RAY_AUTH_MODE=token" in setup and "constraints.txt" in setup
+    assert f"{RECONNECT_VARIABLE}=3600" in setup
     assert "BATON_KEYS=~/.baton/keys" in setup and "~/.baton/keys" in prepared["file_mounts"]
     last = prepared["head_start_ray_commands"][-1].split()
     assert last[:4] == ["baton", "launch", "--backend", "ray"]
@@ -76,6 +83,33 @@ def test_ray_derives_the_same_pools_from_the_kubernetes_file(with_ray):
     assert cluster["spec"]["authOptions"] == {"mode": "token"}
     assert cluster["spec"]["rayVersion"] == with_ray.__version__
     assert service["spec"]["selector"]["ray.io/cluster"] == cluster["metadata"]["name"]
+
+
+def test_pods_drain_before_they_end_within_their_grace_period():
+    yaml = pytest.importorskip("yaml", reason="needs Ray's YAML: make test-deploy")
+    spec = next(yaml.safe_load_all((FILES / "kuberay/raycluster.yaml").read_text()))["spec"]
+
+    def words(template, hook):
+        return template["containers"][0]["lifecycle"][hook]["exec"]["command"][-1]
+
+    def seconds(text, flag):
+        return float(text.split(f"{flag} ")[1].split()[0].rstrip(";"))
+
+    head = spec["headGroupSpec"]["template"]["spec"]
+    grace = seconds(words(head, "postStart"), "--grace")
+    build_parser().parse_args(words(head, "postStart").split("; baton ")[1].split())
+    down, end = words(head, "preStop").split("; ")
+    build_parser().parse_args(down.split()[1:])
+    assert end == "ray stop"
+    assert head["terminationGracePeriodSeconds"] >= grace + DOWN_SPARE_S + RAY_STOP_S
+    assert len(spec["workerGroupSpecs"]) == 2
+    for group in spec["workerGroupSpecs"]:
+        pod = group["template"]["spec"]
+        leave, end = words(pod, "preStop").split("; ")
+        assert leave.startswith(f"python -P -m {baton.deploy.ray.leave.__name__} --within ")
+        within = seconds(leave, "--within")
+        assert within >= grace + CONNECT_S + ControllerLimits().stop_timeout
+        assert end == "ray stop" and pod["terminationGracePeriodSeconds"] >= within + RAY_STOP_S
 
 
 def test_the_kubernetes_file_says_that_it_was_not_launched():
@@ -153,6 +187,7 @@ def test_a_file_for_hosts_of_ones_own_reads_back_as_what_it_was_written_from(wit
     name = "baton-9.9.9-cp311-cp311-linux_x86_64.whl"
     assert config["file_mounts"][f"~/.baton/wheel/{name}"] == f"/tmp/{name}"
     assert any(f"~/.baton/wheel/{name}" in command for command in config["setup_commands"])
+    assert any(f" {RECONNECT_VARIABLE}=86400 " in c for c in config["setup_commands"])
     assert "baton-0.1.0" not in (tmp_path / "c.yaml").read_text()
 
 
@@ -163,6 +198,7 @@ def test_hosts_that_cannot_be_are_refused_when_the_file_is_written():
         ({"head": "10.1.0.2"}, "in head and prefill"),
         ({"decode": ()}, "min_workers 1 and max_workers 0"),
         ({"prefill_min": 3}, "min_workers 3 and max_workers 2"),
+        ({"reconnect": 0}, "reconnect is 0, not 1 to 1000000 seconds"),
         ({"decode": ("gpu-2",)}, "not an IP address"),
     ):
         with pytest.raises(ConfigError, match=said):
