@@ -19,7 +19,11 @@ from ..cluster.conftest import wait_until
 from .bed import Bed, inside, processes
 
 WAIT = 60.0
+SILENCE = 60.0
+"""What dies here has to be seen by its connection. Heartbeats are not waited for, and a worker that
+gets no processor while nodes start is not taken for dead."""
 ADDRESS = "tcp://127.0.0.1:7070"
+_figures: list[str] = []
 BATON = (sys.executable, "-P", "-m", "baton.cli")
 
 
@@ -42,15 +46,16 @@ class RayCluster:
         self.bed = bed
         self.address = ADDRESS
         self.config = folder / "baton.toml"
-        settings = {"kv_memory": "64MiB", "grace": 20.0, "address": ADDRESS, **settings}
+        fixed = {"kv_memory": "64MiB", "grace": 20.0, "address": ADDRESS, "silence": SILENCE}
+        settings = {**fixed, **settings}
         lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
         self.config.write_text("\n".join(lines).replace("'", '"') + "\n")
 
-    def baton(self, *words: str, code: int = 0) -> str:
+    def baton(self, *words: str, code: int = 0, timeout: float = WAIT) -> str:
         """Run a verb; returns what it said."""
         environment = {**os.environ, "BATON_ADDRESS": self.address}
         done = subprocess.run(
-            [*BATON, *words], env=environment, capture_output=True, text=True, timeout=WAIT
+            [*BATON, *words], env=environment, capture_output=True, text=True, timeout=timeout
         )
         assert done.returncode == code, done.stdout + done.stderr + self.bed.logs()
         return done.stdout + done.stderr
@@ -68,6 +73,11 @@ class RayCluster:
         """Status of the workers by id, as the router sees them."""
         with self.client() as client:
             return {worker["id"]: worker for worker in client.status()["workers"]}
+
+    def pools(self) -> dict[str, int]:
+        """How many workers of each role are ready."""
+        ready = [w["role"] for w in self.workers().values() if w["state"] == "ready"]
+        return {role: ready.count(role) for role in ("prefill", "decode")}
 
     def pid(self, name: str) -> int:
         """Process id of a member's child."""
@@ -116,8 +126,20 @@ def cluster(tmp_path_factory) -> Iterator[RayCluster]:
         yield cluster
 
 
-def timed(what: str, condition: Callable[[], object]) -> None:
-    """Wait for ``condition`` and say how long it took; shown with ``-s``."""
+def timed(what: str, condition: Callable[[], object], within: float = 0.0) -> None:
+    """Wait for ``condition`` and note how long it took, and beside it the bar."""
     began = time.monotonic()
     wait_until(condition, what=what, timeout=WAIT)
-    print(f"{what}: after {time.monotonic() - began:.2f} s")
+    note(what, time.monotonic() - began, within)
+
+
+def note(what: str, seconds: float, within: float = 0.0) -> None:
+    """A figure for the end of the run, which fails no test: machines differ."""
+    bar = f" (bar {within:g} s{', MISSED' if seconds > within else ''})" if within else ""
+    _figures.append(f"{what}: {seconds:.2f} s{bar}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _figures:
+        terminalreporter.section("figures")
+        terminalreporter.write_line("\n".join(_figures))

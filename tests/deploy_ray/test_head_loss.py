@@ -7,7 +7,7 @@ import pytest
 from ..cluster.conftest import wait_until
 from ..cluster.streams import jobs, run, tokens
 from .bed import kill, processes
-from .conftest import WAIT, launched
+from .conftest import WAIT, launched, note
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -20,8 +20,8 @@ def test_requests_are_served_until_the_window_is_over(tmp_path):
         undisturbed = tokens(run(cluster.address, WORK))
         killed = kill(cluster.bed.gcs())
         assert tokens(run(cluster.address, WORK)) == undisturbed
-        print(f"served {time.monotonic() - killed:.1f} s after the loss of the head")
+        note("head lost, requests served after", time.monotonic() - killed)
         wait_until(lambda: cluster.members() == [], what="the end of all members", timeout=WAIT)
-        print(f"everything had ended {time.monotonic() - killed:.1f} s after it")
+        note(f"head lost, all ended with a window of {WINDOW} s", time.monotonic() - killed)
         assert time.monotonic() - killed > 5  # it is the window that ends them
         assert not any(line.startswith("ray::Pool") for line in processes().values())

@@ -12,7 +12,7 @@ import pytest
 from ..cluster.conftest import wait_until
 from ..cluster.streams import Stream, begun, jobs, run, tokens
 from .bed import parent, processes
-from .conftest import timed
+from .conftest import note, timed
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -39,7 +39,7 @@ def strike(cluster, *pids: int, lost: str = "", nodes: dict[str, int] | None = N
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         if lost:
-            await asyncio.to_thread(timed, f"requests of {lost} re-routed", known)
+            await asyncio.to_thread(timed, f"{lost} lost, its requests re-routed", known, 2.0)
         assert nodes is None or cluster.bed.nodes() == nodes
 
     return disturb
@@ -79,7 +79,7 @@ def test_a_killed_actor_takes_its_worker_along_and_both_come_back(cluster, undis
 def test_the_worker_of_a_killed_actor_is_gone_at_once(cluster):
     worker = cluster.pid("prefill-1")
     os.kill(parent(worker), signal.SIGKILL)
-    timed("the worker of a killed actor is gone", lambda: worker not in processes())
+    timed("the worker of a killed actor is gone", lambda: worker not in processes(), 1.0)
     cluster.wait_replaced("prefill-1", worker)
 
 
@@ -117,7 +117,7 @@ def test_a_killed_router_comes_back_where_it_was(cluster, undisturbed):
     router = cluster.pid("router")
     streams = run(cluster.address, WORK, strike(cluster, parent(router)))
     gap = max(stream.longest_gap for stream in streams)
-    print(f"actor of the router killed: no stream waited longer than {gap:.2f} s")
+    note("actor of the router killed, longest wait of a stream", gap)
     assert tokens(streams) == undisturbed
     assert cluster.pid("router") != router
 
@@ -127,9 +127,9 @@ def test_a_killed_controller_goes_on_from_where_it_was(cluster, undisturbed):
     before = {name: cluster.pid(name) for name in ("prefill-1", "decode-1")}
     streams = run(cluster.address, WORK, strike(cluster, controller))
     assert tokens(streams) == undisturbed
-    wait_until(
+    timed(
+        "another controller",
         lambda: any(line == "ray::Controller" for line in processes().values()),
-        what="another controller",
     )
     cluster.baton("scale", "--wait", "decode=1")
     assert {name: cluster.pid(name) for name in ("prefill-1",)} == {
