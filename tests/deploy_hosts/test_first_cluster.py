@@ -5,7 +5,10 @@ are namespaces; requests come from outside, with keys, over the router's socket.
 """
 
 import json
+import os
 import re
+import signal
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +18,7 @@ pytestmark = [pytest.mark.deploy, pytest.mark.timeout(240)]
 
 HEAD, PREFILL, DECODE, SPARE, ADDED = "h1", "h2", "h3", "h4", "h5"
 IN_FLIGHT = 24
+WINDOW = b"RAY_gcs_rpc_server_reconnect_timeout_s=900"
 # Greedy requests of several lengths, all at once; prints tokens, and how each ended.
 ASK = """
 import json, sys
@@ -49,7 +53,8 @@ def cluster(lab, wheel):
         prefill=(addresses[1],),
         decode=(addresses[2], addresses[3]),
         idle_minutes=0.05,
-        launch="--kv-memory 64MiB --decode-max 3 --prefill-max 1",
+        reconnect=900,
+        launch="--kv-memory 64MiB --silence 8 --decode-max 3 --prefill-max 1",
     )
     done = cluster.up()
     assert done.returncode == 0, done.stdout
@@ -176,6 +181,39 @@ def test_a_host_is_added_to_a_pool_of_a_running_cluster(cluster, expected):
     wait_until(lambda: set(cluster.raylets()) == every, "the new host")
     assert before.items() <= cluster.raylets().items()
     assert cluster.members() == members and answers(ask(cluster)) == expected
+
+
+def test_a_host_that_leaves_is_emptied_first(cluster, expected_long):
+    """What a pod's preStop runs, with requests in flight."""
+    running = cluster.outside_begin(
+        ASK, json.dumps([IN_FLIGHT, 400, cluster.address, str(cluster.keys)])
+    )
+    assert running.stdout.readline() == "BEGUN\n"
+    leaving = cluster.lab.hosts[2]
+    done = leaving.run(". ~/.bashrc; python -P -m baton.deploy.ray.leave --within 90", timeout=110)
+    assert done.returncode == 0, done.stdout
+    assert DECODE not in cluster.members()
+    output, _ = running.communicate(timeout=120)
+    assert answers(output) == expected_long
+    assert cluster.verb("wait-ready --prefill 1 --decode 1").startswith("ready: ")
+    (host,) = {SPARE, ADDED} & set(cluster.members())
+    assert len(cluster.members()[host]) == 1
+
+
+def test_without_rays_head_requests_go_on_and_ray_up_mends_it(cluster, expected):
+    running = cluster.lab.hosts[0].processes().items()
+    (gcs,) = [pid for pid, line in running if line.split()[0].endswith("/gcs_server")]
+    for host in (cluster.lab.hosts[0], cluster.lab.hosts[1]):
+        raylet = cluster.raylets()[host.name]
+        assert WINDOW in Path(f"/proc/{raylet}/environ").read_bytes().split(b"\0")
+    before = cluster.members()
+    os.kill(gcs, signal.SIGKILL)
+    assert answers(ask(cluster)) == expected
+    assert cluster.members() == before
+    done = cluster.up()
+    assert done.returncode == 0, done.stdout
+    assert cluster.verb("wait-ready --prefill 1 --decode 1").startswith("ready: ")
+    assert answers(ask(cluster)) == expected
 
 
 def test_baton_down_and_ray_down_leave_no_process_on_any_host(cluster):
