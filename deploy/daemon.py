@@ -1,12 +1,14 @@
 """A cluster in the background: ``python -m baton.deploy.daemon``, and how it is started.
 
 The settings come as JSON by standard input; standard output and error are the log file. Whoever
-starts it waits at a pipe: ``ready``, or the line that says why not.
+starts it waits at a pipe: ``ready``, or the line that says why not. Invariant: if who waits dies
+before it has heard either, everything ends; afterwards the cluster lives on alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from typing import BinaryIO
 import msgspec
 
 from ..proto.errors import BatonError, ConfigError, RequestFailed
+from ..runtime.lifecycle import die_with_parent, outlive_parent
 from .config import ServeSettings
 from .local import LocalCluster
 from .terminal import terminal
@@ -35,6 +38,7 @@ class Daemon:
                     [
                         *(sys.executable, "-P", "-m", "baton.deploy.daemon"),
                         *("--report", str(writing), "--log", str(log)),
+                        *("--parent", str(os.getpid())),
                     ],
                     stdin=subprocess.PIPE,
                     stdout=file,
@@ -90,14 +94,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="baton-daemon")
     parser.add_argument("--report", type=int, required=True)
     parser.add_argument("--log", required=True)
+    parser.add_argument("--parent", type=int, required=True)
     options = parser.parse_args()
-    with os.fdopen(options.report, "wb") as report:
+    die_with_parent(options.parent)
+    with os.fdopen(options.report, "wb", buffering=0) as report:
         try:
             settings = msgspec.json.decode(sys.stdin.buffer.read(), type=ServeSettings)
             cluster = LocalCluster(settings, _stamped, log=options.log)
 
             def ready() -> None:
-                report.write(_READY)
+                outlive_parent()
+                try:
+                    report.write(_READY)
+                except BrokenPipeError:
+                    cluster.interrupt()  # who started it died just now
                 report.close()
 
             cluster.on_ready(ready)
@@ -108,7 +118,8 @@ def main() -> int:
         if failure:
             _stamped(failure)
             if not report.closed:
-                report.write(failure.encode())
+                with contextlib.suppress(BrokenPipeError):
+                    report.write(failure.encode())
     terminal.flush()
     return code
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -152,14 +153,20 @@ class ControllerShell:
             self._doors.close()
 
     def feed(self, event: Event) -> None:
-        """Let the core decide; what is fed from inside an action comes after it."""
+        """Let the core decide; what is fed from inside an action comes after it.
+
+        An action that fails is logged: the others and later events have their turn all the same.
+        """
         self._events.append(event)
         if len(self._events) > 1:
             return
         while self._events:
-            for action in self.core.handle(self._events[0], self._loop.now()):
-                self._carry_out(action)
-            self._events.pop(0)
+            try:
+                actions = self.core.handle(self._events[0], self._loop.now())
+                for action in actions:
+                    self._loop.guarded(partial(self._carry_out, action))
+            finally:
+                self._events.pop(0)
 
     # ------------------------------------------------------------- events
 

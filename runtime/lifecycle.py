@@ -47,6 +47,11 @@ def die_with_parent(parent: int, sig: int = signal.SIGTERM) -> None:
         os.kill(os.getpid(), sig)
 
 
+def outlive_parent() -> None:
+    """Take :func:`die_with_parent` back."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+
+
 def limit_blas_threads(count: int = 1) -> None:
     """Let NumPy's BLAS use ``count`` threads, whether or not NumPy is loaded already.
 

@@ -109,6 +109,21 @@ def test_a_cluster_that_cannot_start_is_one_line_and_leaves_nothing(background):
     assert background.left() == []
 
 
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_a_launch_that_is_killed_while_it_waits_leaves_nothing(background, sent):
+    launch = subprocess.Popen(
+        [sys.executable, "-P", "-m", "baton.cli", "launch", f"--address={background.address}"],
+        stdout=subprocess.DEVNULL,
+        env=command_environment(background.folder),
+    )
+    with launch:
+        wait_until(lambda: "s.sock.admin" in background.left(), what="its controller")
+        pids = [pid for pid in background.pids().values() if pid]
+        launch.send_signal(sent)
+    wait_until(lambda: not any(map(alive, pids)), what="the end of everything")
+    assert background.left() == []
+
+
 def test_a_killed_controller_takes_its_children_along_and_the_next_launch_cleans_up(background):
     assert background.launch().returncode == 0
     pids = background.pids()

@@ -1,0 +1,56 @@
+"""The edge of the controller: what fails in it must not make it deaf."""
+
+from types import SimpleNamespace
+
+import pytest
+import zmq
+
+from baton.deploy.admin import Overview
+from baton.deploy.controller import ControllerCore
+from baton.deploy.orders import Begin, Down
+from baton.deploy.pools import ControllerLimits
+from baton.deploy.shell import ControllerShell
+from baton.deploy.targets import Bounds
+from baton.runtime.loop import Loop
+
+
+class Clumsy:
+    """A backend that fails at one member, and a roster that knows every one."""
+
+    def __init__(self):
+        self.started, self.ended = [], []
+
+    def start(self, spec):
+        if spec.name == "prefill-0":
+            raise RuntimeError("planted")
+        self.started.append(spec.name)
+
+    def stop(self, name, grace):
+        self.ended.append(name)
+
+    def kill(self, name):
+        self.ended.append(name)
+
+    def request(self, bundles):
+        pass
+
+    def spec(self, name, role, revision):
+        return SimpleNamespace(name=name, role=role)
+
+
+@pytest.mark.integration
+def test_an_action_that_fails_keeps_neither_others_nor_later_events_from_their_turn():
+    loop, context, clumsy = Loop(), zmq.Context(), Clumsy()
+    core = ControllerCore({"prefill": 1, "decode": 1}, ["router"], ControllerLimits(), Bounds())
+    shell = ControllerShell(
+        loop, context, core, clumsy, lambda _emit: clumsy, {}, Overview(), lambda _say: None
+    )
+    shell.feed(Begin())
+    assert clumsy.started == ["router", "decode-0"]
+    assert loop.callback_errors == 1
+    shell.feed(Down())
+    shell.feed(Down())
+    assert "decode-0" in clumsy.ended
+    shell.close()
+    context.destroy(linger=0)
+    loop.close()
