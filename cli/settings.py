@@ -12,9 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from ..deploy.config import ServeSettings, check
+from ..deploy.config import ServeSettings, check, convert
 from ..proto.errors import ConfigError
 
 ENV_PREFIX = "BATON_"
@@ -75,9 +73,9 @@ def resolve(
         ("environment", from_environment(environment)),
         ("flags", {key: value for key, value in flags.items() if value is not None}),
     ):
-        _convert(layer, source)  # so that a wrong value is blamed on its own layer
+        convert(layer, source)  # so that a wrong value is blamed on its own layer
         merged.update(layer)
-    return check(_convert(merged, "settings"))
+    return check(convert(merged, "settings"))
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -96,10 +94,3 @@ def read_file(path: str) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
         raise ConfigError(f"{path} is not valid TOML: {problem}") from problem
     return {key.replace("-", "_"): value for key, value in content.items()}
-
-
-def _convert(values: Mapping[str, Any], source: str) -> ServeSettings:
-    try:
-        return msgspec.convert(dict(values), ServeSettings, strict=False)
-    except msgspec.ValidationError as problem:
-        raise ConfigError(f"{source}: {problem}") from problem

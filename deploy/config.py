@@ -7,9 +7,12 @@ mean "choose for me". :func:`check` finds what the types cannot say.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -82,6 +85,26 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     admin: str = ""
 
 
+def convert(values: Mapping[str, Any], source: str) -> ServeSettings:
+    """Settings of these names and values, texts for numbers allowed; not yet checked.
+
+    ConfigError names ``source`` and the first that is unknown or of another type.
+    """
+    known = ServeSettings.__struct_fields__
+    unknown = next((name for name in values if name not in known), None)
+    if unknown is not None:
+        near = difflib.get_close_matches(unknown, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "baton serve --help lists them"
+        raise ConfigError(f"{source}: no setting {unknown[:40]!r}; {hint}")
+    try:
+        return msgspec.convert(dict(values), ServeSettings, strict=False)
+    except msgspec.ValidationError as problem:
+        what, _, where = str(problem).partition(" - at `$.")
+        name = where.rstrip("`")
+        shown = f"{name} is {str(values.get(name))[:40]!r}: " if name else ""
+        raise ConfigError(f"{source}: {shown}{what}") from problem
+
+
 def check(settings: ServeSettings) -> ServeSettings:
     """Return the settings unchanged; ConfigError names the first wrong one."""
     positive = ("prefill", "decode", "routers", "block_size", "max_batch", "prefill_max_batch")
@@ -112,6 +135,7 @@ def check(settings: ServeSettings) -> ServeSettings:
         parse_size(getattr(settings, memory), memory)
         both = getattr(settings, blocks) and getattr(settings, memory)
         _require(not both, blocks, f"excludes {memory}")
+    _check_counts(settings)
     return settings
 
 

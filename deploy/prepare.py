@@ -10,7 +10,7 @@ import msgspec
 from ..engine.checkpoint import Checkpoint, load_checkpoint
 from ..engine.embedding_config import EMBED
 from ..engine.runner import DEFAULT_KV_BYTES, model_task
-from ..proto.errors import BatonError
+from ..proto.errors import BatonError, ConfigError
 from ..runtime.allowed_keys import OPERATOR
 from ..runtime.keyring import CONTROLLER, load_keys
 from .addresses import client_addresses, free_ports
@@ -75,8 +75,15 @@ def default_kv_bytes(settings: ServeSettings) -> int:
 
 
 def make_plan(settings: ServeSettings, folder: RunFolder | None) -> ClusterPlan:
-    """Choose addresses and resolve the plan; without a folder (``--dry-run``) a placeholder."""
+    """Choose addresses and resolve the plan; without a folder (``--dry-run``) a placeholder.
+
+    ConfigError for what cannot be here: an address, or more workers than the memory holds.
+    """
     settings = with_task(settings)
+    kv_default = default_kv_bytes(settings)
+    problem = memory_refusal(settings, kv_default, {})
+    if problem:
+        raise ConfigError(f"{problem}; give fewer workers or a smaller kv_memory")
     clients = client_addresses(
         settings.address,
         router_names(settings),
@@ -88,7 +95,7 @@ def make_plan(settings: ServeSettings, folder: RunFolder | None) -> ClusterPlan:
     else:
         path = folder.path if folder is not None else Path("RUN_FOLDER")
         book = ipc_addresses(clients, str(path))
-    return resolve_plan(settings, book, secrets.token_hex(32), default_kv_bytes(settings))
+    return resolve_plan(settings, book, secrets.token_hex(32), kv_default)
 
 
 def check_keys(plan: ClusterPlan, *roles: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ..proto.errors import ConfigError
-from .config import ServeSettings, check
+from .config import ServeSettings, check, convert
 from .launcher import MemberSpec
 from .plan import ClusterPlan, process_of
 from .prepare import check_model
@@ -67,10 +67,7 @@ class Roster:
 def changed(settings: ServeSettings, changes: Mapping[str, Any]) -> ServeSettings:
     """Checked settings with some replaced; ConfigError for what a rollout cannot change."""
     before = msgspec.to_builtins(settings)
-    try:
-        after = msgspec.convert({**before, **changes}, ServeSettings, strict=False)
-    except msgspec.ValidationError as problem:
-        raise ConfigError(f"settings: {problem}") from problem
+    after = convert({**before, **changes}, "settings")
     for name in FIXED:
         if getattr(after, name) != getattr(settings, name):
             how = "use baton scale" if name in ("prefill", "decode") else "launch the cluster anew"
@@ -81,5 +78,6 @@ def changed(settings: ServeSettings, changes: Mapping[str, Any]) -> ServeSetting
                 default = getattr(ServeSettings(), role + other)
                 after = msgspec.structs.replace(after, **{role + other: default})
     # An embedding model has no decode workers, which a launch cannot ask for.
-    check(after if after.decode else msgspec.structs.replace(after, decode=1))
+    least = max(1, after.decode_min)
+    check(after if after.decode else msgspec.structs.replace(after, decode=least))
     return after

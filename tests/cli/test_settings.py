@@ -44,6 +44,14 @@ def test_flag_beats_environment_beats_file_beats_default(file):
         ({}, {}, "prefill-kv-memory = 'lots'", "prefill_kv_memory 'lots' is not a size"),
         ({"prefill_max_batch": 0}, {}, "", "prefill_max_batch must be at least 1"),
         ({"decode_chunk_budget": -1}, {}, "", "decode_chunk_budget must not be negative"),
+        ({}, {}, "decod = 2", "no setting 'decod'; did you mean decode"),
+        ({}, {}, "[zzz]\nx = 1", "no setting 'zzz'; baton serve --help lists them"),
+        ({}, {}, "decode = 'two'", "file.*: decode is 'two': Expected `int`"),
+        ({"decode": 1_000_000}, {}, "", "decode must be at most 1024"),
+        ({"prefill_max": 2000}, {}, "", "prefill_max must be at most 1024"),
+        ({"routers": 17}, {}, "", "routers must be at most 16"),
+        ({"decode": 3, "decode_max": 2}, {}, "", "decode must be at most decode_max, 2"),
+        ({"prefill": 1, "prefill_min": 2}, {}, "", "prefill must be at least prefill_min, 2"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_source(tmp_path, flags, environment, content, complaint):

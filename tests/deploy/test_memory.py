@@ -15,6 +15,7 @@ from baton.deploy.memory import (
     total_memory,
 )
 from baton.engine.checkpoint import load_checkpoint
+from baton.proto.errors import ConfigError
 
 GIB = 1 << 30
 SMALL = ModelMemory(weights=1 << 20, context=4 << 20)
@@ -144,3 +145,10 @@ def test_more_than_the_machine_holds_is_refused(monkeypatch, settings, targets, 
     monkeypatch.setattr(prepare, "total_memory", lambda: 16 * GIB)
     text = prepare.memory_refusal(ServeSettings(**settings), 16 << 20, targets)
     assert bool(text) == refused
+
+
+def test_a_plan_of_more_than_the_machine_holds_is_refused(monkeypatch):
+    monkeypatch.setattr(prepare, "total_memory", lambda: 16 * GIB)
+    settings = ServeSettings(address="ipc:///tmp/x.sock", decode=900)
+    with pytest.raises(ConfigError, match=r"and 900 decode workers need .* give fewer workers"):
+        prepare.make_plan(settings, None)
