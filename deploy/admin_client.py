@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,8 @@ from .run_folder import socket_in_use
 
 MAX_ANSWER_BYTES = 4 << 20
 _POLL_MS = 50
+_CREDENTIALS = struct.Struct("3i")
+"""Of the kernel's ``struct ucred``: process, user, group."""
 _ACCEPTS = "00010000"
 """Flag of a listening socket in the kernel's list."""
 
@@ -113,11 +117,37 @@ class AdminClient:
                 if answer.number in (number, 0):
                     return answer
             elif time.monotonic() >= until:
-                raise ConnectionLost(
-                    "the time to wait is over" if heard else f"no controller at {self.address}"
-                )
+                raise ConnectionLost("the time to wait is over" if heard else self._silence())
             elif heard and not listens(self.address):
                 raise ConnectionLost(f"the controller at {self.address} is gone")
+
+    def _silence(self) -> str:
+        """Why nothing may have come, and what to do."""
+        pid = listener(self.address)
+        if pid:
+            return (
+                f"the controller at {self.address} (pid {pid}) has not answered for "
+                f"{self._timeout:g} s; give it more time, or end it with kill -9 {pid}: its "
+                "workers end with it"
+            )
+        return f"no controller at {self.address}: is it that of a cluster, does it ask for keys?"
+
+
+def listener(address: str) -> int:
+    """Process id of whoever listens at an ipc address; 0: nobody, or it cannot be seen."""
+    path = ipc_path(address)
+    if path is None:
+        return 0
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return 0
+        pid, _user, _group = _CREDENTIALS.unpack(
+            probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
+        return int(pid)
 
 
 def listens(address: str) -> bool:

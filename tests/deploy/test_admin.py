@@ -1,7 +1,9 @@
 """The admin socket: what goes through it, and what random bytes do to it."""
 
 import contextlib
+import os
 import random
+import socket
 import stat
 import threading
 from pathlib import Path
@@ -149,15 +151,15 @@ def test_random_bytes_and_floods_harm_nothing(server):
     rng = random.Random(3)
     context = zmq.Context()
     for _ in range(20):
-        socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(address)
+        dealer = context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(address)
         for _ in range(20):
             frames = [rng.randbytes(rng.randint(0, 300)) for _ in range(rng.randint(1, 3))]
-            socket.send_multipart(frames)
-        socket.send(b"BA\x01" + rng.randbytes(MAX_BYTES))  # ends this connection
-        socket.poll(20)
-        socket.close()
+            dealer.send_multipart(frames)
+        dealer.send(b"BA\x01" + rng.randbytes(MAX_BYTES))  # ends this connection
+        dealer.poll(20)
+        dealer.close()
     context.destroy(linger=0)
     with AdminClient(address) as client:
         assert client.overview().phase == "serving"
@@ -173,3 +175,16 @@ def test_without_a_controller_it_is_said_in_time(tmp_path):
         pytest.raises(ConnectionLost, match="no controller at"),
     ):
         client.overview()
+
+
+@pytest.mark.integration
+def test_of_a_controller_that_says_nothing_the_process_is_named(tmp_path):
+    address = f"ipc://{tmp_path}/deaf.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as deaf:
+        deaf.bind(str(tmp_path / "deaf.sock"))
+        deaf.listen()
+        with (
+            AdminClient(address, timeout=0.2) as client,
+            pytest.raises(ConnectionLost, match=rf"\(pid {os.getpid()}\) has not answered"),
+        ):
+            client.overview()
