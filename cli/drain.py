@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 
 from ..client import Client
@@ -36,7 +37,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def run(arguments: argparse.Namespace) -> int:
     """Ask the controller, which bounds it by the grace; without one the router."""
     with connect(arguments) as client:
-        worker = find(parsed(client.status(handoffs=0)), arguments.worker)
+        before = parsed(client.status(handoffs=0))
+        worker = find(before, arguments.worker)
         if has_controller(arguments):
             with operator(arguments) as controller:
                 state = carry_out(
@@ -45,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             state = client.drain(arguments.worker)
         print(f"{arguments.worker}: {state}", flush=True)
+        if worker is not None and is_last(before, worker):
+            print(last_word(worker), file=sys.stderr, flush=True)
         if arguments.wait and worker is not None:
             wait_left(client, worker, arguments.wait_timeout)
             print(f"{worker.id}: left")
@@ -54,6 +58,20 @@ def run(arguments: argparse.Namespace) -> int:
 def find(report: ClusterReport, name: str) -> WorkerReport | None:
     """The live worker of this id or endpoint."""
     return next((w for w in report.workers if w.alive and name in (w.id, w.endpoint)), None)
+
+
+def is_last(report: ClusterReport, worker: WorkerReport) -> bool:
+    """Whether no other worker of its role takes requests."""
+    others = (w for w in report.of_role(worker.role) if w.id != worker.id)
+    return not any(w.state == "ready" for w in others)
+
+
+def last_word(worker: WorkerReport) -> str:
+    """What follows for requests when the last one of a role leaves."""
+    return (
+        f"baton: {worker.id} is the last {worker.role} worker that is ready: no new request is "
+        f"served until there is another (baton scale {worker.role}=1)"
+    )
 
 
 def wait_left(client: Client, worker: WorkerReport, timeout: float) -> None:

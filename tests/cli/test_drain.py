@@ -61,3 +61,13 @@ def test_a_worker_is_found_by_id_or_endpoint_while_it_lives():
     assert drain.find(report, "decode-1") == drain.find(report, "ipc:///d") == ASKED
     assert drain.find(report, "decode-2") is None
     assert drain.find(ClusterReport(workers=[worker("dead")]), "decode-1") is None
+
+
+@pytest.mark.parametrize(
+    ("other", "last"),
+    [([], True), ([("decode", "ready")], False), ([("decode", "draining")], True),
+     ([("prefill", "ready")], True)],
+)  # fmt: skip
+def test_the_last_of_a_pool_is_told_from_others(other, last):
+    others = [WorkerReport(id="x", role=role, state=state) for role, state in other]
+    assert drain.is_last(ClusterReport(workers=[ASKED, *others]), ASKED) == last
