@@ -56,7 +56,7 @@ test-full: check  ## the long product of settings as well
 test-oracle: $(ORACLE_VENV)/.installed  ## compare with transformers on fresh checkpoints (downloads torch)
 	$(ORACLE_BIN)/python -m pytest -q -m oracle $(ARGS)
 
-test-deploy: $(RAY_VENV)/.installed  ## `ray up` on hosts made of namespaces (downloads Ray; needs root for most of it)
+test-deploy: $(RAY_VENV)/.installed  ## `ray up` on hosts made of namespaces (downloads Ray; the half with hosts needs root)
 	@$(RAY_BIN)/python -m compileall -q $(CURDIR)/src/baton/* # nobody, who runs them, cannot
 	tests/deploy_ray/in_namespaces $(RAY_BIN)/python -m pytest -q -p no:cacheprovider tests/deploy_ray $(ARGS)
 	$(RAY_BIN)/python -m pytest -q -m deploy --ignore tests/deploy_ray $(ARGS)

@@ -89,14 +89,14 @@ class RayCluster:
         """Command lines of all children there are."""
         return [line for line in processes().values() if ".json --parent" in line]
 
+    def replaced(self, name: str, pid: int) -> bool:
+        """Whether another process serves as this worker."""
+        worker = self.workers().get(name)
+        return bool(worker) and worker["pid"] != pid and worker["state"] == "ready"
+
     def wait_replaced(self, name: str, pid: int) -> None:
         """Wait until another process serves as this worker."""
-
-        def replaced() -> bool:
-            worker = self.workers().get(name)
-            return bool(worker) and worker["pid"] != pid and worker["state"] == "ready"
-
-        wait_until(replaced, what=f"another {name}", timeout=WAIT)
+        wait_until(lambda: self.replaced(name, pid), what=f"another {name}", timeout=WAIT)
 
     def wait_nodes(self, prefill: int, decode: int) -> None:
         wanted = {"prefill": prefill, "decode": decode}
