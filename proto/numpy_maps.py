@@ -3,7 +3,8 @@
 An array is ``{"__np__": true, "data": bytes in C order, "shape": [...], "dtype": text}``, or
 with its bytes in shared memory (:mod:`.shared_memory`) ``{"__shm__": true, "name", "shape",
 "dtype"}``. A context is the map of its fields with its class under ``type``, so a subclass
-arrives as itself where its base is declared; a map without ``type`` is of the declared class.
+arrives as itself where its base is declared; a map without ``type`` is of the declared class, and
+the earlier form of a context (:mod:`.earlier_maps`) is read too.
 Of a buffer only the valid part is written; room behind it, as others write it, is read.
 
 For files, tests and peers that know this form; between Baton's processes :mod:`.codec` is
@@ -13,7 +14,7 @@ used, whose limits are stricter and whose arrays are not copied.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from operator import is_not
@@ -25,6 +26,7 @@ import numpy.typing as npt
 
 from .arrays import Frame
 from .contexts import TextContext
+from .earlier_maps import EARLIER_FORMS
 from .errors import DecodeFailed, LimitExceeded
 from .limits import MAX_ARRAY_BYTES, MAX_ARRAY_NDIM
 from .log_prob_maps import LogProbMaps, build_log_probs
@@ -43,6 +45,8 @@ _CONTEXTS = (TextContext, TextAndVisionContext, TTSContext, PixelContext)
 _KNOWN: dict[type, tuple[Any, Callable[[Any], Any]]] = {
     LogProbabilities: (LogProbMaps, build_log_probs)
 }
+
+_NONE_KNOWN: Mapping[type, tuple[Any, Callable[[Any], Any]]] = {}
 
 _LEAVES = {int, float, bool, str, bytes, type(None), np.ndarray}
 _SETTERS = (object.__setattr__, msgspec.structs.force_setattr)
@@ -164,7 +168,7 @@ class NumpyDecoder(Generic[T]):
         self._type = type_
         self._copy = copy
         self._decode = self._decoder_of(_family)
-        self._decode_untagged: Callable[[Frame], Any] | None = None
+        self._others: dict[str, Callable[[Frame], Any]] = {}  # made when first needed
 
     def __call__(self, message: Frame) -> T:
         """Decode; DecodeFailed or LimitExceeded for anything but a valid message."""
@@ -181,19 +185,40 @@ class NumpyDecoder(Generic[T]):
             raise DecodeFailed(f"not a valid message: {str(error)[:200]}") from None
 
     def _decode_either(self, message: Frame) -> Any:
-        """Contexts by their ``type``; without one, as other implementations write, as declared."""
+        """Contexts by ``type``, as declared where others write none, or in the earlier form."""
         try:
             return self._decode(message)
         except msgspec.ValidationError as error:
-            if "missing required field `type`" not in str(error):
+            reason = str(error)
+            if "missing required field `type`" in reason:
+                return self._other("untagged", lambda: self._decoder_of(_no_family))(message)
+            if "request_id`" not in reason and "tokens`" not in reason:
                 raise
-            if self._decode_untagged is None:
-                self._decode_untagged = self._decoder_of(_no_family)
-            return self._decode_untagged(message)
+            try:
+                return self._other("earlier", self._earlier_decoder)(message)
+            except msgspec.ValidationError:
+                raise error from None
 
-    def _decoder_of(self, family: Callable[[type], Sequence[type]]) -> Callable[[Frame], Any]:
+    def _other(
+        self, form: str, make: Callable[[], Callable[[Frame], Any]]
+    ) -> Callable[[Frame], Any]:
+        if form not in self._others:
+            self._others[form] = make()
+        return self._others[form]
+
+    def _earlier_decoder(self) -> Callable[[Frame], Any]:
+        """Reads contexts in the form of :mod:`.earlier_maps`."""
+        shadows = Shadows(partial(_decode_array, copy=self._copy), _no_family, _KNOWN)
+        known = {kind: shadows.becoming(form) for kind, form in EARLIER_FORMS.items()}
+        return self._decoder_of(_family, known)
+
+    def _decoder_of(
+        self,
+        family: Callable[[type], Sequence[type]],
+        known: Mapping[type, tuple[Any, Callable[[Any], Any]]] = _NONE_KNOWN,
+    ) -> Callable[[Frame], Any]:
         array = partial(_decode_array, copy=self._copy)
-        shadow, build = Shadows(array, family, _KNOWN).of(self._type)
+        shadow, build = Shadows(array, family, {**_KNOWN, **known}).of(self._type)
         decode = msgspec.msgpack.Decoder(shadow).decode
         return decode if build is None else lambda message: build(decode(message))
 

@@ -50,7 +50,8 @@ class Shadows:
         family: Callable[[type], Sequence[type]],
         known: Mapping[type, tuple[Any, Build]],
     ) -> None:
-        self._array = array
+        # A field that was left out holds its default, which is an array already.
+        self._array = lambda value: value if isinstance(value, np.ndarray) else array(value)
         self._family = family
         self._made: dict[type, tuple[Any, Build | None]] = dict(known)
 
@@ -72,6 +73,11 @@ class Shadows:
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
             return self._record(kind)
         return (_NEVER if getattr(kind, "_is_protocol", False) else kind), None
+
+    def becoming(self, form: type) -> tuple[Any, Build]:
+        """Shadow of a dataclass tagged by its name, and what builds its ``context()`` from it."""
+        shadow, build = self._record(form, tag=True)
+        return shadow, lambda value: (build(value) if build else value).context()
 
     def _union(self, members: Sequence[Any], *, tagged: bool = False) -> tuple[Any, Build | None]:
         shadows: list[Any] = []
