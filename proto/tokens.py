@@ -142,6 +142,8 @@ class TokenBuffer:
 
     def __post_init__(self) -> None:
         store = self._store
+        if not isinstance(store, np.ndarray):
+            raise TypeError(f"tokens must be an array, not {type(store).__name__}")
         if store.ndim != 1:
             raise ValueError(f"tokens must be one-dimensional, not of shape {store.shape}")
         if store.dtype != np.int64:

@@ -451,3 +451,8 @@ class TestWire:
         one, two = TextContext.from_wire(wire), TextContext.from_wire(wire)
         one.eos_sequences[0].append(8)
         assert two.eos_sequences == wire.eos_sequences == [[7]]
+
+
+def test_a_sequence_that_nothing_could_end_with_is_refused():
+    with pytest.raises(InputError, match="is empty"):
+        TextContext(max_length=9, tokens=[1], eos_sequences=[[1, 2], []])

@@ -12,6 +12,7 @@ import pytest
 from baton.proto import (
     FUTURE_TOKEN,
     AudioGenerationMetadata,
+    DecodeFailed,
     GenerationStatus,
     InputError,
     LogProbabilities,
@@ -292,3 +293,13 @@ def test_v20_pixels_are_uint8_alone(kind):
         OutputImageContent.from_numpy(np.ones((2, 2, 3), kind))
     content = OutputImageContent.from_numpy(np.ones((2, 2, 3), np.uint8))
     assert content.image_data
+
+
+@pytest.mark.parametrize("kind", ["M8[D]", "m8[s]", "c8", "g", "U3", "S3", "O"])
+def test_v21_arrays_hold_numbers_of_at_most_64_bits(kind):
+    array = np.zeros(2, kind)
+    with pytest.raises(TypeError, match="cannot be encoded"):
+        msgpack_numpy_encoder()(array)
+    raw = {"__np__": True, "data": bytes(array.nbytes), "shape": [2], "dtype": array.dtype.str}
+    with pytest.raises(DecodeFailed, match="dtype"):
+        msgpack_numpy_decoder(np.ndarray)(msgspec.msgpack.encode(raw))

@@ -323,3 +323,8 @@ class TestInt32Ids:
         assert tokens._store is store
         tokens.lend(3)
         assert tokens.all[-3:].tolist() == [0, 0, 0]
+
+
+def test_tokens_are_an_array():
+    with pytest.raises(TypeError, match="an array, not list"):
+        TokenBuffer([1, 2])
