@@ -349,7 +349,8 @@ class DecodeCore(WorkerCore):
         if result is None:
             return []
         if isinstance(result, BatonError):
-            return self._end(live, now, code=result.code, message=str(result))
+            code, text, later = result.code, str(result), result.retry_after
+            return self._end(live, now, code=code, message=text, retry_after=later)
         live.sequence.constrain(result)
         live.grammar = None
         self._scheduler.adopt(live.sequence)
@@ -460,6 +461,7 @@ class DecodeCore(WorkerCore):
         status: str | None = None,
         code: str | None = None,
         message: str = "",
+        retry_after: float | None = None,
     ) -> list[Action]:
         tokens = live.known_tokens(live.prompt_length)
         terminal = Terminal(
@@ -469,6 +471,7 @@ class DecodeCore(WorkerCore):
             status=status,
             code=code,
             message=message,
+            retry_after=retry_after,
             request_id=live.commit.request_id,
             cached_tokens=max(live.commit.cached_tokens, live.sequence.cached_tokens),
             prefill=live.commit.prefill,

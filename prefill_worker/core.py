@@ -278,7 +278,8 @@ class PrefillCore(WorkerCore):
             return []
         job.compiling = False
         if isinstance(event.result, BatonError):
-            return self._end(job, now, event.result.code, str(event.result))
+            error = event.result
+            return self._end(job, now, error.code, str(error), error.retry_after)
         job.sequence.constrain(event.result)
         self._jobs.wake(_grammar_place(job))
         return []
@@ -558,9 +559,12 @@ class PrefillCore(WorkerCore):
         """The first token ended the request: no decode worker is needed."""
         return self._close(job, job.terminal(self._member.identity.worker, status=status), now)
 
-    def _end(self, job: Job, now: float, code: str, message: str) -> list[Action]:
+    def _end(
+        self, job: Job, now: float, code: str, message: str, retry_after: float | None = None
+    ) -> list[Action]:
         worker = self._member.identity.worker
-        return self._close(job, job.terminal(worker, code=code, message=message), now)
+        terminal = job.terminal(worker, code=code, message=message, retry_after=retry_after)
+        return self._close(job, terminal, now)
 
     def _close(self, job: Job, terminal: Terminal, now: float) -> list[Action]:
         """Send the terminal, give the grant back, keep the tokens until acknowledged."""

@@ -130,7 +130,13 @@ class Job:
         return make
 
     def terminal(
-        self, worker: str, *, status: str | None = None, code: str | None = None, message: str = ""
+        self,
+        worker: str,
+        *,
+        status: str | None = None,
+        code: str | None = None,
+        message: str = "",
+        retry_after: float | None = None,
     ) -> Terminal:
         """The end of the request, when it ends here."""
         return Terminal(
@@ -140,6 +146,7 @@ class Job:
             status=status,
             code=code,
             message=message,
+            retry_after=retry_after,
             request_id=self.assign.request_id,
             cached_tokens=self.sequence.cached_tokens,
             prefill=worker,

@@ -25,7 +25,7 @@ from baton.engine.plan import Sampled, StepPlan, StepResult
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.step_time import StepTime
 from baton.kv_transfer.receiver import Receiver, ReceiverConfig
-from baton.proto.errors import InputError, InternalError, SchemaTooComplex
+from baton.proto.errors import CapacityError, InputError, InternalError, SchemaTooComplex
 from baton.proto.hashing import block_hashes, cache_salt
 from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.limits import PROTOCOL_VERSION
@@ -948,6 +948,13 @@ def test_a_grammar_that_cannot_be_rebuilt_ends_its_request(bench):
     assert (terminal.code, terminal.position) == ("input", 11)
     assert bench.cache.pool.used == 0
     assert bench.core.idle
+
+
+def test_no_memory_for_a_grammar_now_says_when_to_come_back(bench):
+    bench.run(context=STRUCTURED)
+    bench.feed(GrammarDone((KEY, 1), CapacityError("schemas take it all", retry_after=1.5)))
+    terminal = bench.one(Terminal)
+    assert (terminal.code, terminal.retry_after) == ("overloaded", 1.5)
 
 
 def test_an_abort_while_the_grammar_is_rebuilt_frees_its_blocks(bench):

@@ -32,7 +32,7 @@ from baton.prefill_worker.events import (
     StepDone,
     ToPeer,
 )
-from baton.proto.errors import InputError
+from baton.proto.errors import CapacityError, InputError
 from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.messages import (
     Abort,
@@ -1063,6 +1063,13 @@ def test_a_bad_schema_ends_its_request_alone(bench):
     bench.open()
     (reserve,) = bench.to_peer(Reserve)
     assert reserve.request == b"s" * 16
+
+
+def test_no_memory_for_a_schema_now_says_when_to_come_back(bench):
+    bench.assign(context=structured())
+    bench.feed(GrammarDone((KEY, 1), CapacityError("schemas take it all", retry_after=1.5)))
+    terminal = bench.one(Terminal)
+    assert (terminal.code, terminal.retry_after) == ("overloaded", 1.5)
 
 
 def test_an_abort_while_the_grammar_compiles(bench):
