@@ -37,6 +37,7 @@ from ..proto.messages import (
     DeviceTicket,
     KVFrame,
     Message,
+    PeerDead,
     PrefillToDecode,
 )
 from ..router import events as routing
@@ -322,6 +323,13 @@ class PrefillNode(EngineNode[PrefillCore]):
         self.moves = MoveDelays(self, sizes.move_s)
         self.decoder = sealed_decoder(DecodeToPrefill)
         self.connected: set[str] = set()
+        self.buried: set[int] = set()
+
+    def hear_router(self, name: str, message: Message) -> None:
+        """Remember who was said to be dead: what they were given may be used again since."""
+        if isinstance(message, PeerDead):
+            self.buried.add(message.incarnation)
+        super().hear_router(name, message)
 
     def perform(self, action: object) -> None:
         """What the shell would do."""
@@ -352,8 +360,12 @@ class PrefillNode(EngineNode[PrefillCore]):
             self.cluster.peer_gone(node, self)
 
     def believed_alive(self) -> list[DecodeNode]:
-        """Decode workers whose incarnation this one does not know to be dead."""
-        nodes = self.cluster.decodes
+        """Decode workers whose incarnation was never said to be dead here.
+
+        One that lives all the same, cut off from its router, may be linked anew and still read what
+        it was given before; nobody uses that, and it ends when its router refuses it.
+        """
+        nodes = [n for n in self.cluster.decodes if n.incarnation not in self.buried]
         return [n for n in nodes if self.core.knows(n.endpoint, n.incarnation)]
 
     def peer_down(self, endpoint: str) -> None:
