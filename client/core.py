@@ -24,7 +24,6 @@ from ..proto.errors import (
 )
 from ..proto.ids import request_key
 from ..proto.messages import (
-    Cancel,
     Described,
     Drained,
     FinalAck,
@@ -89,6 +88,7 @@ class ClientCore:
         self._reconnect_timeout = reconnect_timeout
         self._streams: dict[str, Stream] = {}
         self._by_key: dict[bytes, Stream] = {}
+        self._started = 0  # requests; each gets its number
         self._questions = Questions(self._routers.shown)
         self._out: list[Action] = []
         self._identity = b""
@@ -140,7 +140,8 @@ class ClientCore:
             )
             return
         self._wake(now)
-        stream = self._streams[spec.request_id] = Stream(spec, now)
+        self._started += 1
+        stream = self._streams[spec.request_id] = Stream(spec, self._started, now)
         if self._connected:
             self._say(stream, stream.repeat(now))
 
@@ -234,7 +235,7 @@ class ClientCore:
         self._messages[type(event.message)](self, event.message, now)
 
     def _submitted(self, message: Submitted, now: float) -> None:
-        stream = self._streams.get(message.request_id)
+        stream = self._named(message.request_id, message.request)
         if stream is not None:
             self._by_key.pop(stream.key, None)
             self._by_key[message.request] = stream
@@ -254,7 +255,8 @@ class ClientCore:
                 self._say(stream, stream.resume(now))
 
     def _terminal(self, message: Terminal, now: float) -> None:
-        stream = self._by_key.get(message.request) or self._streams.get(message.request_id)
+        stream = self._by_key.get(message.request)
+        stream = stream or self._named(message.request_id, message.request)
         if stream is None:
             # Our FinalAck for it was lost: without another the router repeats this for ever.
             self._acknowledge(message)
@@ -307,6 +309,16 @@ class ClientCore:
         if self._pings and message.nonce == self._pings:
             for stream in list(self._streams.values()):
                 self._say(stream, stream.unheard(self._pinged_at, now))
+
+    def _named(self, request_id: str, key: bytes) -> Stream | None:
+        """The stream of this name, unless ``key`` is that of an ended request that had it too.
+
+        A router that knows no serials derives its key without one.
+        """
+        stream = self._streams.get(request_id)
+        if stream is None or key in (b"", stream.key, request_key(self._identity, request_id)):
+            return stream
+        return None
 
     # ------------------------------------------------------------------ ends
 
@@ -390,7 +402,7 @@ class ClientCore:
         if stream.state is State.STOPPING and now >= stream.stop_until:
             self._stopped(stream, report=stream.report)
         elif deadline is not None and now >= deadline + DEADLINE_GRACE_S:
-            self._out.append(Send(Cancel(request_id=stream.spec.request_id, request=stream.key)))
+            self._out.append(Send(stream.cancel()))
             self._end(stream, error=DeadlineExceeded(f"no end within {stream.spec.deadline:g} s"))
         elif self._silent_too_long(stream, now):
             self._end(stream, error=self._unreachable(stream))
@@ -435,7 +447,7 @@ class ClientCore:
         if not stream.secret:
             # The router derives the same key, so tokens find us even before Submitted.
             self._by_key.pop(stream.key, None)
-            stream.key = request_key(self._identity, stream.spec.request_id)
+            stream.key = request_key(self._identity, stream.spec.request_id, stream.serial)
             self._by_key[stream.key] = stream
         self._out.append(Send(message))
 

@@ -42,8 +42,9 @@ class State(Enum):
 class Stream:
     """State of one request."""
 
-    def __init__(self, spec: RequestSpec, now: float) -> None:
+    def __init__(self, spec: RequestSpec, serial: int, now: float) -> None:
         self.spec = spec
+        self.serial = serial  # of all requests of this client; names may come again
         self.state = State.PENDING
         self.started = now
         self.next = len(spec.context.tokens)
@@ -116,7 +117,7 @@ class Stream:
         self.retry_at = now + self._backoff
         self._backoff = min(2 * self._backoff, LAST_RETRY_S)
         if self.state is State.STOPPING:
-            return Cancel(request_id=self.spec.request_id, request=self.key)
+            return self.cancel()
         return self._resume(now) if self.secret else self._submit(now)
 
     def unheard(self, since: float, now: float) -> Message | None:
@@ -128,6 +129,10 @@ class Stream:
             return None
         self._backoff = FIRST_RETRY_S
         return self.repeat(now)
+
+    def cancel(self) -> Cancel:
+        """What ends it at the router."""
+        return Cancel(request_id=self.spec.request_id, request=self.key, serial=self.serial)
 
     def resume(self, now: float) -> Message | None:
         """Ask for the stream from ``next`` on, unless that was asked lately."""
@@ -167,6 +172,7 @@ class Stream:
             pool=spec.pool,
             pin=spec.pin,
             fallback=spec.fallback,
+            serial=self.serial,
         )
 
     def _resume(self, now: float) -> Resume:

@@ -88,6 +88,7 @@ class Submit(Message, frozen=True, kw_only=True):
     pool: Name | None = None
     pin: Name = "prefer"  # "strict": a replay may not move the request off target_endpoint
     fallback: bool = False  # choose another worker when target_endpoint cannot take it
+    serial: Word = 0  # which of the client's requests this is: a name used again is another one
 
 
 class Resume(Message, frozen=True, kw_only=True):
@@ -111,6 +112,7 @@ class Cancel(Message, frozen=True, kw_only=True):
 
     request_id: Name = ""
     request: Binary = b""
+    serial: Word = 0  # of its Submit
 
 
 class FinalAck(Message, frozen=True, kw_only=True):

@@ -37,11 +37,16 @@ class RequestID:
 _REQUEST = blake2b(digest_size=KEY_BYTES, person=b"baton-request")
 
 
-def request_key(client: bytes, request_id: str) -> bytes:
-    """16-byte key of a request: digest of the client's identity and the request id."""
+def request_key(client: bytes, request_id: str, serial: int = 0) -> bytes:
+    """16-byte key of a request: digest of the client's identity, the request id and the serial.
+
+    ``serial``: which of the client's requests it is, so that a name can be used again; 0 for none.
+    """
     digest = _REQUEST.copy()
     name = request_id.encode("utf-8", "surrogatepass")
     digest.update(len(client).to_bytes(4, "little") + client + name)
+    if serial:  # no text ends in this byte, so no other name gives the same digest
+        digest.update(b"\xff" + serial.to_bytes(8, "little"))
     return digest.digest()
 
 

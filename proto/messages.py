@@ -7,7 +7,7 @@ is paid per step and not per token.
 
 Identities in the structs:
 
-* ``request``: 16 bytes, BLAKE2b of the client's identity and the request id
+* ``request``: 16 bytes, BLAKE2b of the client's identity, the request id and its number
   (:func:`.ids.request_key`).
 * ``attempt``: counts the tries of one request, from 1; a higher one supersedes.
 * ``incarnation``: random 64 bit per process start; a restarted worker is another worker.

@@ -110,7 +110,7 @@ class ClientSide:
     def _submit(self, identity: bytes, message: Submit, now: float) -> None:
         life = self._life
         request_id = message.request_id
-        key = request_key(identity, request_id)
+        key = request_key(identity, request_id, message.serial)
         known = life.requests.get(key)
         if known is not None:
             self._submit_again(identity, known, message)
@@ -270,11 +270,12 @@ class ClientSide:
 
     def _cancel(self, identity: bytes, message: Cancel, now: float) -> None:
         life = self._life
-        key = message.request or request_key(identity, message.request_id)
+        own = request_key(identity, message.request_id, message.serial)
+        key = message.request or own
         request = life.requests.get(key)
         if request is None or (request.client and request.client.identity != identity):
             # Perhaps its Submit was lost or comes later: the client gets the end it waits for.
-            if key == request_key(identity, message.request_id) and not life.last_attempt(key):
+            if key == own and not life.last_attempt(key):
                 life.tombstones.add(key, now)
                 self._recovery.orphans.cancelled(key)
             self._nothing_runs(identity, key, message.request_id)

@@ -243,7 +243,7 @@ class ClientNode(Node):
     def _send(self, message: Message) -> None:
         router, identity = self.router, self.identity
         if isinstance(message, Submit) and message.request_id in self.live:
-            key = request_key(identity, message.request_id)
+            key = request_key(identity, message.request_id, message.serial)
             self.cluster.watcher.named(key, self.live[message.request_id])
         event = routing.FromClient(identity, message)  # type: ignore[arg-type]
         self.transmit(router, lambda: router.feed(event))

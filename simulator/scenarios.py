@@ -167,6 +167,13 @@ SCENARIOS: dict[str, Scenario] = {
     "poisons": Scenario(poison=3, load_s=0.5, allowed=UNLUCKY),
     # A name is in use until its cancelled request has ended.
     "names": Scenario(names=0.7, crashes=1, cancels=0.1, allowed=frozenset({"duplicate_request"})),
+    "names-noise": Scenario(
+        requests=50,
+        names=0.8,
+        cancels=0.5,
+        faults=NOISE,
+        allowed=frozenset({"duplicate_request"}),
+    ),
     "structured": Scenario(
         structured=0.7,
         shape=Shape(sizes=SCARCE),

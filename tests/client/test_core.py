@@ -60,7 +60,7 @@ from baton.proto.outputs import TokenLogProbs
 from baton.proto.wire import WireContext
 
 ME = b"me"
-KEY = request_key(ME, "r")
+KEY = request_key(ME, "r", 1)
 SECRET = b"s" * 16
 
 
@@ -489,7 +489,7 @@ def test_a_stopped_request_says_nothing_more():
     bench = Bench()
     bench.open()
     bench.do(Stop("r"))
-    assert bench.sent == [Cancel(request_id="r", request=KEY)]
+    assert bench.sent == [Cancel(request_id="r", request=KEY, serial=1)]
     bench.run(3, [1])
     assert not bench.actions
     bench.hear(Terminal(request=KEY, status="cancelled"))
@@ -540,6 +540,40 @@ def test_a_stop_that_wants_to_know():
         bench.do(Disconnected())
         bench.do(Stop("r", report=report))
         assert len(bench.ended) == report and not bench.core.active
+
+
+def test_a_name_used_again_is_another_request():
+    """What is still said of the one that was cancelled does not end the next."""
+    bench = Bench()
+    bench.open()
+    bench.do(Stop("r", report=True))
+    old = Terminal(request=KEY, request_id="r", status="cancelled")
+    bench.later(0.1)
+    bench.hear(old)
+    assert bench.ended
+    bench.do(Start(spec()))
+    (submit,) = bench.sent
+    key = request_key(ME, "r", submit.serial)
+    assert key != KEY
+    bench.hear(Submitted(request_id="r", request=KEY, secret=SECRET))
+    bench.hear(old)
+    assert not bench.ended and bench.sent == [FinalAck(requests=[KEY])]
+    bench.hear(Tokens(runs=[TokenRun(KEY, 1, 3, [5])]))
+    assert not bench.tokens
+    bench.hear(Terminal(request=key, request_id="r", status="cancelled"))
+    assert bench.ended
+
+
+@pytest.mark.parametrize("key", [b"", request_key(ME, "r")])
+def test_a_router_that_knows_no_serials_is_understood(key):
+    bench = Bench()
+    bench.do(Start(spec()))
+    if key:
+        bench.hear(Submitted(request_id="r", request=key, secret=SECRET))
+        bench.hear(Tokens(runs=[TokenRun(key, 1, 3, [5])]))
+        assert bench.tokens == [5]
+    bench.hear(Terminal(request=key, request_id="r", code="overloaded"))
+    assert bench.ended
 
 
 def test_stop_of_something_unknown():

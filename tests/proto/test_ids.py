@@ -26,8 +26,10 @@ def test_request_key_separates_client_and_id():
         request_key(b"a", "bc"),
         request_key(b"", "abc"),
         request_key(b"ab", "d"),
+        request_key(b"ab", "c", 1),
+        request_key(b"ab", "c", 2),
     }
-    assert len(keys) == 4
+    assert len(keys) == 6
     assert all(len(key) == 16 for key in keys)
     assert request_key(b"ab", "c") in keys
 

@@ -190,6 +190,18 @@ def test_cancel_of_a_queued_request(bench):
     assert not [m for w in bench.workers for m in bench.take(w, Assign)]
 
 
+def test_a_name_is_used_again_after_a_cancel_that_came_before_its_submit(bench):
+    """The first one's Submit was lost; only that one stays cancelled."""
+    bench.pair()
+    bench.client(Cancel(request_id="r", serial=1))
+    assert bench.one(b"client", Terminal).status == "cancelled"
+    bench.submit(serial=1)
+    assert bench.one(b"client", Terminal).status == "cancelled"
+    bench.submit(serial=2)
+    assert not bench.take(b"client", Terminal)
+    assert bench.core.unfinished == 1
+
+
 def test_cancel_of_nothing_and_of_anothers_request(bench):
     bench.pair()
     key, _ = bench.run(identity=b"owner")
