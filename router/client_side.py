@@ -192,7 +192,7 @@ class ClientSide:
         known = request.client is not None and request.client.identity == identity
         self._attach(identity, request)
         self._life.resend(request, message.position)
-        if not known:
+        if not known or message.position >= request.next:  # it has all, and doubts that more comes
             self._recovery.reclaim(request, now)
 
     def _check_ahead(self, request: Request, message: Resume) -> None:

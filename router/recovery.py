@@ -85,7 +85,7 @@ class Recovery:
         self._follow(request, worker, now)
 
     def reclaim(self, request: Request, now: float) -> None:
-        """Its client has come back by another connection: perhaps by way of another router."""
+        """Its client came by another connection, perhaps from another router, or doubts."""
         if request.state is State.RUNNING:
             self.ask_again(request, now)
 

@@ -259,6 +259,9 @@ class WorkerSide:
             self._recovery.orphans.unknown(worker, key, attempt, now)
             return False
         if request.state is State.RECOVERING and attempt >= request.attempt:
+            if worker.aborts.get(key, (0,))[0] >= attempt:
+                self._drop("late_attempt")  # said before it heard our Abort, which frees it
+                return False
             self._recovery.found(request, worker, attempt, now)
             return True
         if request.state is _QUEUED and attempt >= request.attempt:

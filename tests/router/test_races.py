@@ -284,6 +284,38 @@ def test_resume_at_another_router_moves_the_request(make_bench):
     assert old.streamed(key) == [(10, 5)]
 
 
+def test_late_tokens_of_a_freed_attempt_are_no_sign_of_life(bench):
+    """The client was away for a moment: its request was aborted, and is asked for again."""
+    prefill, decode = bench.pair()
+    key, _ = bench.run()
+    decode.tokens(key, 10, 5)
+    submitted = bench.one(b"client", Submitted)
+    bench.client_gone()
+    bench.client(bench.resume_message(submitted, [5]), b"client-2")
+    decode.tokens(key, 11, 6)  # on their way when the Abort was said
+    for worker in (prefill, decode):
+        worker.say(Aborted(request=key, attempt=1))
+    bench.deny(key)
+    bench.advance(3.0)
+    again = bench.take(prefill, Assign)[0]
+    assert again.attempt > 1 and again.emitted == [5]
+
+
+def test_a_client_that_doubts_has_the_worker_asked(bench):
+    """It has all that is here and comes over the same connection."""
+    _prefill, decode = bench.pair()
+    key, _ = bench.run()
+    decode.tokens(key, 10, 5)
+    submitted = bench.one(b"client", Submitted)
+    bench.client(bench.resume_message(submitted, []))
+    assert not bench.take(decode, Adopt), "it lacks what is here"
+    bench.client(bench.resume_message(submitted, [5]))
+    assert bench.one(decode, Adopt).position == 11
+    decode.say(Aborted(request=key, attempt=0))
+    _, again = bench.find(Assign)
+    assert again.attempt == 2 and again.emitted == [5]
+
+
 def test_tokens_twice_or_overlapping_reach_the_client_once(bench):
     _prefill, decode = bench.pair()
     key, _ = bench.run()
