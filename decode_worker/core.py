@@ -491,6 +491,7 @@ class DecodeCore(WorkerCore):
             self._progress + event.layers, self._scheduler.steps_out > 0, self._step_s
         )
         actions: list[Action] = list(self._member.tick(now, engine, self.load))
+        actions += self._deserted(now)
         actions += self._received(self.receiver.tick(now), now)
         for key in self._deadlines.due(now):
             if live := self._live.get(key):

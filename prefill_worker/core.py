@@ -598,6 +598,7 @@ class PrefillCore(WorkerCore):
     def _on_tick(self, event: Tick, now: float) -> list[Action]:
         engine = EngineState(self._progress + event.layers, self._step_running, self._step_s)
         actions: list[Action] = list(self._member.tick(now, engine, self.load))
+        actions += self._deserted(now)
         actions += self._sender_actions(self._sender.tick(now), now)
         actions += self._links.tick(now)
         for job in self._jobs.overdue(now):

@@ -2,7 +2,8 @@
 
 Invariant: a terminal is repeated until the router that owns the request acknowledged it or
 its deadline passed, and with it the tokens it ends stay available; a router that comes back
-hears Hello (with every request still held) before anything else.
+hears Hello (with every request still held) before anything else. Nothing is kept for a router
+that has been away for :data:`DESERTED_S`; a worker that ends does not wait so long for one.
 
 Pure; the role's core feeds it and forwards its actions.
 """
@@ -41,6 +42,11 @@ FINAL = HOPELESS | {"endpoint_dead"}
 HEARTBEAT_S = 0.2
 TERMINAL_REPEAT_S = 0.5
 HELLO_PAUSE_S = 0.1
+DESERTED_S = 60.0
+"""A router away for so long is not waited for: native clients give up in half the time, or have
+gone to another router, which has taken over what it wants."""
+DRAIN_ABSENT_S = 5.0
+"""The same for what has ended, while this worker drains; a supervisor's restart takes less."""
 REFUSED_PATIENCE_S = 3.0
 """How long a worker that one router has refused waits for another one to take it."""
 
@@ -124,6 +130,7 @@ class Membership:
         self._up: dict[str, None] = {}  # ordered, so that a run can be repeated
         self._welcome: set[str] = set()  # routers that have taken us
         self._refused: dict[str, tuple[float, str]] = {}  # routers that will not: since, and why
+        self._away: dict[str, float] = {}  # routers that are not reachable, since when
         self._pending: Attempts[_Pending] = Attempts()
         self._notices: Attempts[_Notice] = Attempts()
         self._beat_at = 0.0
@@ -302,13 +309,27 @@ class Membership:
                 dropped=dict(self.dropped),
             )
             actions += [ToRouter(router, beat) for router in self._up]
-        for key in [k for k, p in self._pending.items() if now >= p.expires]:
-            del self._pending[key]
-        for key in [k for k, n in self._notices.items() if now >= n.expires]:
-            del self._notices[key]
+        self._expire(now)
         actions += self._repeat(now, lambda p: now >= p.repeat_at)
         actions += self._repeat_notices(now)
         return actions
+
+    def _expire(self, now: float) -> None:
+        """Forget what has waited long enough, or waits for a router that has been away so long."""
+        for router in self.routers:
+            if router in self._up:
+                self._away.pop(router, None)
+            else:
+                self._away.setdefault(router, now)
+        gone = self.away(now, DRAIN_ABSENT_S if self.draining else DESERTED_S)
+        for key in [k for k, p in self._pending.items() if now >= p.expires or p.router in gone]:
+            del self._pending[key]
+        for key in [k for k, n in self._notices.items() if now >= n.expires or n.router in gone]:
+            del self._notices[key]
+
+    def away(self, now: float, seconds: float = DESERTED_S) -> set[str]:
+        """Routers that have not been reachable for so long."""
+        return {router for router, since in self._away.items() if now >= since + seconds}
 
     def next_timer(self) -> float:
         """When :meth:`tick` should run."""

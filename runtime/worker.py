@@ -167,6 +167,16 @@ class WorkerCore(ABC):
                 notes.append(blocks_freed(*key, heard, now))
         return notes
 
+    def _deserted(self, now: float) -> list[Any]:
+        """Free what belongs to a router that has been away for long: nobody asked for it since."""
+        gone = self._member.away(now)
+        actions: list[Any] = []
+        for held in self._held() if gone else ():
+            if held.router in gone:
+                abort = Abort(request=held.request, attempt=held.attempt, reason="deserted")
+                actions += self._abort(held.router, abort, now)
+        return [a for a in actions if not isinstance(a, ToRouter) or a.router not in gone]
+
     # ------------------------------------------------------------------ drain
 
     def _on_drain(self, event: DrainRequested, now: float) -> list[Any]:

@@ -65,7 +65,16 @@ from baton.proto.messages import (
 )
 from baton.proto.outputs import TokenLogProbs
 from baton.proto.wire import WireContext, WireSampling
-from baton.runtime.actions import DrainRequested, Exit, FromRouter, Note, RouterUp, Tick, ToRouter
+from baton.runtime.actions import (
+    DrainRequested,
+    Exit,
+    FromRouter,
+    Note,
+    RouterDown,
+    RouterUp,
+    Tick,
+    ToRouter,
+)
 from baton.runtime.membership import Membership, WorkerIdentity
 
 M = TypeVar("M", bound=Message)
@@ -310,6 +319,20 @@ def test_a_repeated_reserve_and_commit_get_the_same_answers(bench):
     one, two = bench.to_peer(Committed)
     assert one == two
     assert len(bench.streamed()) == 1
+
+
+def test_what_belongs_to_a_router_that_is_gone_for_good_is_freed_at_last(bench):
+    bench.feed(RouterUp("router-2"))
+    bench.run(new=100, deadline=600.0)
+    bench.run(OTHER, new=100, router="router-2", deadline=600.0)
+    bench.finish()
+    bench.feed(RouterDown("router-2"))
+    bench.later(59.0, step=0.5)
+    assert len(bench.core._held()) == 2
+    bench.take(Aborted)
+    bench.later(2.0, step=0.5)
+    assert [held.router for held in bench.core._held()] == [ROUTER]
+    assert not bench.take(Aborted), "nobody is there to hear it"
 
 
 def test_no_room_is_busy():

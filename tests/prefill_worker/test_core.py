@@ -73,7 +73,16 @@ from baton.proto.messages import (
 )
 from baton.proto.outputs import TokenLogProbs
 from baton.proto.wire import WireContext, WireSampling
-from baton.runtime.actions import DrainRequested, Exit, FromRouter, Note, RouterUp, Tick, ToRouter
+from baton.runtime.actions import (
+    DrainRequested,
+    Exit,
+    FromRouter,
+    Note,
+    RouterDown,
+    RouterUp,
+    Tick,
+    ToRouter,
+)
 from baton.runtime.membership import Membership, WorkerIdentity
 
 M = TypeVar("M", bound=Message)
@@ -876,6 +885,16 @@ def test_a_draining_worker_waits_until_its_terminals_are_heard(bench):
     assert not bench.core.is_drained
     bench.hear(TerminalAck(requests=[(KEY, 1)]))
     assert bench.core.is_drained
+
+
+def test_what_belongs_to_a_router_that_is_gone_for_good_is_freed_at_last(bench):
+    bench.handing_over(deadline=600.0)
+    bench.feed(RouterDown(ROUTER))
+    bench.later(59.0)
+    assert bench.core._held()
+    bench.later(2.0)
+    assert not bench.core._held() and not bench.take(Aborted)
+    assert bench.to_peer(Release), "the grant goes back too"
 
 
 def test_tables_forget(bench):

@@ -26,7 +26,7 @@ from baton.proto.messages import (
     Tokens,
 )
 from baton.proto.wire import WireContext
-from baton.runtime.actions import DrainRequested, FromRouter, RouterUp, Tick, ToRouter
+from baton.runtime.actions import DrainRequested, FromRouter, RouterDown, RouterUp, Tick, ToRouter
 from baton.runtime.membership import Membership, WorkerIdentity
 
 CARD = ModelCard(
@@ -235,6 +235,18 @@ def test_a_full_queue_and_a_drain_answer_busy():
     worker.finish()
     (busy,) = worker.assign(4)
     assert busy.reason == "draining"
+
+
+def test_what_belongs_to_a_router_that_is_gone_for_good_is_freed_at_last():
+    worker = Worker(max_batch=1)
+    for number in (1, 2):
+        worker.assign(number, deadline=600.0)
+    worker.feed(RouterDown(ROUTER))
+    for _ in range(59):
+        worker.tick(1.0)
+    assert len(worker.core._held()) == 2
+    worker.tick(2.0)
+    assert not worker.core._held() and not worker.keys_of(Aborted)
 
 
 def test_a_drain_ends_when_all_vectors_have_arrived():

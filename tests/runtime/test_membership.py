@@ -210,6 +210,33 @@ def test_a_terminal_is_kept_to_its_deadline_and_a_little_at_least(member):
     assert member.unacknowledged == 0
 
 
+@pytest.mark.parametrize(("draining", "patience"), [(False, 60.0), (True, 5.0)])
+def test_nothing_is_kept_for_ever_for_a_router_that_is_gone_for_good(member, draining, patience):
+    up(member)
+    member.draining = draining
+    tick(member, 1.0)
+    end(member, now=1.0, expires=600.0)
+    member.give_back("one", (b"o" * 16, 1), [Busy(request=b"o" * 16, attempt=1)], 1.0, 600.0)
+    member.down("one")
+    tick(member, 2.0)
+    tick(member, 2.0 + patience - 0.1)
+    assert member.unacknowledged == 2
+    tick(member, 2.0 + patience)
+    assert member.unacknowledged == 0
+
+
+def test_a_router_that_came_back_in_time_hears_its_terminals(member):
+    up(member)
+    end(member, expires=600.0)
+    for beginning in (0.0, 50.0, 100.0):
+        member.down("one")
+        tick(member, beginning + 1.0)
+        tick(member, beginning + 49.0)
+        up(member, now=beginning + 49.5)
+        tick(member, beginning + 49.6)
+    assert member.unacknowledged == 1
+
+
 def test_an_acknowledgement_of_another_attempt_changes_nothing(member):
     end(member, attempt=2)
     member.acknowledged([(KEY, 1)])
