@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
 import pytest
 
 from baton.simulator.clients import Record
-from baton.simulator.cluster import Shape
+from baton.simulator.cluster import Cluster, Shape
 from baton.simulator.invariants import Violation
 from baton.simulator.run import Run
 from baton.simulator.scenarios import Scenario
@@ -79,6 +80,24 @@ def test_a_client_that_was_cut_off_goes_on_elsewhere():
     """The old router lives and may free the request before the other one has asked for it."""
     _cluster, record = play((1.0, cut), (3.0, join))
     assert record.longest_wait < 2.0
+
+
+def test_nothing_is_kept_for_a_router_and_a_client_that_never_come_back():
+    cluster = Cluster(1, replace(SHAPE, restart_s=1e6))
+    network, decode = cluster.network, cluster.decodes[0]
+    network.at(0.1, partial(cluster.clients[0].submit, Record("long", PROMPT, ANSWER)))
+    network.at(1.0, cluster.clients[0].crash)
+    network.at(1.0, cluster.routers[0].crash)
+
+    def run(until):
+        while network.now < until:
+            network.step()
+
+    run(30.0)
+    assert decode.core.idle
+    assert decode.member.unacknowledged, "its end is kept for who may come back"
+    run(65.0)
+    assert not decode.member.unacknowledged
 
 
 def test_a_stopped_routers_late_abort_would_harm(monkeypatch):
