@@ -1,0 +1,1 @@
+"""A handoff between two processes, timed: ``python -m baton.benchmarks.handoff``."""
