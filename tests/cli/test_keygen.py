@@ -55,6 +55,8 @@ def test_add_rotate_retire_revoke(folder, capsys):
 
 def test_options_that_mean_nothing_together(folder, capsys):
     assert main(["keygen", str(folder), "--name", "x"]) == 2
-    assert "--name and --host go with --add" in capsys.readouterr().err
+    assert "--name goes with --add ROLE" in capsys.readouterr().err
+    assert main(["keygen", str(folder), "--host", "x"]) == 2
+    assert "--host goes with --add ROLE or --for ROLES" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["keygen", str(folder), "--add", "boss", "--name", "x"])
