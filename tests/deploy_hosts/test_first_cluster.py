@@ -76,6 +76,11 @@ def answers(output):
     return [tokens for tokens, _ in found]
 
 
+def replayed(cluster):
+    """How many requests the router has run again."""
+    return json.loads(cluster.verb("status --json"))["router"]["requests"]["replayed"]
+
+
 @pytest.fixture(scope="module")
 def expected(cluster):
     """What `baton serve` on the machine outside says to the same requests."""
@@ -149,6 +154,7 @@ def test_a_decode_host_more_and_prefill_is_untouched(cluster, expected):
 
 
 def test_back_to_one_drains_and_loses_no_request(cluster, expected_long):
+    before = replayed(cluster)
     running = cluster.outside_begin(
         ASK, json.dumps([IN_FLIGHT, 400, cluster.address, str(cluster.keys)])
     )
@@ -157,6 +163,7 @@ def test_back_to_one_drains_and_loses_no_request(cluster, expected_long):
     assert "reached" in said, said
     output, _ = running.communicate(timeout=120)
     assert answers(output) == expected_long
+    assert replayed(cluster) == before
     wait_until(lambda: len(cluster.left()) == 3, "a decode host to be given back")
     assert sorted(name for names in cluster.members().values() for name in names)[1:] == [
         "prefill-0",
@@ -185,6 +192,7 @@ def test_a_host_is_added_to_a_pool_of_a_running_cluster(cluster, expected):
 
 def test_a_host_that_leaves_is_emptied_first(cluster, expected_long):
     """What a pod's preStop runs, with requests in flight."""
+    before = replayed(cluster)
     running = cluster.outside_begin(
         ASK, json.dumps([IN_FLIGHT, 400, cluster.address, str(cluster.keys)])
     )
@@ -195,6 +203,7 @@ def test_a_host_that_leaves_is_emptied_first(cluster, expected_long):
     assert DECODE not in cluster.members()
     output, _ = running.communicate(timeout=120)
     assert answers(output) == expected_long
+    assert replayed(cluster) == before  # it drained: nothing was run again elsewhere
     assert cluster.verb("wait-ready --prefill 1 --decode 1").startswith("ready: ")
     (host,) = {SPARE, ADDED} & set(cluster.members())
     assert len(cluster.members()[host]) == 1

@@ -159,12 +159,15 @@ def test_launching_again_changes_nothing(cluster):
     assert "launched with another max_batch" in said
 
 
-def test_a_pool_that_shrinks_loses_no_request(cluster, undisturbed):
+def test_a_pool_that_shrinks_drains_and_loses_no_request(cluster, undisturbed, replayed):
+    before = replayed()
+
     async def shrink(streams: list[Stream]) -> None:
         await begun(streams, len(WORK) // 2)
-        cluster.baton("scale", "--wait", "prefill=1")
+        await asyncio.to_thread(cluster.baton, "scale", "--wait", "prefill=1")
 
     assert tokens(run(cluster.address, WORK, shrink)) == undisturbed
+    assert replayed() == before
     cluster.wait_nodes(prefill=1, decode=1)
 
 
