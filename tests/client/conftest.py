@@ -95,7 +95,7 @@ class OnThread:
         self.loop.post(run)
         if begin:
             self.thread.start()
-        assert done.wait(5)
+        assert done.wait(30)
         if failed:
             raise failed[0]
 
@@ -103,7 +103,7 @@ class OnThread:
         if self.thread.is_alive():
             self.call(self.teardown)
             self.loop.post(self.loop.stop)
-            self.thread.join(5)
+            self.thread.join(30)
             self.context.destroy(linger=0)
 
 
@@ -294,7 +294,7 @@ class Cluster:
             worker_address=f"ipc://{folder}/workers",
             cluster_key="00" * 16,
             model_folder=str(DEMO),
-            recovery_s=0.3,
+            recovery_s=2.5,
             resume_window_s=0.0,
         )
         self.router = Router(self.config)
@@ -305,7 +305,7 @@ class Cluster:
         self.router.start()
         self.prefill.start()
         self.decode.start()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while len(list(self.router.shell.core.life.registry.live())) < 2:
             assert time.monotonic() < deadline, "the workers did not join"
             time.sleep(0.001)

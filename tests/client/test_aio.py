@@ -29,7 +29,7 @@ def run(request):
 
     def run(coroutine):
         with asyncio.Runner(loop_factory=make) as runner:
-            return runner.run(asyncio.wait_for(coroutine, 20))
+            return runner.run(asyncio.wait_for(coroutine, 60))
 
     return run
 

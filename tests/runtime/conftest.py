@@ -28,7 +28,7 @@ class Driver:
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
 
-    def until(self, condition: Callable[[], object], timeout: float = 5.0) -> float:
+    def until(self, condition: Callable[[], object], timeout: float = 30.0) -> float:
         """Run until ``condition`` holds; returns the seconds it took."""
         start = self.loop.now()
         stopping = False

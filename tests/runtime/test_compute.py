@@ -54,12 +54,12 @@ def test_stop_waits_for_the_running_item_and_drops_the_rest(loop):
     def work(item):
         ran.append(item)
         started.set()
-        release.wait(5)
+        release.wait(30)
 
     compute = ComputeThread(loop, work, lambda i, r: None)
     compute.submit(1)
     compute.submit(2)
-    assert started.wait(5)
+    assert started.wait(30)
     assert compute.busy
     assert not compute.stop(timeout=0.01)
     release.set()

@@ -41,7 +41,7 @@ def test_signals_reach_the_loop_and_count():
     assert child.stdout.readline() == "signal 1\n"
     child.send_signal(signal.SIGINT)
     assert child.stdout.readline() == "signal 2\n"
-    assert child.wait(5) == 0
+    assert child.wait(30) == 0
     child.stdout.close()
 
 
@@ -80,7 +80,7 @@ def test_a_child_dies_with_its_parent():
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while _runs(pid):
         assert time.monotonic() < deadline, "the child outlived its parent"
         time.sleep(0.005)
@@ -127,7 +127,7 @@ def test_blas_threads_are_limited_after_numpy_was_loaded():
         """,
         env=environment,
     )
-    out, _ = child.communicate(timeout=10)
+    out, _ = child.communicate(timeout=30)
     assert child.returncode == 0
     assert set(out.split("]")[0].strip("[").split(",")) <= {"1", ""}
     assert out.strip().endswith("1")

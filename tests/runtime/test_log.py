@@ -73,7 +73,7 @@ def test_a_process_whose_log_nobody_reads_goes_on_and_says_later_what_was_lost()
         written = os.read(child.stderr.fileno(), 1 << 20)
         while select.select([child.stderr], [], [], 0.05)[0]:
             written += os.read(child.stderr.fileno(), 1 << 20)
-        _, rest = child.communicate(b"\n", timeout=20)
+        _, rest = child.communicate(b"\n", timeout=60)
         assert child.returncode == 0
     events = [json.loads(line) for line in (written + rest).splitlines()]
     assert events[-1]["event"] == "last"
