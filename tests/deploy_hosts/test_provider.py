@@ -130,7 +130,9 @@ def test_terminate_ends_what_ignores_it_and_nothing_else(provider):
     host = provider.lab.hosts[1]
     (node,) = provider.create(1)
     host.run(STUBBORN.format(address=host.address))
-    assert len(host.processes()) == 3
+    # a shell that is still to become one of them has not its environment yet
+    begun = ["/tmp/raylet/raylet 1000", "sleep 1001", "sleep 1002"]
+    wait_until(lambda: sorted(host.processes().values()) == begun, "three processes")
     (result,) = provider.call(["terminate_node", node])
     assert result is None
     assert list(host.processes().values()) == ["sleep 1002"]

@@ -91,12 +91,12 @@ class Running:
         """What a kill leaves: the actors, and what was saved."""
         ray, saved = self.cluster._api, self.cluster._api.saved
         self.cluster._loop.post(self.cluster._loop.stop)
-        self.thread.join(20)
+        self.thread.join(60)
         ray.saved = saved
 
 
 def wait_for(condition, what):
-    until = time.monotonic() + 40
+    until = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < until, what
         time.sleep(0.05)
@@ -112,9 +112,8 @@ def ray():
 
 @pytest.fixture
 def settings(tmp_path):
-    port = free_ports(1)[0]
     return ServeSettings(
-        address=f"tcp://127.0.0.1:{port % 60000 + 1024}",
+        address=f"tcp://127.0.0.1:{free_ports(1)[0]}",
         admin=f"ipc://{tmp_path}/admin",
         kv_memory="16MiB",
         grace=5.0,
@@ -137,7 +136,7 @@ def test_a_controller_that_dies_is_followed_by_one_that_goes_on(ray, settings):
     second.feed(Scale("ticket", {"decode": 1}))
     wait_for(lambda: second.ready() == one_each, "one to leave")
     second.feed(Down())
-    second.thread.join(40)
+    second.thread.join(60)
     assert not second.thread.is_alive()
     assert ray.members == {}
     assert ray.requested == {}
@@ -158,7 +157,7 @@ def test_workers_of_a_host_that_leaves_are_followed_by_others(ray, settings):
 
 def test_what_cannot_run_ends_it_with_the_reason(ray, settings):
     broken = Running(ray, msgspec.structs.replace(settings, model="/no/such/model"))
-    broken.thread.join(40)
+    broken.thread.join(60)
     assert not broken.thread.is_alive()
     assert ray.members == {}
     assert "/no/such/model" in (ray.last_words or "")

@@ -27,7 +27,7 @@ class NoConfig(msgspec.Struct):
 
 
 STAND_IN = """
-import ctypes, json, signal, sys, time
+import ctypes, json, os, signal, sys, time
 from pathlib import Path
 parent = int(sys.argv[sys.argv.index("--parent") + 1])
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -35,6 +35,8 @@ say = json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())["sa
 if say:
     print(json.dumps({"level": "error", "event": "process.failed", "error": say}), file=sys.stderr)
     sys.exit(1)
+if "STAND_IN_READY" in os.environ:
+    Path(os.environ["STAND_IN_READY"]).touch()
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 while True:
     time.sleep(1)
@@ -64,7 +66,7 @@ def supervise(module):
 
 
 def wait_for(condition, what: str):
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not (result := condition()):
         assert time.monotonic() < until, what
         time.sleep(0.01)
@@ -141,21 +143,22 @@ def test_closing_leaves_no_child_and_no_file(supervise, tmp_path, monkeypatch):
 
 
 SCRIPT = """
-import sys, time
+import os, sys, time
+from pathlib import Path
 sys.path.insert(0, {tests!r})
 from baton.deploy.processes import ProcessSpec
 from baton.deploy.ray.member import Supervisor
 from test_member import NoConfig
 s = Supervisor(ProcessSpec(name="d", role="decode", module="stand_in", config=NoConfig()))
-while not s.report().pid:
-    time.sleep(0.01)
-time.sleep(0.3)  # the child has told the kernel
+while not (s.report().pid and Path(os.environ["STAND_IN_READY"]).exists()):
+    time.sleep(0.01)  # until the child has told the kernel
 print(s.report().pid, flush=True)
 time.sleep(60)
 """
 
 
-def test_the_child_dies_with_a_killed_supervisor(module):
+def test_the_child_dies_with_a_killed_supervisor(module, tmp_path, monkeypatch):
+    monkeypatch.setenv("STAND_IN_READY", str(tmp_path / "ready"))
     script = SCRIPT.format(tests=str(Path(__file__).parent))
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     try:
