@@ -31,7 +31,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition, timeout: float = 20.0, what: str = "condition"):
+def wait_until(condition, timeout: float = 60.0, what: str = "condition"):
     """Poll ``condition`` until it is true; returns its value."""
     until = time.monotonic() + timeout
     while time.monotonic() < until:
@@ -69,6 +69,10 @@ class Cluster:
         """Everything it printed so far."""
         return self.log.read_text(errors="replace")
 
+    def wait_said(self, sentence: str) -> None:
+        """Until it has printed this: what a child did may be seen before its supervisor tells."""
+        wait_until(lambda: sentence in self.text(), what=f"the line {sentence!r}")
+
     def client(self) -> Client:
         """A new client of it."""
         return Client(self.address, keys=self.keys, connect_timeout=20.0)
@@ -95,7 +99,10 @@ class Cluster:
         found = {}
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         for pid in map(int, children.split()):
-            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            try:
+                arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            except OSError:  # it ended just now
+                continue
             config = next((a for a in arguments if a.endswith(b".json")), b"")
             if config:
                 found[Path(config.decode()).stem] = pid

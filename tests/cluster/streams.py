@@ -14,7 +14,7 @@ from baton.client import AsyncClient
 from baton.proto.errors import BatonError
 from baton.proto.sampling import SamplingParams
 
-STREAMS_TIMEOUT = 60.0
+STREAMS_TIMEOUT = 100.0
 _salts = itertools.count()
 
 

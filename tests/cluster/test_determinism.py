@@ -136,7 +136,6 @@ def test_after_preemption(subjects, cluster):
         answers = ask_all(client, [*subjects.jobs, *growing], in_flight=9)
         wait_until(
             lambda: worker_figures(client, "decode", "preemptions") > 0,
-            timeout=3,
             what="a report of preemptions",
         )
     assert same(answers[: len(subjects.jobs)], subjects.alone)

@@ -16,6 +16,7 @@ import pytest
 
 from baton.client import Client
 from baton.deploy.config import demo_model_folder
+from baton.proto.errors import ConnectionLost
 from baton.proto.sampling import SamplingParams
 
 from .conftest import alive, command_environment, wait_until
@@ -92,14 +93,20 @@ def test_ctrl_c_at_a_terminal_reaches_the_supervisor_alone(tmp_path_factory):
 
 
 def test_a_second_interrupt_stops_at_once(cluster):
+    """The first would have let the streams end."""
     running = cluster(max_length=2048)
-    with running.client() as client, client.generate(PROMPT, params(LONG)) as generation:
-        next(generation)
+    with Client(running.address, connect_timeout=20.0, reconnect_timeout=0.5) as client:
+        generations = [client.generate(PROMPT, params(LONG)) for _ in range(8)]
+        count = sum(len(next(generation).tokens) for generation in generations)
         pids = running.pids()
         running.interrupt()
-        wait_until(lambda: "draining" in running.text(), what="the announcement")
+        running.wait_said("draining")
         running.interrupt()
-        assert running.process.wait(5) == 0
+        assert running.process.wait(60) == 0
+        for generation in generations:
+            with contextlib.suppress(ConnectionLost):
+                count += sum(len(output.tokens) for output in generation)
+    assert count < LONG * len(generations)
     assert not any(alive(pid) for pid in pids.values())
     assert running.leftovers() == []
 
