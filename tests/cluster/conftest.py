@@ -162,7 +162,9 @@ def start_cluster(tmp_path_factory):
     started = STARTED
 
     def start(prefill=1, decode=2, model=None, **settings) -> Cluster:
-        settings = {"kv_memory": "32MiB", "stats_interval": 0, **settings}
+        # Only a test that stops a worker wants it to be missed at once: on a busy machine
+        # others may have to wait longer than a second for a processor.
+        settings = {"kv_memory": "32MiB", "stats_interval": 0, "silence": 10.0, **settings}
         cluster = Cluster(tmp_path_factory.mktemp("c"), prefill, decode, model, settings)
         started.append(cluster)
         return cluster

@@ -38,7 +38,7 @@ def listening_ports(pid: int) -> list[int]:
     return sorted(ports)
 
 
-def replies(port: int, sent: list[bytes], wait: float = 3.0) -> list[bytes]:
+def replies(port: int, sent: list[bytes], wait: float = 30.0) -> list[bytes]:
     """Send each of these bytes over a TCP connection of its own; all that came back on each."""
     peers = [socket.create_connection(("127.0.0.1", port)) for _ in sent]
     heard = dict.fromkeys(peers, b"")

@@ -151,13 +151,18 @@ def test_strangers_get_past_no_socket(running, folder):
             check_garbage(port)
             server = read_pair(folder / f"{name}.key").public.encode()
             check_strangers(port, server, KeyRing(folder, "operator").pair)
-    after = dropped(running)
-    grown = {name for name in after if after[name] != before.get(name, 0)}
-    assert grown == {
+    expected = {
         "router client_refused", "router worker_refused", "prefill-0 endpoint_refused",
         "decode-0 endpoint_refused", "decode-0 data_refused",
         "decode-1 endpoint_refused", "decode-1 data_refused",
     }  # fmt: skip
+    wait_until(lambda: grown(running, before) >= expected, what="the workers' heartbeats")
+    assert grown(running, before) == expected
+
+
+def grown(running, before: dict[str, int]) -> set[str]:
+    """Counters of :func:`dropped` that have grown since."""
+    return {name for name, count in dropped(running).items() if count != before.get(name, 0)}
 
 
 def test_a_listed_key_gets_past_only_where_its_role_belongs(running, folder):

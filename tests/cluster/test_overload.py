@@ -112,7 +112,7 @@ class RawClient:
 def test_what_does_not_fit_is_refused_at_once_and_the_others_do_not_notice(small, undisturbed):
     """More than ten times the capacity, spread over the time that a full load takes."""
 
-    def slowdown() -> float:
+    def calm() -> bool:
         alone = run(small.address, WORK)
         pause = span(alone) / CAPACITY / 20
         refusals: list[Stream] = []
@@ -128,23 +128,26 @@ def test_what_does_not_fit_is_refused_at_once_and_the_others_do_not_notice(small
 
         admitted = run(small.address, WORK, flood)
         assert tokens(admitted) == undisturbed
-        check_refusals(refusals, undisturbed[0])
+        usual_wait = check_refusals(refusals, undisturbed[0])
         print(f"the admitted took {span(admitted):.2f} s, alone {span(alone):.2f} s")
-        return span(admitted) / span(alone)
+        return usual_wait <= 0.05 and span(admitted) <= 2 * span(alone)
 
-    assert any(slowdown() <= 2 for _ in range(TRIES))
+    assert any(calm() for _ in range(TRIES))
 
 
-def check_refusals(offered: list[Stream], answer: list[int]) -> None:
-    """Most were refused, at once; the others took the place of one that had ended."""
+def check_refusals(offered: list[Stream], answer: list[int]) -> float:
+    """Most were refused; the others took the place of one that had ended.
+
+    Returns the median of the seconds a refusal took.
+    """
     refused = [s for s in offered if s.error is not None]
     assert len(refused) > CAPACITY
     assert all(isinstance(s.error, CapacityError) and s.error.retry_after for s in refused)
     assert all(s.tokens == answer for s in offered if s.error is None)
     waits = sorted(s.ended - s.started for s in refused)
-    p50, longest = statistics.median(waits) * 1e3, waits[-1] * 1e3
-    print(f"{len(refused)} of {len(offered)} refused, p50 {p50:.1f} ms, longest {longest:.1f} ms")
-    assert p50 <= 50
+    p50, longest = statistics.median(waits), waits[-1]
+    print(f"{len(refused)} of {len(offered)} refused, p50 {p50:.4f} s, longest {longest:.4f} s")
+    return p50
 
 
 def test_a_burst_of_long_prompts_leaves_no_memory_behind(small, undisturbed):

@@ -34,7 +34,7 @@ def run(folder: Path, address: str, prompt: list[int]) -> list[str]:
         [sys.executable, "-I", str(script), address, *map(str, prompt)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -74,8 +74,10 @@ def test_a_worker_of_the_next_version_takes_part(running, truth, tmp_path, role)
     process = start_worker(running, tmp_path, role, version, PROTOCOL_VERSION)
     try:
         name = f"other-{role}"
-        state = wait_until(lambda: running.workers().get(name), what="the newer worker")
-        assert state["state"] == "ready"
+        wait_until(
+            lambda: running.workers().get(name, {}).get("state") == "ready", what="the newer worker"
+        )
+        state = running.workers()[name]
         options = {"target_endpoint": state["endpoint"], "pin": "strict"}
         with running.client() as client:
             answer = ask(client, Job(JOB.prompt, JOB.params, options))
@@ -83,7 +85,7 @@ def test_a_worker_of_the_next_version_takes_part(running, truth, tmp_path, role)
         assert name in (answer.prefill, answer.decode)
     finally:
         process.terminate()
-        said, _ = process.communicate(timeout=30)
+        said, _ = process.communicate(timeout=60)
     assert process.returncode == 0, said
     wait_until(lambda: running.workers()[name]["state"] == "dead", what="it to have left")
 
@@ -96,7 +98,7 @@ def test_a_worker_of_a_version_not_understood_ends_and_says_why(
     running, truth, tmp_path, role, version, oldest
 ):
     process = start_worker(running, tmp_path, role, version, oldest)
-    said, _ = process.communicate(timeout=30)
+    said, _ = process.communicate(timeout=60)
     assert process.returncode == 1, said
     assert re.search(r"protocol version \d", said)
     assert str(version) in said and str(PROTOCOL_VERSION) in said
@@ -108,7 +110,7 @@ def test_a_worker_of_a_version_not_understood_ends_and_says_why(
 def generate(running, folder, version, oldest):
     arguments = ["generate", "--address", running.address, "--max-new-tokens", "4", "Once"]
     process = start(folder, version, oldest, "baton.cli", *arguments)
-    said, _ = process.communicate(timeout=30)
+    said, _ = process.communicate(timeout=60)
     return process.returncode, said
 
 

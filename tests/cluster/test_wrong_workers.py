@@ -57,7 +57,7 @@ def test_a_worker_of_another_kind_is_refused(running, tmp_path, role, changes, m
         ],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         env=command_environment(tmp_path),
         check=False,
     )
