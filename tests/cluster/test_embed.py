@@ -58,6 +58,15 @@ def embedder(start_cluster):
         one.end_clean()
 
 
+@pytest.fixture(scope="module")
+def bert(start_cluster):
+    """One prefill worker, for all tests that leave it as it was."""
+    one = start_cluster(prefill=1, model=DATA / "embedders/bert")
+    one.size = (1, 0)
+    yield one.wait_ready()
+    one.end_clean()
+
+
 @pytest.mark.parametrize("name", ["embedders/bert", "embedders/qwen3"])
 def test_vectors_are_those_of_the_engine_alone(embedder, name):
     cluster = embedder(name, prefill=2)
@@ -86,8 +95,8 @@ def test_vectors_are_those_of_the_engine_alone(embedder, name):
     np.testing.assert_array_equal(asyncio.run(ask()), wanted)
 
 
-def test_what_is_asked_of_the_wrong_model_is_one_clear_error(embedder, start_cluster):
-    with embedder().client() as client:
+def test_what_is_asked_of_the_wrong_model_is_one_clear_error(bert, start_cluster):
+    with bert.client() as client:
         with pytest.raises(TaskMismatch, match="embedding model"):
             list(client.generate("the cat"))
         with pytest.raises(InputError, match="at most 100 are served"):
@@ -140,7 +149,7 @@ def test_deaths_cost_no_vector(embedder, victim):
         wait_until(lambda: len(results) > 5, what="the first vectors")
         pid = cluster.pids()[victim]
         os.kill(pid, signal.SIGKILL)
-        asking.join(60)
+        asking.join(100)
         assert not asking.is_alive()
     assert len(results) == rounds
     for found in results:
@@ -149,9 +158,8 @@ def test_deaths_cost_no_vector(embedder, victim):
     cluster.wait_ready()
 
 
-def test_a_deadline_is_for_all_texts_of_a_call(embedder):
-    cluster = embedder()
-    with cluster.client() as client:
+def test_a_deadline_is_for_all_texts_of_a_call(bert):
+    with bert.client() as client:
         with pytest.raises(DeadlineExceeded):
             client.embed(["mat " * 20] * 20_000, deadline=0.3)
         wait_until(lambda: in_flight(client) == 0, what="the others to be cancelled")
@@ -220,11 +228,10 @@ def test_ten_thousand_texts_among_cancels_deadlines_and_a_death(embedder):
         )
 
 
-def test_the_commands_know_that_no_decode_worker_will_come(embedder):
-    cluster = embedder()
-    environment = command_environment(cluster.folder)
+def test_the_commands_know_that_no_decode_worker_will_come(bert):
+    environment = command_environment(bert.folder)
     command = [sys.executable, "-P", "-m", "baton.cli", "wait-ready", "--timeout", "20"]
-    command += ["--address", cluster.address]
+    command += ["--address", bert.address]
     waited = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (waited.returncode, waited.stdout) == (0, "ready: 1 prefill, 0 decode\n"), waited.stderr
     wrong = subprocess.run(
@@ -234,12 +241,11 @@ def test_the_commands_know_that_no_decode_worker_will_come(embedder):
     assert "embedding model" in wrong.stderr
 
 
-def test_the_command_prints_vectors(embedder):
-    cluster = embedder()
+def test_the_command_prints_vectors(bert):
     command = [sys.executable, "-P", "-m", "baton.cli", "embed", *TEXTS[:2]]
     answer = subprocess.run(
-        [*command, "--address", cluster.address],
-        env=command_environment(cluster.folder),
+        [*command, "--address", bert.address],
+        env=command_environment(bert.folder),
         capture_output=True,
         check=True,
     )
@@ -247,8 +253,8 @@ def test_the_command_prints_vectors(embedder):
     np.testing.assert_allclose(vectors, expected("embedders/bert", TEXTS[:2]), atol=1e-7)
     lines = ["a\u2028b\x0b\x85", "", "mat"]  # what Unicode ends a line by is part of it
     answer = subprocess.run(
-        [*command[:5], "--address", cluster.address],
-        env=command_environment(cluster.folder),
+        [*command[:5], "--address", bert.address],
+        env=command_environment(bert.folder),
         input="\n".join([*lines, ""]).encode(),
         capture_output=True,
         check=True,
