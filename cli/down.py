@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import socket
 import time
 from pathlib import Path
 
 from ..deploy.address_lock import AddressLock
 from ..deploy.admin import GoDown, Overview, Result
-from ..deploy.admin_client import AdminClient
+from ..deploy.admin_client import AdminClient, listens
 from ..deploy.run_folder import sweep
 from ..proto.errors import ConnectionLost, RequestFailed
+from .cluster import addresses_of
 from .operator import add_operator, admin_of, has_controller, operator
 
 _SPARE_S = 30.0
 """How much longer than the cluster's grace the end may take."""
+_FOLLOW_S = 2.0
 _PAUSE = 0.05
 
 
@@ -38,9 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.ray_address and not has_controller(arguments):
         return end_on_ray(arguments.ray_address)
     if not has_controller(arguments):
+        refuse_while_served(addresses_of(arguments)[0], admin_of(arguments))
         swept = sweep()
         AddressLock.sweep(admin_of(arguments))
-        print(f"no cluster runs at {admin_of(arguments).removesuffix('.admin')}")
+        print(f"no cluster runs at {addresses_of(arguments)[0]}")
         for path in swept:
             print(f"removed {path}, which a killed cluster had left")
         return 0
@@ -53,6 +57,34 @@ def run(arguments: argparse.Namespace) -> int:
     count = len(before.members) + 1
     print(f"down: {count} processes have ended, no process and no socket is left")
     return 0
+
+
+def refuse_while_served(address: str, admin: str) -> None:
+    """RequestFailed where somebody listens although there is no controller to give orders to.
+
+    Routers of a controller that was killed just now have a moment to follow it.
+    """
+    until = time.monotonic() + _FOLLOW_S
+    while is_served(address):
+        if time.monotonic() >= until:
+            raise RequestFailed(
+                f"something listens at {address}, but no controller at {admin}: end the cluster on "
+                "its host as the user who started it, or give its --admin; on Ray without a "
+                "controller: baton down --ray-address auto"
+            )
+        time.sleep(_PAUSE)
+
+
+def is_served(address: str) -> bool:
+    """Whether somebody listens at a client address."""
+    if not address.startswith("tcp://"):
+        return listens(address)
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def end_on_ray(address: str) -> int:

@@ -20,6 +20,8 @@ from ..proto.errors import ConfigError, InputError
 from ..runtime.security import check_bind
 from .run_folder import socket_in_use
 
+_THIS_MACHINE = ("0.0.0.0", "127.0.0.1", "localhost", "*", "[::]", "[::1]")  # noqa: S104 -- compared
+
 
 def default_address() -> str:
     """The per-user ipc address where ``serve`` listens and the other verbs look."""
@@ -105,9 +107,13 @@ def admin_address(client: str) -> str:
     """Where the controller of the cluster with this client address listens for verbs.
 
     Beside the (first) client socket; for tcp, and where that path is too long, in the private
-    folder of this user.
+    folder of this user. A cluster that listens at every address of this machine is found by its
+    loopback address.
     """
     first = separated(client)[0] or default_address()
+    if first.startswith("tcp://"):
+        host, _, port = first.removeprefix("tcp://").rpartition(":")
+        first = f"tcp://127.0.0.1:{port}" if host in _THIS_MACHINE else first
     path = ipc_path(first)
     if path is not None:
         beside = f"{path.absolute()}.admin"

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -199,6 +200,17 @@ def test_scale_and_drain_change_the_targets_and_status_shows_them(launched):
     assert drained.stdout.splitlines()[-1] == "decode-2: left"
     wait_until(lambda: "decode-2" not in launched.pids(), what="its end")
     assert launched.controller()["targets"] == {"prefill": 1, "decode": 2}
+    assert len(ask(launched)) > 0
+
+
+def test_down_fails_while_somebody_serves_there_without_a_controller_of_ours(launched, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        tcp = f"tcp://127.0.0.1:{stranger.getsockname()[1]}"
+        refused = baton(tmp_path, "down", f"--address={tcp}")
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+    assert f"something listens at {tcp}, but no controller" in refused.stderr
+    wrong = launched.verb("down", f"--admin=ipc://{tmp_path}/other.admin")
+    assert wrong.returncode == 1
     assert len(ask(launched)) > 0
 
 

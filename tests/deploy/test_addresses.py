@@ -46,6 +46,12 @@ def test_for_tcp_and_long_paths_it_is_in_the_private_folder():
         check_endpoint(address)
 
 
+def test_a_cluster_at_every_address_is_found_by_its_loopback_one():
+    here = {admin_address(f"tcp://{host}:5") for host in ("0.0.0.0", "127.0.0.1", "localhost")}
+    assert len(here) == 1
+    assert admin_address("tcp://1.2.3.4:5") not in here
+
+
 def test_one_controller_per_address_until_it_lets_go(tmp_path):
     address = f"ipc://{tmp_path}/s.admin"
     lock = AddressLock.take(address)
