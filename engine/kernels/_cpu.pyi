@@ -37,6 +37,7 @@ def attention(
     scale: float,
     window: int,
     out: F32,
+    halves: bool,
     /,
 ) -> None: ...
 def gather(

@@ -216,6 +216,7 @@ class Backend(Protocol):
         window: int,
         out: F32,
         plan: object = None,
+        halves: bool = False,
     ) -> None:
         """Causal paged attention with grouped query heads.
 
@@ -224,7 +225,8 @@ class Backend(Protocol):
         ``block_tables[S, Nmax]``; ``out[T, Hq * D]``. KV is walked in tiles aligned to absolute
         positions, in order. ``positions`` says what a row sees, not where its own key lies: with
         the sequence's last position for all its rows, attention is bidirectional. ``plan``: of
-        :meth:`plan_attention` for the same rows; a CPU has none.
+        :meth:`plan_attention` for the same rows; a CPU has none. ``halves``: what is multiplied
+        may be rounded to bfloat16, as in a model whose weights are.
         """
         ...
 

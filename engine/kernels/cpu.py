@@ -19,7 +19,7 @@ from .digest import payload_digest as numpy_digest
 from .host_arrays import HostArrays
 from .memory import Arena
 
-REVISIONS = {"amx": 2, "avx512": 1, "avx2": 1, "plain": 1}
+REVISIONS = {"amx": 3, "avx512": 1, "avx2": 1, "plain": 1}
 """Raise that of an instruction set when a change of the C code changes a bit of its results."""
 
 
@@ -50,9 +50,9 @@ class CpuBackend(HostArrays):
     """Kernels in C; see :class:`~baton.engine.kernels.backend.Backend`.
 
     ``isa`` picks an instruction set by name (``amx``, ``avx512``, ``avx2``, ``plain``), None
-    the best one of this machine. ``amx`` multiplies bfloat16 weights on matrix tiles, with x
-    rounded to bfloat16 and sums in float32, and is ``avx512`` in all else. Wrong arguments
-    raise ValueError before anything is written.
+    the best one of this machine. ``amx`` multiplies bfloat16 weights, and what attention
+    may round, on matrix tiles, with the other side rounded to bfloat16 and sums in float32; it is
+    ``avx512`` in all else. Wrong arguments raise ValueError before anything is written.
     """
 
     name = "cpu"
@@ -136,10 +136,11 @@ class CpuBackend(HostArrays):
         window: int,
         out: F32,
         plan: object = None,
+        halves: bool = False,
     ) -> None:
         """Causal paged attention with grouped heads; see the protocol."""
         _cpu.attention(
-            self._isa, q, kv_layer, block_tables, row_offsets, positions, scale, window, out
+            self._isa, q, kv_layer, block_tables, row_offsets, positions, scale, window, out, halves
         )
 
     def silu_mul(self, gate_up: F32, out: F32) -> None:

@@ -146,6 +146,7 @@ class NumpyBackend(HostArrays):
         window: int,
         out: F32,
         plan: object = None,
+        halves: bool = False,
     ) -> None:
         """Causal paged attention with grouped heads; see the protocol."""
         _shape("q", q, (None, None, kv_layer.shape[4]))

@@ -44,7 +44,7 @@ I32 = npt.NDArray[np.int32]
 
 @dataclass(slots=True, frozen=True)
 class Layer:
-    """Weights of one layer; ``window`` 0 is full attention."""
+    """Weights of one layer; ``window`` 0 is full attention, ``halves``: qkv is bfloat16."""
 
     input_norm: F32
     qkv: PackedLinear
@@ -55,6 +55,7 @@ class Layer:
     gate_up: PackedLinear
     down: PackedLinear
     window: int
+    halves: bool
 
 
 class Decoder(PipelineModel, KVCacheMixin):
@@ -227,6 +228,7 @@ class Decoder(PipelineModel, KVCacheMixin):
             layer.window,
             mixed,
             batch.plan,
+            layer.halves,
         )
         delta = self._space.rows("delta", rows, config.hidden_size)
         self.backend.linear(mixed, layer.o, delta)
@@ -270,4 +272,5 @@ def _load_layer(loader: WeightLoader, config: ModelConfig, prefix: str, index: i
         gate_up=loader.linear(gate_up, hidden, bias=config.mlp_bias),
         down=loader.linear([(f"{mlp}.down_proj", hidden)], wide, bias=config.mlp_bias),
         window=config.windows[index],
+        halves=loader.halves(qkv),
     )

@@ -50,6 +50,11 @@ class WeightLoader:
         """Weights ``[size]`` of a norm, as the backend reads them."""
         return self._backend.parameters(self.vector(name, size))
 
+    def halves(self, parts: Sequence[tuple[str, int]]) -> bool:
+        """Whether the weights of all these modules ``(name, out_features)`` are bfloat16."""
+        entry = self._checkpoint.tensors.entry
+        return all(entry(f"{name}.weight").dtype == "BF16" for name, _ in parts)
+
     def linear(
         self, parts: Sequence[tuple[str, int]], in_features: int, *, bias: bool
     ) -> PackedLinear:

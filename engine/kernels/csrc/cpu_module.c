@@ -381,6 +381,7 @@ static int take_attention(Arrays *arrays, PyObject *const *a, Attention *t) {
                      .heads = q->shape[1], .kv_heads = kv->shape[2],
                      .block_size = kv->shape[3], .dim = dim};
     if (!get_float(a[6], &t->scale) || !get_int(a[7], &t->window)) return 0;
+    if (!get_int(a[9], &t->halves)) return 0;
     if (t->window < 0) {
         PyErr_SetString(PyExc_ValueError, "window is negative");
         return 0;
@@ -388,14 +389,15 @@ static int take_attention(Arrays *arrays, PyObject *const *a, Attention *t) {
     return rows_readable(t, rows, kv->shape[0]);
 }
 
-/* attention(isa, q, kv_layer, block_tables, row_offsets, positions, scale, window, out) */
+/* attention(isa, q, kv_layer, block_tables, row_offsets, positions, scale, window, out,
+ * halves) */
 static PyObject *py_attention(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
     Arrays arrays = {.count = 0};
     const Kernels *k;
     Attention t;
     int failed;
-    if (!has_arguments(n, 9) || !(k = chosen(a[0]))) return NULL;
+    if (!has_arguments(n, 10) || !(k = chosen(a[0]))) return NULL;
     if (!take_attention(&arrays, a, &t)) return refuse(&arrays);
     Py_BEGIN_ALLOW_THREADS
     failed = k->attention(&t);

@@ -4,6 +4,8 @@
  * x is rounded to bfloat16, as tiles multiply nothing wider: what everybody computes who runs a
  * checkpoint of bfloat16 in its own type. Sums stay float32.
  *
+ * Attention of such models is in attention_amx.c.
+ *
  * Invariant: an output starts at the bias and takes the tile product of every 32 terms in order,
  * whichever rows and panels share the tiles and wherever the chain is cut and stored.
  */
@@ -308,6 +310,10 @@ static int linear(const float *x, const void *panels, int bf16, const float *bia
     return 0;
 }
 
+static int attention(const Attention *a) {
+    return a->halves ? attention_on_tiles(a) : kernels_avx512.attention(a);
+}
+
 /* ---- what the machine has ---- */
 
 static int has_tiles(void) {
@@ -326,6 +332,7 @@ int add_tiles(Kernels *kernels) {
     kernels->terms_halves = TERMS;
     kernels->pack = pack;
     kernels->linear = linear;
+    kernels->attention = attention;
     return 1;
 }
 

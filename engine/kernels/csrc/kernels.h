@@ -25,6 +25,7 @@ typedef struct {
     float *out;              /* [rows, heads * dim] */
     float scale;
     int64_t window, sequences, table_width, heads, kv_heads, block_size, dim;
+    int64_t halves;          /* what is multiplied may be rounded to bfloat16 */
 } Attention;
 
 typedef struct {
@@ -90,5 +91,9 @@ extern const Kernels kernels_avx512, kernels_avx2, kernels_plain;
 /* Those of AVX-512 with bf16 products on the matrix tiles of AMX; 0 where the processor, the
  * system or the compiler has none. Asks the system once for the process's right to use them. */
 int add_tiles(Kernels *);
+
+/* Attention with everything that is multiplied rounded to bfloat16; for dims that do not fill
+ * whole tiles that of AVX-512. */
+int attention_on_tiles(const Attention *);
 
 #endif

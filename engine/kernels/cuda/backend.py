@@ -205,6 +205,7 @@ class CudaBackend:
         window: int,
         out: Any,
         plan: object = None,
+        halves: bool = False,
     ) -> None:
         """Causal paged attention with grouped heads; ``plan`` is of :meth:`plan_attention`."""
         if not isinstance(plan, RowPlan):

@@ -11,6 +11,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from baton.engine.kernels import load_backend
+
+from .conftest import COMPILED, ISAS
+
 EPS = 2.0**-24
 # heads, KV heads, dim, block size
 SHAPES = [
@@ -25,6 +29,26 @@ SHAPES = [
     (10, 2, 144, 16),
 ]
 WINDOWS = [0, 1, 7, 100]
+
+
+class Halves:
+    """A backend that is told that what attention multiplies may be rounded to bfloat16."""
+
+    def __init__(self, backend):
+        self._backend = backend
+
+    def attention(self, *arguments, **named):
+        self._backend.attention(*arguments, **named, halves=True)
+
+
+@pytest.fixture(params=[*COMPILED, "amx-halves"])
+def compiled(request):
+    """Backends that promise row independence, and matrix tiles."""
+    if request.param != "amx-halves":
+        return load_backend("cpu", isa=request.param)
+    if "amx" not in ISAS:
+        pytest.skip("no amx kernels here")
+    return Halves(load_backend("cpu", isa="amx"))
 
 
 @dataclass
@@ -209,3 +233,32 @@ def test_rows_asked_for_at_the_end_see_the_whole_sequence(backend, oracle, shape
     weights /= weights.sum(-1, keepdims=True)
     exact = np.einsum("hts,shd->thd", weights, values).reshape(130, -1)
     assert np.abs(out - exact).max() < EPS * 100
+
+
+@pytest.mark.skipif("amx" not in ISAS, reason="no amx kernels here")
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[2] % 32 == 0])
+def test_tiles_are_as_near_as_bfloat16_allows(oracle, poisoned, shape, window):
+    """A value of size 1 is rounded by at most 2^-8 of it, as are weights and scores."""
+    p = paged(1, shape, 150)
+    exact = attend(
+        oracle, Paged(p.q.astype(float), p.kv.astype(float), p.table), slice(None), window
+    )
+    backend = Halves(load_backend("cpu", isa="amx"))
+    out = attend(backend, p, slice(None), window, poisoned(150, shape[0] * shape[2]))
+    distance = np.abs(out - exact)
+    assert EPS * 100 < distance.max() < 2.0**-6
+    assert distance.mean() < 2.0**-9
+
+
+@pytest.mark.skipif("amx" not in ISAS, reason="no amx kernels here")
+@pytest.mark.parametrize("shape", [(8, 1, 32, 16), (9, 1, 64, 16), (16, 1, 32, 8), (3, 3, 96, 16)])
+def test_few_queries_have_the_bits_of_tiles(shape):
+    """Numbers of any size, those below the normal ones too; up to 8 queries take no tiles."""
+    p, rng = paged(9, shape, 200), np.random.default_rng(10)
+    p.q *= np.exp2(rng.integers(-130, 1, (*p.q.shape[:2], 1))).astype(np.float32)
+    p.kv *= np.exp2(rng.integers(-130, 1, (len(p.kv), 2, 1, 1, 1))).astype(np.float32)
+    backend = Halves(load_backend("cpu", isa="amx"))
+    whole = attend(backend, p, slice(None))
+    for row in range(200):
+        assert np.array_equal(attend(backend, p, slice(row, row + 1))[0], whole[row]), row
