@@ -131,7 +131,8 @@ class ControllerCore:
         actions: list[Action] = [Answer(event.ticket, Outcome.ACCEPTED, "draining")]
         if member.active:
             if not event.replace:
-                self.pools.shrink(member.role)
+                others = len(self.pools.members.active(member.role)) - 1
+                self.pools.shrink(member.role, others)
             actions.append(self.pools.let_go(member, now))
         return actions
 
@@ -150,6 +151,8 @@ class ControllerCore:
         if problem:
             return [Answer(event.ticket, Outcome.FAILED, problem)]
         self.rollout = Replacement(event.ticket, event.revision, self.pools.revision)
+        self.rollout.grace_before = self.limits.grace
+        self.pools.change_grace(event.grace)
         self.pools.revision = event.revision
         self.rollout.said = self.rollout.progress(self.pools)
         return [Answer(event.ticket, Outcome.ACCEPTED, self.rollout.said)]
@@ -175,7 +178,7 @@ class ControllerCore:
         member = self.pools.members.remove(event.name)
         if member is None:
             return []
-        actions: list[Action] = [*self._tickets.end_drains(event, died=member.died)]
+        actions: list[Action] = [*self._tickets.end_drains(member, event.code)]
         if member.role == ROUTER and self.phase is Phase.DRAINING and event.code != 0:
             self._exit_code = 1
         if member.left and event.code == 0 and not self._ending:
@@ -184,7 +187,7 @@ class ControllerCore:
             return actions
         if member.role != ROUTER and event.code == 0 and member.was_ready:
             if member.active:  # somebody drained it behind our back
-                self.pools.shrink(member.role)
+                self.pools.shrink(member.role, len(self.pools.members.active(member.role)))
             return [*actions, Say("retired", member.name)]
         if member.stage is Stage.DRAINING:
             return actions
@@ -197,10 +200,15 @@ class ControllerCore:
             return [Say(what, member.name, why), *self._stop_all(now, 1)]
         if self.rollout is not None and self.rollout.is_new(member):
             return self._end_rollout(f"{member.name} cannot run: {why or 'no message'}")
-        if not member.was_ready and member.role != ROUTER:  # the pool stays as large as it is
-            self.pools.shrink(member.role)
+        if not member.was_ready and member.role != ROUTER:
             text = f"{member.name} cannot run: {why or 'no message'}"
-            return [Say("not_added", member.name, why), *self._tickets.end_scales(text)]
+            ended = self._tickets.end_scales(text)
+            others = len(self.pools.members.active(member.role))
+            if others >= self.bounds.least(member.role):  # the pool stays as large as it is
+                self.pools.shrink(member.role, others)
+                return [Say("not_added", member.name, why), *ended]
+            wait = self.pools.hold(member.role, now)  # without it there would be too few
+            return [Say("replacing", member.name, why, wait), *ended]
         if not self.limits.replace:
             return [Say("gave_up", member.name, why), *self._stop_all(now, 1)]
         wait = self.pools.hold(member.role, now)
@@ -288,6 +296,7 @@ class ControllerCore:
         if rollout is None:
             return []
         self.pools.revision, self.pools.surge = rollout.before, ""
+        self.pools.change_grace(rollout.grace_before)
         text = f"stopped at {rollout.progress(self.pools)}: {why}"
         self.last_rollout = text
         return [Say("rollout_stopped", detail=text), Answer(rollout.ticket, Outcome.FAILED, text)]

@@ -52,6 +52,11 @@ class Member:
         return self.stage in (Stage.STARTING, Stage.READY)
 
     @property
+    def unseen(self) -> bool:
+        """Whether it was taken over from another controller, as ready, and not seen since."""
+        return self.stage is Stage.STARTING and self.was_ready and not self.restarts
+
+    @property
     def index(self) -> int:
         """The number in its name; 0 where it has none."""
         number = self.name.rpartition("-")[2]

@@ -49,10 +49,14 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Replace every member by one of ``revision``, which the edge has settings for."""
+    """Replace every member by one of ``revision``, which the edge has settings for.
+
+    ``grace``: holds from now on; None: as before.
+    """
 
     ticket: object
     revision: int
+    grace: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,15 +68,19 @@ class Pools:
 
     def let_go(self, member: Member, now: float) -> Action:
         """Drain a worker; one that is not ready has nothing, or drains itself when stopped."""
-        if member.stage is not Stage.READY:
+        if member.stage is not Stage.READY and not member.unseen:
             return self.stop(member, self.limits.grace, now)
         member.enter(Stage.DRAINING, now)
         member.drain_said_at = now
         return DrainMember(member.name)
 
-    def shrink(self, role: str) -> None:
-        """A worker leaves for good: its pool is meant to be smaller."""
-        self.targets[role] = max(0, self.targets[role] - 1)
+    def shrink(self, role: str, others: int) -> None:
+        """A worker leaves for good, ``others`` stay: its pool is meant to be one smaller.
+
+        Unless it was one too many already, as after a scale whose drains have to wait.
+        """
+        if others < self.targets[role] + (role == self.surge):
+            self.targets[role] = max(0, self.targets[role] - 1)
 
     def hold(self, role: str, now: float) -> float:
         """A loss: wait before the next start of this role; returns how long."""
@@ -85,6 +89,11 @@ class Pools:
         wait = policy.limits.max_delay if delay is None else delay
         self._hold[role] = now + wait
         return wait
+
+    def change_grace(self, grace: float | None) -> None:
+        """Seconds that drains may take from now on; None: as before."""
+        if grace is not None:
+            self.limits = msgspec.structs.replace(self.limits, grace=grace)
 
     def ready(self, role: str) -> int:
         """How many of a pool are ready."""
@@ -126,10 +135,15 @@ class Pools:
     def victim(self, active: list[Member], target: int) -> Member | None:
         """Old settings go first, then what is not ready, then the highest number.
 
-        None: a ready one would have to go, and the routers do not see ``target`` others.
+        None: a ready one would have to go, and the routers do not see ``target`` others. One
+        that was ready under a predecessor of this controller may still be.
         """
         spare = sum(self.serves(member) for member in active) > target
-        able = [member for member in active if spare or member.stage is not Stage.READY]
+        able = [
+            member
+            for member in active
+            if not member.unseen and (spare or member.stage is not Stage.READY)
+        ]
 
         def rank(member: Member) -> tuple[bool, bool, int]:
             old = member.revision != self.revision
@@ -175,8 +189,8 @@ class Pools:
                     member.enter(Stage.READY, now)
                     member.was_ready = True
             elif member.stage is Stage.READY and "draining" in self.members.states(member):
-                self.shrink(member.role)  # an operator asked a router for it
-                member.enter(Stage.DRAINING, now)
+                member.enter(Stage.DRAINING, now)  # an operator asked a router for it
+                self.shrink(member.role, len(self.members.active(member.role)))
 
     # ------------------------------------------------------------- how far
 

@@ -25,6 +25,8 @@ class Replacement:
     ticket: object
     revision: int
     before: int
+    grace_before: float | None = None
+    """Holds again when it cannot go on."""
     said: str = ""
     finished: bool = field(default=False)
 

@@ -248,8 +248,7 @@ class ControllerShell:
                 raise RequestFailed(f"no room for the one more that a rollout starts: {problem}")
         revision = self._revisions.add(self.core.pools.revision, changes)
         grace = self._revisions.settings(revision).grace
-        self.core.pools.limits = msgspec.structs.replace(self.core.limits, grace=grace)
-        self.feed(Rollout(ticket, revision))
+        self.feed(Rollout(ticket, revision, grace))
 
     def _answer(self, answer: Answer) -> None:
         if self._admin is None or not isinstance(answer.ticket, tuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .launcher import MemberEnded
+from .members import Member
 from .orders import Answer, Outcome
 
 
@@ -29,14 +29,14 @@ class Tickets:
         """A word to all who wait for a size."""
         return [Answer(ticket, Outcome.PROGRESS, text) for ticket in self.scales]
 
-    def end_drains(self, event: MemberEnded, *, died: bool) -> list[Answer]:
-        """Final answers to all who wait for this worker to leave."""
-        ended = [ticket for ticket, name in self.drains.items() if name == event.name]
+    def end_drains(self, member: Member, code: int) -> list[Answer]:
+        """Final answers to all who wait for this worker, which ended with ``code``, to leave."""
+        ended = [ticket for ticket, name in self.drains.items() if name == member.name]
         for ticket in ended:
             del self.drains[ticket]
-        if not died and event.code == 0:
+        if member.left or (code == 0 and not member.died):
             return [Answer(ticket, Outcome.DONE, "left") for ticket in ended]
-        text = f"{event.name} ended before it had finished; others go on for it"
+        text = f"{member.name} ended before it had finished; others go on for it"
         return [Answer(ticket, Outcome.FAILED, text) for ticket in ended]
 
     def end_all(self, text: str) -> list[Answer]:

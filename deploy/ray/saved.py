@@ -33,7 +33,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a new controller needs.
 
     ``revisions``: settings by revision. ``before``: the revision that a rollout was to replace, or
-    None. ``ending``: it was going down.
+    None; ``surge``: the pool that had one more for it. ``ending``: it was going down.
     """
 
     cluster_key: str
@@ -42,6 +42,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     targets: dict[str, int]
     members: dict[str, SavedMember]
     before: int | None = None
+    surge: str = ""
     ending: bool = False
     served: bool = False
     """Whether all members were ready once."""
@@ -75,6 +76,7 @@ def saved_of(core: ControllerCore, cluster_key: str, revisions: dict[int, ServeS
             m.name: SavedMember(m.revision, m.stage.value, m.was_ready) for m in pools.members
         },
         before=None if core.rollout is None else core.rollout.before,
+        surge=pools.surge,
         ending=core.phase not in (Phase.STARTING, Phase.SERVING),
         served=core.phase is not Phase.STARTING,
     )
@@ -89,6 +91,7 @@ def restore(core: ControllerCore, saved: Saved, actors: Iterable[str], now: floa
     pools = core.pools
     pools.targets |= {role: saved.targets.get(role, 0) for role in POOLS}
     pools.revision = saved.revision
+    pools.change_grace(saved.revisions[saved.revision].grace)
     names = [name for name in actors if role_of(name) in (*POOLS, ROUTER)]
     for name in names:
         known = saved.members.get(name, SavedMember(saved.revision))
@@ -101,4 +104,6 @@ def restore(core: ControllerCore, saved: Saved, actors: Iterable[str], now: floa
         core.phase = Phase.SERVING
     if saved.before is not None:
         core.rollout = Replacement(None, saved.revision, saved.before)
+        core.rollout.grace_before = saved.revisions[saved.before].grace
+        pools.surge = saved.surge
     return names

@@ -1,7 +1,7 @@
 import pytest
 
 from baton.deploy.core import Phase
-from baton.deploy.launcher import MemberUnplaced
+from baton.deploy.launcher import MemberEnded, MemberUnplaced
 from baton.deploy.members import Stage
 from baton.deploy.orders import Down, Drain, Measured, Outcome, Reported, Rollout, Scale, Tick
 from baton.deploy.report import ClusterReport, WorkerReport
@@ -144,6 +144,56 @@ def test_a_worker_that_finished_is_said_whoever_tells_of_it_first(told_first):
     assert world.said.count("retired") == 1
     world.settle(5)
     assert names(world, "decode") == {"decode-1"}
+
+
+def test_a_worker_that_finished_and_had_to_be_killed_has_left_all_the_same():
+    world = serving()
+    ticket = world.ticket()
+    world.operator.add("decode-0")
+    world.feed(Drain(ticket, "decode-0"))
+    worker = world.processes["decode-0"]
+    worker.left = True
+    world.report("router")
+    assert worker.stopping
+    world.end(worker, MemberEnded("decode-0", -9))
+    assert world.outcomes[ticket] is Outcome.DONE
+
+
+def test_a_drain_of_one_too_many_leaves_the_size_that_was_asked_for():
+    """The scale's own drains wait, as the router sees one worker alone."""
+    world = serving(decode=2)
+    world.processes["decode-1"].lost = True
+    world.report("router")
+    world.feed(Scale(world.ticket(), {"decode": 1}))
+    assert all(p.drained_at is None for p in world.processes.values())
+    world.operator.add("decode-1")
+    world.feed(Drain(world.ticket(), "decode-1"))
+    world.settle(10)
+    assert world.core.pools.targets["decode"] == 1
+    assert len(world.serving("decode")) == 1
+
+
+def test_a_pool_whose_last_workers_cannot_be_replaced_is_tried_again():
+    world = serving(decode=1, replace=True)
+    world.bad.add(0)
+    world.crash(world.processes["decode-0"], for_good=True)
+    world.settle(10)
+    assert not names(world, "decode") or not world.serving("decode")
+    assert world.core.pools.targets["decode"] == 1
+    world.bad.clear()
+    world.settle(60)
+    assert len(world.serving("decode")) == 1
+
+
+def test_the_grace_of_a_rollout_that_stopped_is_the_one_before():
+    world = serving()
+    ticket = world.ticket()
+    world.bad.add(1)
+    world.feed(Rollout(ticket, 1, grace=77.0))
+    assert world.core.limits.grace == 77.0
+    world.settle(30)
+    assert world.outcomes[ticket] is Outcome.FAILED
+    assert world.core.limits.grace == GRACE
 
 
 def test_a_worker_that_cannot_be_added_leaves_the_pool_as_it_was():
@@ -301,6 +351,23 @@ def test_whatever_happens_the_invariants_hold_and_it_ends_when_asked(routers, re
     """The checks are in World; here is what must come true in the end."""
     for seed in range(700):
         world = World(seed, routers=routers, replace=replace)
+        for _ in range(80):
+            world.step()
+        if seed % 2 and not world.ending:
+            settled_as_wanted(world)
+        if world.ended is None:
+            world.feed(Down())
+        world.settle(20)
+        assert world.ended is not None, seed
+        assert not world.open, seed
+
+
+@pytest.mark.parametrize("routers", [("router",), ("router-0", "router-1")])
+def test_a_controller_restarted_at_any_moment_goes_on(routers):
+    """Its successors keep the same invariants and bring about what was wanted last."""
+    for seed in range(500):
+        world = World(seed, routers=routers, replace=True)
+        world.restarts = True
         for _ in range(80):
             world.step()
         if seed % 2 and not world.ending:

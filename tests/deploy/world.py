@@ -6,9 +6,11 @@ the checks on every action are those of the controller's docstrings.
 
 import random
 
+from baton.deploy.config import ServeSettings
 from baton.deploy.controller import ControllerCore
 from baton.deploy.core import Phase
-from baton.deploy.launcher import ROUTER, MemberEnded, MemberStarted
+from baton.deploy.launcher import ROUTER, MemberEnded, MemberStarted, MemberUnplaced
+from baton.deploy.members import Stage
 from baton.deploy.orders import (
     Answer,
     Begin,
@@ -28,10 +30,12 @@ from baton.deploy.orders import (
     Tick,
 )
 from baton.deploy.pools import ControllerLimits
+from baton.deploy.ray.saved import decode_saved, encode_saved, restore, saved_of
 from baton.deploy.report import ClusterReport, WorkerReport
 from baton.deploy.targets import Bounds
 
 GRACE = 10.0
+SETTINGS = ServeSettings(grace=GRACE)
 
 
 class Process:
@@ -55,12 +59,10 @@ class World:
         self.rng = random.Random(seed)
         self.now = 0.0
         self.routers = routers
-        self.core = ControllerCore(
-            {"prefill": prefill, "decode": decode},
-            routers,
-            ControllerLimits(grace=GRACE, ready_timeout=60.0, **limits),
-            Bounds(decode_max=6),
-        )
+        self.restarts = False  # of the controller
+        self.targets = {"prefill": prefill, "decode": decode}
+        self.limits = ControllerLimits(grace=GRACE, ready_timeout=60.0, **limits)
+        self.core = self.new_core()
         self.processes: dict[str, Process] = {}
         self.bad: set = set()  # revisions nothing runs with, or (role, revision)
         self.pid = 100
@@ -73,6 +75,31 @@ class World:
         self.ended: int | None = None
         self.said: list[str] = []
         self.feed(Begin())
+
+    def new_core(self) -> ControllerCore:
+        return ControllerCore(dict(self.targets), self.routers, self.limits, Bounds(decode_max=6))
+
+    def restart_controller(self) -> None:
+        """Another one goes on from the record and from what is there; who waited is cut off."""
+        settings = dict.fromkeys(self.revisions() | {self.core.pools.revision}, SETTINGS)
+        if self.core.rollout is not None:
+            settings[self.core.rollout.before] = SETTINGS
+        saved = decode_saved(encode_saved(saved_of(self.core, "key", settings)))
+        self.open.clear()
+        recorded = {name for name, member in saved.members.items() if member.was_ready}
+        for view in self.seen.values():  # of the rest the successor cannot know
+            for name in set(view) - recorded:
+                del view[name]
+        self.core = self.new_core()
+        restore(self.core, saved, list(self.processes), self.now)
+        for process in list(self.processes.values()):
+            member = self.core.pools.members.get(process.name)
+            process.stopping |= member is not None and member.stage is Stage.STOPPING
+            if process.up and process.name in self.processes:
+                self.feed(MemberStarted(process.name, "", process.pid))
+        self.feed(Begin())
+        if saved.ending:
+            self.feed(Down())
 
     # ------------------------------------------------------------- in
 
@@ -231,6 +258,11 @@ class World:
             self.crash(process, for_good=True)
         elif kind < 0.885 and process.role != ROUTER:
             process.lost = not process.lost
+        elif kind < 0.89 and not process.up and not process.stopping:
+            final = self.rng.random() < 0.2
+            self.feed(MemberUnplaced(process.name, "no host is free", final=final))
+        elif kind < 0.91 and self.restarts:
+            self.restart_controller()
         elif kind < 0.98:
             self.order(self.rng.random())
         elif kind < 0.985:

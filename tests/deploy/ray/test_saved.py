@@ -7,7 +7,16 @@ from baton.deploy.controller import ControllerCore
 from baton.deploy.core import Phase
 from baton.deploy.launcher import MemberEnded, MemberStarted
 from baton.deploy.members import Stage
-from baton.deploy.orders import Begin, DrainMember, Reported, Scale, StartMember, StopMember, Tick
+from baton.deploy.orders import (
+    Begin,
+    DrainMember,
+    Reported,
+    Rollout,
+    Scale,
+    StartMember,
+    StopMember,
+    Tick,
+)
 from baton.deploy.ray.saved import decode_saved, encode_saved, restore, saved_of
 from baton.deploy.report import ClusterReport, WorkerReport
 from baton.proto.errors import ConfigError
@@ -86,3 +95,31 @@ def test_strangers_are_left_alone():
 def test_a_record_of_another_kind_is_refused():
     with pytest.raises(ConfigError, match="baton down"):
         decode_saved(b'{"revision": "x"}')
+
+
+def test_a_rollouts_extra_worker_and_grace_outlive_its_controller():
+    core = serving()
+    core.handle(Rollout("t", 1, grace=5.0), 1.0)
+    assert core.pools.surge == "prefill"
+    revisions = {0: ServeSettings(), 1: ServeSettings(grace=5.0)}
+    saved = decode_saved(encode_saved(saved_of(core, "ab", revisions)))
+    new = ControllerCore({"prefill": 1, "decode": 1})
+    restore(new, saved, [*ALL, "prefill-1"], 50.0)
+    assert names(new.handle(Begin(), 50.0), (StartMember, StopMember, DrainMember)) == []
+    assert (new.pools.surge, new.limits.grace) == ("prefill", 5.0)
+    assert new.rollout.grace_before == ServeSettings().grace
+
+
+def test_workers_not_seen_yet_are_not_stopped_by_a_scale_but_drained_once_they_are():
+    new = successor(serving({"prefill": 1, "decode": 2}), [*ALL, "decode-1"])
+    scaled = new.handle(Scale("t", {"decode": 1}), 50.0)
+    assert names(scaled, (StopMember, DrainMember)) == []
+    for number, member in enumerate(new.pools.members):
+        new.handle(MemberStarted(member.name, "h", 200 + number), 50.1)
+    workers = [
+        WorkerReport(id=m.name, role=m.role, pid=m.pid, state="ready")
+        for m in new.pools.members.workers()
+    ]
+    actions = new.handle(Reported("router", ClusterReport(workers=workers)), 50.2)
+    assert names(actions, (StopMember, DrainMember)) == ["decode-1"]
+    assert names(actions, DrainMember) == ["decode-1"]
