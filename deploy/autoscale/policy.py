@@ -78,13 +78,19 @@ class Autoscaler:
             self._decode.see(workers, now)
         demand = self._prefill if role == "prefill" else self._decode
         most = settings.bounds.most(role)
-        up = demand.needed(settings.up_margin, cold.seconds, most)
-        down = demand.needed(settings.down_margin, cold.seconds, most, spare=True)
+        # A worker that waits for a host for hours is no cold start: nothing is foreseen so far.
+        ahead = min(cold.seconds, settings.window / 2)
+        up = demand.needed(settings.up_margin, ahead, most)
+        down = demand.needed(settings.down_margin, ahead, most, spare=True)
         if up is None or down is None:
             pool.hold()
             return
-        if role == "prefill" and not self._prefill.lasting(pool.target, cold.seconds):
-            up = min(up, pool.target)
+        if role == "prefill":
+            if not self._prefill.lasting(pool.target, ahead):
+                up = min(up, pool.target)
+            coming = len(workers) < pool.target
+            up = max(up, self._prefill.behind(pool.target, ahead, most, coming=coming))
+            down = max(down, up)
         if self._misses(role, len(workers), pool.target, now):
             # At most twice of what the figures explain: a pool that hangs must not grow for ever.
             up = max(up, min(len(workers) + 1, 2 * up))

@@ -9,6 +9,7 @@ about utilisation is needed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -93,7 +94,6 @@ class PrefillDemand:
         rate = self._rate.value
         if rate is None:
             return False
-        cold_s = min(cold_s, self._settings.window / 2)  # else nothing could last so long
         tokens, requests = self._history.columns()
         work = tokens / rate
         recent = work[-max(1, round(cold_s)) :]
@@ -104,6 +104,29 @@ class PrefillDemand:
         possible = (requests > 0) & (own <= limit)
         late = np.flatnonzero(possible & (delays(work, own, workers) > limit))
         return bool(len(late)) and late[-1] - late[0] >= cold_s
+
+    def behind(self, target: int, cold_s: float, most: int, *, coming: bool) -> int:
+        """Fewest workers with which the queue does not outgrow the limit; 0: ``target`` will do.
+
+        What came tells of too few workers when requests are late already, a whole cold start
+        before help. So the queue as it is is carried on by the mean load, until a worker would be
+        here and then for half the window. ``coming``: others start, and what waits for them
+        orders no more.
+        """
+        rate = self._rate.value
+        if rate is None:
+            return 0
+        load = mean_load(self._history.columns()[0] / rate)
+        queue, surplus = self._waiting / rate, load - target
+        limit = self._settings.slo_ttft * self._settings.up_margin
+        horizon = cold_s + self._settings.window / 2
+        if surplus <= 0 or queue + surplus * horizon <= limit * target:
+            return 0
+        wanted = math.ceil(load)
+        if not coming:  # enough that what waits by then is done in time
+            late = math.ceil((queue + surplus * cold_s) / limit)
+            wanted = max(wanted, min(late, 2 * wanted))
+        return min(wanted, most)
 
     def wait(self, workers: int) -> float | None:
         """Seconds until what waits now is computed by ``workers``; None while unknown."""
@@ -121,6 +144,11 @@ def share_in_time(work: Values, requests: Values, own: Values, workers: int, lim
         return 1.0
     in_time = delays(work, own, workers) <= limit
     return float(possible[in_time].sum() / possible.sum())
+
+
+def mean_load(work: Values) -> float:
+    """Work per second; of less than thirty seconds nothing is known, and it is 0."""
+    return float(work.mean()) if len(work) >= 30 else 0.0
 
 
 def delays(work: Values, own: Values, workers: int) -> Values:

@@ -75,6 +75,26 @@ def test_what_starts_is_not_ordered_again():
     assert cluster.ready["prefill"] + len(cluster.coming["prefill"]) == ordered
 
 
+@pytest.mark.parametrize("load", [2300, 2500, 2700])
+def test_an_overload_orders_help_long_before_anything_is_late(load):
+    """With a limit of 30 s a queue of two workers takes up to 200 s until it is late."""
+    cluster = fluid(prefill=2, slo_ttft=30.0)
+    run(cluster, 40 if load > 2500 else 100, load)
+    assert cluster.queue / SPEED / 2 < 30
+    assert cluster.scaler.targets["prefill"] * SPEED > load
+    run(cluster, 300, load)
+    assert cluster.queue / SPEED / cluster.ready["prefill"] < 30
+
+
+def test_a_worker_that_waits_for_a_host_for_hours_is_no_cold_start():
+    cluster = fluid(prefill=2, cold_s=5000.0)
+    cluster.scaler.adopt({"prefill": 3}, cluster.now)
+    run(cluster, 5100, 1500)
+    ahead = cluster.scaler.targets["prefill"]
+    run(cluster, 100, ahead * SPEED * 1.02)
+    assert cluster.scaler.targets["prefill"] <= ahead + 2
+
+
 def test_a_single_burst_shorter_than_a_start_orders_nothing():
     cluster = fluid(prefill=3)
     run(cluster, 200, 1000)
@@ -255,6 +275,58 @@ def test_no_figures_whatsoever_leave_the_bounds_or_raise(data):
         targets = scaler.observe(Metrics(tuple(workers), (router,)), now)
         assert 1 <= targets["prefill"] <= 10
         assert 1 <= targets["decode"] <= 6
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["load", "load", "load", "gap", "silence", "nobody", "damage", "back"]),
+        st.integers(1, 40),
+        st.sampled_from([0.0, 300.0, 300.0, 3000.0, 12_000.0]),
+    ),
+    min_size=8,
+    max_size=25,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(events=EVENTS, role=st.sampled_from(["prefill", "decode"]))
+def test_no_pool_shrinks_within_the_calm_time_of_a_rise_or_of_what_is_unknown(events, role):
+    """Gaps of up to an hour, clocks set back, silent routers, empty and damaged pools."""
+    calm = 30.0
+    cluster = fluid(prefill=4, decode=3, window=calm, calm=calm)
+    quiet_since, before = 0.0, cluster.scaler.targets
+    for kind, seconds, load in events:
+        times = {"load": seconds, "gap": 1, "back": 1}.get(kind, seconds // 10 + 1)
+        for _ in range(times):
+            cluster.now += 60.0 * seconds if kind == "gap" else 0
+            seen = None
+            if kind == "back":
+                seen = cluster.scaler.observe(cluster.metrics(load / 100), cluster.now - seconds)
+            elif kind in ("load", "gap"):
+                seen = cluster.second(load, load / 100)
+            else:
+                cluster.now += 1
+                metrics = cluster.metrics(load / 100)
+                others = tuple(w for w in metrics.workers if w.role != role)
+                broken = WorkerSample(role + "-0", role, 1, ready=True, compute_seconds=math.nan)
+                pool = (broken,) if kind == "damage" else ()
+                routers = () if kind == "silence" else metrics.routers
+                seen = cluster.scaler.observe(Metrics((*others, *pool), routers), cluster.now)
+                quiet_since = cluster.now
+            if kind == "gap":
+                quiet_since = cluster.now
+            assert BOUNDS.least(role) <= seen[role] <= BOUNDS.most(role)
+            if seen[role] < before[role]:
+                assert cluster.now - quiet_since >= calm
+            if seen[role] > before[role]:
+                quiet_since = cluster.now
+            before = seen
+
+
+def test_an_overloaded_pool_leaves_the_other_as_it_is():
+    cluster = fluid(prefill=2, decode=3)
+    run(cluster, 400, 30_000, 40)
+    assert cluster.scaler.targets == {"prefill": BOUNDS.prefill_max, "decode": 3}
 
 
 # ---------------------------------------------------------------- settings, operators
