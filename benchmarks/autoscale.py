@@ -2,7 +2,7 @@
 
 Whole traces on a simulated clock, with the policy that the controller runs and the router's
 own placement; docs/operations/autoscaling.md says what is modelled. Deterministic: the figures do
-not depend on the machine. ``--search`` finds the oracles anew, ``--trace NAME`` takes one trace.
+not depend on the machine. ``--search KIND`` finds oracles anew, ``--trace NAME`` takes one trace.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 from .replay.cases import GOAL, SLOS, VARIATIONS, Variation, case
 from .replay.cluster import fixed
-from .replay.compare import Row, equal_cost, first_pools, policy, row
+from .replay.compare import Row, at_once, equal_cost, first_pools, policy, row
 from .replay.oracle import smallest
 from .replay.oracles import FILE, KINDS, find, goal, stored
 
@@ -21,6 +21,11 @@ COST = 1.3
 """Times the oracle's worker-hours that the policy may take."""
 TURNS_PER_HOUR = 6.0
 """More changes of direction of one pool are flapping."""
+ORACLES = {
+    "can": "oracle, all that any can",
+    "least": "oracle, any 95 %",
+    "fine": "oracle, any 95 %, each 15 s",
+}
 
 
 def rows(trace: str) -> list[Row]:
@@ -34,8 +39,7 @@ def rows(trace: str) -> list[Row]:
         row("policy", ours, this, first),
         row("fixed, equal cost", equal, this),
         row("fixed, for the peak", fixed(this.trace, this.service, peak), this),
-        row("oracle, all that any can", stored(trace, "can").play(this), this),
-        row("oracle, any 95 %", stored(trace, "least").play(this), this),
+        *(row(name, stored(trace, kind).play(this), this) for kind, name in ORACLES.items()),
         row("policy, from 1 + 1", policy(this, _ONE), this, _ONE),
     ]
 
@@ -43,61 +47,81 @@ def rows(trace: str) -> list[Row]:
 _ONE = {"prefill": 1, "decode": 1}
 
 
-def show(trace: str) -> bool:
-    """Print a trace's rows; whether the policy is within the bar."""
+def show(trace: str) -> list[str]:
+    """Print a trace's rows; what misses the bar."""
     limits = SLOS[trace]
     print(f"\n{trace}: first token {limits.ttft:g} s, gaps {limits.itl * 1e3:g} ms, start 60 s")
     titles = ("kept", "hours", "to policy", "prefill", "decode", "turns/h")
-    print(f"  {'':26}" + "".join(f"{title:>11}" for title in titles))
+    print(f"  {'':28}" + "".join(f"{title:>11}" for title in titles))
     table = rows(trace)
-    ours, oracle = table[0], table[3]
+    ours = table[0]
     for line in table:
         print(
-            f"  {line.name:26}{line.attained:11.1%}{line.hours:11.2f}"
+            f"  {line.name:28}{line.attained:11.1%}{line.hours:11.2f}"
             f"{ours.hours / line.hours:11.2f}"
             f"{line.prefill:11.2f}{line.decode:11.2f}{line.turns:11.1f}"
         )
-    return (
-        ours.attained >= GOAL and ours.hours <= COST * oracle.hours and ours.turns <= TURNS_PER_HOUR
-    )
+    missed = [
+        f"{trace}: {ours.hours / line.hours:.2f} x {line.name}"
+        for line in table
+        if line.name in ORACLES.values() and ours.hours > COST * line.hours
+    ]
+    if ours.attained < GOAL or ours.turns > TURNS_PER_HOUR:
+        missed.append(f"{trace}: kept {ours.attained:.1%}, {ours.turns:.1f} turns/h")
+    return missed
 
 
-def show_robustness(names: list[str], variations: tuple[Variation, ...]) -> None:
-    """The policy where starts or workers differ; pools begin as if nothing did."""
-    print("\npolicy, kept and worker-hours, where things are otherwise than the operator thought")
-    print(f"  {'':26}" + "".join(f"{each.name:>16}" for each in variations))
-    for name in names:
-        first = first_pools(case(name))
-        cells = []
-        for variation in variations:
-            this = case(name, variation)
-            outcome = policy(this, first)
-            cells.append(f"{outcome.attained(this.slo):.1%} {outcome.hours():.2f}")
-        print(f"  {name:26}" + "".join(f"{cell:>16}" for cell in cells))
+def show_robustness(trace: str, variations: tuple[Variation, ...]) -> list[str]:
+    """The policy where things are otherwise, from the pools it has in the table above."""
+    print(f"\n{trace}: the policy where things are otherwise than the operator thought")
+    titles = ("kept", "any could", "hours", "to fixed", "turns/h")
+    print(f"  {'':28}" + "".join(f"{title:>11}" for title in titles))
+    first = first_pools(case(trace))
+    missed = []
+    for variation in variations:
+        this = case(trace, variation)
+        ours = row("", policy(this, first), this, first)
+        could = at_once(this, first).attained(this.slo)
+        known = fixed(this.trace, this.service, smallest(this, GOAL)).hours()
+        print(
+            f"  {variation.name:28}{ours.attained:11.1%}{could:11.1%}{ours.hours:11.2f}"
+            f"{ours.hours / known:11.2f}{ours.turns:11.1f}"
+        )
+        if ours.attained < min(GOAL, could) or ours.turns > TURNS_PER_HOUR:
+            missed.append(f"{trace}, {variation.name}: {ours.attained:.1%} of {could:.1%}")
+    return missed
 
 
-def search_again(names: list[str]) -> None:
+def search_again(names: list[str], kinds: list[str]) -> None:
     """Find the oracles' schedules and store them."""
-    found = json.loads(FILE.read_text()) if FILE.exists() else {}
     for name in names:
-        found[name] = {kind: asdict(find(name, kind)) for kind in KINDS}
-        FILE.write_text(json.dumps(found, indent=1) + "\n")
+        for kind in kinds:
+            schedule = asdict(find(name, kind))
+            found = json.loads(FILE.read_text()) if FILE.exists() else {}
+            found.setdefault(name, {})[kind] = schedule
+            FILE.write_text(json.dumps(found) + "\n")
 
 
 def main() -> int:
-    """Print the tables; 0 when the policy is within the bar on every trace."""
+    """Print the tables; 0 when the policy is within the bar on every trace and variation."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", choices=list(SLOS), help="this trace alone")
-    parser.add_argument("--search", action="store_true", help="find the oracles anew first")
+    parser.add_argument("--search", choices=["all", *KINDS], help="find these oracles anew first")
+    parser.add_argument("--plain", action="store_true", help="no variations")
     options = parser.parse_args()
     names = [options.trace] if options.trace else list(SLOS)
     if options.search:
-        search_again(names)
-    within = [show(name) for name in names]
-    show_robustness(names, VARIATIONS)
-    print(f"\n  limit: kept >= {GOAL:.0%}, <= {COST} x the oracle that keeps all that any can,")
-    print(f"  <= {TURNS_PER_HOUR:g} turns/h: {'held' if all(within) else 'MISSED'}")
-    return int(not all(within))
+        search_again(names, list(KINDS) if options.search == "all" else [options.search])
+    missed = []
+    for name in names:
+        missed += show(name)
+        missed += [] if options.plain else show_robustness(name, VARIATIONS)
+    print(f"\n  limit: kept >= {GOAL:.0%} where any pools could from the same start, no more")
+    print(f"  than {COST} x an oracle's hours and {TURNS_PER_HOUR:g} turns/h:")
+    print(f"  {'MISSED' if missed else 'held'}")
+    for line in missed:
+        print(f"    {line}")
+    return int(bool(missed))
 
 
 if __name__ == "__main__":

@@ -6,12 +6,13 @@ token within 2 s), with 50 ms between tokens; Mooncake's own for its long contex
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, replace
 
 from .cluster import Slo
 from .oracle import Case
 from .service import ServiceModel
-from .traces import load
+from .traces import Arrival, load
 
 MOST = {"prefill": 16, "decode": 8}
 SLOS = {
@@ -28,23 +29,62 @@ WHERE_ANY_CAN = 0.99
 
 @dataclass(frozen=True)
 class Variation:
-    """One thing that is otherwise; ``slowness``: factor on all service times."""
+    """One thing that is otherwise than the operator thought.
+
+    ``slowness``: factor on all service times. ``rate``: 0.5 leaves every other request out by
+    chance, 2 lays the trace over itself, half its length later and with prefixes of its own.
+    ``shift``: part of the trace that is played last instead of first.
+    """
 
     name: str
     cold_s: float = 60.0
     slowness: float = 1.0
+    rate: float = 1.0
+    shift: float = 0.0
 
 
 VARIATIONS = (
     Variation("plain"),
-    Variation("cold 10 s", cold_s=10.0),
-    Variation("cold 180 s", cold_s=180.0),
-    Variation("30 % slower", slowness=1.3),
-    Variation("30 % faster", slowness=0.7),
+    Variation("start 5 s, a local process", cold_s=5.0),
+    Variation("start 45 s, a Ray host", cold_s=45.0),
+    Variation("start 180 s", cold_s=180.0),
+    Variation("workers 30 % slower", slowness=1.3),
+    Variation("workers 30 % faster", slowness=0.7),
+    Variation("half the requests", rate=0.5),
+    Variation("twice the requests", rate=2.0),
+    Variation("begun after a quarter", shift=0.25),
+    Variation("begun in the middle", shift=0.5),
+    Variation("begun after three quarters", shift=0.75),
 )
 
 
 def case(trace: str, variation: Variation = VARIATIONS[0]) -> Case:
-    """A trace under a variation."""
+    """A trace under a variation; twice the requests may have twice the workers."""
     service = ServiceModel().scaled(variation.slowness)
-    return Case(load(trace), service, SLOS[trace], variation.cold_s, MOST)
+    most = {role: round(size * max(1.0, variation.rate)) for role, size in MOST.items()}
+    return Case(varied(load(trace), variation), service, SLOS[trace], variation.cold_s, most)
+
+
+def varied(trace: list[Arrival], variation: Variation) -> list[Arrival]:
+    """The requests that come under a variation, by arrival."""
+    if variation.rate == 0.5:
+        chance = random.Random(1)
+        trace = [arrival for arrival in trace if chance.random() < 0.5]
+    elif variation.rate == 2:
+        others = [
+            replace(arrival, blocks=tuple(b"other" + name for name in arrival.blocks))
+            for arrival in begun_at(trace, 0.5)
+        ]
+        trace = sorted([*trace, *others], key=lambda arrival: arrival.at)
+    elif variation.rate != 1:
+        raise ValueError(f"no trace of {variation.rate} times the requests")
+    return begun_at(trace, variation.shift)
+
+
+def begun_at(trace: list[Arrival], part: float) -> list[Arrival]:
+    """The trace as a ring, begun after this part of it."""
+    end = trace[-1].at
+    if not part:
+        return trace
+    moved = [replace(arrival, at=(arrival.at - part * end) % end) for arrival in trace]
+    return sorted(moved, key=lambda arrival: arrival.at)

@@ -63,6 +63,13 @@ def policy(case: Case, first: Targets) -> Outcome:
     return replay.run(lambda metrics, now: judge.observe(metrics(), now))
 
 
+def at_once(case: Case, first: Targets) -> Outcome:
+    """The largest pools, ordered when the trace begins: hardly more can be kept."""
+    return Replay(case.trace, case.service, case.cold_s, first).run(
+        lambda _metrics, _now: case.most
+    )
+
+
 def first_pools(case: Case) -> Targets:
     """What an operator has before any autoscaling: the smallest fixed pools that keep 95 %."""
     return smallest(case, GOAL)

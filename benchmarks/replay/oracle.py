@@ -5,7 +5,8 @@ interval that needs them, and one that a pool gives up is drained, as for everyb
 the least of worker-hours at which a goal is met: so many requests within both limits. Found by
 descent: pools start at the smallest constant size that meets the goal, one or two more, and
 every interval is lowered where most hours are won per request lost; then pairs of intervals
-are traded. A search can only miss cheaper schedules, never invent one: each is played.
+are traded. :func:`refine` goes on from there with short intervals and moves drawn at random. A
+search can only miss cheaper schedules, never invent one: each is played. So it is no bound.
 """
 
 from __future__ import annotations
@@ -139,4 +140,47 @@ def _changed(schedule: Schedule, role: str, moves: dict[int, int]) -> Schedule |
         sizes[place] += move
     if min(sizes) < 1:
         return None
+    return replace(schedule, **{role: tuple(sizes)})  # type: ignore[arg-type]
+
+
+def refine(case: Case, goal: float, start: Schedule, interval_s: float, tries: int) -> Schedule:
+    """A schedule of short intervals that meets ``goal``, no dearer than ``start``.
+
+    One stretch of a pool is made smaller, and in every other try another one larger; what costs
+    no more and meets the goal is kept. Equal arguments give equal schedules.
+    """
+    best = split(start, interval_s)
+    hours = best.play(case).hours()
+    chance = random.Random(tries)
+    for _ in range(tries):
+        role = chance.choices(ROLES, [sum(best.prefill), sum(best.decode)])[0]
+        moved = _stretch(best, role, -chance.choice((1, 1, 2, 3)), chance)
+        if chance.random() < 0.5:
+            moved = _stretch(moved, role, 1, chance)
+        if moved == best or max(getattr(moved, role)) > case.most[role]:
+            continue
+        outcome = moved.play(case)
+        if outcome.hours() <= hours and outcome.attained(case.slo) >= goal:
+            best, hours = moved, outcome.hours()
+    return best
+
+
+def split(schedule: Schedule, interval_s: float) -> Schedule:
+    """The same sizes in shorter intervals, which must divide the longer ones and the offset."""
+    times = round(schedule.interval_s / interval_s)
+    skipped = round(schedule.offset_s / interval_s)
+    fine = {
+        role: tuple(n for n in getattr(schedule, role) for _ in range(times))[skipped:]
+        for role in ROLES
+    }
+    return Schedule(interval_s, 0.0, fine["prefill"], fine["decode"])
+
+
+def _stretch(schedule: Schedule, role: str, by: int, chance: random.Random) -> Schedule:
+    """A stretch of a pool larger or smaller ``by`` so many, one worker at least."""
+    sizes = list(getattr(schedule, role))
+    length = chance.choice((1, 2, 4, 8, 16))
+    first = chance.randrange(len(sizes))
+    for place in range(first, min(len(sizes), first + length)):
+        sizes[place] = max(1, sizes[place] + by)
     return replace(schedule, **{role: tuple(sizes)})  # type: ignore[arg-type]

@@ -12,14 +12,17 @@ from typing import Any
 
 from .cases import GOAL, WHERE_ANY_CAN, case
 from .cluster import fixed
-from .oracle import Schedule, search
+from .oracle import Schedule, refine, search
 
 FILE = Path(__file__).with_name("oracles.json")
 INTERVAL_S = 300.0
 """An oracle may change each pool every five minutes, twice as often as the policy."""
 OFFSETS_S = (0.0, 150.0)
-KINDS = ("can", "least")
-"""What the oracle keeps: nearly all that any pool could keep; 95 % of all, however chosen."""
+FINE_S = 15.0
+FINE_TRIES = {"mooncake_conversation": 200}
+KINDS = ("can", "least", "fine")
+"""What the oracle keeps: nearly all that any pool could keep; 95 % of all, however chosen; the
+same with sizes that change every :data:`FINE_S`, however often they turn."""
 
 
 def stored(trace: str, kind: str) -> Schedule:
@@ -38,5 +41,9 @@ def goal(trace: str, kind: str) -> float:
 
 
 def find(trace: str, kind: str) -> Schedule:
-    """Search anew."""
-    return search(case(trace), goal(trace, kind), INTERVAL_S, OFFSETS_S)
+    """Search anew; the fine one goes on from the stored one of kind ``least``."""
+    this, least = case(trace), goal(trace, kind)
+    if kind == "fine":
+        tries = FINE_TRIES.get(trace, 500)
+        return refine(this, least, stored(trace, "least"), FINE_S, tries)
+    return search(this, least, INTERVAL_S, OFFSETS_S)

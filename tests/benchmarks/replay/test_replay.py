@@ -4,11 +4,11 @@ from itertools import pairwise
 import pytest
 
 from baton.benchmarks.autoscale import COST, TURNS_PER_HOUR
-from baton.benchmarks.replay.cases import GOAL, SLOS, case
+from baton.benchmarks.replay.cases import GOAL, SLOS, Variation, case, varied
 from baton.benchmarks.replay.cluster import Replay, fixed
 from baton.benchmarks.replay.compare import first_pools, policy, row
-from baton.benchmarks.replay.oracle import Schedule, constant, search
-from baton.benchmarks.replay.oracles import goal, stored
+from baton.benchmarks.replay.oracle import Schedule, constant, refine, search, split
+from baton.benchmarks.replay.oracles import KINDS, goal, stored
 from baton.benchmarks.replay.service import ServiceModel
 from baton.benchmarks.replay.traces import Arrival, load
 from baton.proto.errors import InputError
@@ -126,15 +126,54 @@ def test_a_search_finds_the_quiet_half():
     assert found.play(this).hours() < constant(this, 300.0, 0.0, pool).play(this).hours()
 
 
-@pytest.mark.parametrize("kind", ["can", "least"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["azure2023_code", "mooncake_synthetic"])
 def test_stored_oracles_reach_their_goal(name, kind):
     this = case(name)
     assert stored(name, kind).play(this).attained(this.slo) >= goal(name, kind)
 
 
+def test_short_intervals_of_equal_sizes_are_the_same_schedule():
+    coarse = Schedule(300.0, 150.0, (1, 4, 2), (1, 2, 1))
+    fine = split(coarse, 15.0)
+    for now in range(0, 750, 7):
+        assert fine.targets(float(now), 60.0) == coarse.targets(float(now), 60.0)
+
+
+def test_a_refined_oracle_keeps_its_goal_and_costs_no_more():
+    this = case("mooncake_synthetic")
+    start = stored("mooncake_synthetic", "least")
+    found = refine(this, GOAL, start, 15.0, tries=12).play(this)
+    assert found.attained(this.slo) >= GOAL
+    assert found.hours() <= start.play(this).hours()
+
+
+def test_variations_change_the_requests_as_they_say():
+    trace = load("mooncake_synthetic")
+    half, twice = (varied(trace, Variation("", rate=rate)) for rate in (0.5, 2.0))
+    assert len(half) == pytest.approx(len(trace) / 2, rel=0.05)
+    assert len(twice) == 2 * len(trace)
+    assert len({name for a in twice for name in a.blocks}) == 2 * len(
+        {name for a in trace for name in a.blocks}
+    )
+    moved = varied(trace, Variation("", shift=0.25))
+    assert sorted((a.prompt, a.output) for a in moved) == sorted(
+        (a.prompt, a.output) for a in trace
+    )
+    for changed in (half, twice, moved):
+        assert all(early.at <= late.at for early, late in pairwise(changed))
+        assert changed[0].at >= 0
+
+
+def test_slower_workers_than_the_pools_were_made_for_are_met_by_more():
+    this = case("mooncake_synthetic", Variation("", slowness=1.3))
+    first = {"prefill": 10, "decode": 2}
+    assert policy(this, first).attained(this.slo) > 0.94
+    assert fixed(this.trace, this.service, first).attained(this.slo) < 0.75
+
+
 @pytest.mark.parametrize("name", ["azure2023_code", "mooncake_synthetic"])
-def test_the_policy_is_within_the_bar(name):
+def test_the_policy_is_within_the_bar_beside_the_mild_oracle(name):
     """Everything here is exact: the same on every machine."""
     this = case(name)
     first = first_pools(this)
