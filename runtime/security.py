@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-from urllib.parse import urlsplit
 
 import msgspec
 import zmq
@@ -66,9 +65,13 @@ def is_local(endpoint: str) -> bool:
     """Whether only this machine can reach it: ipc, inproc, 127.0.0.0/8, ::1, localhost."""
     if not endpoint.startswith("tcp://"):
         return endpoint.startswith(("ipc://", "inproc://"))
+    # As libzmq reads it: whatever stands before the last colon names the host.
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+    if host == "localhost":  # bound as 127.0.0.1, whatever this machine resolves it to
+        return True
+    bracketed = host.startswith("[") and host.endswith("]")
     try:
-        host = urlsplit(endpoint).hostname or ""
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host[1:-1] if bracketed else host).is_loopback
     except ValueError:
         return False  # a wildcard, an interface or a host name
 
@@ -85,6 +88,8 @@ def check_address(endpoint: str) -> None:
 def check_bind(endpoint: str, *, keyed: bool) -> None:
     """Refuse to listen where strangers could connect without keys."""
     check_address(endpoint)
+    if endpoint.startswith("ipc://@"):  # no file, so no mode: Linux lets every user connect
+        raise ConfigError(f"{endpoint} is no file; give ipc://PATH")
     if not keyed and not is_local(endpoint):
         raise ConfigError(
             f"refusing to listen on {endpoint} without CURVE keys: use 127.0.0.1 or ipc://, "

@@ -73,6 +73,7 @@ class RouterChannel(Channel):
             apply_server_keys(self._socket, guard.pair, guard.domain)
         try:
             self.endpoint = bind(self._socket, endpoint)
+            check_bind(self.endpoint, keyed=guard is not None)  # what a name turned out to be
         except BaseException:
             self._socket.close()
             raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import os
 import signal
 import socket as posix
 import stat
@@ -14,6 +16,8 @@ import pytest
 import zmq
 
 from baton.proto.errors import ConfigError, InternalError
+from baton.runtime import sockets
+from baton.runtime.binding import bind
 from baton.runtime.channel import ChannelOptions, SendResult
 from baton.runtime.security import is_local
 from baton.runtime.sockets import DealerChannel, RouterChannel
@@ -366,10 +370,38 @@ def test_a_bad_address_to_connect_to(context):
         ("tcp://eth0:1", False),
         ("tcp://127.0.0.1.example.org:1", False),
         ("tcp://[bad", False),
+        ("tcp://LOCALHOST:1", False),
+        ("tcp://x@127.0.0.1:1", False),
+        ("tcp://0.0.0.0;127.0.0.1:1", False),
     ],
 )
 def test_is_local(endpoint, local):
     assert is_local(endpoint) is local
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["0.0.0.0", "*", "[::]", "0", "lo", "eth0", "127.1", "2130706433", "0177.0.0.1", "LOCALHOST",
+     "[::ffff:0.0.0.0]", "[::ffff:10.0.0.1]", "[0:0:0:0:0:ffff:7f00:2]", posix.gethostname(),
+     "example.org", "localhost.", "x@127.0.0.1", "127.0.0.1@0.0.0.0", "eth0;127.0.0.1",
+     "127.0.0.1;0.0.0.0", "0.0.0.0#@127.0.0.1", "0.0.0.0\\@127.0.0.1"],
+)  # fmt: skip
+def test_without_keys_only_what_is_surely_this_machine_is_listened_on(context, host):
+    if ipaddress.IPv6Address("::ffff:127.0.0.2").is_loopback and host.startswith("[0:"):
+        pytest.skip("this Python knows mapped addresses, and this one is loopback")
+    with pytest.raises(ConfigError, match=r"refusing to listen on .*baton keygen"):
+        RouterChannel(context, f"tcp://{host}:0")
+
+
+def test_a_name_that_turns_out_to_be_elsewhere_is_not_listened_on(context, monkeypatch):
+    monkeypatch.setattr(sockets, "bind", lambda socket, _: bind(socket, "tcp://0.0.0.0:0"))
+    with pytest.raises(ConfigError, match=r"refusing to listen on tcp://0\.0\.0\.0"):
+        RouterChannel(context, "tcp://127.0.0.1:0")
+
+
+def test_an_abstract_name_has_no_mode_and_is_refused(context):
+    with pytest.raises(ConfigError, match="is no file"):
+        RouterChannel(context, f"ipc://@baton-{os.getpid()}")
 
 
 def test_a_socket_refuses_a_second_thread(loop, context, tmp_path):
