@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -14,10 +15,12 @@ from typing import Self
 import msgspec
 import zmq
 
-from ..proto.errors import ConfigError, ConnectionLost, error_from_code
+from ..proto.errors import AccessDenied, ConfigError, ConnectionLost, error_from_code
 from ..runtime.allowed_keys import OPERATOR
+from ..runtime.dealer import refusal
 from ..runtime.keyring import CONTROLLER, GivenKeys, client_keys, keys_to
-from ..runtime.security import apply_client_keys, check_address
+from ..runtime.monitor import HANDSHAKE_FAILURES, Monitor
+from ..runtime.security import apply_client_keys, check_address, is_tcp
 from .addresses import ipc_path
 from .admin import MAGIC, Answers, Ask, Overview, Progress, Request, Result, decode_answer, encode
 from .run_folder import socket_in_use
@@ -48,8 +51,15 @@ class AdminClient:
         ):
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IDENTITY, b"operator-" + os.urandom(8))
-        ours = keys_to(client_keys(keys), address, OPERATOR, CONTROLLER)
-        apply_client_keys(self._socket, ours)
+        self._turn = 0  # which of the controller's keys is tried
+        self._refused: AccessDenied | None = None
+        self._monitor = Monitor(self._socket)
+        try:
+            self._keys = keys_to(client_keys(keys), address, OPERATOR, CONTROLLER)
+            apply_client_keys(self._socket, self._keys)
+        except BaseException:
+            self.close()
+            raise
         try:
             self._socket.connect(address)
         except zmq.ZMQError as problem:
@@ -72,7 +82,7 @@ class AdminClient:
         self._context.destroy(linger=0)
 
     def overview(self) -> Overview:
-        """What is wanted and what is there. Raises ConnectionLost."""
+        """What is wanted and what is there. Raises ConnectionLost, AccessDenied."""
         answer = next(self._answers(Ask(number=self._next())))
         if not isinstance(answer, Overview):
             raise ConnectionLost(f"the controller at {self.address} answered something else")
@@ -82,7 +92,7 @@ class AdminClient:
         """The answers until a Result, which ends well; a failure is raised as its typed error.
 
         ``wait``: seconds for all of them after the first; ConnectionLost when they are over, and
-        when the controller is gone.
+        when the controller is gone. AccessDenied where it does not let our key in.
         """
         for answer in self._answers(msgspec.structs.replace(request, number=self._next()), wait):
             if isinstance(answer, Result) and answer.code:
@@ -98,17 +108,22 @@ class AdminClient:
         return self._number
 
     def _answers(self, request: Request, wait: float | None = None) -> Iterator[Answers]:
-        self._socket.send(encode(request))
+        data = encode(request)
+        self._socket.send(data)
         until = time.monotonic() + self._timeout
         heard = False
         while True:
-            answer = self._receive(until, request.number, heard=heard)
+            answer = self._receive(until, request.number, None if heard else data)
             if not heard:
                 heard, until = True, float("inf") if wait is None else time.monotonic() + wait
             yield answer
 
-    def _receive(self, until: float, number: int, *, heard: bool) -> Answers:
+    def _receive(self, until: float, number: int, unheard: bytes | None) -> Answers:
+        """``unheard``: what was asked, as long as nothing says that it arrived."""
+        heard = unheard is None
         while True:
+            if unheard is not None:
+                self._read_handshakes(unheard)
             if self._socket.poll(_POLL_MS):
                 data = self._socket.recv()
                 if not data.startswith(MAGIC):
@@ -117,9 +132,31 @@ class AdminClient:
                 if answer.number in (number, 0):
                     return answer
             elif time.monotonic() >= until:
-                raise ConnectionLost("the time to wait is over" if heard else self._silence())
+                if heard:
+                    raise ConnectionLost("the time to wait is over")
+                raise self._refused or ConnectionLost(self._silence())
             elif heard and not listens(self.address):
                 raise ConnectionLost(f"the controller at {self.address} is gone")
+
+    def _read_handshakes(self, unheard: bytes) -> None:
+        """After one that failed try the next of the controller's keys, and ask again.
+
+        Raises AccessDenied where the controller says that our key is not let in.
+        """
+        while (report := self._monitor.read()) is not None:
+            if not is_tcp(self.address) or not report[0] & HANDSHAKE_FAILURES:
+                continue
+            denied = report[0] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            self._refused = refusal(self.address, denied, keyed=self._keys is not None)
+            if denied:
+                raise self._refused
+            if self._keys is not None and len(self._keys.servers) > 1:
+                self._turn += 1
+                with contextlib.suppress(zmq.ZMQError):  # where libzmq gave up nothing is left
+                    self._socket.disconnect(self.address)
+                apply_client_keys(self._socket, self._keys, self._turn)
+                self._socket.connect(self.address)
+                self._socket.send(unheard)  # what was queued went with that connection
 
     def _silence(self) -> str:
         """Why nothing may have come, and what to do."""

@@ -180,7 +180,7 @@ class DealerChannel(Channel):
                 self._server += 1
                 self._knock_again()
         if self._on_refused is not None:
-            self._on_refused(_refusal(self.endpoint, denied, keyed=self._keys is not None), denied)
+            self._on_refused(refusal(self.endpoint, denied, keyed=self._keys is not None), denied)
 
     def _knock_again(self) -> None:
         """Connect anew, expecting the next of the server's keys."""
@@ -192,7 +192,7 @@ class DealerChannel(Channel):
         self._socket.connect(self.endpoint)
 
 
-def _refusal(endpoint: str, denied: bool, *, keyed: bool) -> AccessDenied:
+def refusal(endpoint: str, denied: bool, *, keyed: bool) -> AccessDenied:
     """What a failed handshake means, in words that help."""
     if denied:
         return AccessDenied(

@@ -3,9 +3,11 @@
 import contextlib
 import os
 import random
+import shutil
 import socket
 import stat
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -32,13 +34,19 @@ from baton.deploy.admin import (
 )
 from baton.deploy.admin_client import AdminClient, listens
 from baton.proto.errors import (
+    AccessDenied,
     ConnectionLost,
     DecodeFailed,
     InputError,
     ProtocolError,
     VersionMismatch,
 )
+from baton.runtime.allowed_keys import OPERATOR
+from baton.runtime.keyfiles import make_folder, retire, rotate
+from baton.runtime.keyring import CONTROLLER, KeyRing
+from baton.runtime.keyshares import write_share
 from baton.runtime.loop import Loop
+from baton.runtime.zap import Doorkeeper, door
 
 
 @pytest.mark.parametrize(
@@ -93,16 +101,17 @@ def test_what_is_too_large_to_be_meant_is_refused():
         decode_request(b"BA\x09" + encode(Ask())[3:])
 
 
-@pytest.fixture
-def server(tmp_path):
+@contextlib.contextmanager
+def serving(endpoint, keys=None):
     """A server that answers scale with progress and a result; yields its address and requests."""
-    address, heard = f"ipc://{tmp_path}/admin.sock", []
+    heard = []
     started = threading.Event()
-    loops = []
+    loops, addresses = [], []
 
     def serve():
         loop = Loop()
         context = zmq.Context()
+        doors = None if keys is None else Doorkeeper(context, KeyRing(keys, OPERATOR, CONTROLLER))
 
         def on_request(sender, request):
             heard.append(request)
@@ -114,19 +123,32 @@ def server(tmp_path):
             else:
                 admin.answer(sender, Result(number=request.number, text="no", code="input"))
 
-        admin = AdminServer(loop, context, address, on_request)
+        admin = AdminServer(loop, context, endpoint, on_request, door(doors, "admin", OPERATOR))
+        if doors is not None:
+            doors.attach(loop)
         loops.append(loop)
+        addresses.append(admin.endpoint)
         loop.call_later(0, started.set)
         loop.run()
         admin.close()
+        if doors is not None:
+            doors.close()
         context.destroy(linger=0)
 
     thread = threading.Thread(target=serve)
     thread.start()
     assert started.wait(10)
-    yield address, heard
-    loops[0].post(loops[0].stop)
-    thread.join(10)
+    try:
+        yield addresses[0], heard
+    finally:
+        loops[0].post(loops[0].stop)
+        thread.join(10)
+
+
+@pytest.fixture
+def server(tmp_path):
+    with serving(f"ipc://{tmp_path}/admin.sock") as served:
+        yield served
 
 
 @pytest.mark.integration
@@ -188,3 +210,57 @@ def test_of_a_controller_that_says_nothing_the_process_is_named(tmp_path):
             pytest.raises(ConnectionLost, match=rf"\(pid {os.getpid()}\) has not answered"),
         ):
             client.overview()
+
+
+# ------------------------------------------------------------------------------ keys
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_folder(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+@pytest.mark.integration
+def test_while_keys_rotate_either_side_may_have_the_older_one(folder, tmp_path):
+    """The controller first with the old key, then with the new one; the operator likewise."""
+    old = tmp_path / "old"
+    shutil.copytree(folder, old)
+    with serving("tcp://127.0.0.1:0", folder) as (address, heard):  # read before the rotation
+        rotate(folder, OPERATOR)
+        shutil.copy(folder / "allowed.toml", old / "allowed.toml")  # the list goes out first
+        time.sleep(1.5)  # every process has read it again
+        for keys in (folder, old):
+            with AdminClient(address, keys=keys) as client:
+                assert client.overview().phase == "serving"
+        assert len(heard) == 2  # each was heard once
+    with serving("tcp://127.0.0.1:0", folder) as (address, _):
+        for keys in (folder, old):
+            with AdminClient(address, keys=keys) as client:
+                assert client.overview().phase == "serving"
+        assert retire(folder, OPERATOR)
+        time.sleep(1.5)
+        with AdminClient(address, keys=folder) as client:
+            assert client.overview().phase == "serving"
+        with AdminClient(address, keys=old) as client, pytest.raises(AccessDenied):
+            client.overview()
+
+
+@pytest.mark.integration
+def test_who_may_not_manage_is_told_so_at_once(folder, tmp_path):
+    share = tmp_path / "client"
+    write_share(folder, share, ["client"])
+    make_folder(tmp_path / "other")
+    with serving("tcp://127.0.0.1:0", folder) as (address, heard):
+        with (
+            AdminClient(address, keys=share, timeout=30) as client,
+            pytest.raises(AccessDenied, match="does not let this key in"),
+        ):
+            client.overview()
+        for keys, said in ((tmp_path / "other", "not in the allowed.toml here"), (None, "--keys")):
+            with (
+                AdminClient(address, keys=keys, timeout=0.5) as client,
+                pytest.raises(AccessDenied, match=said),
+            ):
+                client.overview()
+    assert heard == []
