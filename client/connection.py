@@ -17,7 +17,7 @@ from ..proto.limits import MAX_DESCRIBED_BYTES
 from ..proto.messages import Message, Ping, RouterToClient
 from ..runtime.allowed_keys import ROUTER
 from ..runtime.channel import Buffers, ChannelOptions, Frames, SendResult
-from ..runtime.keyring import Keys, keys_to
+from ..runtime.keyring import Keys, keys_for
 from ..runtime.loop import Loop, Timer
 from ..runtime.outbox import Outbox
 from ..runtime.sockets import Context, DealerChannel
@@ -172,7 +172,7 @@ class Connection:
         return channel
 
     def _dial(self, address: str, identity: bytes) -> DealerChannel:
-        keys = keys_to(self._keys, address, ROUTER)  # each time: they may be replaced
+        keys = keys_for(self._keys, address, ROUTER)
         return DealerChannel(self._context, address, identity, keys=keys, options=_PATIENT)
 
     def _renew(self, address: str) -> None:

@@ -10,7 +10,7 @@ from ..proto.errors import BatonError
 from ..proto.messages import Drain, Message, RouterToClient, Status, StatusReport
 from ..runtime.allowed_keys import ROUTER
 from ..runtime.channel import Frames
-from ..runtime.keyring import Keys, keys_to
+from ..runtime.keyring import Keys, keys_for
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
 from ..runtime.sockets import Context, DealerChannel
@@ -40,7 +40,7 @@ class StatusMonitor:
             context,
             address,
             b"supervisor-" + os.urandom(16),
-            keys=keys_to(keys, address, ROUTER),
+            keys=keys_for(keys, address, ROUTER),
         )
         self._channel.attach(loop, self._on_message)
         self._timer = loop.call_later(0.0, self._ask)

@@ -26,7 +26,7 @@ from ..proto.errors import (
 from ..proto.messages import DecodeToPrefill, KVFrame, Message, Rejected
 from ..runtime.allowed_keys import DECODE
 from ..runtime.channel import ChannelOptions, Frames, SendResult
-from ..runtime.keyring import KeyRing, keys_to
+from ..runtime.keyring import KeyRing, keys_for
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
 from ..runtime.sockets import Context, DealerChannel
@@ -202,7 +202,7 @@ class PeerLinks:
 
     def dial(self, address: str, options: ChannelOptions = _CONTROL_OPTIONS) -> DealerChannel:
         """Connect to a decode worker. Raises ConfigError for an address, or a role without keys."""
-        keys = keys_to(self._keys, address, DECODE)
+        keys = keys_for(self._keys, address, DECODE)
         return DealerChannel(
             self._context, address, self._fresh_identity(), keys=keys, options=options
         )

@@ -24,11 +24,14 @@ from .security import CurveKeys, apply_client_keys, check_address, is_tcp
 RECONNECT_MS = (50, 400)
 """First and longest pause between two tries; the longest is what a restarted router waits for."""
 REFUSED_PAUSE_S = 1.0
-"""Pause before a key that was not let in is tried again; libzmq itself gives up."""
+"""Pause before a key that was not let in is tried again (libzmq itself gives up), and after all
+keys a peer may have were tried in vain."""
 _CONNECT_TIMEOUT_MS = 2000
 
 Context = zmq.Context[zmq.Socket[bytes]]
 OnRefused = Callable[[AccessDenied, bool], object]
+KeySource = CurveKeys | Callable[[], CurveKeys | None] | None
+"""Keys, or what gives them as they are now: a peer may have others when it has started again."""
 _log = get_logger()
 _DEFAULTS = ChannelOptions()
 
@@ -46,13 +49,16 @@ class DealerChannel(Channel):
         endpoint: str,
         identity: bytes,
         *,
-        keys: CurveKeys | None = None,
+        keys: KeySource = None,
         options: ChannelOptions = _DEFAULTS,
     ) -> None:
         check_address(endpoint)
+        source = keys if is_tcp(endpoint) else None
+        first = source() if callable(source) else source
         super().__init__(context, zmq.DEALER, options)
-        self._keys = keys if is_tcp(endpoint) else None
+        self._source, self._keys = source, first
         self._server = 0  # which of the server's keys is tried
+        self._failed = 0  # handshakes in a row
         self._on_refused: OnRefused | None = None
         self.endpoint = endpoint
         self.identity = identity
@@ -158,6 +164,7 @@ class DealerChannel(Channel):
         event, value = report
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED and not self.connected:
             self.connected = True
+            self._failed = 0
             if self._on_connected is not None:
                 self._on_connected()
         elif event == zmq.EVENT_DISCONNECTED and self.connected:
@@ -176,20 +183,43 @@ class DealerChannel(Channel):
         if self._loop is not None:
             if denied:
                 self._loop.call_later(REFUSED_PAUSE_S, self._knock_again)
-            elif self._keys is not None and len(self._keys.servers) > 1:
-                self._server += 1
-                self._knock_again()
+            elif self._keys is not None:
+                self._try_another_key()
         if self._on_refused is not None:
             self._on_refused(refusal(self.endpoint, denied, keyed=self._keys is not None), denied)
 
+    def _try_another_key(self) -> None:
+        """Expect another of the server's keys, by the list as it is now; rest when all failed."""
+        before = self._keys
+        with contextlib.suppress(ConfigError):  # the list has none any more: keep those we know
+            self._keys = (self._source() if callable(self._source) else None) or before
+        if self._keys is None or before is None or self._loop is None:
+            return
+        count = len(self._keys.servers)
+        if self._keys.servers != before.servers:
+            self._server = self._failed = 0
+        elif count == 1:
+            return  # libzmq itself tries this one again
+        else:
+            self._server += 1
+            self._failed += 1
+        if self._failed and self._failed % count == 0:
+            self._hang_up()  # or libzmq would go on by itself
+            self._loop.call_later(REFUSED_PAUSE_S, self._knock_again)
+        else:
+            self._knock_again()
+
     def _knock_again(self) -> None:
-        """Connect anew, expecting the next of the server's keys."""
+        """Connect anew, expecting the server's key whose turn it is."""
         if self._loop is None or self.connected:
             return
-        with contextlib.suppress(zmq.ZMQError):  # where libzmq gave up there is nothing to end
-            self._socket.disconnect(self.endpoint)
+        self._hang_up()
         apply_client_keys(self._socket, self._keys, self._server)
         self._socket.connect(self.endpoint)
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # where libzmq gave up there is nothing to end
+            self._socket.disconnect(self.endpoint)
 
 
 def refusal(endpoint: str, denied: bool, *, keyed: bool) -> AccessDenied:

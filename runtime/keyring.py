@@ -14,6 +14,7 @@ import socket
 import stat
 import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -173,6 +174,13 @@ def keys_to(keys: Keys | None, endpoint: str, role: str, name: str = "") -> Curv
     if keys is None or not endpoint.startswith("tcp://"):
         return None
     return keys.connecting(role, name) if isinstance(keys, KeyRing) else keys
+
+
+def keys_for(
+    keys: Keys | None, endpoint: str, role: str, name: str = ""
+) -> Callable[[], CurveKeys | None]:
+    """:func:`keys_to` as it is whenever it is asked; for connections that outlive a rotation."""
+    return lambda: keys_to(keys, endpoint, role, name)
 
 
 # ---------------------------------------------------------------------------------- files

@@ -16,7 +16,7 @@ from ..proto.messages import Message, Rejected, RouterToWorker
 from .actions import FromRouter, RouterDown, RouterUp
 from .allowed_keys import ROUTER
 from .channel import Frames
-from .keyring import Keys, keys_to
+from .keyring import Keys, keys_for
 from .log import get_logger
 from .loop import Loop
 from .sockets import Context, DealerChannel
@@ -71,7 +71,7 @@ class RouterLinks:
         identity = b"%b/%d" % (self._identity, self._connections)
         self._connections += 1
         address = self._routers[name]
-        keys = keys_to(self._keys, address, ROUTER, name)  # each time: they may be replaced
+        keys = keys_for(self._keys, address, ROUTER, name)
         channel = DealerChannel(self._context, address, identity, keys=keys)
         self._channels[name] = channel
         channel.attach(

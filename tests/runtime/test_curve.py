@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import socket
 import time
 
 import pytest
@@ -300,6 +302,56 @@ def test_a_peer_that_does_not_know_yet_finds_a_rotated_server(
         assert len(KeyRing(folder, "client").connecting("router").servers) == 1
         new.channel.close()
         new.doors.close()
+
+
+def test_a_connection_that_stands_finds_a_server_that_came_back_with_another_key(
+    loop, drive, context, other_context, folder
+):
+    """Also when the list is copied here only after the server has started again."""
+    old = Server(loop, context, folder)
+    mine = folder.parent / "mine"
+    shutil.copytree(folder, mine)
+    ring = KeyRing(mine, "client")
+    endpoint = old.channel.endpoint
+    peer = Peer(loop, other_context, endpoint, keyring.keys_for(ring, endpoint, "router"))
+    drive.until(lambda: peer.ups == 1)
+    rotate(folder, "router")
+    old.channel.close()
+    old.doors.close()
+    drive.until(lambda: is_free(endpoint))  # libzmq closes in a thread of its own
+    with zmq.Context() as restarted:
+        new = Server(loop, restarted, folder, endpoint)
+        drive.until(lambda: peer.refusals)
+        assert peer.ups == 1
+        shutil.copy(folder / "allowed.toml", mine)
+        drive.until(lambda: peer.ups == 2)
+        new.channel.close()
+        new.doors.close()
+
+
+def is_free(endpoint: str) -> bool:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host, int(port)))
+        except OSError:
+            return False
+    return True
+
+
+def test_keys_that_are_all_wrong_are_not_tried_without_a_rest(
+    loop, drive, other_context, folder, server, monkeypatch
+):
+    monkeypatch.setattr(dealer, "REFUSED_PAUSE_S", 0.3)
+    pair = KeyRing(folder, "client").pair
+    wrong = CurveKeys(
+        public=pair.public, secret=pair.secret,
+        server=(zmq.curve_keypair()[0], zmq.curve_keypair()[0]),
+    )  # fmt: skip
+    peer = Peer(loop, other_context, server.channel.endpoint, wrong)
+    drive.spin(0.75)
+    assert 2 <= len(peer.refusals) <= 8  # two a round, and 0.3 s after each
 
 
 # ------------------------------------------------------------------------------ ZAP by itself
