@@ -42,15 +42,23 @@ REREAD_S = 1.0
 _log = get_logger()
 
 
-class KeyPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class KeyPair:
     """The content of a secret file, both in z85."""
 
-    public: str
-    secret: str
+    __slots__ = ("public", "secret")
+
+    def __init__(self, public: str, secret: str) -> None:
+        self.public = public
+        self.secret = secret
 
     def __repr__(self) -> str:
         """Without the secret, which must not reach a log."""
         return f"KeyPair(public={self.public!r})"
+
+
+class _PairFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    public: str
+    secret: str
 
 
 class KeyRing:
@@ -162,7 +170,7 @@ def client_keys(keys: GivenKeys) -> Keys | None:
     if not str(keys):
         return None
     folder = Path(keys)
-    is_operator = (folder / f"{OPERATOR}{KEY_SUFFIX}").exists()
+    is_operator = os.path.lexists(folder / f"{OPERATOR}{KEY_SUFFIX}")
     return KeyRing(folder, OPERATOR if is_operator else CLIENT)
 
 
@@ -190,7 +198,8 @@ def read_pair(path: Path) -> KeyPair:
     """Read a secret file. Raises ConfigError: permissions, owner, content, pair that is none."""
     text = _read(path, MAX_KEY_BYTES, secret=True)
     try:
-        pair = msgspec.convert(tomllib.loads(text), KeyPair)
+        file = msgspec.convert(tomllib.loads(text), _PairFile)
+        pair = KeyPair(file.public, file.secret)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError, RecursionError):
         pair = KeyPair("", "")  # the parser's message could quote the secret
     if not (is_z85(pair.public) and is_z85(pair.secret)):

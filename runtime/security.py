@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import ipaddress
 
-import msgspec
 import zmq
 
 from ..proto.endpoints import check_endpoint
 from ..proto.errors import ConfigError, InputError
 
 
-class CurveKeys(msgspec.Struct, frozen=True, kw_only=True):
+class CurveKeys:
     """A process's CURVE pair in z85 (40 bytes each), and whose public key to connect to.
 
-    Of several server keys the next is tried when a handshake fails.
+    Of several server keys the next is tried when a handshake fails. A plain class: structs and
+    dataclasses are written to a log field by field, this one as its ``repr``.
     """
 
-    public: bytes
-    secret: bytes
-    server: bytes | tuple[bytes, ...] | None = None
+    __slots__ = ("public", "secret", "server")
+
+    def __init__(
+        self,
+        *,
+        public: bytes,
+        secret: bytes,
+        server: bytes | tuple[bytes, ...] | None = None,
+    ) -> None:
+        self.public = public
+        self.secret = secret
+        self.server = server
 
     def __repr__(self) -> str:
         """Without the secret, which must not reach a log."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from baton.proto.errors import ConfigError
 from baton.runtime import keyring as module
+from baton.runtime import log
 from baton.runtime.allowed_keys import ROLES, AllowedKeys, KeyEntry, parse_allowed, write_allowed
 from baton.runtime.keyfiles import add_key, make_folder, retire, revoke, rotate
 from baton.runtime.keyring import KeyRing, client_keys, load_keys, read_allowed, read_pair
@@ -67,6 +68,19 @@ def test_secrets_are_not_shown(folder):
     secret = ring.pair.secret.decode()
     assert secret not in f"{ring!r} {ring.pair!r} {read_pair(ring.file)!r}"
     assert secret not in f"{ring.connecting('router')!r}"
+
+
+@pytest.mark.parametrize("human", [False, True])
+def test_a_log_line_that_is_given_keys_does_not_show_the_secret(folder, capsys, human):
+    ring = KeyRing(folder, "router")
+    holders = [ring, ring.pair, ring.connecting("router"), read_pair(ring.file)]
+    log.configure("router", human=human)
+    try:
+        log.get_logger().warning("x", one=ring, all=holders, deep={"a": (ring.pair,)})
+    finally:
+        log.configure(level="warning", human=True)
+    said = capsys.readouterr().err
+    assert ring.public.decode() in said and ring.pair.secret.decode() not in said
 
 
 def test_no_setting_means_no_keys():
