@@ -11,7 +11,9 @@ from ..deploy.ray.cluster_file import (
     read_cluster_file,
     write_cluster_file,
 )
+from ..deploy.ray.key_copies import HEAD_ROLES
 from ..proto.errors import ConfigError
+from ..runtime.keyshares import check_share
 from .numbers import count
 
 _EPILOG = """\
@@ -89,5 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"missing {', '.join(f'--{name}' for name in needed)}")
     if not Path(given["wheel"]).expanduser().is_file():
         raise ConfigError(f"no wheel at {given['wheel']}; make one with `pip wheel --no-deps .`")
-    print(write_cluster_file(FixedCluster(**given)), end="")
+    cluster = FixedCluster(**given)
+    text = write_cluster_file(cluster)
+    check_share(Path(cluster.keys).expanduser(), HEAD_ROLES, None)  # of all hosts
+    print(text, end="")
     return 0

@@ -35,6 +35,17 @@ def secrets_for(folder: Path, roles: Collection[str], host: str | None = "") -> 
     return found
 
 
+def check_share(folder: Path, roles: Collection[str], host: str | None = "") -> list[Path]:
+    """:func:`secrets_for`, of every role at least one; ConfigError names the role that has none."""
+    secrets = secrets_for(folder, roles, host)
+    allowed = read_allowed(folder / ALLOWED_FILE)
+    entries = (allowed.get(read_pair(path).public.encode()) for path in secrets)
+    missing = set(roles) - {entry.role for entry in entries if entry is not None}
+    if missing:
+        raise ConfigError(f"{folder} has no {min(missing)} key for this host")
+    return secrets
+
+
 def write_share(folder: Path, target: Path, roles: Collection[str], host: str | None = "") -> None:
     """Make ``target`` (mode 0700) a key folder of :func:`secrets_for` and the list.
 
@@ -44,10 +55,7 @@ def write_share(folder: Path, target: Path, roles: Collection[str], host: str | 
     unknown = [role for role in roles if role not in ROLES]
     if unknown:
         raise ConfigError(f"{unknown[0]!r} is no role; there are {', '.join(ROLES)}")
-    secrets = secrets_for(folder, roles, host)
-    missing = set(roles) - _roles_of(folder, secrets)
-    if missing:
-        raise ConfigError(f"{folder} has no key of a {sorted(missing)[0]} for this host")
+    secrets = check_share(folder, roles, host)
     if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is not empty; what is there is kept as it is")
     try:
@@ -63,9 +71,3 @@ def write_share(folder: Path, target: Path, roles: Collection[str], host: str | 
         raise ConfigError(f"cannot make {target}: {problem.strerror}") from problem
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-def _roles_of(folder: Path, secrets: list[Path]) -> set[str]:
-    allowed = read_allowed(folder / ALLOWED_FILE)
-    entries = (allowed.get(read_pair(path).public.encode()) for path in secrets)
-    return {entry.role for entry in entries if entry is not None}

@@ -19,6 +19,9 @@ from typing import Any
 import msgspec
 
 from ...proto.errors import ConfigError
+from ...runtime.keyring import ALLOWED_FILE, KEY_SUFFIX
+from ...runtime.keyshares import check_share
+from .key_copies import HEAD_ROLES
 
 Pools = Mapping[str, tuple[str, ...]]
 
@@ -107,7 +110,7 @@ def _check_bounds(name: str, node_type: Mapping[str, Any], hosts: int) -> None:
 def check_mounts(paths: Iterable[str]) -> None:
     """ConfigError when a file to be copied to the hosts is missing, or a secret readable by others.
 
-    Secrets are the token and files that end in ``.key``.
+    Secrets are the token and the files of a key folder, which must have all that a cluster needs.
     """
     for text in paths:
         path = Path(text).expanduser()
@@ -116,10 +119,11 @@ def check_mounts(paths: Iterable[str]) -> None:
                 f"file_mounts: there is no {text}; keys are made by `baton keygen`, Ray's token by "
                 "`ray get-auth-token --generate`"
             )
-        secrets = sorted(path.glob("*.key")) if path.is_dir() else [path]
-        for secret in secrets:
-            if secret.suffix != ".whl" and secret.stat().st_mode & 0o077:
-                raise ConfigError(f"others can read {secret}; chmod 600 {secret}")
+        if path.is_dir():
+            if (path / ALLOWED_FILE).exists() or any(path.glob(f"*{KEY_SUFFIX}")):
+                check_share(path, HEAD_ROLES, None)
+        elif path.suffix != ".whl" and path.stat().st_mode & 0o077:
+            raise ConfigError(f"others can read {path}; chmod 600 {path}")
 
 
 def node_id(host: str, launch: int) -> str:

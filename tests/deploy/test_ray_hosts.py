@@ -13,6 +13,7 @@ from baton.deploy.ray.hosts import (
     provider_settings,
 )
 from baton.proto.errors import ConfigError
+from baton.runtime.keyfiles import make_folder
 
 SECTION = {
     "type": "external",
@@ -62,18 +63,25 @@ def test_node_types_that_do_not_fit_the_hosts_are_named(change, said):
 
 
 def test_what_is_copied_to_hosts_must_be_there_and_secrets_their_owners(tmp_path):
-    (tmp_path / "keys").mkdir()
-    key, token = tmp_path / "keys/router.key", tmp_path / "token"
-    for path in (key, token, tmp_path / "keys/allowed.toml", tmp_path / "b.whl"):
-        path.touch(mode=0o644)
-        path.chmod(0o600 if path in (key, token) else 0o644)
-    paths = [str(tmp_path / "keys"), str(token), str(tmp_path / "b.whl")]
+    make_folder(tmp_path / "keys")
+    key, token, wheel = tmp_path / "keys/prefill.key", tmp_path / "token", tmp_path / "b.whl"
+    token.touch(mode=0o600)
+    wheel.touch()
+    paths = [str(tmp_path / "keys"), str(token), str(wheel)]
     check_mounts(paths)
-    for secret in (key, token):
+    for secret, said in ((key, "others may use it: chmod 600"), (token, "others can read .*token")):
         secret.chmod(0o640)
-        with pytest.raises(ConfigError, match=f"others can read {secret}; chmod 600"):
+        with pytest.raises(ConfigError, match=said):
             check_mounts(paths)
         secret.chmod(0o600)
+    (tmp_path / "keys").chmod(0o777)
+    with pytest.raises(ConfigError, match="others may write to it: chmod 700"):
+        check_mounts(paths)
+    (tmp_path / "keys").chmod(0o700)
+    key.rename(tmp_path / "kept")
+    with pytest.raises(ConfigError, match="has no prefill key"):
+        check_mounts(paths)
+    (tmp_path / "kept").rename(key)
     token.unlink()
     with pytest.raises(ConfigError, match=r"there is no .*token; keys are made by `baton keygen`"):
         check_mounts(paths)

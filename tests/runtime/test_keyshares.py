@@ -73,7 +73,7 @@ def test_a_share_that_cannot_be(folder, tmp_path, roles, said):
 
 def test_a_share_without_a_key_is_none(folder, tmp_path):
     revoke(folder, "router")
-    with pytest.raises(ConfigError, match="has no key of a router for this host"):
+    with pytest.raises(ConfigError, match="has no router key for this host"):
         write_share(folder, tmp_path / "share", ["prefill", "router"])
     assert not (tmp_path / "share").exists()
 
