@@ -79,6 +79,25 @@ class Scenario:
 UNLUCKY = frozenset({"poisoned", "worker_lost"})
 """A request that was alone on several workers that died looks as if it had killed them."""
 _PINNED = UNLUCKY | frozenset({"endpoint_dead", "endpoint_unknown", "endpoint_draining"})
+_ALL = Scenario(
+    crashes=3,
+    stops=2,
+    hangs=1,
+    flaps=2,
+    partitions=1,
+    drains=1,
+    jumps=1,
+    slow=1,
+    cancels=0.2,
+    pins=0.1,
+    deadlines=0.2,
+    faults=NOISE,
+    victims=EVERYONE,
+    allowed=_PINNED | {"deadline_exceeded"},
+)
+"""Everything that can go wrong."""
+_FAILOVER = Scenario(wait_s=PATIENT_S, shape=TWO, victims=("router",), cancels=0.1)
+_MOVES = Scenario(prompt=120, shape=Shape(sizes=MOVES), cancels=0.6, crashes=1, allowed=UNLUCKY)
 
 SCENARIOS: dict[str, Scenario] = {
     "plain": Scenario(),
@@ -104,30 +123,10 @@ SCENARIOS: dict[str, Scenario] = {
     "narrow-noise": Scenario(
         shape=Shape(sizes=NARROW), prompt=150, cancels=0.1, faults=NOISE, crashes=1, load_s=0.3
     ),
-    "device": Scenario(
-        prompt=120, shape=Shape(sizes=DEVICE), cancels=0.7, crashes=2, allowed=UNLUCKY
-    ),
-    "moves": Scenario(
-        prompt=120, shape=Shape(sizes=MOVES), cancels=0.6, crashes=1, allowed=UNLUCKY
-    ),
-    "moves-noise": Scenario(
-        prompt=120,
-        shape=Shape(sizes=MOVES),
-        cancels=0.3,
-        faults=NOISE,
-        deadlines=0.2,
-        crashes=2,
-        allowed=UNLUCKY,
-    ),
-    "in-place": Scenario(
-        prompt=120,
-        shape=Shape(sizes=IN_PLACE),
-        cancels=0.6,
-        deadlines=0.1,
-        flaps=2,
-        crashes=1,
-        allowed=UNLUCKY,
-    ),
+    "device": replace(_MOVES, shape=Shape(sizes=DEVICE), cancels=0.7, crashes=2),
+    "moves": _MOVES,
+    "moves-noise": replace(_MOVES, cancels=0.3, faults=NOISE, deadlines=0.2, crashes=2),
+    "in-place": replace(_MOVES, shape=Shape(sizes=IN_PLACE), deadlines=0.1, flaps=2),
     "deadline": Scenario(deadlines=0.8, stops=1, crashes=1, faults=NOISE, victims=EVERYONE),
     "pins": Scenario(pins=0.7, crashes=2, drains=1, stops=1, allowed=_PINNED),
     "drain": Scenario(drains=4, crashes=1, victims=("router",), cancels=0.1, answer=60),
@@ -197,23 +196,14 @@ SCENARIOS: dict[str, Scenario] = {
         faults=NOISE,
         allowed=UNLUCKY,
     ),
-    "embed-all": Scenario(
+    "embed-all": replace(
+        _ALL,
         shape=replace(EMBED, routers=2, clients=4),
         requests=60,
-        crashes=3,
-        stops=2,
-        hangs=1,
         flaps=3,
         partitions=2,
         drains=2,
-        jumps=1,
-        slow=1,
-        cancels=0.2,
         pins=0.2,
-        deadlines=0.2,
-        faults=NOISE,
-        victims=EVERYONE,
-        allowed=_PINNED | {"deadline_exceeded"},
     ),
     "embed-misfit": Scenario(
         shape=EMBED, requests=60, load_s=0.5, misfits=2, cancels=0.1, allowed=UNLUCKY
@@ -226,34 +216,20 @@ SCENARIOS: dict[str, Scenario] = {
         cancels=0.1,
         allowed=UNLUCKY,
     ),
-    "failover": Scenario(
-        wait_s=PATIENT_S, shape=TWO, crashes=2, victims=("router",), cancels=0.1, deadlines=0.1
-    ),
-    "failover-noise": Scenario(
-        wait_s=PATIENT_S,
-        shape=TWO,
-        crashes=2,
-        victims=("router",),
-        cancels=0.2,
-        faults=NOISE,
-        answer=60,
-    ),
-    "failover-stop": Scenario(
-        wait_s=PATIENT_S,
+    "failover": replace(_FAILOVER, crashes=2, deadlines=0.1),
+    "failover-noise": replace(_FAILOVER, crashes=2, cancels=0.2, faults=NOISE, answer=60),
+    "failover-stop": replace(
+        _FAILOVER,
         load_s=3.0,
         shape=replace(TWO, sizes=Sizes(decode_blocks=200)),
         stops=3,
-        victims=("router",),
-        cancels=0.1,
         answer=200,
     ),
-    "failover-scarce": Scenario(
-        wait_s=PATIENT_S,
+    "failover-scarce": replace(
+        _FAILOVER,
         shape=replace(TWO, sizes=SCARCE),
         crashes=1,
         stops=1,
-        victims=("router",),
-        cancels=0.1,
         answer=40,
         requests=40,
         load_s=0.3,
@@ -269,38 +245,8 @@ SCENARIOS: dict[str, Scenario] = {
         answer=200,
         allowed=UNLUCKY,
     ),
-    "failover-all": Scenario(
-        shape=Shape(routers=3, clients=4),
-        crashes=3,
-        stops=2,
-        hangs=1,
-        flaps=3,
-        partitions=2,
-        isolations=1,
-        drains=1,
-        jumps=1,
-        slow=1,
-        cancels=0.2,
-        pins=0.1,
-        deadlines=0.2,
-        faults=NOISE,
-        victims=EVERYONE,
-        allowed=_PINNED | {"deadline_exceeded"},
+    "failover-all": replace(
+        _ALL, shape=Shape(routers=3, clients=4), flaps=3, partitions=2, isolations=1
     ),
-    "all": Scenario(
-        crashes=3,
-        stops=2,
-        hangs=1,
-        flaps=2,
-        partitions=1,
-        drains=1,
-        jumps=1,
-        slow=1,
-        cancels=0.2,
-        pins=0.1,
-        deadlines=0.2,
-        faults=NOISE,
-        victims=EVERYONE,
-        allowed=_PINNED | {"deadline_exceeded"},
-    ),
+    "all": _ALL,
 }
