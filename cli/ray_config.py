@@ -89,8 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
     needed = [name for name in ("head", "prefill", "decode", "wheel") if name not in given]
     if needed:
         raise ConfigError(f"missing {', '.join(f'--{name}' for name in needed)}")
-    if not Path(given["wheel"]).expanduser().is_file():
+    wheel = Path(given["wheel"]).expanduser()
+    if not wheel.is_file():
         raise ConfigError(f"no wheel at {given['wheel']}; make one with `pip wheel --no-deps .`")
+    given["wheel"] = str(wheel.absolute())  # `ray up` may be called in another folder
     cluster = FixedCluster(**given)
     text = write_cluster_file(cluster)
     check_share(Path(cluster.keys).expanduser(), HEAD_ROLES, None)  # of all hosts

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import baton.deploy.ray.leave
-from baton.cli.command import build_parser
+from baton.cli.command import build_parser, main
 from baton.cli.down import _SPARE_S as DOWN_SPARE_S
 from baton.deploy.pools import ControllerLimits
 from baton.deploy.ray.cluster_file import (
@@ -203,3 +203,13 @@ def test_hosts_that_cannot_be_are_refused_when_the_file_is_written():
     ):
         with pytest.raises(ConfigError, match=said):
             write_cluster_file(msgspec.structs.replace(CLUSTER, **change))
+
+
+def test_the_wheel_is_found_from_every_folder(tmp_path, monkeypatch, capsys):
+    (tmp_path / "baton-9.9.9-py3-none-any.whl").touch()
+    monkeypatch.chdir(tmp_path)
+    assert main(["keygen", str(tmp_path / "keys")]) == 0
+    words = ["--head=10.0.0.1", "--prefill=10.0.0.2", "--decode=10.0.0.3"]
+    words.append(f"--keys={tmp_path / 'keys'}")
+    assert main(["ray-config", *words, "--wheel=baton-9.9.9-py3-none-any.whl"]) == 0
+    assert f": {tmp_path}/baton-9.9.9-py3-none-any.whl" in capsys.readouterr().out
