@@ -67,7 +67,7 @@ def test_a_key_that_others_can_read(cluster):
     key = cluster.keys / "router.key"
     key.chmod(0o644)
     try:
-        refused(cluster, f"others can read {key}; chmod 600 {key}")
+        refused(cluster, f"{key} has mode 0644, others may use it: chmod 600 {key}")
     finally:
         key.chmod(0o600)
 
