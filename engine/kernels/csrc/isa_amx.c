@@ -11,12 +11,6 @@
  */
 #include "kernels.h"
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__has_include)
-#if __has_include(<amxbf16intrin.h>)
-#define HAVE_TILES
-#endif
-#endif
-
 #ifdef HAVE_TILES
 #include <cpuid.h>
 #include <immintrin.h>

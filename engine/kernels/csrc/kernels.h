@@ -10,6 +10,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Whether this compiler knows the matrix tiles of AMX; whether the processor does is asked later. */
+#if defined(__x86_64__) && defined(__linux__) && defined(__has_include)
+#if __has_include(<amxbf16intrin.h>)
+#define HAVE_TILES
+#endif
+#endif
+
 /* Keys of an attention tile; tiles are aligned to absolute positions. */
 #define TILE_KEYS 64
 /* Entries of a block of the sums a draw is decided by, and spare floats behind its scratch. */
