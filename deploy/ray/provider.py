@@ -59,9 +59,7 @@ NODE_VARIABLE = "RAY_CLOUD_INSTANCE_ID"
 SESSION_VARIABLE = "BATON_RAY_SESSION"
 """Set anew by the cluster file for each start of a head: its workers are not the last one's."""
 _LAUNCH = "_launch"  # what `ray up` needs and the head does not; Ray ignores the name
-_ROLES = (
-    "_roles"  # whose keys a node type gets; the head, where workers' nodes are made, has it too
-)
+_ROLES = "_roles"  # whose keys a node type gets; the head makes the workers' nodes and has it too
 REST_SECONDS = 30.0
 """How long a host that could not be used is left alone."""
 

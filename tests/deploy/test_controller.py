@@ -350,16 +350,7 @@ def test_only_what_every_router_sees_is_ready():
 def test_whatever_happens_the_invariants_hold_and_it_ends_when_asked(routers, replace):
     """The checks are in World; here is what must come true in the end."""
     for seed in range(700):
-        world = World(seed, routers=routers, replace=replace)
-        for _ in range(80):
-            world.step()
-        if seed % 2 and not world.ending:
-            settled_as_wanted(world)
-        if world.ended is None:
-            world.feed(Down())
-        world.settle(20)
-        assert world.ended is not None, seed
-        assert not world.open, seed
+        live(World(seed, routers=routers, replace=replace), seed)
 
 
 @pytest.mark.parametrize("routers", [("router",), ("router-0", "router-1")])
@@ -368,15 +359,20 @@ def test_a_controller_restarted_at_any_moment_goes_on(routers):
     for seed in range(500):
         world = World(seed, routers=routers, replace=True)
         world.restarts = True
-        for _ in range(80):
-            world.step()
-        if seed % 2 and not world.ending:
-            settled_as_wanted(world)
-        if world.ended is None:
-            world.feed(Down())
-        world.settle(20)
-        assert world.ended is not None, seed
-        assert not world.open, seed
+        live(world, seed)
+
+
+def live(world: World, seed: int) -> None:
+    """Eighty events, then every other world settles; all go down when asked."""
+    for _ in range(80):
+        world.step()
+    if seed % 2 and not world.ending:
+        settled_as_wanted(world)
+    if world.ended is None:
+        world.feed(Down())
+    world.settle(20)
+    assert world.ended is not None, seed
+    assert not world.open, seed
 
 
 def settled_as_wanted(world: World) -> None:

@@ -10,7 +10,9 @@ import pytest
 from baton.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.oracle
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed; run make test-oracle"
+)
 
 DEMO_FOLDER = Path(__file__).parents[2] / "deploy" / "demo_model"
 
