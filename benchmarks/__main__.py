@@ -25,6 +25,7 @@ ORDER = (
     "router",
     "cluster",
     "cancel",
+    "burst",
     "autoscale",
 )
 ORACLE_PYTHON = Path(".venv-oracle/bin/python")

@@ -27,6 +27,7 @@ BACKENDS = ("auto", "cpu", "numpy")
 DEVICES = ("cpu", "cuda")
 SERVED_TASKS = ("", *TASKS)
 AUTOSCALE = ("off", "on")
+PREFILL_ORDERS = ("auto", "arrival", "in_time")
 LOG_LEVELS = ("info", "warning", "error")
 _MOST = 2**31 - 1
 MAX_MEMBERS = 1024
@@ -61,6 +62,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     transport: str = "ipc"
     handoff: str = "auto"
     policy: str = "prefix_aware"
+    prefill_order: str = "auto"
     block_size: int = 16
     kv_blocks: int = 0
     kv_memory: str = ""
@@ -122,6 +124,7 @@ def check(settings: ServeSettings) -> ServeSettings:
         "silence", f"must be at least {LEAST_SILENCE} seconds",
     )  # fmt: skip
     _require_choice(settings, "transport", TRANSPORTS)
+    _require_choice(settings, "prefill_order", PREFILL_ORDERS)
     _check_autoscale(settings)
     _require_choice(settings, "handoff", HANDOFFS)
     _require_choice(settings, "device", DEVICES)

@@ -189,6 +189,7 @@ def _prefill(
         runner=runner,
         token_budget=settings.chunk_budget,
         step_seconds=settings.step_time,
+        slo_ttft=first_token_limit(settings),
         max_active=settings.prefill_max_batch,
         share_pool=shares_memory(settings),
         keys=key_folder(settings),
@@ -215,6 +216,13 @@ def _decode(
         log_level=cast("Level", settings.log_level),
     )
     return ProcessSpec(name=name, role="decode", module="baton.decode_worker", config=config)
+
+
+def first_token_limit(settings: ServeSettings) -> float:
+    """Seconds that first tokens should keep, by which prefill workers order prompts; 0: none."""
+    order = settings.prefill_order
+    in_time = order == "in_time" or (order == "auto" and settings.autoscale == "on")
+    return settings.slo_ttft if in_time else 0.0
 
 
 def sized_for(settings: ServeSettings) -> int:

@@ -14,8 +14,10 @@ class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     ``endpoint``: control address this worker binds (what ``target_endpoint`` names).
     ``routers``: router name to worker-side address. ``token_budget``: most prompt tokens per
     step (0: a whole prompt); ``step_seconds``: how long such a step should take (0: any time).
-    ``max_active``: requests that hold blocks on the decode side at
-    a time. ``max_queue``: requests beyond which an Assign is answered Busy.
+    ``slo_ttft``: seconds that first tokens should keep, prompts begin in the order that keeps it
+    (:mod:`.start_order`); 0: in the order of their coming. ``max_active``: requests that hold
+    blocks on the decode side at a time. ``max_queue``: requests beyond which an Assign is answered
+    Busy.
     ``stream_tokens``: prompts with at least this many uncached tokens are sent layer by layer.
     ``share_pool``: decode workers of this host may read the pool; they are told where it is.
     ``drain_grace_s``: how long requests may run on after SIGTERM; others then take them over.
@@ -29,6 +31,7 @@ class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     pool: str = "default"
     token_budget: int = 512
     step_seconds: float = 0.05
+    slo_ttft: float = 0.0
     max_active: int = 16
     max_queue: int = 1024
     max_reserve_tries: int = 3

@@ -81,6 +81,7 @@ from .job import Job, JobState, make_job, report
 from .jobs import Jobs
 from .link import Link, LinkState
 from .links import DecodeLinks
+from .urgency import Urgency
 
 TOMBSTONE_S = 600.0
 """How long an Abort holds against an Assign that comes late."""
@@ -95,6 +96,7 @@ class PrefillLimits:
     max_reserve_tries: int = 3
     stream_tokens: int = 512
     growth: int = 64
+    slo_ttft: float = 0.0
 
 
 class PrefillCore(WorkerCore):
@@ -115,7 +117,8 @@ class PrefillCore(WorkerCore):
         self._sender = sender
         self._limits = limits
         self._card = member.identity.model
-        self._jobs = Jobs()
+        self._urgency = Urgency(limits.slo_ttft, scheduler.cache) if limits.slo_ttft else None
+        self._jobs = Jobs(self._urgency.start_by if self._urgency else None)
         self._links = DecodeLinks(member.identity, ticket)
         self._answered: Expiring[Key, bool] = Expiring()  # ended: repeat the answer
         self._aborted: Expiring[bytes, int] = Expiring()  # attempts up to this one are over
@@ -245,7 +248,10 @@ class PrefillCore(WorkerCore):
 
     def _dispatch(self, actions: list[Action], now: float) -> None:
         """Give free execution slots to queued jobs, in order."""
+        urgency = self._urgency
         while self._jobs.active < self._limits.max_active:
+            if urgency is not None and urgency.is_met(self._jobs.tokens_ahead(now)):
+                return
             job = self._jobs.next(now)
             if job is None:
                 return
@@ -266,7 +272,7 @@ class PrefillCore(WorkerCore):
         if link is not None and (hopeless := link.hopeless(now)):
             return self._give_back(job, now, hopeless, lost=True)
         if link is not None and link.is_ready:
-            self._jobs.start(job)
+            self._jobs.start(job, now)
             return self._reserve(job, link, now)
         self._jobs.park(job, endpoint)
         return self._links.connect(endpoint, now)
@@ -516,6 +522,8 @@ class PrefillCore(WorkerCore):
         self._step_running = False
         self._progress += 1
         self._times.learn(event.result.num_tokens, event.result.seconds)
+        if self._urgency is not None:
+            self._urgency.pace.learn(event.result.num_tokens, event.result.seconds)
         actions: list[Action] = []
         self._engine_events(self._scheduler.apply(event.result, now), actions, now)
         return [*actions, *self._step_over(now, self._scheduler.is_inflight)]

@@ -47,11 +47,13 @@ class Job:
     router: str
     assign: Assign
     deadline: float
+    asked: float  # when the client did, by this worker's clock
     context: TextContext
     sequence: Sequence
     state: JobState = JobState.QUEUED
     tries: int = 0
     arrival: int = 0  # its place among all jobs
+    started: float = 0.0  # when it got its slot
     waits: bool = False  # in the queue
     place: str = ""  # what news it is parked for
     grammar: GrammarTask | None = None  # what its answer is held to
@@ -170,7 +172,8 @@ def make_job(key: Key, router: str, assign: Assign, card: ModelCard, now: float)
         salt=cache_salt(card.fingerprint, assign.context.cache_salt),
         arrival=now,
     )
-    return Job(key, router, assign, now + assign.deadline, context, sequence)
+    asked = now - assign.waited
+    return Job(key, router, assign, now + assign.deadline, asked, context, sequence)
 
 
 def report(done: handoff.Done, prefill: str, decode: str, transport: str) -> HandoffReport:

@@ -1,4 +1,4 @@
-"""The jobs of a prefill worker: found by name, in order of arrival, by deadline.
+"""The jobs of a prefill worker: found by name, in the order they begin, by deadline.
 
 Invariants: a queued job is in exactly one place: ready, waiting for a time, or parked for news
 (of a link or its grammar); a job in any other state holds one execution slot; sums and indexes
@@ -8,9 +8,8 @@ Pure.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ..kv_transfer.sender import Key
 from ..proto.errors import InternalError
@@ -18,21 +17,31 @@ from ..runtime.agenda import Agenda
 from ..runtime.attempts import Attempts
 from ..runtime.shares import Shares
 from .job import Job, JobState
+from .start_order import StartOrder
+
+RESERVING_S = 0.05
+"""How long a job that waits for blocks counts as work to come; then others go on."""
 
 
 class Jobs:
-    """All jobs of one worker."""
+    """All jobs of one worker.
 
-    def __init__(self) -> None:
+    ``start_by``: the last moment at which a job can begin and be in time (:mod:`.start_order`);
+    None: jobs begin in the order of their coming.
+    """
+
+    def __init__(self, start_by: Callable[[Job], float] | None = None) -> None:
         self._jobs: Attempts[Job] = Attempts()
         self._by_sequence: dict[bytes, Job] = {}
         self._deadlines: Agenda[Key] = Agenda()
-        self._ready: Agenda[Key] = Agenda()  # by arrival
+        self._ready: StartOrder[Key] = StartOrder(
+            None if start_by is None else lambda key: start_by(self._jobs[key])
+        )
         self._later: Agenda[Key] = Agenda()  # by the time they may try again
         self._parked: dict[str, dict[Key, None]] = {}  # by the news they wait for
         self._wanted: Counter[str] = Counter()  # jobs per decode endpoint
         self._arrivals = 0
-        self.active = 0  # execution slots taken
+        self._holding: dict[Key, Job] = {}  # execution slots
         self.waiting = 0
         self.waiting_tokens = 0
         self.shares = Shares()
@@ -95,7 +104,7 @@ class Jobs:
         if job.state is JobState.QUEUED:
             self._leave_queue(job)
         else:
-            self.active -= 1
+            self._holding.pop(job.key, None)
 
     def hand_to(self, router: str, job: Job) -> None:
         """The job is this router's from now on."""
@@ -108,7 +117,7 @@ class Jobs:
     def queue(self, job: Job, not_before: float = 0.0) -> None:
         """Wait for a slot; a job that held one gives it back and keeps its place."""
         if job.state is not JobState.QUEUED:
-            self.active -= 1
+            del self._holding[job.key]
             job.state = JobState.QUEUED
         self.waiting += 1
         self.waiting_tokens += job.sequence.num_tokens
@@ -122,10 +131,10 @@ class Jobs:
             self._ready.put(job.key, job.arrival)
 
     def next(self, now: float) -> Job | None:
-        """Take the queued job that came first; :meth:`start`, :meth:`park` or end it."""
+        """Take the queued job whose turn it is; :meth:`start`, :meth:`park` or end it."""
         for key in self._later.due(now):
             self._ready.put(key, self._jobs[key].arrival)
-        key_ = self._ready.pop(math.inf)
+        key_ = self._ready.pop(now)
         return None if key_ is None else self._jobs[key_]
 
     def park(self, job: Job, place: str) -> None:
@@ -138,11 +147,26 @@ class Jobs:
         for key in self._parked.pop(place, ()):
             self._ready.put(key, self._jobs[key].arrival)
 
-    def start(self, job: Job) -> None:
+    def start(self, job: Job, now: float) -> None:
         """Give a slot to a job that was next."""
         self._leave_queue(job)
         job.state = JobState.RESERVING
-        self.active += 1
+        job.started = now
+        self._holding[job.key] = job
+
+    @property
+    def active(self) -> int:
+        """Execution slots taken."""
+        return len(self._holding)
+
+    def tokens_ahead(self, now: float) -> int:
+        """Prompt tokens that jobs with a slot leave to compute, now or soon."""
+        tokens = 0
+        for job in self._holding.values():
+            computing = job.state is JobState.COMPUTING
+            if computing or (job.state is JobState.RESERVING and now - job.started < RESERVING_S):
+                tokens += job.sequence.num_tokens - job.sequence.num_computed_tokens
+        return tokens
 
     def _leave_queue(self, job: Job) -> None:
         if not job.waits:
@@ -163,9 +187,9 @@ class Jobs:
     def check_integrity(self) -> None:
         """Raise InternalError unless sums and indexes fit the jobs."""
         jobs = list(self)
-        active = sum(job.state is not JobState.QUEUED for job in jobs)
-        if active != self.active:
-            raise InternalError(f"{self.active} slots are taken, {active} jobs hold one")
+        active = {job.key for job in jobs if job.state is not JobState.QUEUED}
+        if active != self._holding.keys():
+            raise InternalError(f"{self.active} slots are taken, {len(active)} jobs hold one")
         shares = Shares()
         for job in jobs:
             shares.add(job.router, job.given_tokens)

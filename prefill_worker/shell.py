@@ -116,6 +116,7 @@ class PrefillShell:
             max_queue=config.max_queue,
             max_reserve_tries=config.max_reserve_tries,
             stream_tokens=config.stream_tokens,
+            slo_ttft=config.slo_ttft,
         )
         times = StepTime()
         warm_up(runner.pipeline, times)

@@ -163,6 +163,7 @@ class Assign(Message, frozen=True, kw_only=True):
     decode: Name = ""  # control endpoint of the decode worker; none is needed to embed
     decode_incarnation: Word = 0
     deadline: Remaining
+    waited: Remaining = 0.0  # seconds since the client asked
 
 
 class Abort(Message, frozen=True, kw_only=True):

@@ -136,6 +136,7 @@ class Lifecycle:
             decode=endpoint or "",
             decode_incarnation=decode.incarnation if decode else 0,
             deadline=request.deadline - now,
+            waited=max(0.0, now - request.submitted_at) if request.submitted_at < NEVER else 0.0,
         )
         self.out.append(ToWorker(prefill.identity, message))
         self.repeat_later(request, now, self.config.retry_ceiling_s)

@@ -46,6 +46,15 @@ class Agenda(Generic[K]):
                 return key
         return None
 
+    def first(self) -> float | None:
+        """The least number a key is filed at; None when there is none."""
+        while self._heap:
+            at, serial, key = self._heap[0]
+            if self._entries.get(key) == (at, serial):
+                return at
+            heapq.heappop(self._heap)
+        return None
+
     def due(self, limit: float) -> list[K]:
         """Take out all keys whose number is not above ``limit``, in order."""
         keys: list[K] = []

@@ -11,8 +11,8 @@ from .workers import Sizes
 WORKERS = ("prefill", "decode")
 EVERYONE = ("router", "prefill", "decode", "client")
 NOISE = Faults(loss=0.02, duplication=0.02, reordering=0.05, damage=0.03)
-SCARCE = Sizes(decode_blocks=26, prefill_blocks=48, growth=4)
-"""So few blocks that requests wait for them and are preempted."""
+SCARCE = Sizes(decode_blocks=26, prefill_blocks=48, growth=4, slo_ttft=0.05)
+"""So few blocks that requests wait for them and are preempted; most of them become late."""
 NARROW = Sizes(frame_bytes=64, window=128, budget=256, stream_tokens=8, token_budget=32)
 """Long prompts pass layer by layer through small windows."""
 

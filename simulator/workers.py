@@ -72,6 +72,7 @@ class Sizes:
     decode_blocks: int = 64
     token_budget: int = 16
     growth: int = 8
+    slo_ttft: float = 0.0
     frame_bytes: int = 256
     window: int = 512
     budget: int = 2048
@@ -314,7 +315,12 @@ class PrefillNode(EngineNode[PrefillCore]):
         )
         self.scheduler = Scheduler(config, self.cache)
         self.sender = Sender(self.incarnation, layout, SenderConfig(frame_bytes=sizes.frame_bytes))
-        limits = PrefillLimits(max_active=6, stream_tokens=sizes.stream_tokens, growth=sizes.growth)
+        limits = PrefillLimits(
+            max_active=6,
+            stream_tokens=sizes.stream_tokens,
+            growth=sizes.growth,
+            slo_ttft=sizes.slo_ttft,
+        )
         ticket = DeviceTicket("here", b"", 0, 0) if sizes.in_place else None
         self.core = PrefillCore(
             self.member, self.scheduler, self.sender, limits, warm_times(), ticket

@@ -31,6 +31,29 @@ def test_one_router_then_the_pools():
     assert plan.worker_names[0] == "prefill-0"
 
 
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        ({}, 0.0),
+        ({"slo_ttft": 1.5}, 0.0),
+        ({"prefill_order": "in_time", "slo_ttft": 1.5}, 1.5),
+        ({"autoscale": "on", "prefill_max": 2, "decode_max": 2, "slo_ttft": 3.0}, 3.0),
+        (
+            {"autoscale": "on", "prefill_max": 2, "decode_max": 2, "prefill_order": "arrival"},
+            0.0,
+        ),
+    ],
+)
+def test_prompts_are_ordered_by_the_time_to_keep_where_one_is_kept(settings, limit):
+    _, prefill, _ = (msgspec.to_builtins(spec.config) for spec in plan_for(**settings).processes)
+    assert prefill["slo_ttft"] == limit
+
+
+def test_an_unknown_order_of_prompts_is_refused():
+    with pytest.raises(ConfigError, match="prefill_order must be one of auto, arrival, in_time"):
+        check(ServeSettings(prefill_order="random"))
+
+
 def test_addresses_are_distinct_and_workers_know_the_router():
     plan = plan_for(prefill=2, decode=2)
     router, *workers = (msgspec.to_builtins(spec.config) for spec in plan.processes)

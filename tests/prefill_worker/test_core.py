@@ -1159,3 +1159,105 @@ def test_a_grammar_and_a_missing_link_are_both_waited_for(bench):
     assert not bench.to_peer(Reserve)
     bench.open()
     assert len(bench.to_peer(Reserve)) == 1
+
+
+# ------------------------------------------------------------------ first tokens in time
+
+
+def served(bench: Bench) -> list[bytes]:
+    """Who begins, in order; each is computed and handed over at once."""
+    begun = []
+    while reserves := bench.to_peer(Reserve):
+        for reserve in reserves:
+            begun.append(reserve.request)
+            bench.grant(reserve)
+        while bench.plans:
+            bench.now += 0.01
+            bench.step()
+        for commit in bench.to_peer(Commit):
+            bench.committed(commit)
+    return begun
+
+
+def queue(bench: Bench, **waited: float) -> list[bytes]:
+    """Prompts that wait for the link, and for how long they did elsewhere before."""
+    for number, (name, seconds) in enumerate(waited.items()):
+        context = make_context(10)
+        context.tokens[:] = number + 1  # no prefix is shared
+        bench.assign(key=name.encode() * 16, waited=seconds, context=context)
+    return [name.encode() * 16 for name in waited]
+
+
+def in_time_bench(slo_ttft: float = 2.0) -> Bench:
+    bench = Bench(max_active=1, slo_ttft=slo_ttft)
+    bench.committed(bench.handing_over(key=b"0" * 16))  # 10 tokens in 10 ms
+    bench.to_peer(Reserve)
+    return bench
+
+
+def test_a_prompt_that_is_late_lets_those_in_time_go_first():
+    bench = in_time_bench()
+    bench.assign(key=b"x" * 16)
+    (first,) = bench.to_peer(Reserve)
+    a, b, c = queue(bench, a=1.5, b=2.5, c=0.0)
+    bench.grant(first)
+    bench.step()
+    bench.committed(bench.commit())
+    assert served(bench) == [a, c, b]
+    bench.assert_empty()
+
+
+def test_in_the_order_of_coming_unless_there_is_a_time_to_keep():
+    bench = Bench(max_active=1)
+    names = queue(bench, a=1.5, b=2.5, c=0.0)
+    bench.open()
+    assert served(bench) == names
+
+
+def test_a_replay_in_the_midst_of_its_answer_is_never_late():
+    bench = in_time_bench()
+    bench.assign(key=b"x" * 16)
+    (first,) = bench.to_peer(Reserve)
+    bench.assign(key=b"r" * 16, attempt=2, emitted=[7, 8], waited=50.0)
+    (a,) = queue(bench, a=0.0)
+    bench.grant(first)
+    bench.step()
+    bench.committed(bench.commit())
+    assert served(bench) == [b"r" * 16, a]
+
+
+def test_what_is_cached_need_not_be_computed_in_time():
+    """80 tokens take 80 ms: too long for the 50 that are left, unless most of them are here."""
+    bench = Bench(max_active=1, slo_ttft=2.0)
+    prompt = make_context(80)
+    bench.assign(key=b"0" * 16, context=prompt)
+    bench.open()
+    assert served(bench) == [b"0" * 16]
+    bench.assign(key=b"x" * 16)
+    (first,) = bench.to_peer(Reserve)
+    other = make_context(80)
+    other.tokens[:] = 5
+    bench.assign(key=b"o" * 16, waited=1.65, context=other)
+    bench.assign(key=b"c" * 16, waited=1.65, context=prompt)
+    bench.grant(first)
+    bench.step()
+    bench.committed(bench.commit())
+    assert served(bench) == [b"c" * 16, b"o" * 16]
+
+
+def test_prompts_wait_where_they_can_be_overtaken_while_the_engine_has_work():
+    bench = Bench(max_active=4, slo_ttft=2.0)
+    bench.committed(bench.handing_over(key=b"0" * 16))  # 1 ms a token from now on
+    for number in range(4):
+        bench.assign(key=bytes([number]) * 16, shape={"prompt": 80})
+    assert len(bench.to_peer(Reserve)) == 2  # 160 ms of work
+    bench.later(0.06)  # a decode worker that does not answer holds nobody up
+    assert len(bench.to_peer(Reserve)) >= 1
+
+
+def test_slots_are_all_given_where_no_time_is_to_be_kept():
+    bench = Bench(max_active=4)
+    bench.committed(bench.handing_over(key=b"0" * 16))
+    for number in range(6):
+        bench.assign(key=bytes([number]) * 16, shape={"prompt": 80})
+    assert len(bench.to_peer(Reserve)) == 4

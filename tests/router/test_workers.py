@@ -283,6 +283,16 @@ def test_a_full_prefill_worker_makes_the_router_choose_again(served):
     assert again.attempt == 2
 
 
+def test_workers_hear_how_long_a_client_has_waited(served):
+    key = served.submit()
+    first, assign = served.find(Assign)
+    assert assign.waited == 0
+    served.advance(0.05)
+    first.say(Busy(request=key, attempt=1, reason="queue full"))
+    _, again = served.find(Assign)
+    assert again.waited == pytest.approx(0.05)
+
+
 def test_a_full_decode_worker_is_avoided_then_everyone_gets_time(served):
     key = served.submit()
     seen = []

@@ -1,0 +1,116 @@
+"""Which of the prompts that wait is begun next: those in time, now and then one that is late."""
+
+import math
+import random
+
+import pytest
+
+from baton.prefill_worker.pace import Pace
+from baton.prefill_worker.start_order import LATE_TURN, StartOrder
+
+
+def filled(start_by: dict[str, float]) -> StartOrder[str]:
+    order = StartOrder(start_by.__getitem__)
+    for place, key in enumerate(start_by):
+        order.put(key, place)
+    return order
+
+
+def drained(order: StartOrder[str], now: float) -> str:
+    return "".join(iter(lambda: order.pop(now) or "", ""))
+
+
+def test_without_a_time_to_keep_the_order_of_coming_decides():
+    order = StartOrder()
+    for place, key in ((2, "c"), (0, "a"), (1, "b")):
+        order.put(key, place)
+    assert drained(order, math.inf) == "abc"
+
+
+def test_who_is_late_waits_behind_all_that_are_in_time():
+    order = filled({"a": 1.0, "b": 9.0, "c": 2.0, "d": 5.0})
+    assert drained(order, now=5.0) == "bdac"  # each rank in the order of coming
+
+
+def test_everybody_in_time_goes_in_the_order_of_coming():
+    assert drained(filled({"a": 9.0, "b": 6.0, "c": 7.0}), now=5.0) == "abc"
+
+
+def test_who_became_late_while_it_waited_is_overtaken():
+    order = filled({"a": 5.0, "b": 9.0})
+    order.put("c", 2.5)
+    order.drop("c")
+    assert order.pop(now=6.0) == "b"
+    assert order.pop(now=6.0) == "a"
+    assert order.pop(now=6.0) is None
+    assert len(order) == 0
+
+
+def test_late_ones_get_their_share_of_the_starts():
+    """However many come that are in time, one that is late waits for so many starts at most."""
+    order: StartOrder[str] = StartOrder(lambda key: 0.0 if key.startswith("late") else math.inf)
+    for place in range(3):
+        order.put(f"late {place}", place)
+    taken = []
+    for place in range(3, 3 + 4 * LATE_TURN):
+        order.put(f"new {place}", place)
+        taken.append(order.pop(1.0))
+    turns = [at for at, key in enumerate(taken) if key.startswith("late")]
+    assert [taken[at] for at in turns] == ["late 0", "late 1", "late 2"]
+    assert turns[0] < LATE_TURN
+    assert turns[1] - turns[0] == turns[2] - turns[1] == LATE_TURN
+    new = [key for key in taken if key.startswith("new")]
+    assert new == sorted(new, key=lambda key: int(key.split()[1]))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nobody_is_lost_or_taken_twice(seed):
+    """Beside a list that is searched anew each time."""
+    chance = random.Random(seed)
+    start_by: dict[int, float] = {}
+    order = StartOrder(start_by.__getitem__)
+    waiting: dict[int, int] = {}
+    now = 0.0
+    for place in range(400):
+        now += chance.random()
+        what = chance.random()
+        if what < 0.5:
+            start_by[place] = now + chance.uniform(-2, 20)
+            waiting[place] = place
+            order.put(place, place)
+        elif what < 0.6 and waiting:
+            gone = chance.choice(list(waiting))
+            del waiting[gone]
+            order.drop(gone)
+        else:
+            key = order.pop(now)
+            assert (key is None) == (not waiting)
+            if key is None:
+                continue
+            del waiting[key]
+            in_time = [k for k in waiting if start_by[k] >= now]
+            if start_by[key] >= now:
+                assert all(key < other for other in in_time)
+            elif in_time:  # it was a late one's turn
+                assert all(key < other for other in waiting if start_by[other] < now - 20)
+        assert len(order) == len(waiting)
+
+
+def test_pace_follows_full_steps_and_hardly_short_ones():
+    pace = Pace()
+    assert pace.seconds_per_token == 0
+    for _ in range(50):
+        pace.learn(512, 0.512)
+    assert pace.seconds_per_token == pytest.approx(1e-3)
+    pace.learn(1, 1.0)  # a step of one token says nothing of a long one
+    assert pace.seconds_per_token < 1.3e-3
+    for _ in range(100):
+        pace.learn(512, 1.024)
+    assert pace.seconds_per_token == pytest.approx(2e-3, rel=0.01)
+
+
+@pytest.mark.parametrize(("tokens", "seconds"), [(0, 1.0), (-5, 1.0), (5, 0.0), (5, math.nan)])
+def test_a_step_that_cannot_be_teaches_nothing(tokens, seconds):
+    pace = Pace()
+    pace.learn(tokens, seconds)
+    assert pace.seconds_per_token == 0
