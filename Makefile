@@ -29,6 +29,10 @@ export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export PYTHONSAFEPATH := 1
 
+# Tests are dealt to this many workers, a whole file at a time; 0: one after the other.
+JOBS ?= 2
+DEALT := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
 .PHONY: help setup demo test check test-full test-oracle test-deploy test-third-party soak bench gpu-check gpu-bench gpu-wheels clean lock
 
 help:  ## this list
@@ -40,7 +44,7 @@ demo: $(VENV)/.installed  ## a cluster on this machine answers four prompts
 	@$(BIN)/baton demo
 
 test: check  ## everything that must pass before a merge
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q $(DEALT) $(ARGS)
 
 check: $(VENV)/.installed  ## formatting, lint, types and import floors
 	$(BIN)/ruff format --check --quiet .
@@ -51,7 +55,7 @@ check: $(VENV)/.installed  ## formatting, lint, types and import floors
 	$(BIN)/lint-imports
 
 test-full: check  ## the long product of settings as well
-	$(BIN)/python -m pytest -q -m "not oracle" $(ARGS)
+	$(BIN)/python -m pytest -q $(DEALT) -m "not oracle" $(ARGS)
 
 test-oracle: $(ORACLE_VENV)/.installed  ## compare with transformers on fresh checkpoints (downloads torch)
 	$(ORACLE_BIN)/python -m pytest -q -m oracle $(ARGS)

@@ -48,19 +48,28 @@ def environment() -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="session", autouse=True)
-def sanitized_run(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str] | None]:
-    """The tests marked `sanitized`, running in another process, if this run asks for them."""
-    asked = any(item.name == SANITIZED_TEST for item in request.session.items)
-    if VARIANT != "plain" or not asked or sanitizer() is None:
-        yield None
-        return
+def start_sanitized_run() -> subprocess.Popen[str]:
+    """Start the tests marked `sanitized` in another process."""
     selection = ("-m", "sanitized and not full", "tests/cuda")
     command = [sys.executable, "-m", "pytest", "-q", "--capture=sys", *selection]
-    with subprocess.Popen(
+    return subprocess.Popen(
         command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-    ) as run:  # fmt: skip
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sanitized_run(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str] | None]:
+    """The tests marked `sanitized`, running beside the others, if this run asks for them.
+
+    Workers of pytest-xdist fill the processors already: there the test starts it that wants it.
+    """
+    asked = any(item.name == SANITIZED_TEST for item in request.session.items)
+    is_worker = hasattr(request.config, "workerinput")
+    if VARIANT != "plain" or not asked or is_worker or sanitizer() is None:
+        yield None
+        return
+    with start_sanitized_run() as run:
         yield run
         run.kill()
 

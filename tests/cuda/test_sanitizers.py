@@ -2,18 +2,19 @@
 
 Address sanitizer: reads and writes outside arrays, static and dynamic shared memory and stacks.
 Undefined-behaviour sanitizer: overflows, shifts, indices, alignment. The library must be there
-before Python starts, hence a process of its own, which runs beside the other tests from the first
-of them on (``sanitized_run`` in conftest.py).
+before Python starts, hence a process of its own, which in a run without workers goes on beside the
+other tests from the first of them on (``sanitized_run`` in conftest.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 
 import pytest
 
-from .conftest import ROOT, environment
+from .conftest import ROOT, environment, start_sanitized_run
 from .host.builder import HERE, sanitizer
 
 pytestmark = pytest.mark.skipif(
@@ -55,8 +56,11 @@ def sanitized(*command, timeout):
 
 @pytest.mark.timeout(300)
 def test_marked_tests_pass_under_sanitizers(sanitized_run):
-    output, _ = sanitized_run.communicate(timeout=280)
-    assert sanitized_run.returncode == 0, output[-6000:]
+    with contextlib.ExitStack() as stack:
+        run = sanitized_run or stack.enter_context(start_sanitized_run())
+        stack.callback(run.kill)
+        output, _ = run.communicate(timeout=280)
+    assert run.returncode == 0, output[-6000:]
     assert "passed" in output
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+import sys
 import tracemalloc
 from pathlib import Path
 from zlib import crc32
@@ -169,12 +170,15 @@ FLOODS = {
 
 
 def peak_bytes(call):
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60.0)  # what other threads take, as that of pytest-xdist, would count
     tracemalloc.start()
     try:
         call()
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("frame", FLOODS.values(), ids=FLOODS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 import time
@@ -356,7 +355,7 @@ def test_keys_that_are_all_wrong_are_not_tried_without_a_rest(
 
 # ------------------------------------------------------------------------------ ZAP by itself
 
-KEY = os.urandom(32)
+KEY, OTHER_KEY = bytes(range(1, 33)), bytes(range(2, 34))
 ENTRY = KeyEntry(public=z85.encode(KEY).decode(), role="client")
 DOMAINS = {b"clients": Callers(lambda: AllowedKeys([ENTRY]), frozenset({"client"})),
            b"workers": Callers(lambda: AllowedKeys([ENTRY]), frozenset({"decode"}))}  # fmt: skip
@@ -372,7 +371,7 @@ def test_zap_says_yes_to_one_request_only():
 @pytest.mark.parametrize(
     ("at", "value"),
     [(4, b""), (4, b"*"), (4, b"workers"), (4, b"clients\0"), (7, b"NULL"), (7, b"PLAIN"),
-     (7, b"curve"), (8, KEY[:-1]), (8, KEY + b"\0"), (8, b""), (8, os.urandom(32)),
+     (7, b"curve"), (8, KEY[:-1]), (8, KEY + b"\0"), (8, b""), (8, OTHER_KEY),
      (8, ENTRY.public.encode())],
 )  # fmt: skip
 def test_zap_says_no_to_all_others(at, value):
@@ -389,7 +388,7 @@ def test_what_is_no_request_is_not_answered(frames):
 
 
 FRAMES = st.lists(
-    st.binary(max_size=64) | st.sampled_from([*GOOD, b"workers", os.urandom(32)]), max_size=12
+    st.binary(max_size=64) | st.sampled_from([*GOOD, b"workers", OTHER_KEY]), max_size=12
 )
 
 
