@@ -59,6 +59,7 @@ class DealerChannel(Channel):
         self._source, self._keys = source, first
         self._server = 0  # which of the server's keys is tried
         self._failed = 0  # handshakes in a row
+        self._asked = True  # libzmq connects or is connected; False from hanging up to knocking
         self._on_refused: OnRefused | None = None
         self.endpoint = endpoint
         self.identity = identity
@@ -162,18 +163,26 @@ class DealerChannel(Channel):
         if report is None:
             return False
         event, value = report
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED and not self.connected:
-            self.connected = True
-            self._failed = 0
-            if self._on_connected is not None:
-                self._on_connected()
-        elif event == zmq.EVENT_DISCONNECTED and self.connected:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if self._asked:  # otherwise of a connection that was hung up before this was read
+                self._lost()
+                self.connected = True
+                self._failed = 0
+                if self._on_connected is not None:
+                    self._on_connected()
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._lost()
+        elif event & HANDSHAKE_FAILURES:
+            self._lost()
+            self._handshake_failed(event, value)
+        return True
+
+    def _lost(self) -> None:
+        """Whatever was connected is no longer; libzmq does not tell of what we hang up."""
+        if self.connected:
             self.connected = False
             if self._on_disconnected is not None:
                 self._on_disconnected()
-        elif event & HANDSHAKE_FAILURES:
-            self._handshake_failed(event, value)
-        return True
 
     def _handshake_failed(self, event: int, value: int) -> None:
         self.stats.refused += 1
@@ -216,8 +225,10 @@ class DealerChannel(Channel):
         self._hang_up()
         apply_client_keys(self._socket, self._keys, self._server)
         self._socket.connect(self.endpoint)
+        self._asked = True
 
     def _hang_up(self) -> None:
+        self._asked = False
         with contextlib.suppress(zmq.ZMQError):  # where libzmq gave up there is nothing to end
             self._socket.disconnect(self.endpoint)
 

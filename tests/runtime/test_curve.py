@@ -19,6 +19,7 @@ from baton.runtime.callers import Callers
 from baton.runtime.channel import SendResult
 from baton.runtime.keyfiles import add_key, make_folder, retire, revoke, rotate
 from baton.runtime.keyring import KeyRing
+from baton.runtime.monitor import HANDSHAKE_FAILURES
 from baton.runtime.security import CurveKeys
 from baton.runtime.sockets import DealerChannel, RouterChannel
 from baton.runtime.zap import Doorkeeper, answer
@@ -301,6 +302,37 @@ def test_a_peer_that_does_not_know_yet_finds_a_rotated_server(
         assert len(KeyRing(folder, "client").connecting("router").servers) == 1
         new.channel.close()
         new.doors.close()
+
+
+def test_a_late_word_of_a_failed_handshake_leaves_no_dead_connection_behind(
+    loop, drive, context, other_context, folder, monkeypatch
+):
+    """libzmq has tried the first key twice before it was read that it fails; then another works."""
+    server = Server(loop, context, folder)
+    rotate(folder, "router")
+    keys = KeyRing(folder, "client").connecting("router")
+    peer = Peer(loop, other_context, server.channel.endpoint, keys)
+    monitor, held = peer.channel._monitor, []
+    reading, succeeded = monitor.read, zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+    def read():
+        while (report := reading()) is not None:
+            if held or report[0] & HANDSHAKE_FAILURES:
+                held.append(report)
+            if len(held) < 2:
+                return report
+        if succeeded in [event for event, _ in held]:  # now the first failure is told once more
+            monitor.read = lambda: held.pop(0) if held else reading()
+            return monitor.read()
+        return None
+
+    monkeypatch.setattr(monitor, "read", read)
+    drive.until(lambda: monitor.read is not read)
+    drive.until(lambda: peer.channel.send([b"hi"]) and peer.heard)
+    assert peer.channel.connected
+    peer.channel.close()
+    server.channel.close()
+    server.doors.close()
 
 
 def test_a_connection_that_stands_finds_a_server_that_came_back_with_another_key(
