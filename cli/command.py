@@ -6,43 +6,37 @@ Exit codes: 0 done, 1 failed (one line says what to do), 2 bad usage, 130 interr
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
 from baton import __version__
 
 from ..proto.errors import BatonError, ConfigError
-from . import (
-    chat,
-    demo,
-    doctor,
-    down,
-    drain,
-    embed,
-    generate,
-    keygen,
-    launch,
-    ray_config,
-    rollout,
-    scale,
-    serve,
-    status,
-    wait_ready,
-)
 from .streams import prepare_streams, silence_output
 
 VERBS = (
-    serve, launch, demo, generate, chat, embed, status, wait_ready, scale, drain, rollout, down,
-    keygen, ray_config, doctor,
+    "serve", "launch", "demo", "generate", "chat", "embed", "status", "wait-ready", "scale",
+    "drain", "rollout", "down", "keygen", "ray-config", "doctor",
 )  # fmt: skip
+"""Each has a module of its name."""
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser with all verbs."""
+def asked_verbs(argv: Sequence[str]) -> Sequence[str]:
+    """The verb of a command line; all of them where it does not begin with one.
+
+    To import them all takes longer than many of them run.
+    """
+    words = argv[1:] if argv[:1] == ["--debug"] else argv
+    return words[:1] if words[:1] and words[0] in VERBS else VERBS
+
+
+def build_parser(names: Sequence[str] = VERBS) -> argparse.ArgumentParser:
+    """The parser with these verbs."""
     parser = argparse.ArgumentParser(
         prog="baton",
         description="Serve language models with separate prefill and decode workers.",
@@ -50,15 +44,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"baton {__version__}")
     parser.add_argument("--debug", action="store_true", help="show a traceback when it fails")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for verb in VERBS:
-        verb.add_parser(verbs)
+    for name in names:
+        importlib.import_module(f".{name.replace('-', '_')}", __package__).add_parser(verbs)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
     prepare_streams()
-    arguments = build_parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    arguments = build_parser(asked_verbs(argv)).parse_args(argv)
     try:
         code = int(arguments.run(arguments))
         sys.stdout.flush()  # a full disk or a gone reader shows itself here at the latest

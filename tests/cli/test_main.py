@@ -1,10 +1,13 @@
 import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from baton.cli import demo, doctor, status
-from baton.cli.command import VERBS, build_parser, main
+from baton.cli.command import VERBS, asked_verbs, build_parser, main
 from baton.deploy.config import ServeSettings
 from baton.deploy.report import (
     ClusterReport,
@@ -25,13 +28,36 @@ def address(tmp_path, monkeypatch):
     return f"ipc://{tmp_path}/none.sock"
 
 
-def test_every_verb_has_help(capsys):
-    for verb in VERBS:
-        name = verb.__name__.rpartition(".")[2].replace("_", "-")
+@pytest.mark.parametrize("arguments", [["--help"], ["--no-such-option"]])
+@pytest.mark.parametrize("name", VERBS)
+def test_a_verb_by_itself_says_what_it_says_among_all(capsys, name, arguments):
+    said = []
+    for names in (VERBS, asked_verbs([name])):
         with pytest.raises(SystemExit) as end:
-            build_parser().parse_args([name, "--help"])
-        assert end.value.code == 0
-        assert f"baton {name}" in capsys.readouterr().out
+            build_parser(names).parse_args([name, *arguments])
+        said.append((end.value.code, *capsys.readouterr()))
+    assert said[0] == said[1]
+    assert said[0][0] == (0 if arguments == ["--help"] else 2)
+    assert f"baton {name}" in said[0][1] or arguments != ["--help"]
+
+
+def test_a_line_that_does_not_begin_with_a_verb_is_told_of_all():
+    assert asked_verbs(["drain", "serve"]) == ["drain"]
+    assert asked_verbs(["--debug", "drain", "serve"]) == ["drain"]
+    for line in ([], ["--help", "drain"], ["--version"], ["juggle", "drain"], ["wait_ready"]):
+        assert asked_verbs(line) == VERBS
+
+
+def test_a_verb_does_not_wait_for_what_others_import():
+    code = "import sys; from baton.cli.command import main; sys.exit(main(sys.argv[1:]))"
+    told = "import atexit, sys; atexit.register(lambda: print(*sys.modules)); " + code
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", told, "keygen", "--help"],
+        capture_output=True, text=True, timeout=60, check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert "baton.cli.keygen" in ended.stdout
+    assert not {"baton.cli.serve", "baton.engine", "jinja2"} & set(ended.stdout.split())
 
 
 def test_serve_help_names_every_setting_and_the_precedence(capsys):
