@@ -6,6 +6,7 @@ import contextlib
 import select
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _LISTEN = "0A"
@@ -38,8 +39,13 @@ def listening_ports(pid: int) -> list[int]:
     return sorted(ports)
 
 
-def replies(port: int, sent: list[bytes], wait: float = 30.0) -> list[bytes]:
-    """Send each of these bytes over a TCP connection of its own; all that came back on each."""
+def replies(
+    port: int, sent: list[bytes], check: Callable[[bytes], None], wait: float = 30.0
+) -> None:
+    """Send each of these bytes over a TCP connection of its own until the other side ends it.
+
+    ``check`` is given all that has come back on a connection, whenever more of it comes.
+    """
     peers = [socket.create_connection(("127.0.0.1", port)) for _ in sent]
     heard = dict.fromkeys(peers, b"")
     try:
@@ -53,10 +59,10 @@ def replies(port: int, sent: list[bytes], wait: float = 30.0) -> list[bytes]:
                 with contextlib.suppress(OSError):
                     data = peer.recv(65536)
                 heard[peer] += data
+                check(heard[peer])
                 if not data:
                     waiting.discard(peer)
         assert not waiting, f"port {port} keeps {len(waiting)} strangers"
-        return [heard[peer] for peer in peers]
     finally:
         for peer in peers:
             peer.close()
