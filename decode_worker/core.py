@@ -69,6 +69,7 @@ from ..runtime.runs import LOGPROBS_KEPT, runs_again
 from ..runtime.worker import Handler, WorkerCore
 from .blocks import GrantStore as GrantStore
 from .events import (
+    AbandonStep,
     Action,
     Event,
     FrameStored,
@@ -415,6 +416,7 @@ class DecodeCore(WorkerCore):
 
     def _plan(self, actions: list[Action], now: float) -> None:
         """Keep a step running and, where its rows allow that, the next one waiting behind it."""
+        actions += [AbandonStep(step) for step in self._scheduler.take_unwanted()]
         if not self._scheduler.steps_out:
             plan = self._scheduler.plan(now)
             if plan is None:
@@ -428,7 +430,8 @@ class DecodeCore(WorkerCore):
 
     def _on_step(self, event: StepDone, now: float) -> list[Action]:
         self._progress += 1
-        self._times.learn(event.result.num_tokens, event.result.seconds)
+        if not event.result.abandoned:
+            self._times.learn(event.result.num_tokens, event.result.seconds)
         actions = self._engine_events(self._scheduler.apply(event.result, now), now)
         return [*actions, *self._step_over(now, self._scheduler.is_inflight)]
 

@@ -83,6 +83,13 @@ class RunStep:
     plan: StepPlan
 
 
+@dataclass(slots=True, frozen=True)
+class AbandonStep:
+    """Nobody waits for this step any more: answer it with :class:`StepDone` as soon as can be."""
+
+    step: int
+
+
 Event = (
     FromRouter
     | RouterUp
@@ -96,4 +103,6 @@ Event = (
     | Tick
     | DrainRequested
 )
-Action = ToRouter | ToPeer | MapPool | RunStep | CompileGrammar | DropGrammar | Note | Exit
+Action = (
+    ToRouter | ToPeer | MapPool | RunStep | AbandonStep | CompileGrammar | DropGrammar | Note | Exit
+)

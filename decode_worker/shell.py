@@ -74,7 +74,8 @@ class DecodeShell:
             PrefillToDecode, digest=envelope_digest
         )
         self._outgoing: dict[bytes, list[Message]] = {}
-        self._compute = ComputeThread(loop, runner.pipeline.execute, self._on_result)
+        self._compute = ComputeThread(loop, self._execute, self._on_result)
+        self._unwanted: set[int] = set()  # steps out; the compute thread only looks one up
         card, folder = runner.card, config.runner.model
         compiler = self._compiler = GrammarCompiler(folder, card.vocab_size, card.eos_token_ids)
         self._grammars = TimeLimited(
@@ -157,6 +158,8 @@ class DecodeShell:
                     self.feed(events.PoolMapped(peer, failure, action.transport))
                 case events.RunStep(plan=plan):
                     self._compute.submit(plan)
+                case events.AbandonStep(step=step):
+                    self._unwanted.add(step)
                 case CompileGrammar():
                     self._grammars.submit(action)
                 case DropGrammar(key=key):
@@ -255,7 +258,12 @@ class DecodeShell:
         if owner is not None and not self._gate.holds(callers.key_of(peer), owner):
             raise AccessDenied("a KV frame into the grant of a worker with another key")
 
+    def _execute(self, plan: StepPlan) -> StepResult:
+        """On the compute thread."""
+        return self._pipeline.execute(plan, unwanted=lambda: plan.step in self._unwanted)
+
     def _on_result(self, plan: StepPlan, result: StepResult | Exception) -> None:
+        self._unwanted.discard(plan.step)
         if isinstance(result, Exception):
             _log.error("engine.step_failed", error=repr(result))
             result = failed_step(plan, result)

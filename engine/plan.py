@@ -102,13 +102,17 @@ class Sampled:
 
 @dataclass(slots=True, frozen=True)
 class StepResult:
-    """Outcome of a plan. ``failed``: the requests whose step failed, and why."""
+    """Outcome of a plan. ``failed``: the requests whose step failed, and why.
+
+    ``abandoned``: it was not computed to its end, so ``seconds`` say nothing of its tokens.
+    """
 
     step: int
     sampled: tuple[Sampled, ...]
     seconds: float
     num_tokens: int
     failed: dict[bytes, BatonError] = field(default_factory=dict)
+    abandoned: bool = False
 
 
 def realized(
@@ -128,6 +132,13 @@ def realized(
         else:
             chunks.append(replace(chunk, tokens=np.array([token], np.int32)))
     return chunks
+
+
+def abandoned_step(plan: StepPlan, seconds: float) -> StepResult:
+    """The result of a step that was left after ``seconds``, because nobody waited for its rows."""
+    why = InternalError("the step was left")
+    failed: dict[bytes, BatonError] = {c.request: why for c in plan.chunks}
+    return StepResult(plan.step, (), seconds, plan.num_tokens, failed, abandoned=True)
 
 
 def failed_step(plan: StepPlan, error: Exception) -> StepResult:

@@ -12,7 +12,8 @@ Invariants, after every call:
 * a sequence is waiting, ready or running (:mod:`.roster`), or prefilled: then it has left and
   keeps its blocks until :meth:`Scheduler.release`;
 * at most two steps are out, the second planned ahead while the first runs; blocks of their
-  sequences are not freed before the last of their results is in;
+  sequences are not freed before the last of their results is in; one whose sequences have all
+  left is told of (:meth:`Scheduler.take_unwanted`), as it need not be computed to its end;
 * a sequence is preempted only for one of lower rank (priority, then arrival), so the first of
   them always gets on; it fails only when the whole pool could not hold it.
 
@@ -81,6 +82,8 @@ class Scheduler:
         self._roster = Roster()
         self._prefilled: set[Sequence] = set()
         self._out: deque[_Rows] = deque()  # of the steps not applied yet, oldest first
+        self._left = False  # a sequence of one of them has left since they were looked through
+        self._unwanted: set[int] = set()  # of them, those that were told of
         self._events: list[Event] = []
         self._refused: tuple[Sequence, int] | None = None
         self._counters = _Counters()
@@ -135,6 +138,22 @@ class Scheduler:
     def steps_out(self) -> int:
         """Steps planned whose results are not in."""
         return len(self._out)
+
+    def take_unwanted(self) -> list[int]:
+        """Numbers of the steps that are out and that nobody waits for, each of them told once.
+
+        They may be abandoned where they are; their results are to be applied all the same.
+        """
+        if not self._left:
+            return []
+        self._left = False
+        found = [
+            step
+            for step, rows in enumerate(self._out, self.steps)
+            if step not in self._unwanted and all(s.aborted for s, _ in rows.values())
+        ]
+        self._unwanted.update(found)
+        return found
 
     @property
     def requests(self) -> frozenset[bytes]:
@@ -319,11 +338,12 @@ class Scheduler:
         """Book what the step computed; results of requests aborted meanwhile are dropped."""
         if result.step != self.steps or not self._out:
             raise InternalError(f"step {result.step} is not the one that runs ({self.steps})")
+        self._unwanted.discard(self.steps)
         self.steps += 1
         self._counters.compute_seconds += result.seconds
         rows = self._out.popleft()
         counts = [count for _, count in rows.values()]
-        if max(counts) > 1:
+        if max(counts) > 1 and not result.abandoned:
             self._budget.learn(sum(counts), result.seconds)
         events = self.take_events()
         sampled = {drawn.request: drawn for drawn in result.sampled}
@@ -392,7 +412,9 @@ class Scheduler:
     def _let_go(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence that has left, once no step that is out writes to them."""
         sequence.aborted = True
-        if not self._is_out(sequence):
+        if self._is_out(sequence):
+            self._left = True
+        else:
             self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:

@@ -61,6 +61,7 @@ from ..runtime.membership import EngineState, Membership, left_alone, moved_to, 
 from ..runtime.runs import runs_again
 from ..runtime.worker import Handler, WorkerCore
 from .events import (
+    AbandonStep,
     Action,
     DataDown,
     DataUp,
@@ -491,6 +492,7 @@ class PrefillCore(WorkerCore):
 
     def _plan(self, actions: list[Action], now: float) -> None:
         if self._step_running:
+            actions += [AbandonStep(step) for step in self._scheduler.take_unwanted()]
             return
         plan = self._scheduler.plan(now)
         if plan is None:
@@ -521,9 +523,10 @@ class PrefillCore(WorkerCore):
     def _on_step(self, event: StepDone, now: float) -> list[Action]:
         self._step_running = False
         self._progress += 1
-        self._times.learn(event.result.num_tokens, event.result.seconds)
-        if self._urgency is not None:
-            self._urgency.pace.learn(event.result.num_tokens, event.result.seconds)
+        if not event.result.abandoned:
+            self._times.learn(event.result.num_tokens, event.result.seconds)
+            if self._urgency is not None:
+                self._urgency.pace.learn(event.result.num_tokens, event.result.seconds)
         actions: list[Action] = []
         self._engine_events(self._scheduler.apply(event.result, now), actions, now)
         return [*actions, *self._step_over(now, self._scheduler.is_inflight)]

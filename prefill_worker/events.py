@@ -131,11 +131,18 @@ class RunStep:
     plan: StepPlan
 
 
+@dataclass(slots=True, frozen=True)
+class AbandonStep:
+    """Nobody waits for this step any more: answer it with :class:`StepDone` as soon as can be."""
+
+    step: int
+
+
 Event = (
     FromRouter | RouterUp | RouterDown | FromPeer | PeerUp | PeerDown | DataUp | DataDown
     | LayersDone | StepDone | Packed | GrammarDone | Tick | DrainRequested
 )  # fmt: skip
 Action = (
-    ToRouter | ToPeer | Connect | OpenData | Disconnect | PackFrame | RunStep | CompileGrammar
-    | DropGrammar | Note | Exit
+    ToRouter | ToPeer | Connect | OpenData | Disconnect | PackFrame | RunStep | AbandonStep
+    | CompileGrammar | DropGrammar | Note | Exit
 )  # fmt: skip

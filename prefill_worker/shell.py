@@ -56,6 +56,7 @@ class PrefillShell:
         self._pipeline = runner.pipeline
         self._endpoint = Endpoint(member, control)
         self._compute = ComputeThread(loop, self._execute, self._on_result)
+        self._unwanted: set[int] = set()  # steps out; the compute thread only looks one up
         card, folder = runner.card, config.runner.model
         compiler = self._compiler = GrammarCompiler(folder, card.vocab_size, card.eos_token_ids)
         self._grammars = TimeLimited(
@@ -156,6 +157,8 @@ class PrefillShell:
                 self._pack(action)
             case events.RunStep(plan=plan):
                 self._compute.submit(plan)
+            case events.AbandonStep(step=step):
+                self._unwanted.add(step)
             case CompileGrammar():
                 self._grammars.submit(action)
             case DropGrammar(key=key):
@@ -206,9 +209,12 @@ class PrefillShell:
             self._compute.post(lambda: self.feed(events.LayersDone(sequence, layer_end)))
 
         streams = any(chunk.stream_layers for chunk in plan.chunks)
-        return self._pipeline.execute(plan, layers if streams else None)
+        return self._pipeline.execute(
+            plan, layers if streams else None, lambda: plan.step in self._unwanted
+        )
 
     def _on_result(self, plan: StepPlan, result: StepResult | Exception) -> None:
+        self._unwanted.discard(plan.step)
         if isinstance(result, Exception):
             _log.error("engine.step_failed", error=repr(result))
             result = failed_step(plan, result)

@@ -20,7 +20,7 @@ from ..decode_worker.core import DecodeCore, GrantStore
 from ..engine.cache import PagedCache
 from ..engine.grammar import CompileGrammar, DropGrammar, GrammarDone
 from ..engine.kernels.reference import NumpyBackend
-from ..engine.plan import StepPlan
+from ..engine.plan import StepPlan, StepResult, abandoned_step
 from ..engine.scheduler import Scheduler, SchedulerConfig
 from ..engine.step_time import StepTime
 from ..kv_transfer.frames import FramePacker, FrameWriter
@@ -230,6 +230,7 @@ class EngineNode(WorkerNode[T]):
         super().__init__(cluster, name, sizes)
         self._preempted = 0  # in earlier lives
         self.grammars: dict[Key, object] = {}  # that compile
+        self.unwanted: set[int] = set()  # steps that are out
 
     def make_card(self) -> ModelCard:
         """The model it serves."""
@@ -246,8 +247,9 @@ class EngineNode(WorkerNode[T]):
         return self._preempted + self.scheduler.load().preemptions
 
     def boot(self) -> None:
-        """Nothing compiles yet."""
+        """Nothing compiles yet, and no step is out."""
         self.grammars.clear()
+        self.unwanted.clear()
         super().boot()
 
     def crash(self) -> None:
@@ -265,6 +267,14 @@ class EngineNode(WorkerNode[T]):
             del self.grammars[action.key]
         else:
             super().perform(action)
+
+    def execute(self, plan: StepPlan, seconds: float) -> StepResult:
+        """Compute a step, or nothing of it when nobody waits for it any more."""
+        if plan.step not in self.unwanted:
+            return self.executor.execute(plan, seconds)
+        self.unwanted.remove(plan.step)
+        self.cluster.stats["abandoned"] += 1
+        return abandoned_step(plan, seconds)
 
     def _compile(self, wanted: CompileGrammar) -> None:
         """As the shells: answered after a while, unless it is dropped."""
@@ -350,6 +360,8 @@ class PrefillNode(EngineNode[PrefillCore]):
                 self._pack(action)
             case prefill.RunStep(plan=plan):
                 self._run_plan(plan)
+            case prefill.AbandonStep(step=step):
+                self.unwanted.add(step)
             case _:
                 super().perform(action)
 
@@ -435,7 +447,7 @@ class PrefillNode(EngineNode[PrefillCore]):
 
     def _run_plan(self, plan: StepPlan) -> None:
         def finish(seconds: float) -> None:
-            result = self.executor.execute(plan, seconds)
+            result = self.execute(plan, seconds)
             for chunk in plan.chunks:
                 if chunk.stream_layers:
                     self.feed(prefill.LayersDone(chunk.request, 1))
@@ -483,11 +495,13 @@ class DecodeNode(EngineNode[DecodeCore]):
                 self.feed(decode.PoolMapped(peer, "", transport))
             case decode.RunStep(plan=plan):
                 self.run(plan.num_tokens, lambda seconds: self._finish(plan, seconds))
+            case decode.AbandonStep(step=step):
+                self.unwanted.add(step)
             case _:
                 super().perform(action)
 
     def _finish(self, plan: StepPlan, seconds: float) -> None:
-        self.feed(decode.StepDone(self.executor.execute(plan, seconds)))
+        self.feed(decode.StepDone(self.execute(plan, seconds)))
 
     def hear(self, node: PrefillNode, identity: bytes, envelope: Envelope) -> None:
         """Control message from a prefill worker."""

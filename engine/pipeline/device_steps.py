@@ -30,6 +30,8 @@ class DeviceSteps:
     ``sizes``: what a graph's buffers must hold. ``buckets``: ascending; none for no graphs.
     """
 
+    can_stop = False  # what was launched goes on to write
+
     def __init__(
         self,
         model: GraphModel,

@@ -17,7 +17,12 @@ F32 = npt.NDArray[np.float32]
 
 
 class StepComputer(Protocol):
-    """What a pipeline leaves to the device its model is on."""
+    """What a pipeline leaves to the device its model is on.
+
+    ``can_stop``: whether what ``layer_done`` raises ends the pass there; nothing is written later.
+    """
+
+    can_stop: bool
 
     def run(
         self, chunks: Sequence[Chunk], inputs: ModelInputs, failed: dict[bytes, BatonError]
@@ -35,6 +40,8 @@ class StepComputer(Protocol):
 
 class HostSteps:
     """The model, and the sampler on the host."""
+
+    can_stop = True
 
     def __init__(self, model: PipelineModel) -> None:
         self._model = model

@@ -24,13 +24,19 @@ from ...proto.ids import RequestID
 from ...proto.outputs import TextGenerationOutput
 from ...proto.status import GenerationStatus
 from ..events import Failed
-from ..plan import Chunk, OnLayers, Sampled, StepPlan, StepResult, realized
+from ..plan import Chunk, OnLayers, Sampled, StepPlan, StepResult, abandoned_step, realized
 from ..step_loop import StepLoop
 from .model import KVManager, LayerDone, ModelInputs, PipelineModel
 from .steps import HostSteps, StepComputer, describe
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
+Unwanted = Callable[[], bool]
+"""Asked on the compute thread: whether nobody waits for the step any more."""
+
+
+class _Abandoned(Exception):
+    """Nobody waits for the step that runs."""
 
 
 class TextGenerationPipeline:
@@ -100,17 +106,32 @@ class TextGenerationPipeline:
 
     # ------------------------------------------------------------------ plans
 
-    def execute(self, plan: StepPlan, on_layers: OnLayers | None = None) -> StepResult:
+    def execute(
+        self,
+        plan: StepPlan,
+        on_layers: OnLayers | None = None,
+        unwanted: Unwanted | None = None,
+    ) -> StepResult:
         """Run a plan and sample.
 
         ``on_layers(request, layer_end)`` is called while the step runs for every chunk with
         ``stream_layers``: keys and values of layers ``0 .. layer_end`` are in the pool.
+        ``unwanted()`` is asked before the first layer and, where the computer can stop, after
+        each: once it is true, the step is abandoned and nothing writes to its blocks any more.
         """
         began = time.perf_counter()
         failed: dict[bytes, BatonError] = {}
         drawn, self._drawn = self._drawn, {}
-        chunks, inputs = self._admit(realized(plan, drawn, failed), failed)
-        sampled = [] if inputs is None else self._run(chunks, inputs, on_layers, failed)
+        try:
+            if unwanted is not None and unwanted():
+                raise _Abandoned
+            chunks, inputs = self._admit(realized(plan, drawn, failed), failed)
+            sampled: list[Sampled] = []
+            if inputs is not None:
+                inputs.layer_done = self._reporter(chunks, on_layers, unwanted)
+                sampled = self._run(chunks, inputs, failed)
+        except _Abandoned:
+            return abandoned_step(plan, time.perf_counter() - began)
         self._drawn = {row.request: row.token for row in sampled}
         seconds = time.perf_counter() - began
         return StepResult(plan.step, tuple(sampled), seconds, plan.num_tokens, failed)
@@ -123,12 +144,12 @@ class TextGenerationPipeline:
         self,
         chunks: Sequence[Chunk],
         inputs: ModelInputs,
-        on_layers: OnLayers | None,
         failed: dict[bytes, BatonError],
     ) -> list[Sampled]:
         try:
-            inputs.layer_done = self._reporter(chunks, on_layers)
             return self._computer.run(chunks, inputs, failed)
+        except _Abandoned:
+            raise
         except Exception as error:  # whatever it is, the loop must go on
             why = InternalError(f"forward pass: {describe(error)}")
             failed.update({c.request: why for c in chunks})
@@ -178,13 +199,18 @@ class TextGenerationPipeline:
             and blocks.max() < self._blocks
         )
 
-    def _reporter(self, chunks: Sequence[Chunk], on_layers: OnLayers | None) -> LayerDone:
+    def _reporter(
+        self, chunks: Sequence[Chunk], on_layers: OnLayers | None, unwanted: Unwanted | None
+    ) -> LayerDone:
         """What the model calls after each layer."""
+        asked = unwanted if self._computer.can_stop else None
         streaming = [c.request for c in chunks if c.stream_layers] if on_layers else []
         layers = len(self.pool)
 
         def layer_done(layer_end: int) -> None:
             self.layers_done += 1
+            if asked is not None and asked():
+                raise _Abandoned
             if on_layers and (layer_end % self.layer_group == 0 or layer_end == layers):
                 for request in streaming:
                     on_layers(request, layer_end)

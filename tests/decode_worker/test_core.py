@@ -10,6 +10,7 @@ import pytest
 
 from baton.decode_worker.core import DecodeCore, GrantStore
 from baton.decode_worker.events import (
+    AbandonStep,
     FrameStored,
     FromPeer,
     MapPool,
@@ -21,7 +22,7 @@ from baton.decode_worker.events import (
 )
 from baton.engine.cache import PagedCache
 from baton.engine.grammar import CompileGrammar, DropGrammar, GrammarDone
-from baton.engine.plan import Sampled, StepPlan, StepResult
+from baton.engine.plan import Sampled, StepPlan, StepResult, abandoned_step
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.step_time import StepTime
 from baton.kv_transfer.receiver import Receiver, ReceiverConfig
@@ -420,6 +421,25 @@ def test_abort_of_a_running_request_frees_after_its_step(bench):
     (note,) = [each for each in bench.other if isinstance(each, Note)]
     assert note.event == "request.freed"
     assert (note.fields["heard"], note.fields["at"]) == (heard, bench.now)
+
+
+def test_steps_that_nobody_waits_for_are_abandoned_and_teach_nothing(bench):
+    bench.run(KEY, new=100)
+    bench.finish()
+    bench.run(OTHER, new=100)
+    bench.finish()
+    two = [plan.step for plan in bench.plans if len(plan.chunks) == 2]
+    assert len(two) == len(bench.plans) == 2
+    bench.hear(Abort(request=KEY, attempt=1))
+    assert not [each for each in bench.other if isinstance(each, AbandonStep)]
+    bench.hear(Abort(request=OTHER, attempt=1))
+    abandoned = [each.step for each in bench.other if isinstance(each, AbandonStep)]
+    assert abandoned == two
+    known = bench.core._times.predict(2)
+    for plan in bench.plans:
+        bench.feed(StepDone(abandoned_step(plan, 1e-6)))
+    assert bench.cache.pool.used == 0
+    assert bench.core._times.predict(2) == known
 
 
 def test_abort_of_an_unknown_request_is_answered_and_remembered(bench):

@@ -18,7 +18,7 @@ import pytest
 
 from baton.engine.cache import Allocation, PagedCache
 from baton.engine.events import ChunkDone, Event, Failed, Finished, Prefilled, TokenEvent
-from baton.engine.plan import Chunk, Sampled, StepPlan, StepResult, realized
+from baton.engine.plan import Chunk, Sampled, StepPlan, StepResult, abandoned_step, realized
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequence import Sequence
 from baton.proto.contexts import TextContext
@@ -129,7 +129,9 @@ class Driver:
         self.function = TokenFunction(self.cache)
         self.streams: dict[bytes, Stream] = {}
         self.grants: list[tuple[Stream, Allocation]] = []
+        self.abandoned = 0
         self.plans: list[StepPlan] = []  # that are out
+        self.unwanted: set[int] = set()  # of them, that need not be computed
         self._keys = itertools.count()
 
     def sequence(self, request: Request, emitted: tuple[int, ...] = ()) -> Sequence:
@@ -209,7 +211,13 @@ class Driver:
         return plan
 
     def finish(self, failed: dict[bytes, BatonError] | None = None) -> list[Event]:
-        result = self.function.execute(self.plans.pop(0))
+        plan = self.plans.pop(0)
+        if plan.step in self.unwanted:
+            self.unwanted.remove(plan.step)
+            self.function.drawn, result, failed = {}, abandoned_step(plan, 0.001), None
+            self.abandoned += 1
+        else:
+            result = self.function.execute(plan)
         if failed:
             kept = tuple(s for s in result.sampled if s.request not in failed)
             self.function.drawn = {row.request: row.token for row in kept}
@@ -775,6 +783,9 @@ class Mix:
         granted = {stream.sequence.request for stream, _ in driver.grants}
         if (keys := driver.streams.keys() - granted) and rng.random() < 0.08:
             driver.abort(rng.choice(sorted(keys)))
+        told = driver.scheduler.take_unwanted()
+        assert not driver.unwanted.intersection(told)
+        driver.unwanted.update(told)
         self.release(0.3)
 
     def settle_grant(self) -> None:
@@ -835,7 +846,7 @@ class Mix:
 
 @pytest.mark.parametrize("part", range(4))
 def test_random_runs_stream_what_each_request_gives_alone(part: int) -> None:
-    preemptions = hits = aborted = ahead = wasted = 0
+    preemptions = hits = aborted = ahead = wasted = abandoned = 0
     for seed in range(part * 60, part * 60 + 60):
         mix = Mix(seed)
         mix.run(steps=60)
@@ -844,7 +855,8 @@ def test_random_runs_stream_what_each_request_gives_alone(part: int) -> None:
         hits += load.prefix_hit_tokens
         ahead += mix.ahead
         wasted += mix.wasted
+        abandoned += mix.driver.abandoned
         aborted += sum(stream.aborted for stream in mix.driver.streams.values())
     # The runs are worth nothing unless they go through the hard paths.
     assert preemptions > 80 and hits > 1_000 and aborted > 50
-    assert ahead > 100 and wasted > 4, (ahead, wasted)
+    assert ahead > 100 and wasted > 4 and abandoned > 4, (ahead, wasted, abandoned)

@@ -11,13 +11,14 @@ import pytest
 
 from baton.engine.cache import PagedCache
 from baton.engine.grammar import CompileGrammar, DropGrammar, GrammarDone
-from baton.engine.plan import Sampled, StepPlan, StepResult
+from baton.engine.plan import Sampled, StepPlan, StepResult, abandoned_step
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.step_time import StepTime
 from baton.kv_transfer import sender
 from baton.kv_transfer.sender import Sender, SenderConfig
 from baton.prefill_worker.core import PrefillCore, PrefillLimits
 from baton.prefill_worker.events import (
+    AbandonStep,
     Connect,
     DataDown,
     DataUp,
@@ -99,6 +100,7 @@ CARD = ModelCard(
     layout=LAYOUT,
 )
 KEY = b"r" * 16
+SECOND = b"s" * 16
 ROUTER = "router"
 DECODE = "ipc:///decode-0"
 BIG = 1 << 30
@@ -528,6 +530,37 @@ def test_an_abort_frees_after_the_step_that_runs_at_the_latest(bench):
     assert bench.cache.pool.used  # the engine writes to them
     bench.step()
     assert bench.cache.pool.used == 0
+
+
+def test_a_step_whose_requests_have_all_left_is_abandoned(bench):
+    bench.computing()
+    (plan,) = bench.plans
+    bench.assign(key=SECOND)
+    bench.hear(Abort(request=SECOND, attempt=1))
+    assert not bench.did(AbandonStep)  # it is not in that step
+    bench.hear(Abort(request=KEY, attempt=1))
+    bench.hear(Abort(request=KEY, attempt=1))
+    assert bench.did(AbandonStep) == [AbandonStep(plan.step)]
+    known = bench.core._times.predict(plan.num_tokens)
+    bench.plans.clear()
+    bench.feed(StepDone(abandoned_step(plan, 1e-6)))
+    assert bench.cache.pool.used == 0
+    assert not bench.take(Tokens) + bench.take(Terminal)
+    assert bench.core._times.predict(plan.num_tokens) == known
+
+
+def test_a_step_that_somebody_waits_for_goes_on(bench):
+    bench.assign(shape={"prompt": 20})
+    bench.assign(key=SECOND)
+    bench.open()
+    for reserve in bench.to_peer(Reserve):
+        bench.grant(reserve)
+    bench.step()
+    assert len(bench.plans[0].chunks) == 2
+    bench.hear(Abort(request=KEY, attempt=1))
+    assert not bench.did(AbandonStep)
+    bench.hear(Abort(request=SECOND, attempt=1))
+    assert bench.did(AbandonStep) == [AbandonStep(bench.plans[0].step)]
 
 
 def test_an_assign_behind_its_abort_is_refused(bench):

@@ -370,6 +370,19 @@ def aborted_text_stays_in_the_queue(monkeypatch):
     monkeypatch.setattr(EmbedCore, "_remove", remove)
 
 
+def a_step_is_abandoned_while_somebody_waits_for_it(monkeypatch):
+    def take_unwanted(self):
+        found = [
+            step
+            for step, rows in enumerate(self._out, self.steps)
+            if step not in self._unwanted and any(s.aborted for s, _ in rows.values())
+        ]
+        self._unwanted.update(found)
+        return found
+
+    monkeypatch.setattr(Scheduler, "take_unwanted", take_unwanted)
+
+
 def a_client_stays_with_its_router(monkeypatch):
     monkeypatch.setattr(Routers, "move", lambda self, now: self.current)
 
@@ -426,6 +439,7 @@ PLANTS = [
     (blocks_freed_while_a_frame_is_written, "moves", 20),
     (blocks_freed_while_a_decode_worker_reads_them, "in-place", 20),
     (the_sender_is_told_while_its_blocks_are_read, "in-place", 20),
+    (a_step_is_abandoned_while_somebody_waits_for_it, "noise", 10),
     (aborted_text_stays_in_the_queue, CROWDED, 5),
     (matcher_not_shown_prefills_token, "structured", 3),
     (grammar_of_an_ended_handoff_compiles_on, "structured", 5),

@@ -96,6 +96,32 @@ def test_a_chunk_that_does_not_fit_fails_alone(runner, bad):
     assert list(execute(runner, bad).failed) == [b"bad"]
 
 
+def test_a_step_that_nobody_waits_for_ends_behind_its_layer(runner):
+    """Nothing is written later, and the next step finds nothing of it."""
+    plan, answers = StepPlan(7, (chunk(b"a"),)), iter([False, False, True])
+    runner.pool.fill(7.0)
+    result = runner.pipeline.execute(plan, unwanted=lambda: next(answers))
+    assert result.abandoned and result.step == 7 and not result.sampled
+    assert list(result.failed) == [b"a"]
+    assert (runner.pool[1, 3, :, :, :3] != 7.0).all()
+    assert (runner.pool[2:] == 7.0).all()
+    whole = execute(runner, chunk(b"b", table=(1, 2)))
+    assert execute(runner, chunk(b"a")).sampled[0].token == whole.sampled[0].token
+
+
+def test_a_step_nobody_waits_for_any_more_does_not_begin(runner):
+    runner.pool.fill(7.0)
+    result = runner.pipeline.execute(StepPlan(7, (chunk(b"a"),)), unwanted=lambda: True)
+    assert result.abandoned and (runner.pool == 7.0).all()
+
+
+def test_what_cannot_stop_is_not_asked_to(runner):
+    answers = iter([False])
+    runner.pipeline._computer.can_stop = False
+    result = runner.pipeline.execute(StepPlan(7, (chunk(b"a"),)), unwanted=lambda: next(answers))
+    assert result.sampled and not result.abandoned
+
+
 def test_non_finite_logits_fail_alone(runner):
     """Damaged keys of one request, as after a broken handoff, do not reach the others."""
     execute(runner, chunk(b"a"), chunk(b"b", table=(1, 2)))
