@@ -1,0 +1,43 @@
+"""``baton rollout`` behind ``baton wait-ready``: the controller learns last that all is ready."""
+
+import contextlib
+
+import pytest
+
+from baton.cli import rollout
+from baton.cli.command import build_parser
+from baton.deploy.admin import Overview, Progress
+from baton.proto.errors import RequestFailed
+
+
+class Controller:
+    """Starts for so many looks, then serves; refuses a rollout while it starts."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def overview(self) -> Overview:
+        self.looks -= 1
+        return Overview(phase="serving" if self.looks < 0 else "starting")
+
+    def ask(self, request):
+        if self.looks >= 0:
+            raise RequestFailed("the cluster is not ready yet")
+        yield Progress(number=1, text="0 of 3 replaced", accepted=True)
+
+
+def ordered(monkeypatch, controller: Controller, *words: str) -> int:
+    monkeypatch.setattr(rollout, "operator", lambda _: contextlib.nullcontext(controller))
+    monkeypatch.setattr(rollout, "_PAUSE", 0.0)
+    arguments = build_parser().parse_args(["rollout", *words])
+    return arguments.run(arguments)
+
+
+def test_a_cluster_that_still_starts_is_waited_for(monkeypatch, capsys):
+    assert ordered(monkeypatch, Controller(3)) == 0
+    assert "rollout begun: 0 of 3 replaced" in capsys.readouterr().out
+
+
+def test_the_wait_is_over_with_the_timeout(monkeypatch):
+    with pytest.raises(RequestFailed, match="not ready yet"):
+        ordered(monkeypatch, Controller(1 << 40), "--timeout", "0.01")
