@@ -245,7 +245,7 @@ class ControllerCore:
             actions += self._overdue(now)
         if self.phase is Phase.STARTING or self.phase is Phase.SERVING:
             actions += [*self.pools.fill(now), *self.pools.shed(now), *self.pools.drains(now)]
-            actions += self._arrived(now)
+            actions += [*self._arrived(now), *self._held_up(now)]
         if self.phase is Phase.DRAINING:
             actions += self._look_draining(now)
         actions += self._request()
@@ -268,6 +268,20 @@ class ControllerCore:
             text = describe_targets(self.pools.targets)
             actions += self._tickets.end_scales(text, Outcome.DONE)
         return actions
+
+    def _held_up(self, now: float) -> list[Action]:
+        """Who waits for members that do not come back is told so, and waits no longer."""
+        waits = self.rollout is not None or self._tickets.scales
+        gone = self.pools.held_up_by(now) if waits and self.phase is Phase.SERVING else []
+        if not gone:
+            return []
+        names = ", ".join(member.name for member in gone)
+        text = (
+            f"{names} ended and did not come back within {self.limits.ready_timeout:g} s; its last "
+            f"lines in the log say why. Take it out with baton drain {gone[0].name}, have another "
+            "with baton scale, then give the order again"
+        )
+        return [*self._end_rollout(text), *self._tickets.end_scales(text)]
 
     def _request(self) -> list[Action]:
         wanted = {} if self._ending else self.pools.wanted()

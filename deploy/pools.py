@@ -29,7 +29,8 @@ class ControllerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     stop_timeout: float = 5.0
     """How long a process with nothing to do may take to end."""
     ready_timeout: float = 600.0
-    """How long a member that a rollout or a scale added may take to become ready."""
+    """How long a member that a rollout or a scale added may take to become ready, and how long
+    one that crashed may take to come back before a rollout or a scale stops waiting for it."""
     drain_repeat: float = 1.0
     """How often a drain is repeated that no router has confirmed."""
     replace: bool = False
@@ -179,6 +180,21 @@ class Pools:
             and not member.was_ready
             and now - member.since >= self.limits.ready_timeout
         ]
+
+    def held_up_by(self, now: float) -> list[Member]:
+        """Members that were ready, ended and take too long to come back.
+
+        Empty while anything else is on its way.
+        """
+        missing = [member for member in self.members if member.stage is not Stage.READY]
+        gone = [
+            member
+            for member in missing
+            if member.stage is Stage.STARTING
+            and member.was_ready
+            and now - member.since >= self.limits.ready_timeout
+        ]
+        return gone if len(gone) == len(missing) else []
 
     def observe(self, now: float) -> None:
         """Take over what the routers see of the members."""

@@ -3,7 +3,17 @@ import pytest
 from baton.deploy.core import Phase
 from baton.deploy.launcher import MemberEnded, MemberUnplaced
 from baton.deploy.members import Stage
-from baton.deploy.orders import Down, Drain, Measured, Outcome, Reported, Rollout, Scale, Tick
+from baton.deploy.orders import (
+    Answer,
+    Down,
+    Drain,
+    Measured,
+    Outcome,
+    Reported,
+    Rollout,
+    Scale,
+    Tick,
+)
 from baton.deploy.report import ClusterReport, WorkerReport
 
 from .world import GRACE, World
@@ -281,6 +291,65 @@ def test_a_second_rollout_is_refused_and_a_scale_meanwhile_holds():
     world.settle(60)
     assert world.outcomes[first] is world.outcomes[scale] is Outcome.DONE
     assert len(world.serving("decode")) == 4
+    assert {p.revision for p in world.processes.values()} == {1}
+
+
+def crash_without_return(world: World, name: str) -> None:
+    """Its process is started again and never registers."""
+    worker = world.processes[name]
+    world.crash(worker, for_good=False)
+    worker.lost = True
+
+
+def pass_time(world: World, seconds: int) -> None:
+    """Everybody who is not lost goes on."""
+    for _ in range(seconds):
+        world.now += 1.0
+        for process in list(world.processes.values()):
+            if world.processes.get(process.name) is process and not process.lost:
+                world.go_on(process)
+        for router in world.routers:
+            world.report(router)
+        world.feed(Tick())
+
+
+@pytest.mark.parametrize("order", ["scale", "rollout"])
+def test_an_order_ends_when_a_worker_crashed_and_does_not_come_back(order):
+    world = serving()
+    ticket = world.ticket()
+    if order == "scale":
+        crash_without_return(world, "prefill-0")
+        world.feed(Scale(ticket, {"decode": 3}))
+    else:
+        world.feed(Rollout(ticket, 1))
+        pass_time(world, 4)
+        members = world.core.pools.members
+        new = next(m.name for m in members if m.revision == 1 and m.was_ready)
+        crash_without_return(world, new)
+    said = []
+    carry_out = world.carry_out
+    world.carry_out = lambda action: (said.append(action), carry_out(action))
+    pass_time(world, 50)
+    assert ticket in world.open
+    pass_time(world, 15)
+    assert world.outcomes[ticket] is Outcome.FAILED
+    (text,) = [a.text for a in said if isinstance(a, Answer) and a.outcome is Outcome.FAILED]
+    name = "prefill-0" if order == "scale" else new
+    assert f"{name} ended and did not come back within 60 s" in text
+    assert f"baton drain {name}" in text
+    assert world.core.phase is Phase.SERVING and world.core.rollout is None
+
+
+def test_a_worker_that_is_out_does_not_hold_what_replaces_it():
+    world = serving()
+    crash_without_return(world, "decode-1")
+    pass_time(world, 100)
+    ticket = world.ticket()
+    world.feed(Rollout(ticket, 1))
+    world.processes["decode-1"].lost = False  # it ends as the others when it is stopped
+    world.processes["decode-1"].stopping = False
+    pass_time(world, 100)
+    assert world.outcomes[ticket] is Outcome.DONE
     assert {p.revision for p in world.processes.values()} == {1}
 
 
