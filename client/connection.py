@@ -173,7 +173,10 @@ class Connection:
 
     def _dial(self, address: str, identity: bytes) -> DealerChannel:
         keys = keys_for(self._keys, address, ROUTER)
-        return DealerChannel(self._context, address, identity, keys=keys, options=_PATIENT)
+        # Why no handshake succeeds is in the error that the caller gets, and not logged beside it.
+        return DealerChannel(
+            self._context, address, identity, keys=keys, options=_PATIENT, warns=False
+        )
 
     def _renew(self, address: str) -> None:
         self._outbox.drop(None)

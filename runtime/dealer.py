@@ -40,7 +40,8 @@ class DealerChannel(Channel):
     """A connection to one listening peer; reconnects by itself, 50 ms doubling to 0.4 s.
 
     Nothing is queued while there is no connection, so a peer never hears what was meant for
-    an earlier connection. ``identity`` must be new for every process start.
+    an earlier connection. ``identity`` must be new for every process start. ``warns``: failed
+    handshakes are logged; without, only ``on_refused`` hears of them.
     """
 
     def __init__(
@@ -51,12 +52,14 @@ class DealerChannel(Channel):
         *,
         keys: KeySource = None,
         options: ChannelOptions = _DEFAULTS,
+        warns: bool = True,
     ) -> None:
         check_address(endpoint)
         source = keys if is_tcp(endpoint) else None
         first = source() if callable(source) else source
         super().__init__(context, zmq.DEALER, options)
         self._source, self._keys = source, first
+        self._warns = warns
         self._server = 0  # which of the server's keys is tried
         self._failed = 0  # handshakes in a row
         self._asked = True  # libzmq connects or is connected; False from hanging up to knocking
@@ -187,7 +190,8 @@ class DealerChannel(Channel):
     def _handshake_failed(self, event: int, value: int) -> None:
         self.stats.refused += 1
         reason = describe_refusal(event, value)
-        _log.warning("socket.handshake_failed", endpoint=self.endpoint, reason=reason)
+        say = _log.warning if self._warns else _log.debug
+        say("socket.handshake_failed", endpoint=self.endpoint, reason=reason)
         denied = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
         if self._loop is not None:
             if denied:
