@@ -7,9 +7,12 @@ nothing is contacted.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +166,8 @@ def check_cluster(config: Mapping[str, Any]) -> dict[str, Any]:
     given = copy.deepcopy(dict(config))
     _check_schema(validate_config, {"cluster_synced_files": [], **given})
     try:
-        prepared = prepare_config(given)
+        with _unsaid():
+            prepared = prepare_config(given)
     except (KeyError, ValueError, AssertionError) as problem:
         raise ConfigError(f"Ray cannot prepare this file: {problem!r}") from None
     _check_schema(validate_config, prepared)
@@ -173,6 +177,18 @@ def check_cluster(config: Mapping[str, Any]) -> dict[str, Any]:
             settings.pools, prepared["available_node_types"], prepared["head_node_type"]
         )
     return dict(prepared)
+
+
+@contextlib.contextmanager
+def _unsaid() -> Iterator[None]:
+    """Keep to itself what Ray warns of as it prepares: keys that it fills in itself, and drops."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _check_schema(validate: Any, config: Mapping[str, Any]) -> None:
