@@ -113,7 +113,7 @@ def main() -> int:
             cluster.on_ready(ready)
             code = cluster.run()
             failure = cluster.failure
-        except BatonError as problem:
+        except (BatonError, OSError) as problem:
             code, failure = 1, str(problem)
         if failure:
             _stamped(failure)

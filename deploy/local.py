@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from ..proto.errors import BatonError
 from ..runtime.allowed_keys import OPERATOR
 from ..runtime.keyring import CONTROLLER, load_keys
 from ..runtime.lifecycle import on_stop_signal
@@ -179,7 +180,7 @@ class LocalBackend:
         """Start a child; what the system refuses (no space, no process) is the child's end."""
         try:
             self._start(name)
-        except OSError as problem:
+        except (BatonError, OSError) as problem:
             why = f"cannot be started: {problem}"
             self._loop.post(lambda: self._decide(Exited(name, 1, why, refused=True)))
 

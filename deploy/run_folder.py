@@ -54,17 +54,31 @@ class RunFolder:
         return f"ipc://{path}"
 
     def write(self, name: str, content: bytes) -> Path:
-        """Write a 0600 file and return its path."""
+        """Write a 0600 file and return its path; ConfigError when that cannot be.
+
+        One that holds this already is left alone: a worker is started again on a full disk too.
+        """
         path = self.path / name
-        descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
+        try:
+            if path.exists() and path.read_bytes() == content:
+                return path
+            descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+        except OSError as problem:
+            raise _not_written(path, problem) from problem
         return path
 
     def own_socket(self, path: Path) -> None:
-        """Remember a socket file elsewhere, to be removed with this folder."""
-        with (self.path / _SOCKETS).open("a") as file:
-            file.write(f"{path}\n")
+        """Remember a socket file elsewhere, to be removed with this folder.
+
+        ConfigError when that cannot be written.
+        """
+        try:
+            with (self.path / _SOCKETS).open("a") as file:
+                file.write(f"{path}\n")
+        except OSError as problem:
+            raise _not_written(self.path / _SOCKETS, problem) from problem
 
     def close(self) -> None:
         """Remove the folder and the sockets it names."""
@@ -74,6 +88,13 @@ class RunFolder:
 
 def _no_folder(base: Path, problem: OSError) -> ConfigError:
     return ConfigError(f"cannot make a run folder in {base}: {problem.strerror}")
+
+
+def _not_written(path: Path, problem: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot write {path}: {problem.strerror}; free some room there, or choose another folder "
+        "with --run-dir or TMPDIR"
+    )
 
 
 def sweep(parent: Path | None = None) -> list[Path]:

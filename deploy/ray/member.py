@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from ...proto.errors import BatonError
 from ...runtime.loop import Loop
 from ..processes import Child, ProcessSpec, describe_log
 from ..restart import RestartLimits
@@ -151,7 +152,7 @@ class Supervisor:
         try:
             path = self._folder.write(f"{self._process.name}.json", self._process.config_json())
             child = Child(self._process, path)
-        except OSError as problem:  # no space, no process: the child's end
+        except (BatonError, OSError) as problem:  # no space, no process: the child's end
             why = f"cannot be started: {problem}"
             self._loop.post(lambda: self._decide(Exited(1, why, refused=True)))
             return
