@@ -60,12 +60,21 @@ class Outcome:
 
 
 class Replay:
-    """One run: ``service`` of each worker, ``cold_s`` from order to ready."""
+    """One run: ``service`` of each worker, ``cold_s`` from order to ready.
+
+    ``slo_ttft``: prompts begin in the order that keeps this time, 0: in the order of their coming.
+    """
 
     def __init__(
-        self, trace: Sequence[Arrival], service: ServiceModel, cold_s: float, first: Targets
+        self,
+        trace: Sequence[Arrival],
+        service: ServiceModel,
+        cold_s: float,
+        first: Targets,
+        slo_ttft: float = 0.0,
     ) -> None:
         self._trace = trace
+        self._slo_ttft = slo_ttft
         self._service = service
         self._cold = cold_s
         name = "prefix_aware" if trace[0].blocks else "least_loaded"
@@ -195,8 +204,12 @@ class Replay:
             self._at(self.now + TICK_S, self._tick, scaler)
 
     def _order(self, role: str, cold: float) -> None:
-        made = PrefillWorker if role == "prefill" else DecodeWorker
-        worker = made(self._next[role], self._service, Life(self.now, self.now + cold))
+        life, number = Life(self.now, self.now + cold), self._next[role]
+        worker: PrefillWorker | DecodeWorker
+        if role == "prefill":
+            worker = PrefillWorker(number, self._service, life, self._slo_ttft)
+        else:
+            worker = DecodeWorker(number, self._service, life)
         self._next[role] += 1
         self._pools[role].append(worker)
         self.outcome.workers.append(worker)
@@ -233,6 +246,8 @@ class Replay:
             self._draining.remove(worker)
 
 
-def fixed(trace: Sequence[Arrival], service: ServiceModel, pool: Targets) -> Outcome:
+def fixed(
+    trace: Sequence[Arrival], service: ServiceModel, pool: Targets, slo_ttft: float = 0.0
+) -> Outcome:
     """The trace on pools that never change."""
-    return Replay(trace, service, 0.0, pool).run()
+    return Replay(trace, service, 0.0, pool, slo_ttft).run()

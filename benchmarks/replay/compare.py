@@ -10,7 +10,7 @@ from ...deploy.autoscale.policy import Autoscaler
 from ...deploy.autoscale.settings import ScaleSettings
 from ...deploy.targets import Bounds
 from .cases import GOAL
-from .cluster import Outcome, Replay, Targets, fixed
+from .cluster import Outcome, Targets
 from .oracle import Case, smallest
 
 
@@ -59,15 +59,12 @@ def scaler(case: Case, first: Targets) -> Autoscaler:
 def policy(case: Case, first: Targets) -> Outcome:
     """The case under the policy, from pools of size ``first``."""
     judge = scaler(case, first)
-    replay = Replay(case.trace, case.service, case.cold_s, first)
-    return replay.run(lambda metrics, now: judge.observe(metrics(), now))
+    return case.replay(first).run(lambda metrics, now: judge.observe(metrics(), now))
 
 
 def at_once(case: Case, first: Targets) -> Outcome:
     """The largest pools, ordered when the trace begins: hardly more can be kept."""
-    return Replay(case.trace, case.service, case.cold_s, first).run(
-        lambda _metrics, _now: case.most
-    )
+    return case.replay(first).run(lambda _metrics, _now: case.most)
 
 
 def first_pools(case: Case) -> Targets:
@@ -83,5 +80,5 @@ def equal_cost(case: Case, hours: float) -> Outcome:
         for decode in range(1, min(case.most["decode"], workers - 1) + 1)
         if workers - decode <= case.most["prefill"]
     ]
-    played = [fixed(case.trace, case.service, split) for split in splits]
+    played = [case.fixed(split) for split in splits]
     return max(played, key=lambda outcome: outcome.attained(case.slo))

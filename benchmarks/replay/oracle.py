@@ -15,7 +15,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .cluster import Outcome, Replay, Slo, Targets
+from .cluster import Outcome, Replay, Slo, Targets, fixed
 from .service import ServiceModel
 from .traces import Arrival
 
@@ -31,6 +31,14 @@ class Case:
     slo: Slo
     cold_s: float
     most: Targets
+
+    def replay(self, first: Targets) -> Replay:
+        """A run from pools of size ``first``, with the order of prompts that limits bring."""
+        return Replay(self.trace, self.service, self.cold_s, first, self.slo.ttft)
+
+    def fixed(self, pool: Targets) -> Outcome:
+        """On pools that never change."""
+        return fixed(self.trace, self.service, pool, self.slo.ttft)
 
 
 @dataclass(frozen=True)
@@ -54,8 +62,7 @@ class Schedule:
     def play(self, case: Case) -> Outcome:
         """The replay under this schedule."""
         first = self.targets(0.0, case.cold_s)
-        replay = Replay(case.trace, case.service, case.cold_s, first)
-        return replay.run(lambda _metrics, now: self.targets(now, case.cold_s))
+        return case.replay(first).run(lambda _metrics, now: self.targets(now, case.cold_s))
 
 
 def constant(case: Case, interval_s: float, offset_s: float, pool: Targets) -> Schedule:
@@ -72,7 +79,7 @@ def smallest(case: Case, goal: float) -> Targets:
         low, high = 0, case.most[role]
         while high - low > 1:
             middle = (low + high) // 2
-            outcome = Replay(case.trace, case.service, 0.0, {**pool, role: middle}).run()
+            outcome = case.fixed({**pool, role: middle})
             low, high = (low, middle) if outcome.attained(case.slo) >= goal else (middle, high)
         pool[role] = high
     return pool

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from .cases import GOAL, WHERE_ANY_CAN, case
-from .cluster import fixed
 from .oracle import Schedule, refine, search
 
 FILE = Path(__file__).with_name("oracles.json")
@@ -36,7 +35,7 @@ def stored(trace: str, kind: str) -> Schedule:
 def goal(trace: str, kind: str) -> float:
     """Share of requests within the limits that this oracle must reach."""
     this = case(trace)
-    can = fixed(this.trace, this.service, this.most).attained(this.slo)
+    can = this.fixed(this.most).attained(this.slo)
     return WHERE_ANY_CAN * can if kind == "can" else min(GOAL, can)
 
 

@@ -13,6 +13,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from ...deploy.autoscale.metrics import WorkerSample
+from ...prefill_worker.pace import Pace
+from ...prefill_worker.start_order import StartOrder, latest_start
 from ...proto.layout import KVLayout, ModelCard
 from ...proto.messages import Hello, WorkerLoad
 from ...router.policy import PrefixIndex
@@ -87,13 +89,18 @@ def _entry(name: str, role: str, number: int, service: ServiceModel, now: float)
 class PrefillWorker:
     """Prompts in the order of their coming, one at a time; a cache of prefix blocks."""
 
-    def __init__(self, number: int, service: ServiceModel, life: Life) -> None:
+    def __init__(
+        self, number: int, service: ServiceModel, life: Life, slo_ttft: float = 0.0
+    ) -> None:
         self.name = f"prefill-{number}"
         self.number = number
         self.life = life
         self.service = service
         self.entry = _entry(self.name, "prefill", number, service, life.ready)
-        self.queue: deque[Request] = deque()
+        self._pace = Pace()
+        self._order = StartOrder(self._start_by if slo_ttft else None)
+        self._slo_ttft = slo_ttft
+        self._places = 0
         self.current: Request | None = None
         self._cache = PrefixIndex(service.kv_tokens // BLOCK_TOKENS)
         self._began = self._ends = 0.0
@@ -109,23 +116,32 @@ class PrefillWorker:
 
     def add(self, request: Request) -> None:
         """One more prompt waits."""
-        self.queue.append(request)
+        self._places += 1
+        self._order.put(request, self._places)
         self._waiting_tokens += request.arrival.prompt
 
     def begin(self, now: float) -> float | None:
         """Start the next prompt; when it will be done, None without one."""
-        if not self.queue:
-            self.current = None
+        request = self.current = self._order.pop(now)
+        if request is None:
             return None
-        request = self.current = self.queue.popleft()
         arrival = request.arrival
         self._waiting_tokens -= arrival.prompt
-        cached = min(self._cache.match(arrival.blocks) * BLOCK_TOKENS, arrival.prompt - 1)
+        cached = self._cached(arrival)
         self._new = arrival.prompt - cached
         self._hits += cached
         self._began = now
         self._ends = now + self.service.prefill(self._new, cached)
         return self._ends
+
+    def _cached(self, arrival: Arrival) -> int:
+        """Tokens of a prompt whose KV is here; its last token is always computed."""
+        return min(self._cache.match(arrival.blocks) * BLOCK_TOKENS, arrival.prompt - 1)
+
+    def _start_by(self, request: Request) -> float:
+        arrival = request.arrival
+        own = (arrival.prompt - self._cached(arrival)) * self._pace.seconds_per_token
+        return latest_start(arrival.at, self._slo_ttft, own)
 
     def finish(self, now: float) -> Request:
         """The current prompt has its first token."""
@@ -135,6 +151,7 @@ class PrefillWorker:
         self._cache.add(request.arrival.blocks)
         self._tokens += self._new
         self._seconds += self._ends - self._began
+        self._pace.learn(self._new, self._ends - self._began)
         self.current = None
         request.first = now
         return request
@@ -153,7 +170,7 @@ class PrefillWorker:
             tokens_waiting=self._waiting_tokens + left,
             kv_total=self.service.kv_tokens // BLOCK_TOKENS,
             running=int(self.current is not None),
-            waiting=len(self.queue),
+            waiting=len(self._order),
             prompt_tokens=self._tokens + round(self._new * done),
             cached_tokens=self._hits,
             compute_seconds=self._seconds + done * (self._ends - self._began),

@@ -38,7 +38,7 @@ class Autoscaler:
         self._prefill = PrefillDemand(settings)
         self._decode = DecodeDemand(settings)
         self._cold = {role: ColdStart(settings.cold_start) for role in ROLES}
-        self._late: dict[str, float | None] = dict.fromkeys(ROLES)
+        self._late: dict[str, tuple[float, float] | None] = dict.fromkeys(ROLES)
         self._now = -math.inf
 
     @property
@@ -100,16 +100,18 @@ class Autoscaler:
     def _misses(self, role: str, ready: int, target: int, now: float) -> bool:
         """Whether the pool misses its limit for a while although nobody is on the way."""
         if role == "prefill":
-            wait = self._prefill.wait(ready)
-            late = wait is not None and wait > self._settings.slo_ttft
+            excess = self._prefill.wait(ready) - self._settings.slo_ttft
+            late = excess > 0
         else:
-            late = self._decode.can_keep() and self._decode.step_s > self._settings.slo_itl
+            excess = self._decode.step_s - self._settings.slo_itl
+            late = self._decode.can_keep() and excess > 0
         if not late or ready < target:
             self._late[role] = None
             return False
-        since = self._late[role]
-        if since is None:
-            since = self._late[role] = now
+        since, then = self._late[role] or (now, excess)
+        if role == "prefill" and excess < then:
+            since, then = now, excess  # what is late already is being done
+        self._late[role] = since, then
         return now - since >= LATE_S
 
 

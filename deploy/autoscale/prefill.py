@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ...prefill_worker.start_order import LATE_TURN
 from .counters import Deltas, Rate
 from .history import History, Values, fewest, growth, headroom
 from .metrics import LONGEST_STEP_S, RouterSample, WorkerSample
@@ -102,7 +103,8 @@ class PrefillDemand:
         own = np.divide(work, requests, out=np.zeros_like(work), where=requests > 0)
         limit = self._settings.slo_ttft
         possible = (requests > 0) & (own <= limit)
-        late = np.flatnonzero(possible & (delays(work, own, workers) > limit))
+        missed = in_time(work, own, workers, limit) < self._settings.keep
+        late = np.flatnonzero(possible & missed)
         return bool(len(late)) and late[-1] - late[0] >= cold_s
 
     def behind(self, target: int, cold_s: float, most: int, *, coming: bool) -> int:
@@ -117,8 +119,9 @@ class PrefillDemand:
         if rate is None:
             return 0
         load = mean_load(self._history.columns()[0] / rate)
-        queue, surplus = self._waiting / rate, load - target
         limit = self._settings.slo_ttft * self._settings.up_margin
+        queue = min(self._waiting / rate, limit * target)  # the rest is late already
+        surplus = load - target
         horizon = cold_s + self._settings.window / 2
         if surplus <= 0 or queue + surplus * horizon <= limit * target:
             return 0
@@ -128,10 +131,10 @@ class PrefillDemand:
             wanted = max(wanted, min(late, 2 * wanted))
         return min(wanted, most)
 
-    def wait(self, workers: int) -> float | None:
-        """Seconds until what waits now is computed by ``workers``; None while unknown."""
+    def wait(self, workers: int) -> float:
+        """Seconds until what waits now is computed by ``workers``; 0 while unknown."""
         rate = self._rate.value
-        return None if rate is None or not workers else self._waiting / rate / workers
+        return 0.0 if rate is None or not workers else self._waiting / rate / workers
 
 
 def share_in_time(work: Values, requests: Values, own: Values, workers: int, limit: float) -> float:
@@ -142,8 +145,7 @@ def share_in_time(work: Values, requests: Values, own: Values, workers: int, lim
     possible = np.where(own <= limit, requests, 0.0)
     if not possible.sum():
         return 1.0
-    in_time = delays(work, own, workers) <= limit
-    return float(possible[in_time].sum() / possible.sum())
+    return float(possible @ in_time(work, own, workers, limit) / possible.sum())
 
 
 def mean_load(work: Values) -> float:
@@ -151,13 +153,21 @@ def mean_load(work: Values) -> float:
     return float(work.mean()) if len(work) >= 30 else 0.0
 
 
-def delays(work: Values, own: Values, workers: int) -> Values:
-    """Seconds to the first token of what came in each second.
+def in_time(work: Values, own: Values, workers: int, limit: float) -> Values:
+    """Of what came in each second, the share whose first token is made within ``limit`` seconds.
 
-    ``work`` that came in worker-seconds, ``own`` work of one request. The queue is Lindley's
-    recursion, solved by a running minimum.
+    ``work`` that came in worker-seconds, ``own`` work of one request. A queue in the order of
+    :mod:`..prefill_worker.start_order`: what cannot be in time any more waits behind what can,
+    but for one start in LATE_TURN.
     """
-    level = np.cumsum(work - workers)
-    backlog = level - np.minimum(0.0, np.minimum.accumulate(level))
-    before = np.concatenate(([0.0], backlog[:-1]))
-    return (before + np.maximum(0.0, work - workers) / 2) / workers + own
+    shares = np.ones(len(work))
+    backlog = late = 0.0
+    for second, (came, alone) in enumerate(zip(work.tolist(), own.tolist(), strict=True)):
+        power = workers * (1 - 1 / LATE_TURN) if late else float(workers)
+        before = backlog + came
+        over = min(came, max(0.0, before - power - workers * max(0.0, limit - alone)))
+        backlog = max(0.0, before - over - power)
+        late = max(0.0, late + over - (workers - (before - over - backlog)))
+        if over:
+            shares[second] = 1 - over / came
+    return shares

@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import pytest
 
-from baton.benchmarks.autoscale import COST, TURNS_PER_HOUR
+from baton.benchmarks.autoscale import COST, JUDGES, TURNS_PER_HOUR
 from baton.benchmarks.replay.cases import GOAL, SLOS, Variation, case, varied
 from baton.benchmarks.replay.cluster import Replay, fixed
 from baton.benchmarks.replay.compare import first_pools, policy, row
@@ -169,19 +169,38 @@ def test_slower_workers_than_the_pools_were_made_for_are_met_by_more():
     this = case("mooncake_synthetic", Variation("", slowness=1.3))
     first = {"prefill": 10, "decode": 2}
     assert policy(this, first).attained(this.slo) > 0.94
-    assert fixed(this.trace, this.service, first).attained(this.slo) < 0.75
+    assert this.fixed(first).attained(this.slo) < 0.9
 
 
 @pytest.mark.parametrize("name", ["azure2023_code", "mooncake_synthetic"])
-def test_the_policy_is_within_the_bar_beside_the_mild_oracle(name):
+def test_the_policy_is_within_the_bar(name):
     """Everything here is exact: the same on every machine."""
     this = case(name)
     first = first_pools(this)
     ours = row("policy", policy(this, first), this, first)
-    oracle = row("oracle", stored(name, "can").play(this), this)
     assert ours.attained >= GOAL
-    assert ours.hours <= COST * oracle.hours
     assert ours.turns <= TURNS_PER_HOUR
+    for kind in JUDGES:
+        assert ours.hours <= COST * stored(name, kind).play(this).hours()
+
+
+def test_a_burst_is_kept_better_where_late_prompts_wait():
+    this = case("azure2023_code")
+    pool = {"prefill": 8, "decode": 1}
+    in_order = fixed(this.trace, this.service, pool)
+    in_time = this.fixed(pool)
+    assert in_order.attained(this.slo) < 0.90
+    assert in_time.attained(this.slo) > 0.95
+    longest = max(request.ttft for request in in_time.requests)
+    assert longest < 4 * max(request.ttft for request in in_order.requests)
+
+
+def test_a_worker_that_begins_late_prompts_last_leaves_none():
+    trace = [Arrival(0.001 * n, 5000, 2) for n in range(60)]  # 0.85 s each
+    outcome = fixed(trace, SERVICE, {"prefill": 1, "decode": 1}, slo_ttft=2.0)
+    assert all(request.ended > 0 for request in outcome.requests)
+    assert outcome.end == trace[-1].at
+    assert 1 <= sum(request.ttft <= 2.0 for request in outcome.requests) <= 2
 
 
 def test_a_replay_repeats_itself():
