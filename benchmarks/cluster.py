@@ -3,7 +3,9 @@
 Engine alone: scheduler and executor in one loop of one process. Cluster: router, one prefill
 and one decode process, tokens counted at the client. Both decode the same prompts greedily,
 taking turns; a rate counts the tokens after the first of each stream. "Wait" is how much of that
-time the decode worker's engine computed no step, by its own books.
+time the decode worker's engine computed no step, by its own books. The last columns are what the
+kernel says of its compute thread, for a step: µs on a processor, µs it could have run and had none
+(others ran there), µs it slept, and how often it went to sleep: within a step only for the GIL.
 
     python -m baton.benchmarks.cluster [--models m25] [--streams 1 8] [--tokens 256]
 """
@@ -15,6 +17,7 @@ import statistics
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +49,38 @@ def rate_of(stamps: list[list[float]]) -> float:
     start, end = max(s[0] for s in stamps), min(s[-1] for s in stamps)
     tokens = sum(start < at <= end for stream in stamps for at in stream)
     return tokens / (end - start)
+
+
+class Spent(NamedTuple):
+    """What a thread has done since its start, in ns, and how often it went to sleep."""
+
+    ran: int
+    ready: int
+    sleeps: int
+
+
+def threads_of(pid: int) -> dict[str, Spent]:
+    """All threads of a process by their number; one that ends meanwhile is left out."""
+    spent = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            ran, ready, _ = (task / "schedstat").read_text().split()
+            status = (task / "status").read_text()
+        except (OSError, ValueError):
+            continue
+        sleeps = status.partition("\nvoluntary_ctxt_switches:")[2].split(maxsplit=1)[0]
+        spent[task.name] = Spent(int(ran), int(ready), int(sleeps))
+    return spent
+
+
+def busiest(before: dict[str, Spent], after: dict[str, Spent]) -> Spent:
+    """What the thread that ran most has done in between."""
+    nothing = Spent(0, 0, 0)
+    changes = (
+        Spent(*(b - a for a, b in zip(before.get(name, nothing), now, strict=True)))
+        for name, now in after.items()
+    )
+    return max(changes, key=lambda spent: spent.ran)
 
 
 class Alone:
@@ -102,6 +137,11 @@ class Cluster:
         workers = self._served.client.status()["workers"]
         return float(sum(w["compute_seconds"] for w in workers if w["role"] == "decode"))
 
+    def decode_pid(self) -> int:
+        """The decode worker's process."""
+        workers = self._served.client.status()["workers"]
+        return next(int(w["pid"]) for w in workers if w["role"] == "decode")
+
     def close(self) -> None:
         """End the cluster."""
         self._served.close()
@@ -126,17 +166,27 @@ def _row(
     params = SamplingParams(temperature=0, max_new_tokens=tokens, ignore_eos=True)
     warm = prompts_for(streams, vocab, runs)
     alone.run(warm, params), served.run(warm, params)
+    pid, steps = served.decode_pid(), []
     rates, decoding, before = [], 0.0, served.compute_seconds()
     for run in range(runs):
         prompts = prompts_for(streams, vocab, run)
-        own, stamps = alone.run(prompts, params), served.run(prompts, params)
+        own, threads = alone.run(prompts, params), threads_of(pid)
+        stamps = served.run(prompts, params)
+        spent = busiest(threads, threads_of(pid))
         rates.append((rate_of(own), rate_of(stamps)))
-        decoding += max(s[-1] for s in stamps) - min(s[0] for s in stamps)
+        seconds = max(s[-1] for s in stamps) - min(s[0] for s in stamps)
+        decoding += seconds
+        slept = seconds * 1e9 - spent.ran - spent.ready
+        steps.append([ns / tokens for ns in (spent.ran / 1e3, spent.ready / 1e3, slept / 1e3)])
+        steps[-1].append(spent.sleeps / tokens)
     wait = 1 - (served.compute_seconds() - before) / decoding
     ours, theirs = (statistics.median(r[i] for r in rates) for i in (1, 0))
     share = statistics.median(r[1] / r[0] for r in rates)
+    ran, ready, slept, sleeps = (statistics.median(column) for column in zip(*steps, strict=True))
     print(
-        f"{name:6s} {streams:7d} {theirs:14.0f} {ours:15.0f} {share:7.2f} {wait:6.1%}", flush=True
+        f"{name:6s} {streams:7d} {theirs:14.0f} {ours:15.0f} {share:7.2f} {wait:6.1%}"
+        f" {ran:7.0f} {ready:7.0f} {slept:7.0f} {sleeps:7.2f}",
+        flush=True,
     )
 
 
@@ -150,7 +200,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     options = parser.parse_args()
     print("decode through the cluster beside the engine alone, tokens/s, medians")
-    print("model  streams   engine alone   whole cluster   share   wait")
+    print(
+        "model  streams   engine alone   whole cluster   share   wait"
+        "    runs   ready  sleeps   times"
+    )
     for name in options.models:
         compare(name, options.streams, options.tokens, options.runs)
 

@@ -8,7 +8,8 @@ in a row are sent from the pool itself, scattered ones are gathered.
 
 A prefill worker reserves before it computes, so a request waits for what follows its last layer
 alone: "waited" is from the blocks being final, the grant in hand, to Committed. "All" adds the
-round trip of Reserve and Grant. In between, and before the raw transfer, both sides are idle.
+round trip of Reserve and Grant. In between, and before the raw transfer, both sides are idle. "CPU"
+is what both processes together compute for one handoff, and for one raw transfer.
 
     python -m baton.benchmarks.handoff [--tokens 256 1024 4096] [--frame-kib 1024] [--stages]
 """
@@ -50,7 +51,7 @@ def measure(tokens: list[int], frame_bytes: int, runs: int, *, stages: bool) -> 
             print(f"handoff beside ZeroMQ ipc, frames of {frame_bytes >> 10} KiB, {runs} pairs")
             print(
                 "over blocks    tokens     MiB   waited µs   GB/s   all µs   GB/s   raw µs   GB/s"
-                "   share waited   share all   limit GB/s"
+                "   share waited   share all   limit GB/s   CPU µs   raw's"
             )
             for over, name, table in (
                 ("zmq", "scattered", side.scattered),
@@ -74,15 +75,18 @@ def _row(side: Prefill, other: int, tokens: int, runs: int) -> str:
     nbytes = LAYOUT.blocks_for(tokens) * LAYOUT.block_bytes * LAYOUT.num_layers
     rows = []
     for _ in range(runs + 3):
-        (whole, waited), copies = side.handoff(tokens), side.copies(tokens)
+        cpu = _cpu_seconds(other)
+        whole, waited = side.handoff(tokens)
+        spent, copies = _cpu_seconds(other) - cpu, side.copies(tokens)
         cpu = _cpu_seconds(other)
         plain = side.plain(nbytes)
+        spent_plain = _cpu_seconds(other) - cpu
         # Over ZeroMQ nothing moves faster than raw, and all copies together need the cores they
         # have; through shared memory one core copies while the other one sums.
-        least = (_cpu_seconds(other) - cpu + copies) / (os.cpu_count() or 1)
+        least = (spent_plain + copies) / (os.cpu_count() or 1)
         limit = side.crossing(tokens) if side.shared else max(plain, least)
         side.stages()
-        rows.append((waited, whole, plain, limit))
+        rows.append((waited, whole, plain, limit, spent, spent_plain))
     middle = [statistics.median(column) for column in zip(*rows[3:], strict=True)]
     rates = [nbytes / seconds / 1e9 for seconds in middle]
     shares = [statistics.median(row[2] / row[n] for row in rows[3:]) for n in (0, 1)]
@@ -91,7 +95,7 @@ def _row(side: Prefill, other: int, tokens: int, runs: int) -> str:
     )
     return (
         f"{tokens:6d} {nbytes / 2**20:8.1f} {times} {shares[0]:12.2f} {shares[1]:11.2f}"
-        f" {rates[3]:11.2f}"
+        f" {rates[3]:11.2f} {middle[4] * 1e6:9.0f} {middle[5] * 1e6:7.0f}"
     )
 
 
