@@ -1,7 +1,7 @@
 /* Python's door to the kernels.
  *
  * Every array is checked for type, contiguity, shape and range of its indices before the first
- * byte is written; what is wrong raises ValueError. Kernels run without the GIL.
+ * byte is written; what is wrong raises ValueError. Kernels that take long run without the GIL.
  */
 #include "arrays.h"
 
@@ -65,6 +65,31 @@ static PyObject *py_instruction_sets(PyObject *self, PyObject *none) {
     return list;
 }
 
+/* ---- the GIL ---- */
+
+/* Who lets go for less finds the lock taken when it comes back: a worker's I/O thread needs it
+ * for about as long as 4 MB take to read, a quarter of a millisecond, and to be woken up costs more
+ * than what a small kernel computes. Where no matrix is that large the largest ones are the best
+ * there is: kernels let go for a quarter of the largest that was packed. */
+#define LONG_BYTES (4 << 20)
+
+static int64_t largest_packed;
+
+/* By the thread that loads the weights, before others compute. */
+static void note_packed(int64_t bytes) {
+    if (bytes > largest_packed) largest_packed = bytes;
+}
+
+/* The lock, if `bytes`, about what a call reads, take long; to be given to take_back. */
+static PyThreadState *let_go(int64_t bytes) {
+    int64_t share = largest_packed / 4;
+    return bytes >= (share < LONG_BYTES ? share : LONG_BYTES) ? PyEval_SaveThread() : NULL;
+}
+
+static void take_back(PyThreadState *lock) {
+    if (lock) PyEval_RestoreThread(lock);
+}
+
 /* ---- matrices ---- */
 
 /* `columns` rounded up to whole panels. */
@@ -103,6 +128,7 @@ static PyObject *py_pack(PyObject *self, PyObject *const *a, Py_ssize_t n) {
         PyErr_SetString(PyExc_ValueError, "panels are too small, or of the wrong type");
         return refuse(&arrays);
     }
+    note_packed(panels->len);
     Py_BEGIN_ALLOW_THREADS
     k->pack(part->buf, from_bf16, panels->buf, bf16 != 0, start, out, in);
     Py_END_ALLOW_THREADS
@@ -132,10 +158,11 @@ static PyObject *py_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     if (!has_length(y, "out", 0, rows) || !apart(x, y, "x and out")) return refuse(&arrays);
     if (!has_length(panels, "panels", 0, panel_bytes(k, out, in, bf16))) return refuse(&arrays);
     if (bias && !has_length(bias, "bias", 0, wide)) return refuse(&arrays);
-    Py_BEGIN_ALLOW_THREADS
+    /* A few rows share what is read of the weights; further ones take their time too. */
+    PyThreadState *lock = let_go(panels->len * (1 + rows / 8));
     failed = k->linear(x->buf, panels->buf, bf16 != 0, bias ? bias->buf : NULL, y->buf, rows, in,
                        out);
-    Py_END_ALLOW_THREADS
+    take_back(lock);
     drop(&arrays);
     if (failed) return PyErr_NoMemory();
     Py_RETURN_NONE;
@@ -172,9 +199,9 @@ static PyObject *py_embed(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     if (!has_length(y, "out", 0, ids->shape[0])) return refuse(&arrays);
     if (!has_length(y, "out", 1, table->shape[1])) return refuse(&arrays);
     if (!all_below(ids, "ids", table->shape[0])) return refuse(&arrays);
-    Py_BEGIN_ALLOW_THREADS
+    PyThreadState *lock = let_go(y->len);
     embed(ids, table, bf16 != 0, y->buf);
-    Py_END_ALLOW_THREADS
+    take_back(lock);
     return done(&arrays);
 }
 
@@ -198,10 +225,10 @@ static PyObject *py_rms_norm(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     }
     if (!has_length(weight, "weight", 0, x->shape[1])) return refuse(&arrays);
     if (residual && !apart(residual, y, "residual and out")) return refuse(&arrays);
-    Py_BEGIN_ALLOW_THREADS
+    PyThreadState *lock = let_go(x->len);
     k->rms_norm(x->buf, residual ? residual->buf : NULL, weight->buf, eps, y->buf, x->shape[0],
                 x->shape[1]);
-    Py_END_ALLOW_THREADS
+    take_back(lock);
     return done(&arrays);
 }
 
@@ -217,9 +244,9 @@ static PyObject *py_silu_mul(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     if (!has_length(x, "gate_up", 0, y->shape[0])) return refuse(&arrays);
     if (!has_length(x, "gate_up", 1, 2 * y->shape[1])) return refuse(&arrays);
     if (!apart(x, y, "gate_up and out")) return refuse(&arrays);
-    Py_BEGIN_ALLOW_THREADS
+    PyThreadState *lock = let_go(x->len);
     k->silu_mul(x->buf, y->buf, y->shape[0], y->shape[1]);
-    Py_END_ALLOW_THREADS
+    take_back(lock);
     return done(&arrays);
 }
 
@@ -245,10 +272,10 @@ static PyObject *py_layer_norm(PyObject *self, PyObject *const *a, Py_ssize_t n)
     if (!has_length(weight, "weight", 0, x->shape[1])) return refuse(&arrays);
     if (!has_length(bias, "bias", 0, x->shape[1])) return refuse(&arrays);
     if (residual && !apart(residual, y, "residual and out")) return refuse(&arrays);
-    Py_BEGIN_ALLOW_THREADS
+    PyThreadState *lock = let_go(x->len);
     k->layer_norm(x->buf, residual ? residual->buf : NULL, weight->buf, bias->buf, eps, y->buf,
                   x->shape[0], x->shape[1]);
-    Py_END_ALLOW_THREADS
+    take_back(lock);
     return done(&arrays);
 }
 
@@ -264,9 +291,9 @@ static PyObject *py_gelu(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     for (int axis = 0; axis < 2; axis++)
         if (!has_length(y, "out", axis, x->shape[axis])) return refuse(&arrays);
     if (!apart(x, y, "x and out")) return refuse(&arrays);
-    Py_BEGIN_ALLOW_THREADS
+    PyThreadState *lock = let_go(x->len);
     k->gelu(x->buf, y->buf, x->shape[0], x->shape[1]);
-    Py_END_ALLOW_THREADS
+    take_back(lock);
     return done(&arrays);
 }
 
@@ -325,9 +352,10 @@ static PyObject *py_rope_append(PyObject *self, PyObject *const *a, Py_ssize_t n
     RopeAppend r;
     if (!has_arguments(n, 10) || !(k = chosen(a[0]))) return NULL;
     if (!take_rope_append(&arrays, a, &r)) return refuse(&arrays);
-    Py_BEGIN_ALLOW_THREADS
+    int64_t width = (r.heads + 2 * r.kv_heads) * r.dim;
+    PyThreadState *lock = let_go(r.rows * width * (int64_t)sizeof(float));
     k->rope_append(&r);
-    Py_END_ALLOW_THREADS
+    take_back(lock);
     return done(&arrays);
 }
 
@@ -389,6 +417,16 @@ static int take_attention(Arrays *arrays, PyObject *const *a, Attention *t) {
     return rows_readable(t, rows, kv->shape[0]);
 }
 
+/* Of the cache: all rows of a sequence read what is before them. */
+static int64_t bytes_read(const Attention *t) {
+    int64_t positions = 0;
+    for (int64_t row = 0; row < t->offsets[t->sequences]; row++) {
+        int64_t seen = t->positions[row] + 1;
+        positions += t->window && seen > t->window ? t->window : seen;
+    }
+    return positions * t->kv_heads * t->dim * 2 * (int64_t)sizeof(float);
+}
+
 /* attention(isa, q, kv_layer, block_tables, row_offsets, positions, scale, window, out,
  * halves) */
 static PyObject *py_attention(PyObject *self, PyObject *const *a, Py_ssize_t n) {
@@ -399,9 +437,9 @@ static PyObject *py_attention(PyObject *self, PyObject *const *a, Py_ssize_t n) 
     int failed;
     if (!has_arguments(n, 10) || !(k = chosen(a[0]))) return NULL;
     if (!take_attention(&arrays, a, &t)) return refuse(&arrays);
-    Py_BEGIN_ALLOW_THREADS
+    PyThreadState *lock = let_go(bytes_read(&t));
     failed = k->attention(&t);
-    Py_END_ALLOW_THREADS
+    take_back(lock);
     drop(&arrays);
     if (failed) return PyErr_NoMemory();
     Py_RETURN_NONE;
@@ -587,10 +625,10 @@ static PyObject *py_draw(PyObject *self, PyObject *const *a, Py_ssize_t n) {
         if (count == 0) return PyErr_Format(PyExc_ValueError, "there are no weights");
         return PyErr_NoMemory();
     }
-    Py_BEGIN_ALLOW_THREADS
+    PyThreadState *lock = let_go(16 * count);
     index = k->draw(w->buf, count, top_p, min_p, uniform, (float *)(memory + blocks * 16),
                     (double *)memory, (int64_t *)(memory + blocks * 8));
-    Py_END_ALLOW_THREADS
+    take_back(lock);
     free(memory);
     drop(&arrays);
     return PyLong_FromLongLong(index);
