@@ -43,6 +43,9 @@ from ..proto.messages import (
 
 MIN_FRAME_BYTES = 512 << 10
 """Frames are not made smaller than this for the sake of overlap."""
+MIN_JOINED_BYTES = 1 << 20
+"""The same where layers are smaller and travel together: such a frame is always gathered, so what
+counts is that each costs both sides together some 200 µs of their processors."""
 MIN_SHARED_BYTES = 2 << 20
 """The same where the receiver reads the sender's pool: nothing travels that could overlap, so small
 frames only cost both sides their headers."""
@@ -163,7 +166,7 @@ class _Handoff:
     started: float
     deadline: float
     frame_limit: int  # bytes the receiver takes in one frame
-    least_frame: int  # bytes no frame is cut below for overlap
+    shared: bool  # the receiver reads the blocks where they are
     fenced: bool  # the receiver reads the blocks: they stay until it says that it does not
     state: HandoffState = HandoffState.RESERVING
     grant: GrantRef | None = None
@@ -263,7 +266,7 @@ class Sender:
             started=now,
             deadline=now + reserve.deadline,
             frame_limit=frame_limit,
-            least_frame=MIN_SHARED_BYTES if shared else MIN_FRAME_BYTES,
+            shared=shared,
             fenced=fenced,
         )
         self._live[key] = handoff
@@ -565,10 +568,13 @@ class Sender:
 
     def _frame_bytes(self, handoff: _Handoff) -> int:
         """Large frames cost less each; a few of them let packing, sending and writing overlap."""
-        missing = handoff.blocks - handoff.cached_blocks
-        total = missing * self._layout.num_layers * self._layout.block_bytes
+        layer = (handoff.blocks - handoff.cached_blocks) * self._layout.block_bytes
+        least = MIN_JOINED_BYTES if layer < MIN_FRAME_BYTES else MIN_FRAME_BYTES
+        if handoff.shared:
+            least = MIN_SHARED_BYTES
         most = min(self._config.frame_bytes, handoff.frame_limit)
-        return max(min(handoff.least_frame, most), min(most, total // FRAMES_IN_FLIGHT))
+        total = layer * self._layout.num_layers
+        return max(min(least, most), min(most, total // FRAMES_IN_FLIGHT))
 
     def _push(self, handoff: _Handoff, now: float) -> list[Output]:
         outputs: list[Output] = []

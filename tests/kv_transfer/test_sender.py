@@ -97,17 +97,26 @@ def test_frames_cover_every_uncached_cell_once(frame_bytes, cached):
     assert [f.index for f in found] == list(range(len(found)))
 
 
-@pytest.mark.parametrize(("shared", "largest"), [(False, 512 << 10), (True, 1536 << 10)])
-def test_only_what_travels_is_cut_for_overlap(shared, largest):
-    """1.5 MiB in whole layers: three frames for a socket, one where the pool is read."""
+@pytest.mark.parametrize(
+    ("tokens", "shared", "sizes"),
+    [
+        (64, False, [1024, 512]),
+        (64, True, [1536]),
+        (128, False, [1024] * 3),
+        (256, False, [512] * 12),
+        (256, True, [2048] * 3),
+        (1024, False, [2048] * 12),
+    ],
+)
+def test_only_what_travels_is_cut_for_overlap(tokens, shared, sizes):
+    """1.5 to 24 MiB in KiB a frame: small layers travel together."""
     layout = KVLayout(num_layers=12, num_kv_heads=4, head_dim=64, block_size=16)
     sender = Sender(2, layout, SenderConfig())
-    sender.start(ENDPOINT, 0, reserve(64), 0.0, shared=shared)
+    sender.start(ENDPOINT, 0, reserve(tokens), 0.0, shared=shared)
     grant = Grant(request=REQUEST, attempt=1, grant=REF, cached_tokens=0, credit=BIG)
     sender.on_grant(ENDPOINT, grant, 0.0)
-    found = frames(sender.ready(KEY, layer_end=12, token_end=64, last=True, now=0.0))
-    assert sum(frame.nbytes for frame in found) == 1536 << 10
-    assert {frame.nbytes for frame in found} == {largest}
+    found = frames(sender.ready(KEY, layer_end=12, token_end=tokens, last=True, now=0.0))
+    assert [frame.nbytes >> 10 for frame in found] == sizes
 
 
 def test_a_partial_block_waits_for_the_prompts_end():
