@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 CSRC = HERE.parents[2] / "engine/kernels/csrc"
 COMPILER = "g++"
 OPTIONS = (
-    "-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-exceptions",
+    "-std=c++17", "-Og", "-fPIC", "-fvisibility=hidden", "-fno-exceptions",
     "-fno-rtti", "-fno-threadsafe-statics",
     "-fno-strict-aliasing", "-fstack-clash-protection", "-ffp-contract=off",
     "-ftrivial-auto-var-init=pattern", "-w",
@@ -30,7 +30,7 @@ OPTIONS = (
 VARIANTS = {
     "plain": (),
     "races": ("-DBATON_RACES", "-O1", "-g", "-fsanitize=thread"),
-    "sanitized": ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    "sanitized": ("-Og", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
 }
 KERNEL = re.compile(
     r"BATON_GLOBAL\s+void\s+(?:BATON_BOUNDS\s*\(((?:[^()]|\([^()]*\))*)\)\s*)?(\w+)\s*\("
