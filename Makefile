@@ -47,12 +47,26 @@ test: check  ## everything that must pass before a merge
 	$(BIN)/python -m pytest -q $(DEALT) $(ARGS)
 
 check: $(VENV)/.installed  ## formatting, lint, types and import floors
+	@$(MAKE) --no-print-directory --jobs=2 $(CHECKS)
+
+CHECKS := check-style check-mypy check-pyright check-spelling check-imports
+.PHONY: $(CHECKS)
+
+check-mypy:
+	$(BIN)/mypy
+
+check-pyright:
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+check-imports:
+	$(BIN)/lint-imports
+
+check-spelling:
+	$(BIN)/codespell
+
+check-style:
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
-	$(BIN)/codespell
-	$(BIN)/mypy
-	$(BIN)/basedpyright --pythonpath $(BIN)/python
-	$(BIN)/lint-imports
 
 test-full: check  ## the long product of settings as well
 	$(BIN)/python -m pytest -q $(DEALT) -m "not oracle" $(ARGS)
