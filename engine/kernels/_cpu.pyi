@@ -5,6 +5,17 @@ from .backend import F32, I32, I64, U8, Weights
 def instruction_sets() -> list[tuple[int, str, int, int]]: ...
 def pack(isa: int, part: Weights, panels: U8, bf16: int, start: int, /) -> None: ...
 def linear(isa: int, x: F32, panels: U8, bf16: int, bias: F32 | None, out: F32, /) -> None: ...
+def gated_mlp(
+    isa: int,
+    x: F32,
+    gate_up: U8,
+    gate_up_bias: F32 | None,
+    width: int,
+    down: U8,
+    down_bias: F32 | None,
+    out: F32,
+    /,
+) -> bool: ...
 def embed(ids: I32, table: Weights, bf16: int, out: F32, /) -> None: ...
 def rms_norm(
     isa: int, x: F32, residual: F32 | None, weight: F32, eps: float, out: F32, /

@@ -234,6 +234,22 @@ class Backend(Protocol):
         """``out[T, F] = silu(gate_up[:, :F]) * gate_up[:, F:]``."""
         ...
 
+    def gated_mlp(
+        self,
+        x: F32,
+        gate_up: PackedLinear,
+        down: PackedLinear,
+        products: F32,
+        active: F32,
+        out: F32,
+    ) -> None:
+        """``out[T, H] = (silu(x @ gate.T) * (x @ up.T)) @ down.T``, biases included.
+
+        ``gate_up`` is gate stacked on up; ``products[T, 2 F]`` and ``active[T, F]`` are space
+        for what lies between, their content behind it is anything.
+        """
+        ...
+
     def layer_norm(self, x: F32, weight: F32, bias: F32, eps: float, out: F32) -> None:
         """``out = (x - mean) / sqrt(variance + eps) * weight + bias`` per row ``[T, H]``."""
         ...

@@ -175,6 +175,20 @@ class NumpyBackend(HostArrays):
         with np.errstate(over="ignore"):  # exp(-gate) = inf gives the right limit, 0
             out[:] = gate / (1 + np.exp(-gate)) * up
 
+    def gated_mlp(
+        self,
+        x: F32,
+        gate_up: PackedLinear,
+        down: PackedLinear,
+        products: F32,
+        active: F32,
+        out: F32,
+    ) -> None:
+        """``out = (silu(x @ gate.T) * (x @ up.T)) @ down.T``."""
+        self.linear(x, gate_up, products)
+        self.silu_mul(products, active)
+        self.linear(active, down, out)
+
     def layer_norm(self, x: F32, weight: F32, bias: F32, eps: float, out: F32) -> None:
         """``out = (x - mean) / sqrt(variance + eps) * weight + bias`` per row ``[T, H]``."""
         _shape("x", x, (None, len(weight)))

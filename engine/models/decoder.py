@@ -240,9 +240,7 @@ class Decoder(PipelineModel, KVCacheMixin):
         gate_up = self._space.rows("gate_up", rows, 2 * width)
         active = self._space.rows("active", rows, width)
         delta = self._space.rows("delta", rows, self.config.hidden_size)
-        self.backend.linear(normed, layer.gate_up, gate_up)
-        self.backend.silu_mul(gate_up, active)
-        self.backend.linear(active, layer.down, delta)
+        self.backend.gated_mlp(normed, layer.gate_up, layer.down, gate_up, active, delta)
         self.backend.add_rms_norm(delta, residual, following, self.config.rms_norm_eps, normed)
 
     def _taken(self, q: F32, residual: F32, rows: I32) -> tuple[F32, F32]:

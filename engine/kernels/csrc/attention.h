@@ -34,6 +34,51 @@ static Micro *const strips[TILE_VECTORS][QUERY_ROWS] = {STRIP_ROWS(1), STRIP_ROW
 
 #include "few.h"
 
+/* Turn the scores of one query into weights relative to its running peak. from..to: keys seen. */
+static void soften(const Walk *w, const Tile *tile, int64_t i, int from, int to) {
+    const vf none = v_set(-INFINITY);
+    float *s = w->scores + i * TILE_KEYS, *sums = w->sums + i * w->padded;
+    vf top = none;
+    for (int j = 0; j < tile->to; j += LANES) {
+        vf v = v_load(s + j);
+        int inside = from - j < 0 ? 0 : from - j < LANES ? from - j : LANES;
+        int beyond = to - j < 0 ? 0 : to - j < LANES ? to - j : LANES;
+        if (inside > 0 || beyond < LANES) v = v_between(v, none, inside, beyond);
+        v_store(s + j, v);
+        top = v_max(top, v);
+    }
+    float highest = v_largest(top), peak = w->peak[i] > highest ? w->peak[i] : highest;
+    float minus = peak == -INFINITY ? 0.0f : -peak;
+    vf total = v_load(w->weight + i * LANES), shift = v_set(minus);
+    if (peak != w->peak[i]) {
+        vf fade = v_exp(v_set(w->peak[i] + minus));
+        total = v_mul(total, fade);
+        for (int64_t d = 0; d < w->padded; d += LANES)
+            v_store(sums + d, v_mul(v_load(sums + d), fade));
+        w->peak[i] = peak;
+    }
+    for (int j = 0; j < tile->to; j += LANES) {
+        vf v = v_exp(v_add(v_load(s + j), shift));
+        v_store(s + j, v);
+        total = v_add(total, v);
+    }
+    v_store(w->weight + i * LANES, total);
+}
+
+/* Queries first..first+rows: their scores become weights. */
+static void soften_rows(const Walk *w, const Place *at, const Tile *tile, int64_t first,
+                        int64_t rows) {
+    const Attention *a = w->a;
+    int64_t group = a->heads / a->kv_heads;
+    for (int64_t i = first; i < first + rows; i++) {
+        int64_t p = a->positions[at->row + i / group];
+        int64_t from = lowest(a, p) - at->start, to = p + 1 - at->start;
+        from = from < 0 ? 0 : from > TILE_KEYS ? TILE_KEYS : from;
+        to = to < 0 ? 0 : to > TILE_KEYS ? TILE_KEYS : to;
+        soften(w, tile, i, (int)from, (int)to);
+    }
+}
+
 static void transpose_keys(const Walk *w, const Tile *tile) {
     int64_t dim = w->a->dim;
     for (int j = 0; j < tile->to; j += LANES) {

@@ -29,10 +29,15 @@
 
 #include "walk.h"
 
+#include "exp2.h"
+
+#include "soften_halves.h"
+
 #include "few_halves.h"
 
-#define WIDE 16  /* queries, keys or dims of a tile */
+#define WIDE 16 /* queries, keys or dims of a tile */
 #define TILE (TERMS * WIDE)
+#define TILED_TOGETHER 192 /* as QUERIES_TOGETHER; a tile of keys is packed for so many */
 
 /* The compiler moves plain loads and stores past tile instructions unless told not to. */
 #define FENCE() __asm__ volatile("" ::: "memory")
@@ -44,6 +49,7 @@ typedef struct {
     uint16_t *keys;    /* [4, dim / 32, 16 pairs of dims, 16 keys, 2] */
     uint16_t *values;  /* [dim / 16, 2, 16 pairs of keys, 16 dims, 2] */
     uint16_t *weights; /* [2, tall, 32], of one block */
+    int32_t *positions; /* of the queries, -1 behind the last of them */
 } Tiled;
 
 static inline int64_t tall_of(const Walk *w) { return w->count < WIDE ? w->count : WIDE; }
@@ -64,15 +70,19 @@ static void configure(int64_t tall) {
 }
 
 /* New queries, rounded; rows of the last block that there are none for are zero. */
-static void pack_queries(const Walk *w) {
+static void pack_queries(const Walk *w, const Place *at) {
     const Tiled *t = (const Tiled *)w;
+    int64_t group = w->a->heads / w->a->kv_heads, i = 0;
+    for (int64_t row = at->row; row < at->row + at->rows; row++)
+        for (int64_t head = 0; head < group; head++) t->positions[i++] = w->a->positions[row];
+    while (i % WIDE) t->positions[i++] = -1;
     if (w->count <= FEW) {
         round_floats(w->q, w->count * w->a->dim);
         return;
     }
     int64_t dim = w->a->dim, tall = tall_of(w), steps = dim / TERMS;
     int64_t padded = (w->count + tall - 1) / tall * tall;
-    for (int64_t i = 0; i < padded; i++) {
+    for (i = 0; i < padded; i++) {
         uint16_t *to = t->queries + (i / tall * steps * tall + i % tall) * TERMS;
         const float *from = w->q + i * dim;
         for (int64_t s = 0; s < steps; s++, to += tall * TERMS, from += TERMS)
@@ -126,84 +136,89 @@ static void score(const Tiled *t, const Tile *tile, int64_t first, int64_t tall)
     const uint16_t *q = t->queries + first * steps * TERMS, *k = t->keys;
     float *to = t->w.scores + first * TILE_KEYS;
     FENCE();
+#define EACH(DO) DO(0, 6) DO(1, 7) DO(2, 6) DO(3, 7)
+#define CLEAR(T, K) _tile_zero(T);
 #define SCORE(T, K)                                                                                \
     if (tile->to > (T)*WIDE) {                                                                     \
-        _tile_zero(T);                                                                             \
-        for (int64_t s = 0; s < steps; s++) {                                                      \
-            _tile_loadd(4, q + s * tall * TERMS, 64);                                              \
-            _tile_loadd(K, k + ((T)*steps + s) * TILE, 64);                                        \
-            _tile_dpbf16ps(T, 4, K);                                                               \
-        }                                                                                          \
-        _tile_stored(T, to + (T)*WIDE, TILE_KEYS * sizeof(float));                                 \
+        _tile_loadd(K, k + ((T)*steps + s) * TILE, 64);                                            \
+        _tile_dpbf16ps(T, 4, K);                                                                   \
     }
-    SCORE(0, 6)
-    SCORE(1, 7)
-    SCORE(2, 6)
-    SCORE(3, 7)
+#define KEEP(T, K)                                                                                 \
+    if (tile->to > (T)*WIDE) _tile_stored(T, to + (T)*WIDE, TILE_KEYS * sizeof(float));
+    EACH(CLEAR)
+    for (int64_t s = 0; s < steps; s++) {
+        _tile_loadd(4, q + s * tall * TERMS, 64);
+        EACH(SCORE)
+    }
+    EACH(KEEP)
+#undef KEEP
 #undef SCORE
+#undef CLEAR
     FENCE();
 }
 
-/* Weights of a block of queries, rounded; zero behind the tile's last key. */
-static void round_weights(const Tiled *t, const Tile *tile, int64_t first, int64_t tall) {
-    int there = (tile->to + WIDE - 1) / WIDE * WIDE;
+/* Weights of a block of queries, rounded. */
+static void soften(const Tiled *t, const Place *at, int64_t first, int64_t tall) {
     for (int64_t i = 0; i < tall; i++) {
-        const float *from = t->w.scores + (first + i) * TILE_KEYS;
+        uint64_t seen = keys_seen(t->w.a, t->positions[first + i], at->start);
         uint16_t *to = t->weights + i * TERMS;
-        int real = first + i < t->w.count;
-        for (int s = 0; s < TILE_KEYS / TERMS; s++, from += TERMS, to += tall * TERMS) {
-            __m512 low = real && there > s * TERMS ? v_load(from) : v_set(0);
-            __m512 high = real && there > s * TERMS + WIDE ? v_load(from + WIDE) : v_set(0);
-            _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-        }
+        vf p[WEIGHTS];
+        soften_halves(&t->w, first + i, seen, p);
+        _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(p[1], p[0]));
+        _mm512_storeu_si512(to + tall * TERMS, (__m512i)_mm512_cvtne2ps_pbh(p[3], p[2]));
     }
 }
 
 /* sums += weights times values, of a block of queries */
 static void weigh(const Tiled *t, const Tile *tile, int64_t first, int64_t tall) {
-    int64_t stride = t->w.padded * (int64_t)sizeof(float);
+    int64_t stride = t->w.padded * (int64_t)sizeof(float), dims = t->w.padded / WIDE;
     float *sums = t->w.sums + first * t->w.padded;
     const uint16_t *p = t->weights, *v = t->values;
-    FENCE();
-#define WEIGH(T, V)                                                                                \
-    _tile_loadd(T, sums + (T)*WIDE, stride);                                                       \
-    _tile_loadd(V, v + (T)*2 * TILE, 64);                                                          \
-    _tile_dpbf16ps(T, 4, V);                                                                       \
-    if (more) {                                                                                    \
-        _tile_loadd(V, v + ((T)*2 + 1) * TILE, 64);                                                \
-        _tile_dpbf16ps(T, 5, V);                                                                   \
-    }                                                                                              \
-    _tile_stored(T, sums + (T)*WIDE, stride)
     int more = tile->to > TERMS;
+    FENCE();
     _tile_loadd(4, p, 64);
     _tile_loadd(5, p + tall * TERMS, 64);
-    for (int64_t d = 0; d < t->w.padded; d += 2 * WIDE, sums += 2 * WIDE, v += 4 * TILE) {
-        WEIGH(0, 6);
-        WEIGH(1, 7);
+#define FETCH(T, V)                                                                                \
+    if (dims > (T)) _tile_loadd(T, sums + (T)*WIDE, stride);
+#define WEIGH(T, P, V, S)                                                                          \
+    if (dims > (T)) {                                                                              \
+        _tile_loadd(V, v + ((T)*2 + (S)) * TILE, 64);                                              \
+        _tile_dpbf16ps(T, P, V);                                                                   \
     }
+#define FIRST(T, V) WEIGH(T, 4, V, 0)
+#define SECOND(T, V) WEIGH(T, 5, V, 1)
+#define KEEP(T, V)                                                                                 \
+    if (dims > (T)) _tile_stored(T, sums + (T)*WIDE, stride);
+    for (; dims > 0; dims -= 4, sums += 4 * WIDE, v += 8 * TILE) {
+        EACH(FETCH)
+        EACH(FIRST)
+        if (more) { EACH(SECOND) }
+        EACH(KEEP)
+    }
+#undef KEEP
+#undef SECOND
+#undef FIRST
 #undef WEIGH
+#undef FETCH
+#undef EACH
     FENCE();
 }
 
 static void visit(const Walk *w, const Place *at, const Tile *tile, const Tile *next) {
     const Tiled *t = (const Tiled *)w;
-    const Attention *a = w->a;
-    int64_t group = a->heads / a->kv_heads, tall = tall_of(w);
+    int64_t tall = tall_of(w);
     if (w->count <= FEW) {
-        visit_few(w, at, tile, next);
+        visit_few(w, at, t->positions, tile, next);
         return;
     }
     pack_keys(t, tile);
     pack_values(t, tile);
+    const __m512i start = _mm512_set1_epi32((int)at->start);
     for (int64_t first = 0; first < w->count; first += tall) {
-        int64_t rows = w->count - first < tall ? w->count - first : tall;
-        int some = 0;
-        for (int64_t i = first; i < first + rows; i++)
-            some |= a->positions[at->row + i / group] >= at->start;
-        if (!some) continue;
+        __m512i positions = _mm512_loadu_si512(t->positions + first);
+        if (!_mm512_cmpge_epi32_mask(positions, start)) continue;
         score(t, tile, first, tall);
-        soften_rows(w, at, tile, first, rows);
-        round_weights(t, tile, first, tall);
+        soften(t, at, first, tall);
         weigh(t, tile, first, tall);
     }
 }
@@ -215,10 +230,10 @@ static uint16_t *cut_halves(float **from, int64_t halves) {
 int attention_on_tiles(const Attention *a) {
     if (a->dim % TERMS) return kernels_avx512.attention(a);
     int64_t group = a->heads / a->kv_heads;
-    int64_t together = group < QUERIES_TOGETHER ? QUERIES_TOGETHER / group : 1;
+    int64_t together = group < TILED_TOGETHER ? TILED_TOGETHER / group : 1;
     int64_t most = (together * group + WIDE - 1) / WIDE * WIDE;
-    size_t floats = (size_t)(most * (a->dim + a->dim / 2 + TILE_KEYS + a->dim + LANES + 1) +
-                             TILE_KEYS * a->dim + TILE_KEYS * WIDE / 2 + 10 * 16);
+    size_t floats = (size_t)(most * (a->dim + a->dim / 2 + TILE_KEYS + a->dim + LANES + 2) +
+                             TILE_KEYS * a->dim + TILE_KEYS * WIDE / 2 + 11 * 16);
     void *memory = malloc(floats * sizeof(float) + 64);
     if (!memory) return -1;
     float *free_from = (float *)(((uintptr_t)memory + 63) / 64 * 64);
@@ -228,6 +243,7 @@ int attention_on_tiles(const Attention *a) {
     t.w.sums = cut(&free_from, most * a->dim);
     t.w.weight = cut(&free_from, most * LANES);
     t.w.peak = cut(&free_from, most);
+    t.positions = (int32_t *)cut(&free_from, most);
     t.queries = cut_halves(&free_from, most * a->dim);
     t.keys = cut_halves(&free_from, TILE_KEYS * a->dim);
     t.values = cut_halves(&free_from, TILE_KEYS * a->dim);

@@ -160,12 +160,58 @@ static PyObject *py_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     if (bias && !has_length(bias, "bias", 0, wide)) return refuse(&arrays);
     /* A few rows share what is read of the weights; further ones take their time too. */
     PyThreadState *lock = let_go(panels->len * (1 + rows / 8));
-    failed = k->linear(x->buf, panels->buf, bf16 != 0, bias ? bias->buf : NULL, y->buf, rows, in,
-                       out);
+    failed = rows && k->linear(x->buf, panels->buf, bf16 != 0, bias ? bias->buf : NULL, y->buf,
+                               rows, in, out);
     take_back(lock);
     drop(&arrays);
     if (failed) return PyErr_NoMemory();
     Py_RETURN_NONE;
+}
+
+static int take_weights(Arrays *arrays, const Kernels *k, PyObject *panels, PyObject *bias,
+                        const char *name, int64_t columns, int64_t in, const void **weights,
+                        const float **added) {
+    const Py_buffer *b = take(arrays, panels, name, 'B', 1, 0);
+    if (!b || !has_length(b, name, 0, panel_bytes(k, columns, in, 1))) return 0;
+    *weights = b->buf;
+    *added = NULL;
+    if (bias == Py_None) return 1;
+    if (!(b = take(arrays, bias, "bias", 'f', 1, 0))) return 0;
+    *added = b->buf;
+    return has_length(b, "bias", 0, whole_panels(k, columns, 1));
+}
+
+/* gated_mlp(isa, x, gate_up, bias or None, width, down, bias or None, out) -> whether it is done:
+ * not where this has no kernel of its own. Weights are panels of bfloat16. */
+static PyObject *py_gated_mlp(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Py_buffer *x, *y;
+    const Kernels *k;
+    GatedMlp m;
+    int failed;
+    if (!has_arguments(n, 8) || !(k = chosen(a[0])) || !get_int(a[4], &m.width)) return NULL;
+    if (!k->gated_mlp || m.width <= 0 || m.width % k->panel_halves) Py_RETURN_FALSE;
+    if (!(x = take(&arrays, a[1], "x", 'f', 2, 0))) return refuse(&arrays);
+    if (!(y = take(&arrays, a[7], "out", 'f', 2, 1))) return refuse(&arrays);
+    m.x = x->buf, m.y = y->buf, m.rows = x->shape[0], m.in = x->shape[1], m.out = y->shape[1];
+    if (m.in == 0 || m.out == 0) {
+        PyErr_SetString(PyExc_ValueError, "x or out has no columns");
+        return refuse(&arrays);
+    }
+    if (!has_length(y, "out", 0, m.rows) || !apart(x, y, "x and out")) return refuse(&arrays);
+    if (!take_weights(&arrays, k, a[2], a[3], "gate_up", 2 * m.width, m.in, &m.gate_up,
+                      &m.gate_up_bias))
+        return refuse(&arrays);
+    if (!take_weights(&arrays, k, a[5], a[6], "down", m.out, m.width, &m.down, &m.down_bias))
+        return refuse(&arrays);
+    int64_t weights = panel_bytes(k, 2 * m.width, m.in, 1) + panel_bytes(k, m.out, m.width, 1);
+    PyThreadState *lock = let_go(weights * (1 + m.rows / 8));
+    failed = k->gated_mlp(&m);
+    take_back(lock);
+    drop(&arrays);
+    if (failed) return PyErr_NoMemory();
+    Py_RETURN_TRUE;
 }
 
 /* ---- rows ---- */
@@ -657,7 +703,7 @@ static PyObject *py_payload_digest(PyObject *self, PyObject *const *a, Py_ssize_
 
 static PyMethodDef methods[] = {
     {"instruction_sets", py_instruction_sets, METH_NOARGS, NULL},
-    FAST(pack), FAST(linear), FAST(embed), FAST(rms_norm), FAST(silu_mul), FAST(rope_append),
+    FAST(pack), FAST(linear), FAST(gated_mlp), FAST(embed), FAST(rms_norm), FAST(silu_mul), FAST(rope_append),
     FAST(layer_norm), FAST(gelu),
     FAST(attention), FAST(gather), FAST(scatter), FAST(copy_blocks), FAST(sum_blocks),
     FAST(checksum), FAST(payload_digest), FAST(draw), {NULL, NULL, 0, NULL},

@@ -124,10 +124,14 @@ static Few *const weigh_few_halves[FEW] = {weigh_halves_1, weigh_halves_2, weigh
                                            weigh_halves_4, weigh_halves_5, weigh_halves_6,
                                            weigh_halves_7, weigh_halves_8};
 
-static void visit_few(const Walk *w, const Place *at, const Tile *tile, const Tile *next) {
+static void visit_few(const Walk *w, const Place *at, const int32_t *positions, const Tile *tile,
+                      const Tile *next) {
     score_few_halves[w->count - 1](w, tile, next);
-    soften_rows(w, at, tile, 0, w->count);
-    for (int64_t i = 0; i < w->count; i++)
-        round_floats(w->scores + i * TILE_KEYS, (tile->to + LANES - 1) / LANES * LANES);
+    for (int64_t i = 0; i < w->count; i++) {
+        vf p[WEIGHTS];
+        soften_halves(w, i, keys_seen(w->a, positions[i], at->start), p);
+        for (int v = 0; v < WEIGHTS; v++)
+            v_store(w->scores + i * TILE_KEYS + v * LANES, v_round(p[v]));
+    }
     weigh_few_halves[w->count - 1](w, tile, next);
 }

@@ -4,7 +4,7 @@
  * x is rounded to bfloat16, as tiles multiply nothing wider: what everybody computes who runs a
  * checkpoint of bfloat16 in its own type. Sums stay float32.
  *
- * Attention of such models is in attention_amx.c.
+ * Attention of such models is in attention_amx.c, their gated MLP in gated_amx.h.
  *
  * Invariant: an output starts at the bias and takes the tile product of every 32 terms in order,
  * whichever rows and panels share the tiles and wherever the chain is cut and stored.
@@ -14,6 +14,7 @@
 #ifdef HAVE_TILES
 #include <cpuid.h>
 #include <immintrin.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
@@ -24,6 +25,11 @@
 #else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")
 #endif
+#pragma GCC diagnostic ignored "-Wunused-function" /* of the lanes */
+
+#include "lanes_avx512.h"
+
+#include "exp2.h"
 
 #define TERMS 32     /* of x and the weights in one tile product */
 #define COLUMNS 16   /* of a panel */
@@ -101,7 +107,8 @@ typedef struct {
     int64_t tall, next;
     const uint16_t *panels; /* the first panel; the others are `stride` apart */
     int64_t stride, steps;
-    const float *init; /* what the sums of every row start from */
+    const float *init; /* what the sums of every row start from, panels `apart` */
+    int64_t apart;
     float *y;
     int64_t ldy;
     const uint16_t *later; /* weights fetched meanwhile, `share` cache lines a step */
@@ -130,7 +137,7 @@ static inline void fetch(const uint16_t *tiles, int64_t stride, int quarter) {
             _mm_prefetch((const char *)(tiles + panel * stride + line * 32), _MM_HINT_T0);
 }
 
-#define START(T, PANEL) _tile_loadd(T, b->init + (PANEL)*COLUMNS, 0)
+#define START(T, PANEL) _tile_loadd(T, b->init + (PANEL)*b->apart, 0)
 #define STORE(T, ROW, PANEL)                                                                       \
     _tile_stored(T, b->y + (ROW)*b->ldy * TILE_ROWS + (PANEL)*COLUMNS, b->ldy * 4)
 
@@ -242,7 +249,7 @@ static void block(const Product *p, int64_t row, int64_t rows, int64_t panel, in
     const uint16_t *panels = p->panels + panel * stride;
     Block b = {.tiles = p->tiles + row / p->tall * next, .tall = p->tall, .next = next,
                .panels = panels, .stride = stride, .steps = p->steps,
-               .init = p->bias ? p->bias + panel * COLUMNS : zeros,
+               .init = p->bias ? p->bias + panel * COLUMNS : zeros, .apart = COLUMNS,
                .y = whole ? y : beside, .ldy = whole ? p->out : WIDE * COLUMNS,
                .later = panels + count * stride + fetched * 32, .share = share};
     if (tiles == 2) two_by_two(&b);
@@ -275,10 +282,10 @@ static void many_rows(const Product *p) {
     }
 }
 
-/* Rows that are rounded at a time: as even shares of all as the cache allows. */
-static int64_t rows_at_once(int64_t rows, int64_t row_bytes) {
+/* Rows that are rounded at a time: as even shares of all as `bytes` of the cache allow. */
+static int64_t rows_at_once(int64_t rows, int64_t row_bytes, int64_t bytes) {
     const int64_t pair = 2 * TILE_ROWS;
-    int64_t fits = ROUNDED_BYTES / (row_bytes * pair), pairs = (rows + pair - 1) / pair;
+    int64_t fits = bytes / (row_bytes * pair), pairs = (rows + pair - 1) / pair;
     int64_t passes = fits < 1 ? pairs : (pairs + fits - 1) / fits;
     return passes > 1 ? (pairs + passes - 1) / passes * pair : rows;
 }
@@ -288,7 +295,7 @@ static int linear(const float *x, const void *panels, int bf16, const float *bia
     if (!bf16) return kernels_avx512.linear(x, panels, bf16, bias, y, rows, in, out);
     if (rows == 0 || out == 0) return 0;
     int64_t steps = steps_of(in), row_bytes = steps * TERMS * (int64_t)sizeof(uint16_t);
-    int64_t tall = rows < TILE_ROWS ? rows : TILE_ROWS, most = rows_at_once(rows, row_bytes);
+    int64_t tall = rows < TILE_ROWS ? rows : TILE_ROWS, most = rows_at_once(rows, row_bytes, ROUNDED_BYTES);
     uint16_t *tiles = aligned_alloc(64, (size_t)((most + tall - 1) / tall * tall * row_bytes));
     if (!tiles) return -1;
     configure(tall);
@@ -303,6 +310,8 @@ static int linear(const float *x, const void *panels, int bf16, const float *bia
     free(tiles);
     return 0;
 }
+
+#include "gated_amx.h"
 
 static int attention(const Attention *a) {
     return a->halves ? attention_on_tiles(a) : kernels_avx512.attention(a);
@@ -326,6 +335,7 @@ int add_tiles(Kernels *kernels) {
     kernels->terms_halves = TERMS;
     kernels->pack = pack;
     kernels->linear = linear;
+    kernels->gated_mlp = gated_mlp;
     kernels->attention = attention;
     return 1;
 }

@@ -47,6 +47,14 @@ typedef struct {
     int64_t rows, heads, kv_heads, block_size, dim;
 } RopeAppend;
 
+typedef struct {
+    const float *x; /* [rows, in] */
+    float *y;       /* [rows, out] */
+    const void *gate_up, *down; /* panels of bf16 weights [2 * width, in], [out, width] */
+    const float *gate_up_bias, *down_bias; /* padded to whole panels, or NULL */
+    int64_t rows, in, width, out;
+} GatedMlp;
+
 /* One end of a move: blocks of a pool, or a payload in which they lie side by side. */
 typedef struct {
     char *data;         /* of the first layer wanted */
@@ -75,6 +83,8 @@ typedef struct {
     /* returns 0, or -1 when no scratch memory could be had; so do all that return int */
     int (*linear)(const float *x, const void *panels, int bf16, const float *bias, float *y,
                   int64_t rows, int64_t in, int64_t out);
+    /* down(silu(gate) * up), for widths of whole panels; NULL where it gains nothing */
+    int (*gated_mlp)(const GatedMlp *);
     void (*rms_norm)(const float *x, float *residual, const float *weight, float eps, float *y,
                      int64_t rows, int64_t width);
     void (*rope_append)(const RopeAppend *);

@@ -161,6 +161,20 @@ class CudaBackend:
         """``out[T, F] = silu(gate_up[:, :F]) * gate_up[:, F:]``."""
         elementwise.silu_mul(self.device, gate_up, out)
 
+    def gated_mlp(
+        self,
+        x: Any,
+        gate_up: PackedLinear,
+        down: PackedLinear,
+        products: Any,
+        active: Any,
+        out: Any,
+    ) -> None:
+        """``out = (silu(x @ gate.T) * (x @ up.T)) @ down.T``."""
+        self.linear(x, gate_up, products)
+        self.silu_mul(products, active)
+        self.linear(active, down, out)
+
     def layer_norm(self, x: Any, weight: Any, bias: Any, eps: float, out: Any) -> None:
         """Not to be had: encoders run on the CPU."""
         raise NotImplementedError("the CUDA backend has no layer norm")

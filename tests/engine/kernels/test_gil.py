@@ -63,6 +63,14 @@ def linear(backend: Backend, rows: int, width: int) -> Callable[[], None]:
     return lambda: backend.linear(x, weight, y)
 
 
+def gated_mlp(backend: Backend, rows: int, width: int) -> Callable[[], None]:
+    halves = np.full((2 * width, width), 0x3C00, np.uint16)
+    gate_up, down = backend.pack_linear([halves]), backend.pack_linear([halves[:width]])
+    x, y = np.ones((rows, width), np.float32), np.empty((rows, width), np.float32)
+    space = np.empty((rows, 2 * width), np.float32), np.empty((rows, width), np.float32)
+    return lambda: backend.gated_mlp(x, gate_up, down, *space, y)
+
+
 def norm(backend: Backend, rows: int, width: int) -> Callable[[], None]:
     x, weight = np.ones((rows, width), np.float32), np.ones(width, np.float32)
     y = np.empty_like(x)
@@ -83,10 +91,11 @@ def attention(backend: Backend, positions: int) -> Callable[[], None]:
     "short",
     [
         lambda backend: linear(backend, 1, 256),
+        lambda backend: gated_mlp(backend, 1, 256),
         lambda backend: norm(backend, 8, 512),
         lambda backend: attention(backend, 500),
     ],
-    ids=["linear", "norm", "attention"],
+    ids=["linear", "gated MLP", "norm", "attention"],
 )
 def test_short_kernels_keep_the_lock(compiled, other, short):
     call = short(compiled)
@@ -99,10 +108,11 @@ def test_short_kernels_keep_the_lock(compiled, other, short):
     [
         lambda backend: linear(backend, 1, 2048),
         lambda backend: linear(backend, 200, 512),
+        lambda backend: gated_mlp(backend, 1, 1024),
         lambda backend: norm(backend, 2048, 2048),
         lambda backend: attention(backend, 4096),
     ],
-    ids=["linear of much", "linear of many rows", "norm", "attention"],
+    ids=["linear of much", "linear of many rows", "gated MLP", "norm", "attention"],
 )
 def test_long_kernels_let_go(compiled, other, long):
     assert other.runs_during(long(compiled), 2_000)

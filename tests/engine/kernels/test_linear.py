@@ -118,8 +118,9 @@ def test_bf16_weights_stay_half_as_large(compiled, rng):
     assert sizes == [128 * 64 * 4, 128 * 64 * 2]
 
 
-def test_bad_arguments_raise_and_write_nothing(backend, rng, poisoned):
-    packed = backend.pack_linear([make_weights(rng, 20, 8, "f32")])
+@pytest.mark.parametrize("kind", ["f32", "bf16"])
+def test_bad_arguments_raise_and_write_nothing(backend, rng, poisoned, kind):
+    packed = backend.pack_linear([make_weights(rng, 20, 8, kind)])
     x = rng.standard_normal((4, 8), dtype=np.float32)
     for bad_x, bad_out in [
         (x[:, :7].copy(), poisoned(4, 20)),
