@@ -262,3 +262,19 @@ def test_few_queries_have_the_bits_of_tiles(shape):
     whole = attend(backend, p, slice(None))
     for row in range(200):
         assert np.array_equal(attend(backend, p, slice(row, row + 1))[0], whole[row]), row
+
+
+@pytest.mark.skipif("amx" not in ISAS, reason="no amx kernels here")
+@pytest.mark.parametrize("step", [64, 24, -64])
+def test_a_peak_that_grows_from_tile_to_tile(oracle, step):
+    """Scores of one tile are equal, the next 8, 3 or -8 larger, exact in bfloat16."""
+    p = paged(11, (4, 2, 64, 16), 200)
+    at = np.arange(200)
+    p.q[:], p.q[:, :, 0] = 0, 1
+    p.kv[p.table[at // 16], 0, :, at % 16, 0] = (at // 64 * step)[:, None]
+    exact = attend(oracle, Paged(p.q.astype(float), p.kv.astype(float), p.table), slice(None))
+    backend = Halves(load_backend("cpu", isa="amx"))
+    whole = attend(backend, p, slice(None))
+    assert np.abs(whole - exact).max() < 2.0**-7
+    for row in (63, 64, 140, 199):
+        assert np.array_equal(attend(backend, p, slice(row, row + 1))[0], whole[row])
