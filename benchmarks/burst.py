@@ -4,8 +4,8 @@ A real cluster, one prefill and one decode process. How long a prompt takes alon
 first. Then bursts: for the time of BURST prompts, OVERLOAD times as many come as can be computed,
 each with the same limit for its first token; then quiet until all are answered. The same bursts
 go to a cluster that begins prompts in the order of their coming and to one that begins those
-first that can still be in time. The limit is what any order could keep: what can be computed
-from the first arrival to the last moment that is in time.
+first that can still be in time. The limit is what any order could keep: what can be computed,
+as fast as in these bursts, from the first arrival to the last moment that is in time.
 
     python -m baton.benchmarks.burst [--model m25] [--rounds 5]
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +49,8 @@ class Side:
     peer: Peer
     card: ModelCard
     waits: list[float]
+    spans: list[float] = field(default_factory=list)
+    """Seconds from the first prompt of each burst to the last one's first token."""
 
     def ask(self, rng: np.random.Generator, at: list[float]) -> list[float]:
         """Send a prompt at each of these seconds from now; seconds to each first token."""
@@ -75,6 +77,7 @@ class Side:
                         raise RuntimeError(f"{self.order}: {message.code}: {message.message}")
             if now > HANGS_S + at[-1]:
                 raise RuntimeError(f"{self.order}: {len(at) - ended} prompts are not answered")
+        self.spans.append(max(first.values()) - start - at[0])
         return [first[key] - came for key, came in asked.items()]
 
     def _context(self, rng: np.random.Generator) -> WireContext:
@@ -97,6 +100,7 @@ def side(folder: Path, model: Path, order: str, limit: float) -> Side:
     rng = np.random.default_rng(1)
     for _ in range(8):
         made.ask(rng, [0.0])
+    made.spans.clear()
     return made
 
 
@@ -104,6 +108,7 @@ def alone(made: Side) -> float:
     """Median seconds of a prompt that comes when another ends."""
     rng = np.random.default_rng(2)
     waits = made.ask(rng, [0.0] * 16)
+    made.spans.clear()
     return max(waits) / len(waits)
 
 
@@ -113,9 +118,10 @@ def burst(rng: np.random.Generator, own: float) -> list[float]:
     return sorted(rng.uniform(0, BURST * own, count).tolist())
 
 
-def possible() -> float:
+def possible(own: float, sides: list[Side]) -> float:
     """Share of a burst that can be computed by the time its last prompt would be late."""
-    return min(1.0, (BURST + LIMIT) / (BURST * OVERLOAD))
+    spans = [span for each in sides for span in each.spans]
+    return min(1.0, (BURST + LIMIT) * own / statistics.median(spans))
 
 
 def main() -> int:
@@ -148,7 +154,7 @@ def show(sides: list[Side], own: float, limit: float) -> int:
     print(
         f"prompts of {PROMPT} tokens take {1e3 * own:.1f} ms; first tokens in {1e3 * limit:.0f} ms"
     )
-    most = possible()
+    most = possible(own, sides)
     print(f"{'order':10}{'in time':>9}{'of possible':>13}{'p50 s':>8}{'worst s':>9}")
     shares = {}
     for each in sides:
