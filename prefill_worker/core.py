@@ -250,7 +250,7 @@ class PrefillCore(WorkerCore):
     def _dispatch(self, actions: list[Action], now: float) -> None:
         """Give free execution slots to queued jobs, in order."""
         urgency = self._urgency
-        while self._jobs.active < self._limits.max_active:
+        while self._jobs.waiting and self._jobs.active < self._limits.max_active:
             if urgency is not None and urgency.is_met(self._jobs.tokens_ahead(now)):
                 return
             job = self._jobs.next(now)
