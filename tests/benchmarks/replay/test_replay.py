@@ -188,6 +188,10 @@ def test_a_burst_is_kept_better_where_late_prompts_wait():
     this = case("azure2023_code")
     pool = {"prefill": 8, "decode": 1}
     in_order = fixed(this.trace, this.service, pool)
+    for prefill, keeps in ((11, False), (12, True)):  # in the order of their coming
+        more = fixed(this.trace, this.service, {**pool, "prefill": prefill})
+        assert (more.attained(this.slo) >= GOAL) == keeps
+    assert this.fixed({**pool, "prefill": 7}).attained(this.slo) < GOAL
     in_time = this.fixed(pool)
     assert in_order.attained(this.slo) < 0.90
     assert in_time.attained(this.slo) > 0.95
