@@ -1,12 +1,34 @@
-"""Builds the optional C kernels; without a compiler the NumPy reference serves instead."""
+"""Builds the C kernels. Without a compiler the slow NumPy kernels serve instead, and it says so."""
 
+import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 CSRC = Path("engine/kernels/csrc")
 
+NOT_BUILT = """
+baton: WARNING: the C kernels were not built, because they could not be compiled (see below).
+baton: The slow NumPy kernels will be used, and answers take up to 4 times as long.
+baton: Install a C compiler (such as gcc) and Python's headers, then install Baton again.
+"""
+
+
+class BuildKernels(build_ext):
+    """Says in plain words what it means that the optional kernels could not be built."""
+
+    def build_extension(self, ext):
+        try:
+            super().build_extension(ext)
+        except Exception:
+            sys.stderr.write(NOT_BUILT)
+            Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)  # of other sources
+            raise  # setuptools goes on without an optional extension
+
+
 setup(
+    cmdclass={"build_ext": BuildKernels},
     ext_modules=[
         Extension(
             "baton.engine.kernels._cpu",
@@ -16,5 +38,5 @@ setup(
             extra_compile_args=["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno"],
             optional=True,
         )
-    ]
+    ],
 )

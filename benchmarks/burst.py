@@ -23,7 +23,7 @@ import numpy as np
 from ..proto.ids import request_key
 from ..proto.layout import ModelCard
 from ..proto.messages import FinalAck, Submit, Terminal, Tokens
-from ..proto.wire import WireContext, WireSampling
+from ..proto.wire import WireContext, WireSampling, WireTokens
 from ..runtime.lifecycle import limit_blas_threads
 from .cancel import Peer, served_card
 from .checkpoints import SHAPES, write_checkpoint
@@ -82,7 +82,7 @@ class Side:
 
     def _context(self, rng: np.random.Generator) -> WireContext:
         return WireContext(
-            tokens=rng.integers(4, self.card.vocab_size, PROMPT, np.int32),
+            tokens=WireTokens(rng.integers(4, self.card.vocab_size, PROMPT, np.int32)),
             max_length=PROMPT + 2,
             sampling=WireSampling(temperature=0.0, max_new_tokens=2, ignore_eos=True),
             eos_token_ids=self.card.eos_token_ids,

@@ -36,7 +36,7 @@ from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
 from ..proto.ids import request_key
 from ..proto.layout import ModelCard
 from ..proto.messages import Cancel, FinalAck, Message, RouterToClient, Submit, Terminal, Tokens
-from ..proto.wire import WireContext, WireSampling
+from ..proto.wire import WireContext, WireSampling, WireTokens
 from ..runtime.lifecycle import limit_blas_threads
 from .checkpoints import SHAPES, write_checkpoint
 from .scratch import scratch_folder
@@ -186,7 +186,7 @@ class Load:
         length = self._rng.randint(*PROMPT)
         tokens = [self._rng.randrange(4, self._card.vocab_size) for _ in range(length)]
         return WireContext(
-            tokens=np.array(tokens, np.int32),
+            tokens=WireTokens(np.array(tokens, np.int32)),
             max_length=length + request.new,
             sampling=WireSampling(
                 temperature=0.8, max_new_tokens=request.new, ignore_eos=True, seed=request.number

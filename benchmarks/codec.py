@@ -20,8 +20,6 @@ import numpy as np
 import zmq
 
 from ..proto import (
-    ContextDecoder,
-    ContextEncoder,
     TextContext,
     TokenBuffer,
     msgpack_numpy_decoder,
@@ -40,7 +38,7 @@ from ..proto.messages import (
     Tokens,
     WorkerToRouter,
 )
-from ..proto.wire import WireContext, WireSampling, WireVisionContext
+from ..proto.wire import WireContext, WireSampling, WireTokens, WireVisionContext
 from .scratch import scratch_folder
 
 Call = Callable[[], object]
@@ -77,7 +75,7 @@ def measure(calls: dict[str, Call], rounds: int = 7, seconds: float = 0.02) -> d
 def submit_message(tokens: int) -> Submit:
     """A typical request with a prompt of ``tokens`` tokens."""
     context = WireContext(
-        tokens=np.arange(tokens, dtype=np.int32) % 32000,
+        tokens=WireTokens(np.arange(tokens, dtype=np.int32) % 32000),
         max_length=tokens + 256,
         sampling=WireSampling(temperature=0.8, top_p=0.9, max_new_tokens=256, seed=12345),
         model_name="demo",
@@ -107,7 +105,7 @@ def _context_rows(encoder: EnvelopeEncoder) -> None:
     for count in (32, 1024, 32768):
         message = submit_message(count)
         frames = encoder.encode([message])
-        maps = {"tokens": message.context.tokens}
+        maps = {"tokens": message.context.tokens.array}
         as_map, pickled = map_encode(maps), pickle.dumps(maps, 5)
         figures = measure(
             {
@@ -117,7 +115,7 @@ def _context_rows(encoder: EnvelopeEncoder) -> None:
                 "map dec": partial(map_decode, as_map),
                 "pickle enc": partial(pickle.dumps, maps, 5),
                 "pickle dec": partial(pickle.loads, pickled),
-                "copy": message.context.tokens.copy,
+                "copy": message.context.tokens.array.copy,
             }
         )
         _print(f"submit, {count} tokens", figures)
@@ -217,7 +215,8 @@ def _snapshot_rows() -> None:
         growing.update(7)
         encode(growing)
 
-    encode, decode = ContextEncoder(), ContextDecoder()
+    encode = msgpack_numpy_encoder().frames
+    decode = msgpack_numpy_decoder(TextContext, copy=False)
     as_map, from_map = msgpack_numpy_encoder(), msgpack_numpy_decoder(TextContext, copy=False)
     frames, message, pickled = encode(context), as_map(context), pickle.dumps(context, 5)
     plain = {"tokens": ids.astype(np.int32)}
@@ -287,7 +286,9 @@ def _array_rows() -> None:
     message = Submit(
         request_id="r",
         context=WireVisionContext(
-            tokens=np.arange(8, dtype=np.int32), max_length=9, extra_model_args={"kv": array}
+            tokens=WireTokens(np.arange(8, dtype=np.int32)),
+            max_length=9,
+            extra_model_args={"kv": array},
         ),
     )
     encoder = EnvelopeEncoder()
@@ -365,7 +366,6 @@ def _hostile_row() -> None:
     decoders: list[tuple[Callable[[bytes], object], bytes]] = [
         (lambda data: from_client([data]), bytes(encode([submit])[0])),
         (lambda data: from_worker([data]), bytes(encode([step])[0])),
-        (lambda data: ContextDecoder()([data]), bytes(ContextEncoder()(context)[0])),
         (msgpack_numpy_decoder(TextContext), as_map(context)),
         (decode_kv_header, encode_kv_header(_KV_HEADER)),
     ]

@@ -16,7 +16,7 @@ from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
 from ..proto.layout import KVLayout, ModelCard
 from ..proto.limits import PROTOCOL_VERSION
 from ..proto.messages import Hello, Message, RouterToWorker, Submit
-from ..proto.wire import WireContext, WireSampling
+from ..proto.wire import WireContext, WireSampling, WireTokens
 from ..router.config import AdmissionConfig, RouterConfig
 from ..runtime.config import dump
 
@@ -94,7 +94,7 @@ def new_submit(number: int, new: int) -> Submit:
     tokens = np.arange(number, number + PROMPT, dtype=np.int32) % CARD.vocab_size
     sampling = WireSampling(temperature=0.8, top_p=0.95, max_new_tokens=new, seed=number)
     context = WireContext(
-        tokens=tokens, max_length=PROMPT + new, sampling=sampling, eos_token_ids=[2]
+        tokens=WireTokens(tokens), max_length=PROMPT + new, sampling=sampling, eos_token_ids=[2]
     )
     return Submit(request_id=str(number), context=context)
 

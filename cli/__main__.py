@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 
+EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
 
@@ -19,17 +20,29 @@ def main() -> int:
     heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if heeded:
         signal.signal(signal.SIGINT, _leave)
-    from .command import main as command
-
     try:
+        from .command import main as command
+
         if heeded:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return command()
+    except ModuleNotFoundError as problem:
+        return _incomplete(problem)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     finally:
         if heeded:
             signal.signal(signal.SIGINT, _leave)
+
+
+def _incomplete(problem: ModuleNotFoundError) -> int:
+    """Name the package that is not installed; a missing module of our own is our bug."""
+    name = (problem.name or "").partition(".")[0]
+    if name in ("", "baton"):
+        raise problem
+    package = {"zmq": "pyzmq"}.get(name, name)
+    sys.stderr.write(f"baton: the Python package {package} is missing: pip install {package}\n")
+    return EXIT_FAILED
 
 
 def _leave(_number: int, _frame: object) -> None:

@@ -1,28 +1,33 @@
 """The ``baton`` command: parse, run one verb, turn errors into one line and an exit code.
 
-Exit codes: 0 done, 1 failed (one line says what to do), 2 bad usage, 130 interrupted.
+Exit codes: 0 done; 1 failed; 2 the command line, a setting or a file named there is wrong, and
+nothing was done; 130 interrupted by Ctrl-C. With 1 and 2 one line says what to do.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from baton import __version__
 
 from ..proto.errors import BatonError, ConfigError
+from .parser import EXIT_USAGE, Parser, did_you_mean
 from .streams import prepare_streams, silence_output
 
 VERBS = (
     "serve", "launch", "demo", "generate", "chat", "embed", "status", "wait-ready", "scale",
-    "drain", "rollout", "down", "keygen", "ray-config", "doctor",
+    "drain", "rollout", "down", "keygen", "ray-config", "ray-certs", "install", "doctor",
 )  # fmt: skip
 """Each has a module of its name."""
 
+_VARIABLES = frozenset({"BATON_ADDRESS", "BATON_KEYS", "BATON_ADMIN"})
+"""Those that every shell of an operator may have."""
+
 EXIT_FAILED = 1
-EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 
@@ -35,25 +40,57 @@ def asked_verbs(argv: Sequence[str]) -> Sequence[str]:
     return words[:1] if words[:1] and words[0] in VERBS else VERBS
 
 
-def build_parser(names: Sequence[str] = VERBS) -> argparse.ArgumentParser:
-    """The parser with these verbs."""
-    parser = argparse.ArgumentParser(
+def build_parser(names: Sequence[str] = VERBS) -> Parser:
+    """The parser with these commands."""
+    parser = Parser(
         prog="baton",
+        usage="%(prog)s [--debug] COMMAND ...",
         description="Serve language models with separate prefill and decode workers.",
+        epilog="baton COMMAND --help shows the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"baton {__version__}")
     parser.add_argument("--debug", action="store_true", help="show a traceback when it fails")
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, prog=parser.prog
+    )
     for name in names:
-        importlib.import_module(f".{name.replace('-', '_')}", __package__).add_parser(verbs)
+        importlib.import_module(f".{name.replace('-', '_')}", __package__).add_parser(commands)
+        commands.choices[name].set_defaults(parser=commands.choices[name])
     return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a command line; exits with code 2 and one line for a wrong one."""
+    parser = build_parser(asked_verbs(argv))
+    words = argv[1:] if argv[:1] == ["--debug"] else argv
+    if not words:
+        parser.print_help(sys.stderr)
+        parser.exit(EXIT_USAGE)
+    if not words[0].startswith("-") and words[0] not in VERBS:
+        parser.error(f"no command {words[0]!r}{did_you_mean(words[0], VERBS)}")
+    parser.refuse_unknown(words[:1])
+    arguments: argparse.Namespace
+    arguments, unexpected = parser.parse_known_args(argv)
+    if unexpected:
+        arguments.parser.unexpected(unexpected)
+    return arguments
+
+
+def warn_of_variables(environment: Mapping[str, str]) -> None:
+    """Say which ``BATON_`` variables set nothing."""
+    if any(name.startswith("BATON_") and name not in _VARIABLES for name in environment):
+        from .settings import unknown_variables  # as slow to import as some commands run
+
+        for warning in unknown_variables(environment):
+            print(f"baton: warning: {warning}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
     prepare_streams()
     argv = sys.argv[1:] if argv is None else list(argv)
-    arguments = build_parser(asked_verbs(argv)).parse_args(argv)
+    arguments = parse(argv)
+    warn_of_variables(os.environ)
     try:
         code = int(arguments.run(arguments))
         sys.stdout.flush()  # a full disk or a gone reader shows itself here at the latest

@@ -60,7 +60,7 @@ class _Asker(threading.Thread):
         self._cluster = cluster
         self._questions = questions
         self.done = False  # every question is answered
-        self._problem: BatonError | None = None
+        self._problem: BatonError | OSError | None = None
 
     def run(self) -> None:
         try:
@@ -68,7 +68,7 @@ class _Asker(threading.Thread):
                 for question in self._questions:
                     show(client, question)
             self.done = True
-        except BatonError as problem:
+        except (BatonError, OSError) as problem:  # also when nobody reads the output any more
             self._problem = problem
         finally:
             self._cluster.interrupt()

@@ -18,11 +18,16 @@ from typing import Any
 
 import numpy as np
 
+from baton import DISTRIBUTION
+
 from ..deploy.addresses import default_address, free_ports, ipc_path
-from ..deploy.config import demo_model_folder
+from ..deploy.banner import kernels_warning
+from ..deploy.config import ServeSettings, demo_model_folder
+from ..deploy.ray.connect import INSTALL_RAY
 from ..deploy.run_folder import socket_in_use
 from ..engine.checkpoint import load_checkpoint, require_tokenizer
-from ..engine.kernels import load_backend
+from ..engine.kernels import kernels_title, load_backend
+from ..engine.kernels.cuda.cupy_device import INSTALL_CUPY
 from ..proto.endpoints import MAX_IPC_PATH_BYTES
 from ..proto.errors import BatonError
 
@@ -81,19 +86,27 @@ def check_packages() -> Iterable[Finding]:
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
     if missing:
-        advice = "install baton again with pip, or run make setup"
+        advice = f"pip install {' '.join(missing)}"
         yield Finding("fail", "packages", f"missing: {', '.join(missing)}", advice)
     else:
         yield Finding("ok", "packages", ", ".join(found))
 
 
+def check_distribution() -> Iterable[Finding]:
+    """Another project's distribution of our import name, whose files would lie among ours."""
+    for found in importlib.metadata.distributions(name="baton"):
+        detail = f"the distribution baton {found.version} uses the import name baton too"
+        advice = f"pip uninstall baton, then install {DISTRIBUTION} again"
+        yield Finding("warn", "packages", detail, advice)
+        return
+
+
 def check_kernels() -> Iterable[Finding]:
-    """The compiled kernels and the instruction set they chose."""
-    try:
-        yield Finding("ok", "kernels", load_backend("cpu").numerics)
-    except (ImportError, ValueError) as problem:
-        advice = "install a C compiler and baton again; without them the slow NumPy kernels serve"
-        yield Finding("warn", "kernels", str(problem), advice)
+    """The kernels that serve on this machine's processor, and their instruction set."""
+    backend = load_backend()
+    detail = f"{kernels_title(backend.numerics)}; one compute thread per worker"
+    warning = kernels_warning(ServeSettings())
+    yield Finding("warn" if warning else "ok", "kernels", detail, warning)
 
 
 def check_blas() -> Iterable[Finding]:
@@ -175,14 +188,19 @@ def check_model() -> Iterable[Finding]:
 
 def check_optional() -> Iterable[Finding]:
     """Packages that are only needed for GPUs and for Ray clusters."""
-    for name, purpose in (("cupy", "GPU workers"), ("ray", "clusters of several machines")):
+    for name, purpose, command in (
+        ("cupy", "GPU workers", INSTALL_CUPY),
+        ("ray", "clusters of several machines", INSTALL_RAY),
+    ):
         present = importlib.util.find_spec(name) is not None
-        yield Finding("ok", name, "present" if present else f"absent (only for {purpose})")
+        absent = f"absent, only needed for {purpose} ({command})"
+        yield Finding("ok", name, "present" if present else absent)
 
 
 CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
     check_python,
     check_packages,
+    check_distribution,
     check_kernels,
     check_blas,
     check_processors,

@@ -20,9 +20,12 @@ _FOREVER = float("inf")
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the verb."""
-    parser = verbs.add_parser("drain", help="let a worker finish and take no new work")
+    parser = verbs.add_parser("drain", help="take a worker out after its requests")
     parser.add_argument("worker", metavar="WORKER", help="its id, such as decode-1")
     add_operator(parser)
+    parser.add_argument(
+        "--force", action="store_true", help="drain the last ready worker of its role as well"
+    )
     parser.add_argument("--wait", action="store_true", help="return when the worker has left")
     parser.add_argument(
         "--wait-timeout",
@@ -41,11 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
         worker = find(before, arguments.worker)
         if has_controller(arguments):
             with operator(arguments) as controller:
-                state = carry_out(
-                    controller, DrainWorker(worker=arguments.worker[:128]), wait=False
-                )
+                request = DrainWorker(worker=arguments.worker[:128], force=arguments.force)
+                state = carry_out(controller, request, wait=False)
         else:
-            state = client.drain(arguments.worker)
+            state = client.drain(arguments.worker, force=arguments.force)
         print(f"{arguments.worker}: {state}", flush=True)
         if worker is not None and is_last(before, worker):
             print(last_word(worker), file=sys.stderr, flush=True)

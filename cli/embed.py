@@ -12,10 +12,12 @@ from .numbers import seconds
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the verb."""
-    parser = verbs.add_parser("embed", help="vectors of texts, one JSON array per line")
+    parser = verbs.add_parser("embed", help="embeddings of texts, one JSON array per line")
     parser.add_argument("texts", metavar="TEXT", nargs="*", help="without any, lines of stdin")
     add_address(parser)
-    parser.add_argument("--deadline", type=seconds, metavar="SECONDS", help="end it by then")
+    parser.add_argument(
+        "--deadline", type=seconds, metavar="SECONDS", help="seconds after which the request ends"
+    )
     parser.set_defaults(run=run)
 
 

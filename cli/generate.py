@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 from ..client import Client, Generation
-from ..client.model import RequestOptions
-from ..proto.errors import InputError
+from ..client.options import RequestOptions
+from ..proto.errors import ConfigError
 from .cluster import add_address, connect
 from .numbers import seconds
 from .sampling import add_sampling, sampling_of
@@ -18,12 +19,18 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register the verb."""
     parser = verbs.add_parser("generate", help="continue a prompt")
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="text; without it, stdin")
-    parser.add_argument("--chat", action="store_true", help="put it into the chat template")
+    parser.add_argument("--chat", action="store_true", help="apply the chat template")
     add_address(parser)
     add_sampling(parser, max_new_tokens=128)
-    parser.add_argument("--target-endpoint", metavar="ADDRESS", help="use this worker")
-    parser.add_argument("--json-schema", metavar="FILE", help="answer with an instance of it")
-    parser.add_argument("--deadline", type=seconds, metavar="SECONDS", help="end it by then")
+    parser.add_argument(
+        "--target-endpoint", metavar="ADDRESS", help="send the request to this worker"
+    )
+    parser.add_argument(
+        "--json-schema", metavar="FILE", help="answer with an instance of this JSON schema"
+    )
+    parser.add_argument(
+        "--deadline", type=seconds, metavar="SECONDS", help="seconds after which the request ends"
+    )
     parser.set_defaults(run=run)
 
 
@@ -31,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Stream the answer's text, then a newline."""
     prompt = arguments.prompt if arguments.prompt is not None else sys.stdin.read()
     if not prompt:
-        raise InputError("the prompt is empty; give text or pipe it in")
+        raise ConfigError("the prompt is empty; give text or pipe it in")
     with connect(arguments) as client, _start(client, prompt, arguments) as generation:
         for output in generation:
             print(output.text or "", end="", flush=True)
@@ -55,6 +62,14 @@ def _schema(file: str | None) -> str | None:
     if file is None:
         return None
     try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} cannot be read: {error}") from None
+        text = Path(file).read_text(encoding="utf-8")
+        json.loads(text)
+    except OSError as problem:
+        raise ConfigError(f"cannot read {file}: {problem.strerror}") from None
+    except UnicodeDecodeError as problem:
+        raise ConfigError(f"{file} is not UTF-8 text: {problem.reason}") from None
+    except ValueError as problem:
+        raise ConfigError(f"{file} is not JSON: {problem}") from None
+    except RecursionError:
+        raise ConfigError(f"{file} is nested too deeply") from None
+    return text

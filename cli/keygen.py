@@ -10,6 +10,7 @@ from ..runtime import keyfiles
 from ..runtime.allowed_keys import ROLES, KeyEntry
 from ..runtime.keyring import KEY_SUFFIX
 from ..runtime.keyshares import write_share
+from .parser import one_of, shown
 
 _EPILOG = """\
 Without an option it makes FOLDER with a key for each role, and never touches one that is there.
@@ -25,7 +26,9 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     parser.add_argument("folder", metavar="FOLDER", type=Path)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--add", choices=ROLES, metavar="ROLE", help="make a further key of a role")
+    what.add_argument(
+        "--add", type=one_of(ROLES), metavar=shown(ROLES), help="make a further key of a role"
+    )
     what.add_argument(
         "--rotate", metavar="KEY", help="replace a key; the old one is let in until --retire"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,22 @@ from ..client.routers import separated
 from ..deploy.addresses import admin_address, claim_admin, client_addresses, ipc_path
 from ..deploy.admin import Overview
 from ..deploy.admin_client import AdminClient, listens
+from ..deploy.banner import kernels_warning
 from ..deploy.config import ServeSettings
 from ..deploy.daemon import Daemon
 from ..deploy.local import LocalCluster
 from ..deploy.plan import key_folder, model_folder, router_names
-from ..deploy.prepare import check_model, with_task
+from ..deploy.prepare import check_start, with_task
 from ..deploy.terminal import terminal
 from ..proto.errors import ConfigError, ConnectionLost, RequestFailed
+from .parser import one_of, shown
 from .serve import add_settings, run_cluster, settings_of
 
 EPILOG = """\
 A cluster that runs already is left as it is: exit code 0 when it has these settings, else 1.
 Precedence of settings: as of baton serve.
 """
+BACKENDS = ("local", "ray")
 _PATIENCE_S = 5.0
 _TCP_PATIENCE_S = 1.0
 """How long a controller may take to answer where it cannot be seen whether one listens."""
@@ -38,7 +42,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument(
         "--backend",
         dest="where",
-        choices=("local", "ray"),
+        type=one_of(BACKENDS),
+        metavar=shown(BACKENDS),
         default="local",
         help="what starts processes: this machine, or the Ray cluster it is the head of",
     )
@@ -63,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = absolute(settings_of(arguments))
     if arguments.where == "ray":
         return on_ray(settings, arguments)
-    check_model(settings)
+    check_start(settings)
     running = running_cluster(settings)
     if running is not None:
         return already(settings, running)
@@ -71,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
         return run_cluster(LocalCluster(settings, terminal))
     chosen = client_addresses(settings.address, router_names(settings), keyed=bool(settings.keys))
     address = ",".join(chosen.values())
+    if warning := kernels_warning(settings):
+        print(f"baton: warning: {warning}", file=sys.stderr, flush=True)
     log = Path(arguments.log).absolute() if arguments.log else log_beside(address)
     settings = msgspec.structs.replace(settings, address=address)
     daemon = Daemon(settings, log)

@@ -18,12 +18,19 @@ def seconds(text: str) -> float:
     return value
 
 
+def number(text: str) -> float:
+    """Any number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None
+
+
 def count(text: str) -> int:
     """A whole number, 0 or more."""
-    value = whole(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"'{text}' is below 0")
-    return value
+    if not text.strip().isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number, 0 or more")
+    return whole(text)
 
 
 def whole(text: str) -> int:

@@ -6,17 +6,17 @@ import argparse
 import os
 
 from ..deploy.addresses import admin_address
-from ..deploy.admin import Progress, Request
+from ..deploy.admin import Overview, Progress, Request
 from ..deploy.admin_client import AdminClient, listens
 from ..proto.errors import ConfigError, ConnectionLost
-from .cluster import add_address, addresses_of, keys_of
+from .cluster import TIMEOUT, add_address, addresses_of, keys_of
 
 ADMIN_VARIABLE = "BATON_ADMIN"
 
 
-def add_operator(parser: argparse.ArgumentParser) -> None:
+def add_operator(parser: argparse.ArgumentParser, timeout: float = TIMEOUT) -> None:
     """The flags that say which cluster, by its address or its controller's own."""
-    add_address(parser)
+    add_address(parser, timeout)
     parser.add_argument(
         "--admin",
         metavar="ADDRESS",
@@ -35,14 +35,29 @@ def has_controller(arguments: argparse.Namespace) -> bool:
     return listens(admin_of(arguments))
 
 
-def operator(arguments: argparse.Namespace) -> AdminClient:
-    """A connection to the controller. Raises ConnectionLost when nobody listens."""
+def operator(arguments: argparse.Namespace, timeout: float | None = None) -> AdminClient:
+    """A connection to the controller. Raises ConnectionLost when nobody listens.
+
+    ``timeout``: seconds it may take to answer, instead of those of the flag.
+    """
     address = admin_of(arguments)
     if not listens(address):
         raise ConnectionLost(
             f"no controller at {address}: start a cluster with baton launch, or give its --address"
         )
-    return AdminClient(address, keys=keys_of(arguments), timeout=arguments.timeout)
+    seconds = arguments.timeout if timeout is None else timeout
+    return AdminClient(address, keys=keys_of(arguments), timeout=seconds)
+
+
+def overview(arguments: argparse.Namespace) -> Overview | None:
+    """What the controller says; None where there is none that answers."""
+    if not has_controller(arguments):
+        return None
+    try:
+        with operator(arguments) as client:
+            return client.overview()
+    except ConnectionLost:
+        return None
 
 
 def carry_out(client: AdminClient, request: Request, *, wait: bool) -> str:

@@ -1,23 +1,30 @@
-"""``baton ray-config``: write a file for `ray up` on hosts of your own, or check any such file."""
+"""``baton ray-config``: write a file for `ray up` on hosts of your own, or check any such file.
+
+With ``--firewall`` it writes firewall rules for the same hosts instead.
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from ..deploy.ray.certificates import check_certificates
 from ..deploy.ray.cluster_file import (
     FixedCluster,
     check_cluster,
     read_cluster_file,
     write_cluster_file,
 )
+from ..deploy.ray.connect import INSTALL_RAY
+from ..deploy.ray.firewall import firewall_rules
 from ..deploy.ray.key_copies import HEAD_ROLES
 from ..proto.errors import ConfigError
 from ..runtime.keyshares import check_share
-from .numbers import count
+from .numbers import count, number
 
 _EPILOG = """\
-Give --head, --prefill, --decode and --wheel to write a file to standard output, or --check FILE.
+Give --head, --prefill, --decode and --wheel to write a cluster file to standard output, or --check
+FILE. With --firewall in place of --wheel: rules for `nft -f` that close Ray's ports to others.
 Nothing is contacted. Checking needs Ray; writing does not.
 """
 _DEFAULTS = FixedCluster(head="", prefill=(), decode=(), wheel="")
@@ -38,6 +45,16 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
             type=count,
             help=f"{pool} hosts always in use; the rest are taken when asked for [1]",
         )
+    parser.add_argument(
+        "--firewall", action="store_true", help="write firewall rules for the hosts (nftables)"
+    )
+    parser.add_argument(
+        "--metrics",
+        metavar="IP,IP",
+        type=_hosts,
+        default=(),
+        help="with --firewall: machines that read Ray's metrics [none]",
+    )
     parser.add_argument("--wheel", metavar="FILE", help="Baton's wheel, installed on every host")
     for field, meaning in (
         ("name", "the cluster's name"),
@@ -45,13 +62,14 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         ("ssh_key", "private key of that login; a copy goes to the head"),
         ("token", "file of Ray's token (`ray get-auth-token --generate`)"),
         ("keys", "folder of keys (`baton keygen`)"),
+        ("tls", "folder of certificates for Ray's TLS (`baton ray-certs`); empty: no TLS"),
         ("launch", "further words for `baton launch` on the head, such as a model's folder"),
         ("python", "command on the hosts that makes the virtual environment"),
     ):
         flag = f"--{field.replace('_', '-')}"
         parser.add_argument(flag, metavar="TEXT", help=f"{meaning} [{getattr(_DEFAULTS, field)}]")
     parser.add_argument(
-        "--idle-minutes", metavar="N", type=float, help="how long an unneeded host stays [1]"
+        "--idle-minutes", metavar="N", type=number, help="how long an unneeded host stays [1]"
     )
     parser.add_argument(
         "--reconnect",
@@ -72,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             prepared = check_cluster(read_cluster_file(arguments.check))
         except ImportError:
-            raise ConfigError("checking needs Ray: pip install 'baton[ray]'") from None
+            raise ConfigError(f"checking needs Ray: {INSTALL_RAY}") from None
         pools = prepared["available_node_types"].items()
         shown = ", ".join(
             f"{name} {pool['min_workers']} to {pool['max_workers']}"
@@ -86,15 +104,23 @@ def run(arguments: argparse.Namespace) -> int:
         for field in FixedCluster.__struct_fields__
         if getattr(arguments, field) is not None
     }
-    needed = [name for name in ("head", "prefill", "decode", "wheel") if name not in given]
+    needed = ["head", "prefill", "decode", *(["wheel"] if not arguments.firewall else [])]
+    needed = [name for name in needed if name not in given]
     if needed:
         raise ConfigError(f"missing {', '.join(f'--{name}' for name in needed)}")
+    if arguments.firewall:
+        hosts = [given["head"], *given["prefill"], *given["decode"]]
+        print(firewall_rules(hosts, arguments.metrics), end="")
+        return 0
     wheel = Path(given["wheel"]).expanduser()
     if not wheel.is_file():
         raise ConfigError(f"no wheel at {given['wheel']}; make one with `pip wheel --no-deps .`")
     given["wheel"] = str(wheel.absolute())  # `ray up` may be called in another folder
     cluster = FixedCluster(**given)
     text = write_cluster_file(cluster)
+    if cluster.tls:
+        hosts = [cluster.head, *cluster.prefill, *cluster.decode]
+        check_certificates(Path(cluster.tls).expanduser(), hosts)
     check_share(Path(cluster.keys).expanduser(), HEAD_ROLES, None)  # of all hosts
     print(text, end="")
     return 0

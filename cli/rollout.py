@@ -12,12 +12,14 @@ from ..deploy.config import ServeSettings
 from ..deploy.core import Phase
 from ..proto.errors import ConfigError
 from .operator import add_operator, assignments, carry_out, operator
+from .parser import did_you_mean
 from .settings import read_file
 
 EPILOG = """\
-Workers are replaced with one more on top, then the routers at their addresses. It stops when a
-new one does not become ready; the others go on with the settings they have. A cluster that still
-starts is waited for, as long as --timeout says.
+Workers are replaced with one more on top, then the routers at their addresses. A pool without room
+for one more is refused at once; --in-place replaces its workers with one less meanwhile. A rollout
+stops when a new worker does not become ready; the others go on with the settings they have. A
+cluster that still starts is waited for, as long as --timeout says.
 """
 _PAUSE = 0.1
 
@@ -25,12 +27,15 @@ _PAUSE = 0.1
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the verb."""
     parser = verbs.add_parser("rollout", help="replace every process, one by one", epilog=EPILOG)
-    parser.add_argument(
-        "changes", metavar="SETTING=VALUE", nargs="*", help="a setting that becomes another"
-    )
+    parser.add_argument("changes", metavar="SETTING=VALUE", nargs="*", help="a setting to change")
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings that change")
+    parser.add_argument(
+        "--in-place",
+        action="store_true",
+        help="let each worker leave before its successor starts: for pools without a spare host",
+    )
     add_operator(parser)
-    parser.add_argument("--wait", action="store_true", help="return when it is over")
+    parser.add_argument("--wait", action="store_true", help="return when the rollout has ended")
     parser.set_defaults(run=run)
 
 
@@ -41,13 +46,16 @@ def run(arguments: argparse.Namespace) -> int:
     unknown = sorted(set(changes) - set(ServeSettings.__struct_fields__))
     if unknown:
         where = f" (file {arguments.config})" if arguments.config else ""
-        raise ConfigError(f"no setting {unknown[0]!r}{where}; see baton serve --help")
+        near = did_you_mean(unknown[0], ServeSettings.__struct_fields__)
+        raise ConfigError(f"no setting {unknown[0]!r}{where}{near or '; see baton serve --help'}")
     for name, value in changes.items():
         if not isinstance(value, (str, int, float, bool)):
             raise ConfigError(f"{name} must be a text or a number")
     with operator(arguments) as client:
         wait_started(client, arguments.timeout)
-        text = carry_out(client, RollOut(changes=changes), wait=arguments.wait)
+        text = carry_out(
+            client, RollOut(changes=changes, in_place=arguments.in_place), wait=arguments.wait
+        )
     print(f"rollout {'finished' if arguments.wait else 'begun'}: {text}")
     return 0
 

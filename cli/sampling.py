@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 
+from ..proto.errors import ConfigError, InputError
 from ..proto.sampling import SamplingParamsInput
-from .numbers import whole
+from .numbers import number, whole
 
 _FLAGS = (
-    ("--temperature", float, "T", "0 always takes the likeliest token"),
-    ("--top-p", float, "P", "keep the likeliest tokens up to this mass"),
+    ("--temperature", number, "T", "0 always takes the likeliest token"),
+    ("--top-p", number, "P", "keep the likeliest tokens up to this mass"),
     ("--top-k", whole, "K", "keep so many of the likeliest tokens; -1 keeps all"),
-    ("--min-p", float, "P", "drop tokens less likely than this share of the likeliest"),
-    ("--seed", int, "N", "the same seed gives the same answer"),
+    ("--min-p", number, "P", "drop tokens less likely than this share of the likeliest"),
+    ("--seed", whole, "N", "the same seed gives the same answer"),
 )
 
 
@@ -32,13 +33,16 @@ def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
 
 
 def sampling_of(arguments: argparse.Namespace) -> SamplingParamsInput:
-    """What the user asked for."""
-    return SamplingParamsInput(
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        min_p=arguments.min_p,
-        seed=arguments.seed,
-        stop=arguments.stop,
-    )
+    """What the user asked for. ConfigError for a value out of range."""
+    try:
+        return SamplingParamsInput(
+            max_new_tokens=arguments.max_new_tokens,
+            temperature=arguments.temperature,
+            top_p=arguments.top_p,
+            top_k=arguments.top_k,
+            min_p=arguments.min_p,
+            seed=arguments.seed,
+            stop=arguments.stop,
+        )
+    except InputError as problem:
+        raise ConfigError(str(problem)) from None

@@ -8,7 +8,8 @@ from ..deploy.admin import ScalePools
 from ..proto.errors import ConfigError
 from .operator import add_operator, assignments, carry_out, operator
 
-_MOST = 2**31
+POOLS = ("prefill", "decode")
+_MOST_DIGITS = 9
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -30,14 +31,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def sizes(words: list[str]) -> dict[str, int]:
-    """Numbers of workers by pool. ConfigError for what is no number."""
+    """Numbers of workers by pool. ConfigError for what is no pool or no number."""
     found = {}
     for pool, text in assignments(words).items():
-        try:
-            count = int(text)
-        except ValueError:
-            raise ConfigError(f"{pool}={text}: {text!r} is not a number of workers") from None
-        if abs(count) > _MOST:
+        if pool not in POOLS:
+            raise ConfigError(f"no pool {pool!r}; the pools are {' and '.join(POOLS)}")
+        if not text.isdecimal():
+            raise ConfigError(f"{pool}={text}: {text!r} is not a number of workers")
+        if len(text) > _MOST_DIGITS:
             raise ConfigError(f"{pool}={text}: that many workers cannot be meant")
-        found[pool] = count
+        found[pool] = int(text)
     return found

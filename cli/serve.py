@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import msgspec
 
-from ..deploy.config import ServeSettings
-from ..deploy.local import LocalCluster, check_model, make_plan
+from ..deploy.config import CHOICES, RENAMED, ServeSettings
+from ..deploy.local import LocalCluster
 from ..deploy.plan import describe_plan
+from ..deploy.prepare import check_start, make_plan
 from ..deploy.terminal import terminal
 from ..proto.errors import RequestFailed
-from .settings import ENV_PREFIX, HELP, resolve
+from .numbers import count, seconds
+from .parser import one_of, shown
+from .settings import ENV_PREFIX, GROUPS, HELP, flag, resolve
 
 EPILOG = (
     "Precedence of settings: flag, then environment variable "
@@ -36,38 +40,69 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def add_settings(
     parser: argparse.ArgumentParser, renamed: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """One flag per setting, of its name or another, and the positional MODEL."""
+    """One flag per setting, of its name or another, below headings; and the positional MODEL."""
+    parser.usage = "%(prog)s [OPTIONS] [MODEL]"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=HELP["model"])
     types = typing.get_type_hints(ServeSettings)
     defaults = ServeSettings()
-    for field in ServeSettings.__struct_fields__:
-        if field == "model":
-            continue
-        default = getattr(defaults, field)
-        shown = f"{HELP[field]} [{default}]" if default != "" else HELP[field]
-        parser.add_argument(
-            f"--{renamed.get(field, field).replace('_', '-')}",
-            dest=field,
-            type=types[field],
-            metavar={int: "N", float: "SECONDS"}.get(types[field], "TEXT"),
-            help=shown.replace("%", "%%"),
-        )
+    for title, fields in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for field in fields:
+            default = getattr(defaults, field)
+            text = f"{HELP[field]} [{default}]" if default != "" else HELP[field]
+            group.add_argument(
+                flag(renamed.get(field, field)),
+                dest=field,
+                type=_type(field, types[field]),
+                metavar=_metavar(field, types[field]),
+                help=text.replace("%", "%%"),
+            )
+    for old, field in RENAMED.items():
+        kind = _type(field, types[field])
+        parser.add_argument(flag(old), dest=old, type=kind, help=argparse.SUPPRESS)
+    parser.set_defaults(renamed=renamed)
+
+
+def _type(field: str, kind: type) -> Callable[[str], object]:
+    """What checks the text of a flag; a wrong one is one line that says what was expected."""
+    if field in CHOICES:
+        return one_of(CHOICES[field])
+    return {int: count, float: seconds}.get(kind, str)
+
+
+def _metavar(field: str, kind: type) -> str:
+    if field in CHOICES:
+        return shown(CHOICES[field])
+    if field.endswith("kv_memory"):
+        return "SIZE"
+    if field in ("run_dir", "keys"):
+        return "FOLDER"
+    return {int: "N", float: "SECONDS"}.get(kind, "ADDRESS")
 
 
 def settings_of(arguments: argparse.Namespace) -> ServeSettings:
     """The checked settings of all layers."""
-    flags = {field: getattr(arguments, field) for field in ServeSettings.__struct_fields__}
-    return resolve(flags, os.environ, arguments.config)
+    names = (*ServeSettings.__struct_fields__, *RENAMED)
+    flags = {name: getattr(arguments, name) for name in names}
+    renamed = arguments.renamed
+
+    def spell(field: str) -> str:
+        return "MODEL" if field == "model" else flag(renamed.get(field, field))
+
+    def warn(message: str) -> None:
+        print(f"baton: warning: {message}", file=sys.stderr)
+
+    return resolve(flags, os.environ, arguments.config, spell, warn)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve, or print the plan."""
     settings = settings_of(arguments)
+    check_start(settings)
     if arguments.dry_run:
         plan = make_plan(settings, folder=None)
         print(msgspec.json.format(msgspec.json.encode(describe_plan(plan)), indent=2).decode())
         return 0
-    check_model(settings)
     return run_cluster(LocalCluster(settings, terminal))
 
 

@@ -7,83 +7,173 @@ speak. Pure but for reading the file.
 
 from __future__ import annotations
 
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..deploy.config import ServeSettings, check, convert
+from ..deploy.config import RENAMED, ServeSettings, check, convert
 from ..proto.errors import ConfigError
+from ..proto.shared_memory import KEY_VARIABLE, SWITCH_VARIABLE
+from .parser import did_you_mean
 
 ENV_PREFIX = "BATON_"
+_OTHER_VARIABLES = frozenset({"BATON_RAY_SESSION", SWITCH_VARIABLE, KEY_VARIABLE})
+_SERVICE = re.compile(r"_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)$")
+"""What Kubernetes gives every pod for a service whose name begins with ``baton``."""
 
 HELP = {
-    "model": "folder of the checkpoint (empty: the embedded demo model)",
-    "task": "generate or embed (empty: what the model is made for); embed needs no decode workers",
+    "model": "folder of the checkpoint (default: the embedded demo model)",
+    "task": "what the model does (default: what it is made for); embed needs no decode workers",
     "prefill": "number of prefill workers",
     "decode": "number of decode workers",
     "routers": "number of routers; clients take the list of their addresses",
-    "prefill_min": "fewest prefill workers (0: no bound)",
-    "prefill_max": "most prefill workers (0: no bound); memory is shared out for so many",
-    "decode_min": "fewest decode workers (0: no bound)",
-    "decode_max": "most decode workers (0: no bound); memory is shared out for so many",
-    "autoscale": "on: pools grow and shrink between their min and max by load; or off",
-    "slo_ttft": "seconds within which a first token should come, for autoscale and prefill_order",
-    "slo_itl": "seconds that tokens should be apart at most, for autoscale",
-    "scale_calm": "seconds that fewer workers must have sufficed before a pool shrinks",
-    "address": "where clients connect, ipc://PATH or tcp://HOST:PORT (empty: a path of this user)",
-    "transport": "sockets between router and workers: ipc or tcp (on 127.0.0.1)",
-    "handoff": "how KV blocks travel: auto (memory that ipc workers share, a GPU's too) or zmq",
-    "policy": "how the router chooses workers: round_robin, least_loaded or prefix_aware",
-    "prefill_order": "which waiting prompt begins first: arrival, in_time (those that can still "
-    "keep slo_ttft before those that are late), or auto (in_time with autoscale)",
+    "prefill_min": "minimum number of prefill workers (0: no minimum)",
+    "prefill_max": "maximum number of prefill workers (0: none); memory is divided among so many",
+    "decode_min": "minimum number of decode workers (0: no minimum)",
+    "decode_max": "maximum number of decode workers (0: none); memory is divided among so many",
+    "autoscale": "on: pools grow and shrink with their load, between their minimum and maximum",
+    "slo_ttft": "target time to first token in seconds, for autoscale and prefill_order",
+    "slo_itl": "target inter-token latency in seconds, for autoscale",
+    "scale_calm": "stabilization window: seconds for which fewer workers must suffice before a "
+    "pool shrinks",
+    "address": "where clients connect: ipc://PATH or tcp://HOST:PORT (default: this user's path)",
+    "transport": "sockets between router and workers; tcp is on 127.0.0.1",
+    "handoff": "how KV blocks travel; auto: through memory that workers on one host share",
+    "policy": "how the router chooses workers",
+    "prefill_order": "which waiting prompt begins first; in_time: those that can still meet "
+    "slo_ttft before those that are late; auto: in_time with autoscale, else arrival",
     "block_size": "tokens per KV block",
     "kv_blocks": "KV blocks per worker (0: from kv_memory)",
-    "kv_memory": "memory for KV blocks per worker, such as 512MiB (empty: by what is free)",
-    "chunk_budget": "most prompt tokens a prefill worker computes per step (0: no bound)",
-    "step_time": "seconds a step with prompt tokens should take; chunks are cut to that, never "
-    "below 32 tokens (0: chunk budgets alone decide)",
-    "max_batch": "most requests decoded together by one decode worker",
-    "prefill_kv_blocks": "kv_blocks of prefill workers (0: as all)",
-    "prefill_kv_memory": "kv_memory of prefill workers (empty: as all)",
-    "prefill_max_batch": "most requests a prefill worker has in work at a time",
-    "decode_kv_blocks": "kv_blocks of decode workers (0: as all)",
-    "decode_kv_memory": "kv_memory of decode workers (empty: as all)",
-    "decode_chunk_budget": "most tokens a decode worker recomputes per step after a preemption "
-    "(0: no bound)",
-    "max_length": "longest context served in tokens (0: the model's own limit)",
-    "device": "where models run: cpu, or cuda (an NVIDIA GPU that all workers share)",
-    "backend": "kernels of device cpu: auto, cpu (C) or numpy",
-    "grace": "seconds running requests may take to finish after an interrupt",
-    "silence": "seconds without a word or a step of a worker before its requests go on elsewhere",
-    "stats_interval": "seconds between lines of figures (0: none)",
-    "log_level": "least severe log lines shown: info, warning or error",
-    "run_dir": "parent of the private folder of sockets (empty: the system's temporary folder)",
-    "admin": "where scale, rollout and down connect (empty: a socket file of this user)",
-    "keys": "key folder made by baton keygen, for sockets that other hosts reach (empty: none)",
+    "kv_memory": "memory for KV blocks per worker, such as 512MiB (default: from free memory)",
+    "chunk_budget": "maximum prompt tokens per step of a prefill worker (0: no maximum)",
+    "step_time": "target duration in seconds of a step with prompt tokens, which are cut into "
+    "chunks of 32 tokens or more (0: only the chunk budgets count)",
+    "max_batch": "maximum requests per step of a decode worker",
+    "prefill_kv_blocks": "KV blocks per prefill worker (0: kv_blocks)",
+    "prefill_kv_memory": "memory for KV blocks per prefill worker (default: kv_memory)",
+    "prefill_max_batch": "maximum requests in work at a prefill worker",
+    "decode_kv_blocks": "KV blocks per decode worker (0: kv_blocks)",
+    "decode_kv_memory": "memory for KV blocks per decode worker (default: kv_memory)",
+    "decode_chunk_budget": "maximum tokens a decode worker recomputes per step after a preemption "
+    "(0: no maximum)",
+    "max_length": "maximum context length in tokens (0: the model's own)",
+    "device": "where models run; cuda: an NVIDIA GPU that all workers share",
+    "backend": "kernels of device cpu; cpu: compiled C, auto: cpu if it was built, else numpy",
+    "grace": "seconds that running requests may take to finish after an interrupt",
+    "worker_timeout": "seconds without heartbeat or progress before a worker is declared dead",
+    "handoff_timeout": "seconds without an answer after which a prefill and a decode worker that "
+    "live count as unreachable for each other",
+    "stats_interval": "seconds between lines of metrics (0: none)",
+    "log_level": "lowest severity of log lines shown",
+    "run_dir": "parent of the private folder of sockets (default: the system's temporary folder)",
+    "admin": "where scale, rollout and down connect (default: a socket file of this user)",
+    "keys": "key folder made by baton keygen, for sockets that other hosts reach (default: none)",
 }
 """One line for each field of :class:`ServeSettings`, shown by ``baton serve --help``."""
 
+GROUPS = {
+    "model": ("task", "device", "backend", "max_length"),
+    "processes": ("prefill", "decode", "routers"),
+    "addresses and keys": ("address", "admin", "keys", "transport", "handoff", "run_dir"),
+    "KV memory": (
+        "block_size", "kv_memory", "kv_blocks", "prefill_kv_memory", "prefill_kv_blocks",
+        "decode_kv_memory", "decode_kv_blocks",
+    ),
+    "routing and batching": (
+        "policy", "prefill_order", "max_batch", "prefill_max_batch", "chunk_budget",
+        "decode_chunk_budget", "step_time",
+    ),
+    "autoscaling": (
+        "autoscale", "prefill_min", "prefill_max", "decode_min", "decode_max", "slo_ttft",
+        "slo_itl", "scale_calm",
+    ),
+    "failures, stopping and log": (
+        "worker_timeout", "handoff_timeout", "grace", "stats_interval", "log_level",
+    ),
+}  # fmt: skip
+"""Headings of ``baton serve --help`` and the fields below them; ``model`` is no option."""
+
+
+def flag(field: str) -> str:
+    """The option that sets a field."""
+    return f"--{field.replace('_', '-')}"
+
+
+def variable(field: str) -> str:
+    """The environment variable that sets a field."""
+    return ENV_PREFIX + field.upper()
+
+
+class Layer(NamedTuple):
+    """Settings from one source, and how that source spells the name of one."""
+
+    values: Mapping[str, Any]
+    spell: Callable[[str], str]
+
 
 def resolve(
-    flags: Mapping[str, Any], environment: Mapping[str, str], file: str | None
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    file: str | None,
+    spell: Callable[[str], str] = flag,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> ServeSettings:
-    """Merge the layers and check the result; ConfigError says which value is wrong and where."""
+    """Merge the layers and check the result.
+
+    ``spell``: the flag of a field. ConfigError spells the wrong setting as whoever set it did.
+    ``warn`` gets a sentence for each setting that was set under its earlier name.
+    """
+    layers = [
+        Layer(read_file(file) if file else {}, lambda name: f"{file}: {name}"),
+        Layer(from_environment(environment), variable),
+        Layer({key: value for key, value in flags.items() if value is not None}, spell),
+    ]
+    layers = [_with_present_names(layer, warn) for layer in layers]
     merged: dict[str, Any] = {}
-    for source, layer in (
-        (f"file {file}", read_file(file) if file else {}),
-        ("environment", from_environment(environment)),
-        ("flags", {key: value for key, value in flags.items() if value is not None}),
-    ):
-        convert(layer, source)  # so that a wrong value is blamed on its own layer
-        merged.update(layer)
-    return check(convert(merged, "settings"))
+    for layer in layers:
+        convert(layer.values, layer.spell)
+        merged.update(layer.values)
+    settings = convert(merged)
+    try:
+        return check(settings)
+    except ConfigError as problem:
+        raise ConfigError(_blamed(str(problem), layers)) from None
+
+
+def _with_present_names(layer: Layer, warn: Callable[[str], None]) -> Layer:
+    """The layer without earlier names, so that a higher layer overrides either name."""
+    values = dict(layer.values)
+    for old in RENAMED.keys() & values.keys():
+        new = RENAMED[old]
+        warn(f"{layer.spell(old)} is the earlier name of {layer.spell(new)}; use the new name")
+        values.setdefault(new, values.pop(old))
+    return Layer(values, layer.spell)
+
+
+def _blamed(message: str, layers: Iterable[Layer]) -> str:
+    """A message of :func:`check` with its first word, a setting, as the winning layer spells it."""
+    name, _, rule = message.partition(" ")
+    spells = [layer.spell for layer in layers if name in layer.values]
+    return f"{spells[-1](name)} {rule}" if spells else message
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The fields set by ``BATON_<FIELD>``."""
-    names = {ENV_PREFIX + field.upper(): field for field in ServeSettings.__struct_fields__}
+    names = {variable(field): field for field in (*ServeSettings.__struct_fields__, *RENAMED)}
     return {names[key]: value for key, value in environment.items() if key in names}
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """A warning for each ``BATON_`` variable that sets nothing, with the closest that does."""
+    fields = (*ServeSettings.__struct_fields__, *RENAMED)
+    known = {variable(field) for field in fields} | _OTHER_VARIABLES
+    return [
+        f"{name} has no effect{did_you_mean(name, known, ENV_PREFIX)}"
+        for name in sorted(environment)
+        if name.startswith(ENV_PREFIX) and name not in known and not _SERVICE.search(name)
+    ]
 
 
 def read_file(path: str) -> dict[str, Any]:

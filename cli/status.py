@@ -12,11 +12,13 @@ import msgspec
 from ..client import Client
 from ..deploy.admin import Overview
 from ..deploy.banner import mebibytes
+from ..deploy.core import Phase
+from ..deploy.health import DEGRADED
 from ..deploy.report import DRAINED, ClusterReport, HandoffRecord, WorkerReport
 from ..proto.errors import BatonError, ConnectionLost, VersionMismatch
 from .cluster import addresses_of, keys_of, parsed
 from .numbers import count
-from .operator import add_operator, has_controller, operator
+from .operator import add_operator, overview
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,9 +36,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the report of the router, or of each router of a list; one has to answer."""
     addresses = addresses_of(arguments)
     answers = {address: _ask(address, arguments) for address in addresses}
-    if not any(isinstance(answer, dict) for answer in answers.values()):
-        raise next(answer for answer in answers.values() if isinstance(answer, BatonError))
     controller = overview(arguments)
+    if not any(isinstance(answer, dict) for answer in answers.values()):
+        if controller is not None:
+            print("\n".join(describe_controller(controller)), flush=True)
+        raise next(answer for answer in answers.values() if isinstance(answer, BatonError))
     if arguments.json:
         shown = _as_json(answers)
         if controller is not None:
@@ -53,27 +57,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def overview(arguments: argparse.Namespace) -> Overview | None:
-    """What the controller says, if there is one that answers."""
-    if not has_controller(arguments):
-        return None
-    try:
-        with operator(arguments) as client:
-            return client.overview()
-    except ConnectionLost:
-        return None
-
-
 def describe_controller(found: Overview) -> list[str]:
     """What is wanted beside what is there, and where a rollout stands."""
-    lines = []
+    lines = [f"{DEGRADED}: {problem}" for problem in found.problems]
     for role, wanted in (("router", 0), *found.targets.items()):
         stages = Counter(member.stage for member in found.members if member.role == role)
         others = [f"{count} {stage}" for stage, count in sorted(stages.items()) if stage != "ready"]
         wanted = wanted or (sum(stages.values()) if role == "router" else 0)
         extra = f"  ({', '.join(others)})" if others else ""
         lines.append(f"{role:<12} {stages['ready']} of {wanted} ready{extra}")
-    lines += [f"{m.name}: waits for a host: {m.note}" for m in found.members if m.note]
+    if found.phase != Phase.SERVING.value:  # a serving cluster has them among its problems
+        lines += [f"{m.name}: waits for a host: {m.note}" for m in found.members if m.note]
     return [*lines, f"rollout      {found.rollout}"] if found.rollout else lines
 
 
@@ -120,9 +114,20 @@ def describe(report: ClusterReport) -> list[str]:
             f"{mebibytes(totals.bytes_received)} received"
         ),
         *(f"  {describe_handoff(record)}" for record in totals.last),
+        *_failed_pairs(report),
         *_latency(report),
         *_dropped(report),
     ]
+
+
+def _failed_pairs(report: ClusterReport) -> list[str]:
+    """Workers that live and cannot reach each other."""
+    lines = [
+        f"  {pair.prefill} -> {pair.decode}: unreachable, {pair.failing_s:.0f} s, "
+        f"{pair.failures} requests moved, next try in {pair.next_try_s:.0f} s ({pair.reason})"
+        for pair in report.failed_pairs
+    ]
+    return ["", "pairs of workers that cannot reach each other:", *lines] if lines else []
 
 
 def _latency(report: ClusterReport) -> list[str]:

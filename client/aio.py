@@ -10,9 +10,10 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -23,16 +24,26 @@ from ..proto.ids import RequestID
 from ..proto.messages import Describe, Described, Drained, Message, StatusReport
 from ..runtime.keyring import GivenKeys, client_keys
 from ..runtime.loop import Loop
-from .connection import Connection, Sink
+from .connection import Connection
 from .embedding import Embedding, embed_specs
 from .events import Ended, NewTokens
+from .many import (
+    Each,
+    at_prompt,
+    chats_of,
+    prompts_of,
+    refuse_same_ids,
+    sampling_of_each,
+    sampling_of_one,
+)
 from .model import (
     DESCRIBED_FILES,
     Description,
+    Messages,
     ModelCache,
     Prepared,
     Prompt,
-    RequestOptions,
+    Prompts,
     Sampling,
     ServedModel,
     TokensOrText,
@@ -42,12 +53,22 @@ from .model import (
     prepare_context,
     prepare_text,
 )
-from .options import check_timeouts, drain_question, question_timeout, status_question
+from .options import (
+    RequestOptions,
+    check_options,
+    check_timeouts,
+    check_variables,
+    drain_question,
+    question_timeout,
+    status_question,
+)
 from .output import Assembler, Output
 from .routers import router_addresses
+from .window import Sink, Window
 
 Answer = TypeVar("Answer", bound=Message)
 _Preparing = Coroutine[Any, Any, Prepared]
+_Prepare = Callable[[Any, Sampling, RequestOptions], _Preparing]
 
 
 class AsyncClient:
@@ -64,11 +85,13 @@ class AsyncClient:
         connect_timeout: float = 5.0,
         reconnect_timeout: float = 30.0,
     ) -> None:
-        check_timeouts(connect_timeout=connect_timeout, reconnect_timeout=reconnect_timeout)
+        connect, reconnect = check_timeouts(
+            connect_timeout=connect_timeout, reconnect_timeout=reconnect_timeout
+        )
         self._addresses = router_addresses(address)
         self._keys = client_keys(keys)
-        self._timeout = connect_timeout
-        self._reconnect_timeout = reconnect_timeout
+        self._timeout = connect
+        self._reconnect_timeout = reconnect
         self._models = ModelCache()
         self._models_lock = asyncio.Lock()
         self._loop: Loop | None = None
@@ -77,30 +100,74 @@ class AsyncClient:
 
     # ------------------------------------------------------------------ generation
 
+    @overload
     def generate(
         self, prompt: Prompt, sampling_params: Sampling = None, **options: Unpack[RequestOptions]
-    ) -> AsyncGeneration:
+    ) -> AsyncGeneration: ...
+    @overload
+    def generate(
+        self,
+        prompt: Prompts,
+        sampling_params: Sampling | Each = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[AsyncGeneration]: ...
+    def generate(
+        self,
+        prompt: Prompt | Prompts,
+        sampling_params: Sampling | Each = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGeneration | list[AsyncGeneration]:
         """Start a request at once; iterate over its outputs with ``async for``.
 
-        Arguments as in :meth:`baton.client.Client.generate`; all errors come out of the
-        iterator. ``aclose`` on the iterator, or dropping it, cancels the request.
+        Arguments as in :meth:`baton.client.Client.generate`. Raises InputError for a wrong
+        option or parameter; all other errors come out of the iterator. ``aclose`` on the
+        iterator, or dropping it, cancels the request.
         """
-        named = str(prompt.request_id) if isinstance(prompt, TextContext) else str(RequestID())
-        request_id = options["request_id"] = options.get("request_id") or named
-        return self._start(request_id, self._prepare(prompt, sampling_params, options))
+        checked = check_options(options)
+        prompts = prompts_of(prompt)
+        if prompts is None:
+            params = sampling_of_one(sampling_params)
+            return self._start(_name(prompt, checked), self._prepare, prompt, params, checked)
+        each = sampling_of_each(len(prompts), sampling_params, checked)
+        names = [_name(one, checked) for one in prompts]
+        return self._start_all(names, self._prepare, prompts, each, checked)
 
+    @overload
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         sampling_params: Sampling = None,
         *,
         variables: Mapping[str, Any] | None = None,
         **options: Unpack[RequestOptions],
-    ) -> AsyncGeneration:
+    ) -> AsyncGeneration: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Messages],
+        sampling_params: Sampling | Each = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[AsyncGeneration]: ...
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Sampling | Each = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGeneration | list[AsyncGeneration]:
         """As :meth:`generate`, of messages rendered by the model's chat template."""
-        request_id = options["request_id"] = options.get("request_id") or str(RequestID())
-        preparing = self._prepare_chat(messages, variables or {}, sampling_params, options)
-        return self._start(request_id, preparing)
+        checked, given = check_options(options), check_variables(variables)
+        prepare_one = partial(self._prepare_chat, given)
+        chats = chats_of(messages)
+        if chats is None:
+            params = sampling_of_one(sampling_params)
+            return self._start(_name(None, checked), prepare_one, messages, params, checked)
+        each = sampling_of_each(len(chats), sampling_params, checked)
+        names = [_name(None, checked) for _ in chats]
+        return self._start_all(names, prepare_one, chats, each, checked)
 
     async def embed(
         self, texts: Sequence[TokensOrText], **options: Unpack[RequestOptions]
@@ -137,9 +204,9 @@ class AsyncClient:
         state: dict[str, Any] = json.loads(report.report)
         return state
 
-    async def drain(self, worker: str, *, timeout: float | None = None) -> str:
+    async def drain(self, worker: str, *, force: bool = False, timeout: float | None = None) -> str:
         """Let a worker finish what it has and take nothing new; returns how that stands."""
-        return (await self._ask(drain_question(worker), Drained, timeout)).message
+        return (await self._ask(drain_question(worker, force), Drained, timeout)).message
 
     # ------------------------------------------------------------------ end
 
@@ -182,17 +249,42 @@ class AsyncClient:
             raise InputError("an AsyncClient belongs to the event loop of its first use")
         return self._connection
 
-    def _start(self, request_id: str, preparing: _Preparing) -> AsyncGeneration:
-        try:
-            connection = self._connected()
-        except BaseException:
-            preparing.close()
-            raise
-        return AsyncGeneration(self, connection, request_id, preparing)
+    def _start(
+        self,
+        request_id: str,
+        prepare_one: _Prepare,
+        prompt: Any,
+        sampling: Sampling,
+        options: RequestOptions,
+        window: Window | None = None,
+    ) -> AsyncGeneration:
+        connection = self._connected()
+        preparing = prepare_one(prompt, sampling, {**options, "request_id": request_id})
+        return AsyncGeneration(self, connection, request_id, preparing, window)
 
-    async def _prepare(
-        self, prompt: Prompt, sampling: Sampling, options: RequestOptions
-    ) -> Prepared:
+    def _start_all(
+        self,
+        names: Sequence[str],
+        prepare_one: _Prepare,
+        prompts: Sequence[Any],
+        each: Sequence[Sampling],
+        options: RequestOptions,
+    ) -> list[AsyncGeneration]:
+        refuse_same_ids(names)
+        window = Window()
+
+        async def prepare_at(
+            index: int, prompt: Any, sampling: Sampling, own: RequestOptions
+        ) -> Prepared:
+            with at_prompt(index):
+                return await prepare_one(prompt, sampling, own)
+
+        return [
+            self._start(names[at], partial(prepare_at, at), prompt, each[at], options, window)
+            for at, prompt in enumerate(prompts)
+        ]
+
+    async def _prepare(self, prompt: Any, sampling: Sampling, options: RequestOptions) -> Prepared:
         if isinstance(prompt, TextContext):
             return prepare_context(prompt, sampling, options)
         model = await self._model()
@@ -202,8 +294,8 @@ class AsyncClient:
 
     async def _prepare_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
+        messages: Messages,
         sampling: Sampling,
         options: RequestOptions,
     ) -> Prepared:
@@ -217,15 +309,20 @@ class AsyncClient:
 
     async def _model(self) -> ServedModel:
         """What is served, asked again after every reconnection."""
+        failures = self._models.failures
         async with self._models_lock:
-            connections = self._connected().connections
-            model = self._models.fresh(connections)
-            if model is None:
-                card_only = await self._ask(Describe(), Described, self._timeout)
-                model = self._models.confirm(card_only, connections)
-            if model is None:
-                model = self._models.store(await self.describe(), connections)
-            return model
+            with self._models.attempt(failures):
+                return await self._fetch_model()
+
+    async def _fetch_model(self) -> ServedModel:
+        connections = self._connected().connections
+        model = self._models.fresh(connections)
+        if model is None:
+            card_only = await self._ask(Describe(), Described, self._timeout)
+            model = self._models.confirm(card_only, connections)
+        if model is None:
+            model = self._models.store(await self.describe(), connections)
+        return model
 
     async def _ask(self, question: Message, kind: type[Answer], timeout: float | None) -> Answer:
         future: asyncio.Future[Message | BatonError] = asyncio.get_running_loop().create_future()
@@ -265,9 +362,17 @@ class _Mailbox:
         return self._news.popleft()
 
 
-async def _begin(connection: Connection, preparing: _Preparing, sink: Sink) -> Assembler:
+def _name(prompt: object, options: RequestOptions) -> str:
+    """The request's id: the given one, the context's own, or a random one."""
+    own = prompt.request_id if isinstance(prompt, TextContext) else RequestID()
+    return options.get("request_id") or str(own)
+
+
+async def _begin(
+    connection: Connection, preparing: _Preparing, sink: Sink, window: Window | None
+) -> Assembler:
     prepared = await preparing
-    connection.start(prepared.spec, sink)
+    connection.start(prepared.spec, sink, window)
     return prepared.assembler
 
 
@@ -281,7 +386,12 @@ class AsyncGeneration:
     """Async iterator over the outputs of one request; :meth:`aclose`, or dropping it, cancels."""
 
     def __init__(
-        self, client: AsyncClient, connection: Connection, request_id: str, preparing: _Preparing
+        self,
+        client: AsyncClient,
+        connection: Connection,
+        request_id: str,
+        preparing: _Preparing,
+        window: Window | None = None,
     ) -> None:
         self._client = client
         self._connection = connection
@@ -290,7 +400,9 @@ class AsyncGeneration:
         self._assembler: Assembler | None = None
         self._done = False
         self._event_loop = asyncio.get_running_loop()
-        self._starting = self._event_loop.create_task(_begin(connection, preparing, self._sink))
+        self._starting = self._event_loop.create_task(
+            _begin(connection, preparing, self._sink, window)
+        )
         self._starting.add_done_callback(_retrieve)
         self.request_id = request_id
 

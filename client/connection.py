@@ -45,6 +45,7 @@ from .events import (
 )
 from .model import new_identity
 from .routers import router_addresses
+from .window import Sink, Window, overdue_end
 
 _LOOK_S = 2.0
 """How long a router that is looked for may take to answer."""
@@ -53,7 +54,6 @@ _PATIENT = ChannelOptions(
     max_frame_bytes=MAX_DESCRIBED_BYTES, heartbeat_s=1.0, heartbeat_timeout_s=5.0
 )
 
-Sink = Callable[[NewTokens | Ended], object]
 AnswerSink = Callable[[Message | BatonError], object]
 
 
@@ -89,6 +89,7 @@ class Connection:
         )
         self._outbox: Outbox[None] = Outbox(self._send)
         self._sinks: dict[str, Sink] = {}
+        self._windows: dict[str, Window] = {}  # of requests that have one, until they end
         self._asked: dict[int, AnswerSink] = {}
         self._tickets = 0
         self._timer: Timer | None = None
@@ -105,8 +106,32 @@ class Connection:
 
     # ------------------------------------------------------------------ what users want
 
-    def start(self, spec: RequestSpec, sink: Sink) -> None:
-        """Begin a request; ``sink`` hears of it."""
+    def start(self, spec: RequestSpec, sink: Sink, window: Window | None = None) -> None:
+        """Begin a request, once there is room in its ``window``; ``sink`` hears of it."""
+        if window is None or self._closed:
+            self._start(spec, sink)
+            return
+        self._windows[spec.request_id] = window
+        window.enter(spec, sink, self._loop.now())
+        self._admit(window)
+
+    def _admit(self, window: Window) -> None:
+        for spec, sink in window.admit(self._loop.now()):
+            overdue = overdue_end(spec)
+            if overdue is None:
+                self._start(spec, sink)
+            else:
+                self._leave_window(spec.request_id)
+                sink(overdue)
+
+    def _leave_window(self, request_id: str) -> None:
+        """Another request of its window may start; later, for this may be a sink's call."""
+        window = self._windows.pop(request_id, None)
+        if window is not None:
+            window.leave(request_id)
+            self._loop.post(lambda: self._admit(window))
+
+    def _start(self, spec: RequestSpec, sink: Sink) -> None:
         if self._closed:
             sink(_closed_end(spec.request_id))
             return
@@ -114,6 +139,7 @@ class Connection:
             # The core refuses it; the running one's sink must not hear that.
             for action in self._core.handle(Start(spec), self._loop.now()):
                 if isinstance(action, Ended):
+                    self._leave_window(spec.request_id)
                     sink(action)
             return
         self._sinks[spec.request_id] = sink
@@ -122,9 +148,13 @@ class Connection:
     def stop(self, request_id: str, sink: Sink, *, report: bool = False) -> None:
         """End a request that ``sink`` belongs to; without ``report`` it hears no more."""
         if self._sinks.get(request_id) is not sink:
+            window = self._windows.get(request_id)
+            if window is not None and window.waits(request_id, sink):
+                self._leave_window(request_id)
             return
         if not report:
             del self._sinks[request_id]
+            self._leave_window(request_id)
         self._handle(Stop(request_id, report))
 
     def ask(self, message: Message, timeout: float, sink: AnswerSink) -> None:
@@ -146,6 +176,9 @@ class Connection:
         self._stop_looking()
         self._context.destroy(linger=0)
         sinks, self._sinks = self._sinks, {}
+        for window in {id(window): window for window in self._windows.values()}.values():
+            sinks |= window.close()
+        self._windows.clear()
         for request_id, sink in sinks.items():
             sink(_closed_end(request_id))
         asked, self._asked = self._asked, {}
@@ -254,6 +287,7 @@ class Connection:
                     sink(action)
             case Ended():
                 sink = self._sinks.pop(action.request_id, None)
+                self._leave_window(action.request_id)
                 if sink is not None:
                     sink(action)
             case Answered():

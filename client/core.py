@@ -77,7 +77,8 @@ class ClientCore:
 
     ``addresses``: its routers; it is at one at a time, and begins with the first.
     ``connect_timeout``: how long a new request waits for routers that do not answer;
-    ``reconnect_timeout``: the same for a running one.
+    ``reconnect_timeout``: the same for a running one, and how long any request may lack its
+    Submitted although the router answers.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class ClientCore:
         self._routers = Routers(addresses)
         self._connect_timeout = connect_timeout
         self._reconnect_timeout = reconnect_timeout
+        self._accept_timeout = max(connect_timeout, reconnect_timeout)
         self._streams: dict[str, Stream] = {}
         self._by_key: dict[bytes, Stream] = {}
         self._started = 0  # requests; each gets its number
@@ -291,10 +293,20 @@ class ClientCore:
             self._end(stream, error=error)
         elif isinstance(error, VersionMismatch):
             self._mismatch(error, now)
-        else:
-            failed = self._questions.fail_oldest(error)
-            if failed is not None:
-                self._out.append(failed)
+        elif not message.request_id:
+            self._rejected_unnamed(error)
+
+    def _rejected_unnamed(self, error: BatonError) -> None:
+        """Something of ours cannot be read there: repeating it would help nobody.
+
+        It may be any request without an answer; if there is none, it is a question.
+        """
+        waiting = [stream for stream in self._streams.values() if stream.unanswered]
+        for stream in waiting:
+            self._end(stream, error=error)
+        failed = None if waiting else self._questions.fail_oldest(error)
+        if failed is not None:
+            self._out.append(failed)
 
     def _answer(self, message: Message, now: float) -> None:
         answered = self._questions.take(message, now)
@@ -398,14 +410,17 @@ class ClientCore:
                 self._out.append(Look(self._routers.home))
 
     def _look_at(self, stream: Stream, now: float) -> None:
-        deadline = stream.deadline_at
         if stream.state is State.STOPPING and now >= stream.stop_until:
             self._stopped(stream, report=stream.report)
-        elif deadline is not None and now >= deadline + DEADLINE_GRACE_S:
+        elif now >= stream.ends_by + DEADLINE_GRACE_S:
             self._out.append(Send(stream.cancel()))
-            self._end(stream, error=DeadlineExceeded(f"no end within {stream.spec.deadline:g} s"))
+            limit = stream.ends_by - stream.started
+            self._end(stream, error=DeadlineExceeded(f"no end within {limit:g} s (deadline)"))
         elif self._silent_too_long(stream, now):
             self._end(stream, error=self._unreachable(stream))
+        elif self._unanswered_too_long(stream, now):
+            self._out.append(Send(stream.cancel()))
+            self._end(stream, error=self._unanswered())
         elif self._connected and now >= stream.retry_at:
             self._say(stream, stream.repeat(now))
 
@@ -413,15 +428,26 @@ class ClientCore:
         limit = self._reconnect_timeout if stream.secret else self._connect_timeout
         return now - max(self._heard_at, stream.started) > limit
 
+    def _unanswered_too_long(self, stream: Stream, now: float) -> bool:
+        """Whether the router answers, but not this request: its answer is due at once."""
+        return stream.unanswered and now - stream.asked_at > self._accept_timeout
+
     def _unreachable(self, stream: Stream) -> ConnectionLost:
         if stream.secret:
             return ConnectionLost(
                 f"the router at {self._routers.shown} has been silent for"
-                f" {self._reconnect_timeout:g} s{self._hint}"
+                f" {self._reconnect_timeout:g} s (reconnect_timeout){self._hint}"
             )
         return ConnectionLost(
-            f"no answer from {self._routers.shown} within {self._connect_timeout:g} s; is a"
-            f" cluster running there? start one with: baton serve{self._hint}"
+            f"no answer from {self._routers.shown} within {self._connect_timeout:g} s"
+            f" (connect_timeout); is a cluster running there? start one with: baton serve"
+            f"{self._hint}"
+        )
+
+    def _unanswered(self) -> ConnectionLost:
+        return ConnectionLost(
+            f"the router at {self._routers.shown} answers, but has neither accepted nor refused"
+            f" the request within {self._accept_timeout:g} s (reconnect_timeout)"
         )
 
     @property

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from ..proto.errors import DeadlineExceeded, InputError, InternalError, TaskMismatch
 from ..proto.requests import build_embed_context
 from .events import Ended, RequestSpec
-from .model import RequestOptions, ServedModel, TokensOrText, encode, make_spec
-from .options import check_options
+from .model import ServedModel, TokensOrText, encode, ids_of, make_spec
+from .options import RequestOptions, check_options
 
 F32 = npt.NDArray[np.float32]
 WINDOW = 256
@@ -31,17 +31,19 @@ def embed_specs(
     texts: Sequence[TokensOrText], options: RequestOptions, model: ServedModel
 ) -> list[RequestSpec]:
     """Requests for all texts (or token ids). Raises InputError for what cannot be embedded."""
-    check_options(options, _OPTIONS)
+    options = check_options(options, _OPTIONS)
     if isinstance(texts, str) or not isinstance(texts, Iterable):
         what = "one text" if isinstance(texts, str) else type(texts).__name__
         raise InputError(f"embed takes a list of texts, not {what}")
     if model.card.task != "embed":
-        raise TaskMismatch(f"{model.card.name!r} is a text model and gives no vectors")
+        raise TaskMismatch(
+            f"{model.card.name!r} is a text model; embeddings need an embedding model"
+        )
     return [_spec(text, options, model) for text in texts]
 
 
 def _spec(text: TokensOrText, options: RequestOptions, model: ServedModel) -> RequestSpec:
-    tokens: Any = encode(text, model) if isinstance(text, str) else np.asarray(text)
+    tokens: Any = encode(text, model) if isinstance(text, str) else ids_of(text)
     wire = build_embed_context(tokens, model.card, target_endpoint=options.get("target_endpoint"))
     return make_spec(wire, options, None)
 

@@ -7,63 +7,47 @@ cluster.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from functools import cache
+from numbers import Real
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.codec import EnvelopeEncoder
+from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
+from ..proto.context_maps import request_map
 from ..proto.contexts import TextContext
-from ..proto.errors import DeadlineExceeded, InputError, InternalError
+from ..proto.errors import BatonError, InputError, InternalError
 from ..proto.ids import RequestID
-from ..proto.json_schema import json_schema_text
 from ..proto.layout import ModelCard
-from ..proto.limits import MAX_REQUEST_ID_CHARS
-from ..proto.messages import Described, Submit
+from ..proto.limits import MAX_TOP_K
+from ..proto.messages import ClientToRouter, Described, Message, Submit
 from ..proto.requests import build_wire_context
 from ..proto.sampling import (
     SamplingParams,
     SamplingParamsGenerationConfigDefaults,
     SamplingParamsInput,
 )
+from ..proto.value_checks import shown
 from ..proto.wire import WireContext
 from ..text.detokenizer import IncrementalDetokenizer
 from ..text.stop import stop_sequences
 from ..text.tokenizer import TOKENIZER_FILES, Tokenizer
 from .events import RequestSpec
-from .options import check_options
+from .options import RequestOptions
 from .output import Assembler
 
 Int32 = npt.NDArray[np.int32]
 TokensOrText = str | Sequence[int] | npt.NDArray[Any]
 Prompt = TokensOrText | TextContext
+Prompts = list[str] | list[list[int]] | list[npt.NDArray[Any]] | list[TextContext]
+Messages = Sequence[Mapping[str, Any]]
 Sampling = SamplingParams | SamplingParamsInput | None
 DESCRIBED_FILES: list[str] = list(TOKENIZER_FILES)
-
-
-class RequestOptions(TypedDict, total=False):
-    """Keyword arguments of ``generate`` and ``chat``.
-
-    ``target_endpoint``: address of the worker to use; ``pin="strict"`` forbids a replay
-    elsewhere, ``fallback=True`` lets the router choose when that worker cannot take it.
-    ``deadline``: seconds. ``pool``: which workers. ``request_id``: default a random one.
-    ``log_probabilities``: of each token and that many most likely ones. ``cache_salt``:
-    prefix cache shared only with requests of the same salt. ``json_schema``: JSON text or a
-    mapping; the answer's text is an instance of it.
-    """
-
-    target_endpoint: str | None
-    deadline: float | None
-    pool: str | None
-    pin: str
-    fallback: bool
-    request_id: str | None
-    log_probabilities: int
-    cache_salt: str
-    json_schema: str | Mapping[str, Any] | None
 
 
 @dataclass(slots=True, frozen=True)
@@ -105,6 +89,25 @@ class ModelCache:
     def __init__(self) -> None:
         self._model: ServedModel | None = None
         self._connections = -1
+        self.failures = 0
+        self._failure: BatonError | None = None
+
+    @contextmanager
+    def attempt(self, failures: int) -> Iterator[None]:
+        """Fetch in the body, in one call at a time.
+
+        Raises the failure of the call that was waited for: each would wait as long in vain.
+        ``failures``: how many there were when this call began to wait.
+        """
+        failure = self._failure
+        if failures != self.failures and failure is not None:
+            raise type(failure)(str(failure), retry_after=failure.retry_after)
+        try:
+            yield
+        except BatonError as error:
+            self.failures += 1
+            self._failure = error
+            raise
 
     def fresh(self, connections: int) -> ServedModel | None:
         """The model, if it was fetched over the connection that stands."""
@@ -152,10 +155,13 @@ class Prepared:
 def prepare(
     prompt: TokensOrText, sampling: Sampling, options: RequestOptions, model: ServedModel
 ) -> Prepared:
-    """Make a request of text or token ids. Raises InputError for what cannot be served."""
+    """Make a request of text or token ids. Raises InputError for what cannot be served.
+
+    ``options``, here and below: as :func:`check_options` returns them.
+    """
     if isinstance(prompt, str):
         return prepare_text(encode(prompt, model), sampling, options, model)
-    return _prepare(_ids(prompt), sampling, options, model, show_text=False)
+    return _prepare(ids_of(prompt), sampling, options, model, show_text=False)
 
 
 def encode(text: str, model: ServedModel, *, add_special_tokens: bool = True) -> Int32:
@@ -181,17 +187,17 @@ def prepare_text(
 
 
 def prepare_context(context: TextContext, sampling: Sampling, options: RequestOptions) -> Prepared:
-    """Make a request of a context, which brings its own parameters."""
-    check_options(options, RequestOptions.__annotations__)
+    """Make a request of a context, which is complete: no default of the model is filled in."""
     if sampling is not None:
         raise InputError("a context has its own sampling_params; give none beside it")
-    wire = context.to_wire()
+    context.sampling_params.check()
+    wire = request_map(context)
     target = options.get("target_endpoint")
     if target is not None:
         wire = msgspec.structs.replace(wire, target_endpoint=target)
     schema = options.get("json_schema")
     if schema is not None:
-        wire = msgspec.structs.replace(wire, json_schema=json_schema_text(schema))
+        wire = msgspec.structs.replace(wire, json_schema=schema)
     name = options.get("request_id") or str(context.request_id)
     return Prepared(make_spec(wire, options, name), Assembler(None, show_text=False))
 
@@ -204,9 +210,8 @@ def _prepare(
     *,
     show_text: bool,
 ) -> Prepared:
-    check_options(options, RequestOptions.__annotations__)
     params = _params(sampling, model.defaults)
-    stop, schema = params.stop or [], options.get("json_schema")
+    stop = params.stop or []
     wire = build_wire_context(
         tokens,
         model.card,
@@ -215,7 +220,7 @@ def _prepare(
         log_probabilities=options.get("log_probabilities", 0),
         target_endpoint=options.get("target_endpoint"),
         cache_salt=options.get("cache_salt", ""),
-        json_schema=None if schema is None else json_schema_text(schema),
+        json_schema=cast("str | None", options.get("json_schema")),
     )
     detokenizer = None
     if stop or (show_text and params.detokenize):
@@ -226,16 +231,10 @@ def _prepare(
 
 def make_spec(wire: WireContext, options: RequestOptions, name: str | None) -> RequestSpec:
     """A request with a name of its own unless it has one."""
-    request_id = str(RequestID()) if name is None else name
-    if not 0 < len(request_id) <= MAX_REQUEST_ID_CHARS:
-        raise InputError(f"request_id must have 1 to {MAX_REQUEST_ID_CHARS} characters")
-    deadline = options.get("deadline")
-    if deadline is not None and not deadline > 0:
-        raise DeadlineExceeded(f"the deadline of {deadline:g} s is over already")
     spec = RequestSpec(
-        request_id=request_id,
+        request_id=str(RequestID()) if name is None else name,
         context=wire,
-        deadline=None if deadline is None else float(deadline),
+        deadline=options.get("deadline"),
         pool=options.get("pool"),
         pin=options.get("pin", "prefer"),
         fallback=options.get("fallback", False),
@@ -245,26 +244,48 @@ def make_spec(wire: WireContext, options: RequestOptions, name: str | None) -> R
 
 
 def _check_sendable(spec: RequestSpec) -> None:
-    """InputError for what no message can carry; it would be tried again and again in vain."""
+    """InputError for what no router could read; it would be repeated in vain.
+
+    Options and parameters were checked by field; a context of the user's own was not.
+    """
+    message = Submit(request_id=spec.request_id, context=spec.context, pool=spec.pool)
     try:
-        message = Submit(request_id=spec.request_id, context=spec.context, pool=spec.pool)
-        EnvelopeEncoder().encode([message])
+        _router_decoder().decode(EnvelopeEncoder().encode([message]))
     except Exception as error:  # whatever the user put in: huge numbers, foreign objects
         raise InputError(f"the request cannot be sent: {error}") from error
 
 
+@cache
+def _router_decoder() -> EnvelopeDecoder[Message]:
+    return EnvelopeDecoder(ClientToRouter)
+
+
+def check_sampling(sampling: object) -> None:
+    """InputError for what is no set of sampling parameters."""
+    if sampling is None or isinstance(sampling, SamplingParams | SamplingParamsInput):
+        return
+    hint = "" if not isinstance(sampling, dict) else "; write SamplingParams(**values)"
+    if isinstance(sampling, Real):
+        hint = f"; write SamplingParams(temperature={sampling}) to set the temperature"
+    raise InputError(f"sampling_params must be SamplingParams, not {shown(sampling)}{hint}")
+
+
 def _params(sampling: Sampling, defaults: SamplingParamsGenerationConfigDefaults) -> SamplingParams:
     if isinstance(sampling, SamplingParams):
-        return sampling
+        return sampling.merged(defaults)
     given = sampling if sampling is not None else SamplingParamsInput()
-    if not isinstance(given, SamplingParamsInput):
-        kinds = "SamplingParams or SamplingParamsInput"
-        raise InputError(f"sampling_params must be {kinds}, not {type(given).__name__}")
     return SamplingParams.from_input_and_generation_config(given, defaults)
 
 
-def _ids(prompt: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[Any]:
-    array = np.asarray(prompt)
+def ids_of(prompt: object) -> npt.NDArray[Any]:
+    """Token ids of a prompt that is no text, unchecked but for their being some."""
+    if not isinstance(prompt, np.ndarray | Sequence) or isinstance(prompt, bytes | bytearray):
+        kinds = "text, token ids, a TextContext, or a list of these"
+        raise InputError(f"a prompt must be {kinds}, not {shown(prompt)}")
+    try:
+        array = np.asarray(prompt)
+    except (ValueError, OverflowError) as error:
+        raise InputError(f"token ids must be a list of whole numbers: {error}") from None
     return array.astype(np.int32) if array.size == 0 else array
 
 
@@ -288,6 +309,8 @@ def _generation_defaults(files: Mapping[str, bytes]) -> SamplingParamsGeneration
         config = msgspec.json.decode(text, type=_GenerationConfig, strict=False)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InputError(f"the model's generation_config.json cannot be read: {error}") from error
+    if config.top_k is not None:  # as the cluster reads the same file (docs/sampling.md)
+        config.top_k = min(config.top_k, MAX_TOP_K)
     return SamplingParamsGenerationConfigDefaults(**msgspec.structs.asdict(config))
 
 

@@ -11,6 +11,12 @@ from .events import Answered, Ask
 REPEAT_S = 1.0
 NO_MODEL_REPEAT_S = 0.1
 """How soon a router that knows no worker yet is asked for the model again."""
+_ABOUT: dict[type, tuple[str, str]] = {
+    Describe: ("the model", "connect_timeout"),
+    Status: ("the status", "timeout"),
+    Drain: ("a drain", "timeout"),
+}
+"""What was asked for, and the setting that bounds the wait."""
 
 
 @dataclass(slots=True)
@@ -84,9 +90,11 @@ class Questions:
             return CapacityError(
                 f"the router at {self._address} has no worker yet", retry_after=1.0
             )
+        about, setting = _ABOUT[type(question.ask.message)]
         return ConnectionLost(
-            f"no answer from {self._address} within {question.ask.timeout:g} s; is a cluster "
-            f"running there? start one with: baton serve{self.hint}"
+            f"no answer from {self._address} to the question for {about} within "
+            f"{question.ask.timeout:g} s ({setting}); is a cluster running there? "
+            f"start one with: baton serve{self.hint}"
         )
 
 

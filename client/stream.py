@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from ..proto.limits import MAX_DEADLINE_S
 from ..proto.messages import Cancel, Message, Resume, Submit, Terminal, TokenRun
 from .events import NewTokens, RequestSpec
 
@@ -55,6 +56,9 @@ class Stream:
         self.terminal: Terminal | None = None  # came before the last tokens
         self.report = True
         self.deadline_at = None if spec.deadline is None else now + spec.deadline
+        # Without a deadline the router's own, which is never longer, ends it.
+        self.ends_by = now + (MAX_DEADLINE_S if spec.deadline is None else spec.deadline)
+        self.asked_at = now  # the first word without an answer, or the last tokens since
         self.stop_until = 0.0
         self.turned_away = 0  # by routers that were about to end
         self.retry_at = now
@@ -80,6 +84,7 @@ class Stream:
         fresh = NewTokens(self.spec.request_id, self.next, tokens, logprobs)
         self.next += len(tokens)
         self.emitted += tokens
+        self.asked_at = now
         self._doubt = FIRST_DOUBT_S
         self._doubt_at = now + FIRST_DOUBT_S
         return fresh
@@ -132,7 +137,12 @@ class Stream:
 
     def cancel(self) -> Cancel:
         """What ends it at the router."""
-        return Cancel(request_id=self.spec.request_id, request=self.key, serial=self.serial)
+        return Cancel(
+            request_id=self.spec.request_id,
+            request=self.key,
+            serial=self.serial,
+            secret=self.secret,
+        )
 
     def resume(self, now: float) -> Message | None:
         """Ask for the stream from ``next`` on, unless that was asked lately."""
@@ -140,8 +150,18 @@ class Stream:
         if self.state is State.STOPPING or asked_lately:
             return None
         self._asked = self.next
-        self.state = State.RESUMING if self.secret else State.PENDING
+        self._ask_again(now)
         return self.repeat(now)
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether the router has neither accepted nor refused what was asked last."""
+        return self.state in (State.PENDING, State.RESUMING)
+
+    def _ask_again(self, now: float) -> None:
+        if not self.unanswered:
+            self.asked_at = now
+        self.state = State.RESUMING if self.secret else State.PENDING
 
     def _doubted(self, now: float) -> Message | None:
         """A late answer to an older word opens a stream that the router may have let go since."""
@@ -156,7 +176,7 @@ class Stream:
         if self.state is State.STOPPING:
             return None  # the router cancelled it with the old connection
         self._backoff = FIRST_RETRY_S
-        self.state = State.RESUMING if self.secret else State.PENDING
+        self._ask_again(now)
         return self.repeat(now)
 
     def _remaining(self, now: float) -> float | None:

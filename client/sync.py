@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -23,16 +23,26 @@ from ..proto.errors import BatonError, ConnectionLost, InternalError
 from ..proto.messages import Describe, Described, Drained, Message, StatusReport
 from ..runtime.keyring import GivenKeys, Keys, client_keys
 from ..runtime.loop import Loop
-from .connection import Connection, Sink
+from .connection import Connection
 from .embedding import Embedding, embed_specs
 from .events import Ended, NewTokens, RequestSpec
+from .many import (
+    Each,
+    at_prompt,
+    chats_of,
+    prompts_of,
+    refuse_same_ids,
+    sampling_of_each,
+    sampling_of_one,
+)
 from .model import (
     DESCRIBED_FILES,
     Description,
+    Messages,
     ModelCache,
     Prepared,
     Prompt,
-    RequestOptions,
+    Prompts,
     Sampling,
     ServedModel,
     TokensOrText,
@@ -42,10 +52,22 @@ from .model import (
     prepare_context,
     prepare_text,
 )
-from .options import check_timeouts, drain_question, question_timeout, status_question
+from .options import (
+    RequestOptions,
+    check_options,
+    check_timeouts,
+    check_variables,
+    drain_question,
+    question_timeout,
+    status_question,
+)
 from .output import Output
+from .window import Sink, Window
 
 Answer = TypeVar("Answer", bound=Message)
+Item = TypeVar("Item")
+LOOK_S = 1.0
+"""How often a waiting call sees whether the thread it waits for still runs."""
 
 
 class _Background:
@@ -75,11 +97,33 @@ class _Background:
         self._thread.start()
 
     def post(self, callback: Callable[[], object]) -> None:
-        """Run ``callback`` on the connection's thread. Raises ConnectionLost when closed."""
+        """Run ``callback`` on the connection's thread.
+
+        Raises ConnectionLost when closed, and without the thread.
+        """
+        self.check()
         with self._lock:
             if self._closed:
                 raise ConnectionLost("the client is closed")
             self._loop.post(callback)
+
+    def check(self) -> None:
+        """Raise ConnectionLost if nobody would answer: a fork does not copy the thread."""
+        if self._thread.is_alive():
+            return
+        text = "the client is closed"
+        if not self._closed:
+            text = "the client's thread does not run in this process; make a Client in each process"
+        raise ConnectionLost(text)
+
+    def wait(self, news: queue.SimpleQueue[Item]) -> Item:
+        """The next item, which the connection's thread puts there in bounded time."""
+        while True:
+            try:
+                return news.get(timeout=LOOK_S)
+            except queue.Empty:
+                if news.empty():
+                    self.check()
 
     def close(self) -> None:
         """End the connection and its thread."""
@@ -116,51 +160,121 @@ class Client:
         connect_timeout: float = 5.0,
         reconnect_timeout: float = 30.0,
     ) -> None:
-        check_timeouts(connect_timeout=connect_timeout, reconnect_timeout=reconnect_timeout)
-        self._background = _Background(
-            address, client_keys(keys), (connect_timeout, reconnect_timeout)
+        connect, reconnect = check_timeouts(
+            connect_timeout=connect_timeout, reconnect_timeout=reconnect_timeout
         )
-        self._timeout = connect_timeout
+        self._background = _Background(address, client_keys(keys), (connect, reconnect))
+        self._timeout = connect
         self._models = ModelCache()
         self._models_lock = threading.Lock()
         self._finalizer = weakref.finalize(self, self._background.close)
 
     # ------------------------------------------------------------------ generation
 
+    @overload
     def generate(
         self, prompt: Prompt, sampling_params: Sampling = None, **options: Unpack[RequestOptions]
-    ) -> Generation:
+    ) -> Generation: ...
+    @overload
+    def generate(
+        self,
+        prompt: Prompts,
+        sampling_params: Sampling | Each = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Generation]: ...
+    def generate(
+        self,
+        prompt: Prompt | Prompts,
+        sampling_params: Sampling | Each = None,
+        **options: Unpack[RequestOptions],
+    ) -> Generation | list[Generation]:
         """Start a request and iterate over its outputs; closing the iterator cancels it.
 
-        ``prompt``: text, token ids or a TextContext. ``sampling_params``: a
-        SamplingParamsInput or None leaves what it does not say to the model's generation
-        config. ``options``: see :class:`RequestOptions`. Raises InputError for a wrong
-        request, ConnectionLost without a router; errors of the cluster come out of the
-        iterator.
+        ``prompt``: text, token ids or a TextContext; a list of these starts one request for
+        each and returns one iterator for each, in their order. ``sampling_params``: what is
+        unset comes from the model's generation config; for a list of prompts one for all or a
+        list of as many. ``options``: see :class:`RequestOptions`; a deadline begins with the
+        call. Raises InputError for a wrong argument, ConnectionLost without a router; errors of
+        the cluster come out of the iterator.
         """
-        if isinstance(prompt, TextContext):  # says all by itself
-            prepared = prepare_context(prompt, sampling_params, options)
-        else:
-            prepared = prepare(prompt, sampling_params, options, self._model())
-        return Generation(self, self._background, prepared)
+        checked = check_options(options)
+        prompts = prompts_of(prompt)
+        if prompts is None:
+            return self._run(self._prepare(prompt, sampling_of_one(sampling_params), checked))
+        each = sampling_of_each(len(prompts), sampling_params, checked)
+        prepared = []
+        for index, (one, params) in enumerate(zip(prompts, each, strict=True)):
+            with at_prompt(index):
+                prepared.append(self._prepare(one, params, checked))
+        return self._run_all(prepared)
 
+    def _prepare(self, prompt: Any, sampling: Sampling, options: RequestOptions) -> Prepared:
+        if isinstance(prompt, TextContext):  # says all by itself
+            return prepare_context(prompt, sampling, options)
+        return prepare(prompt, sampling, options, self._model())
+
+    @overload
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         sampling_params: Sampling = None,
         *,
         variables: Mapping[str, Any] | None = None,
         **options: Unpack[RequestOptions],
-    ) -> Generation:
+    ) -> Generation: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Messages],
+        sampling_params: Sampling | Each = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Generation]: ...
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Sampling | Each = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Generation | list[Generation]:
         """As :meth:`generate`, of messages rendered by the model's chat template.
 
-        ``messages``: mappings with ``role`` and ``content``. ``variables``: for the template.
+        ``messages``: mappings with ``role`` and ``content``, or a list of such conversations.
+        ``variables``: for the template.
         """
+        checked, given = check_options(options), check_variables(variables)
+        chats = chats_of(messages)
+        if chats is None:
+            one: Any = messages
+            return self._run(
+                self._prepare_chat(one, given, sampling_of_one(sampling_params), checked)
+            )
+        each = sampling_of_each(len(chats), sampling_params, checked)
+        prepared = []
+        for index, (chat, params) in enumerate(zip(chats, each, strict=True)):
+            with at_prompt(index):
+                prepared.append(self._prepare_chat(chat, given, params, checked))
+        return self._run_all(prepared)
+
+    def _prepare_chat(
+        self,
+        messages: Messages,
+        variables: Mapping[str, Any],
+        sampling: Sampling,
+        options: RequestOptions,
+    ) -> Prepared:
         model = self._model()
-        tokens = encode_chat(messages, model, variables or {})
-        return Generation(
-            self, self._background, prepare_text(tokens, sampling_params, options, model)
-        )
+        return prepare_text(encode_chat(messages, model, variables), sampling, options, model)
+
+    def _run(self, prepared: Prepared, window: Window | None = None) -> Generation:
+        return Generation(self, self._background, prepared, window)
+
+    def _run_all(self, prepared: Sequence[Prepared]) -> list[Generation]:
+        refuse_same_ids([one.spec.request_id for one in prepared])
+        window = Window()
+        return [self._run(one, window) for one in prepared]
 
     def embed(
         self, texts: Sequence[TokensOrText], **options: Unpack[RequestOptions]
@@ -178,7 +292,7 @@ class Client:
         try:
             while not job.done:
                 self._start_all(job.start(time.monotonic()), sink)
-                ended = news.get()
+                ended = self._background.wait(news)
                 if isinstance(ended, Ended):
                     job.take(ended)
         except BaseException:
@@ -219,9 +333,12 @@ class Client:
         state: dict[str, Any] = json.loads(report)
         return state
 
-    def drain(self, worker: str, *, timeout: float | None = None) -> str:
-        """Let a worker finish what it has and take nothing new; returns how that stands."""
-        return self._ask(drain_question(worker), Drained, timeout).message
+    def drain(self, worker: str, *, force: bool = False, timeout: float | None = None) -> str:
+        """Let a worker finish what it has and take nothing new; returns how that stands.
+
+        Raises InputError for the last ready worker of a role, unless ``force``.
+        """
+        return self._ask(drain_question(worker, force), Drained, timeout).message
 
     # ------------------------------------------------------------------ end
 
@@ -245,7 +362,9 @@ class Client:
 
     def _model(self) -> ServedModel:
         """What is served, asked again after every reconnection."""
-        with self._models_lock:
+        self._background.check()
+        failures = self._models.failures
+        with self._models_lock, self._models.attempt(failures):
             connections = self._background.connection.connections
             model = self._models.fresh(connections)
             if model is None:
@@ -260,7 +379,7 @@ class Client:
         seconds = question_timeout(timeout, self._timeout)
         connection = self._background.connection
         self._background.post(lambda: connection.ask(question, seconds, answers.put))
-        answer = answers.get()
+        answer = self._background.wait(answers)
         if isinstance(answer, BatonError):
             raise answer
         if not isinstance(answer, kind):
@@ -271,7 +390,13 @@ class Client:
 class Generation:
     """Iterator over the outputs of one request; :meth:`close`, or dropping it, cancels."""
 
-    def __init__(self, client: Client, background: _Background, prepared: Prepared) -> None:
+    def __init__(
+        self,
+        client: Client,
+        background: _Background,
+        prepared: Prepared,
+        window: Window | None = None,
+    ) -> None:
         self._client = client  # a client lives as long as its streams
         self._background = background
         self._assembler = prepared.assembler
@@ -281,14 +406,14 @@ class Generation:
         self._done = False
         self.request_id = prepared.spec.request_id
         spec, sink, connection = prepared.spec, self._sink, background.connection
-        background.post(lambda: connection.start(spec, sink))
+        background.post(lambda: connection.start(spec, sink, window))
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Output:
         while not self._done:
-            output = self._take(self._news.get())
+            output = self._take(self._background.wait(self._news))
             if output is not None:
                 return output
         raise StopIteration

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 
-import zmq
-
-from ..engine.runner import load_runner
+from ..engine.runner import Runner, load_runner
 from ..proto.ids import new_incarnation
 from ..proto.limits import MAX_KV_FRAME_BYTES
 from ..runtime.allowed_keys import DECODE, OPERATOR, PREFILL, ROUTER
 from ..runtime.channel import ChannelOptions
 from ..runtime.keyring import load_keys
-from ..runtime.lifecycle import on_stop_signal
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
 from ..runtime.membership import Membership, WorkerIdentity
-from ..runtime.process import LoadProgress, leave, run_process, settle
-from ..runtime.sockets import RouterChannel
+from ..runtime.process import LoadProgress, leave, run_incarnations, run_process
+from ..runtime.sockets import Context, RouterChannel
 from ..runtime.zap import Doorkeeper, door
 from .config import DecodeWorkerConfig
 from .shell import DecodeShell
@@ -39,9 +36,21 @@ def serve(config: DecodeWorkerConfig) -> int:
     """Load the model, join the cluster, run until drained or told to stop."""
     keys = load_keys(config.keys, DECODE, config.worker_id)
     runner = load_runner(config.runner, LoadProgress())
-    loop = Loop()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    doors = None if keys is None else Doorkeeper(context, keys)
+
+    def make(loop: Loop, context: Context, doors: Doorkeeper | None) -> DecodeShell:
+        return _shell(config, runner, loop, context, doors)
+
+    return run_incarnations(keys, make)
+
+
+def _shell(
+    config: DecodeWorkerConfig,
+    runner: Runner,
+    loop: Loop,
+    context: Context,
+    doors: Doorkeeper | None,
+) -> DecodeShell:
+    """Sockets and core of a new incarnation."""
     control = RouterChannel(
         context, config.endpoint, keys=door(doors, "control", PREFILL, ROUTER, OPERATOR)
     )
@@ -62,21 +71,14 @@ def serve(config: DecodeWorkerConfig) -> int:
         max_batch=config.max_batch,
     )
     member = Membership(identity, tuple(config.routers))
+    keys = None if doors is None else doors.ring
     shell = DecodeShell(config, runner, member, control, data, loop, context, keys)
-    on_stop_signal(loop, lambda times: shell.drain() if times == 1 else loop.stop())
-    settle()
-    if doors is not None:
-        doors.attach(loop)
-    shell.start()
     _log.info(
         "worker.ready", endpoint=control.endpoint, data_endpoint=data.endpoint,
         kv_blocks=runner.num_blocks, numerics=runner.card.numerics,
         max_length=runner.card.max_length,
     )  # fmt: skip
-    loop.run()
-    shell.close()
-    context.destroy(linger=0)
-    return shell.exit_code
+    return shell
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from ..engine.step_time import StepTime
 from ..kv_transfer.receiver import Evict, Handover, Receiver, Reply, check_receiver
 from ..kv_transfer.receiver import Output as Received
 from ..proto.contexts import TextContext
-from ..proto.errors import BatonError, InternalError, VersionMismatch
+from ..proto.errors import BatonError, HandoffFailed, InternalError, VersionMismatch
 from ..proto.hashing import cache_salt
 from ..proto.ids import RequestID
 from ..proto.limits import PROTOCOL_VERSION
@@ -51,6 +51,7 @@ from ..proto.messages import (
     ProbeReply,
     Rejected,
     Release,
+    Released,
     RequestState,
     Reserve,
     Terminal,
@@ -59,9 +60,9 @@ from ..proto.messages import (
     WorkerLoad,
 )
 from ..proto.outputs import TokenLogProbs
-from ..proto.requests import check_emitted
+from ..proto.requests import check_continued
 from ..proto.versions import check_version
-from ..runtime.actions import Note, Tick, ToRouter
+from ..runtime.actions import Fault, Note, Tick, ToRouter
 from ..runtime.agenda import Agenda
 from ..runtime.attempts import Attempts, Key
 from ..runtime.membership import EngineState, Membership, left_alone, moved_to, other_owner
@@ -188,9 +189,11 @@ class DecodeCore(WorkerCore):
 
     def _on_peer(self, event: FromPeer, now: float) -> list[Action]:
         peer, receiver = event.peer, self.receiver
-        receiver.peer_heard(peer)
+        receiver.peer_heard(peer, now)
         match event.message:
             case Reserve() as message:
+                if not self._invited(message):
+                    return [ToPeer(peer, self._uninvited(message))]
                 if self._member.draining and not receiver.holds(message):
                     return [ToPeer(peer, _busy(message, "draining"))]
                 actions = self._received(receiver.on_reserve(peer, message, now), now)
@@ -198,6 +201,10 @@ class DecodeCore(WorkerCore):
             case Commit() as message:
                 return self._received(receiver.on_commit(peer, message, now), now)
             case Release() as message:
+                if not self._invited(message) and not self._owns(message):
+                    # Nothing of the sender is here, and nothing of others is its business.
+                    gone = Released(request=message.request, attempt=message.attempt)
+                    return [ToPeer(peer, gone)]
                 return self._received(receiver.on_release(peer, message, now), now)
             case Fence() as message:
                 return self._received(receiver.on_fence(message), now)
@@ -209,6 +216,27 @@ class DecodeCore(WorkerCore):
                 return [ToPeer(peer, Pong(nonce=nonce))]
             case _:
                 return []
+
+    def _invited(self, message: Reserve | Release) -> bool:
+        """Whether a router gave the sender this attempt to hand over to this worker."""
+        key = (message.request, message.attempt)
+        return self._member.invited(*key, message.incarnation, message.ticket)
+
+    def _uninvited(self, message: Reserve) -> Message:
+        """The answer to a Reserve without the right ticket; nothing else happens.
+
+        Aborted lets an honest sender give the attempt back: this worker may have been restarted
+        since, and its earlier life was meant.
+        """
+        if not self._member.can_check:
+            return _busy(message, "no router has welcomed this worker")
+        self._member.dropped["peer_uninvited"] += 1
+        return Aborted(request=message.request, attempt=message.attempt)
+
+    def _owns(self, message: Release) -> bool:
+        """Whether a grant of the sender stands for the attempt."""
+        owner = self.receiver.owner_of_attempt(message.request, message.attempt)
+        return owner is not None and owner == message.incarnation
 
     def _prepare(self, message: Reserve) -> list[Action]:
         """Compile a grammar while the KV of its request is computed and on its way."""
@@ -226,6 +254,7 @@ class DecodeCore(WorkerCore):
         refusal = self._refusal(message)
         if refusal is not None:
             return [ToPeer(peer, refusal)]
+        self.receiver.peer_moved(message.incarnation, peer)
         if message.pool is not None and SHARED in message.transports:
             return [MapPool(peer, message.incarnation, message.pool, SHARED)]
         if message.device_pool is not None and DEVICE in message.transports:
@@ -300,19 +329,16 @@ class DecodeCore(WorkerCore):
         key = (commit.request, commit.attempt)
         deadline = now + commit.deadline
         try:
-            request_id = RequestID(commit.request_id)
-            context = read_context(
-                self._card.architecture, commit.context, request_id, commit.emitted
-            )
-            check_emitted(commit.context, commit.emitted, self._card)
-            sequence = self._sequence(key, context, commit, handover, now)
+            context = self._read_context(commit)
+            sequence = self._sequence(key, context, handover, now)
             task = grammar_task(context)
             if task is None:
                 self._scheduler.adopt(sequence)
         except Exception as error:  # whatever is wrong with it, its blocks must not stay
             self._scheduler.cache.free(handover.allocation)
             self.receiver.close(*key)
-            return self._failed_takeover(commit, deadline, str(error), now)
+            return self._failed_takeover(commit, deadline, error, now)
+        newest = context.newest_log_probabilities()
         live = _Live(
             key,
             commit.router,
@@ -320,20 +346,30 @@ class DecodeCore(WorkerCore):
             context,
             sequence,
             deadline,
-            len(commit.context.tokens),
-            deque(commit.logprobs or (), maxlen=LOGPROBS_KEPT),
+            context.prompt_length,
+            deque(newest, maxlen=LOGPROBS_KEPT),
             grammar=task,
         )
         self._live[key] = live
+        self._member.assigned(key, commit.proof, deadline)
         self._deadlines.put(key, deadline)
         self._by_sequence[sequence.request] = live
         run = TokenRun(
-            key[0], key[1], len(context.tokens) - 1, commit.emitted[-1:], commit.logprobs
+            key[0], key[1], len(context.tokens) - 1, [context.tokens[-1]], newest or None
         )
         said = ToRouter(live.router, Tokens(runs=[run]))
         if task is None:
             return [said]
         return [said, *self._grammars.want(key, task), *self._constrain(live, task, now)]
+
+    def _read_context(self, commit: Commit) -> TextContext:
+        """The context of a Commit. HandoffFailed for one that no prefill worker should send."""
+        try:
+            request_id = RequestID(commit.request_id)
+            check_continued(commit.context, self._card)
+            return read_context(self._card.architecture, commit.context, request_id)
+        except ValueError as error:
+            raise HandoffFailed(str(error)) from error
 
     def _on_grammar(self, event: GrammarDone, now: float) -> list[Action]:
         """A matcher, or why there is none; its request may not be here yet, or have ended."""
@@ -366,17 +402,14 @@ class DecodeCore(WorkerCore):
         self,
         key: Key,
         context: TextContext,
-        commit: Commit,
         handover: Handover[Allocation],
         now: float,
     ) -> Sequence:
-        if not commit.emitted:
-            raise ValueError("a commit without a generated token has nothing to continue")
         sequence = Sequence(
             key[0] + key[1].to_bytes(8, "little"),
             context,
             block_size=self._card.layout.block_size,
-            salt=cache_salt(self._card.fingerprint, commit.context.cache_salt),
+            salt=cache_salt(self._card.fingerprint, handover.commit.context.cache_salt),
             arrival=now,
         )
         sequence.allocation = handover.allocation
@@ -388,17 +421,35 @@ class DecodeCore(WorkerCore):
         return sequence
 
     def _failed_takeover(
-        self, commit: Commit, deadline: float, message: str, now: float
+        self, commit: Commit, deadline: float, error: Exception, now: float
     ) -> list[Action]:
+        """End a request that cannot run here.
+
+        A Commit that is wrong may be right from another prefill worker, so the router runs the
+        request again. A bug of ours would meet it on every pair: it ends, and the log tells why.
+        """
+        actions: list[Action] = []
+        code, message = HandoffFailed.code, str(error)
+        if not isinstance(error, BatonError):
+            self._member.dropped["internal_error"] += 1
+            fields: dict[str, object] = {
+                "request": commit.request.hex(),
+                "request_id": commit.request_id,
+            }
+            actions.append(Fault("handoff.takeover_failed", error, fields))
+            code = InternalError.code
+            worker, kind = self._member.identity.worker, type(error).__name__
+            message = f"worker {worker} could not take the request over: {kind}: {error}"
+        self._member.assigned((commit.request, commit.attempt), commit.proof, deadline)
         terminal = Terminal(
             request=commit.request,
             attempt=commit.attempt,
-            position=len(commit.context.tokens) + len(commit.emitted),
-            code="handoff_failed",
+            position=len(commit.context.tokens),
+            code=code,
             message=message,
             request_id=commit.request_id,
         )
-        return list(self._member.end(commit.router, terminal, now, deadline))
+        return [*actions, *self._member.end(commit.router, terminal, now, deadline)]
 
     def _stop(self, live: _Live) -> None:
         """Forget a request and free its blocks (after the running step, if it is part of it)."""
@@ -494,6 +545,7 @@ class DecodeCore(WorkerCore):
             self._progress + event.layers, self._scheduler.steps_out > 0, self._step_s
         )
         actions: list[Action] = list(self._member.tick(now, engine, self.load))
+        actions += self._introduce_again(now)
         actions += self._deserted(now)
         actions += self._received(self.receiver.tick(now), now)
         for key in self._deadlines.due(now):

@@ -10,6 +10,7 @@ from ..proto.messages import DeviceTicket, KVFrame, Message, PoolTicket
 from ..runtime.actions import (
     DrainRequested,
     Exit,
+    Fault,
     FromRouter,
     Note,
     RouterDown,
@@ -104,5 +105,14 @@ Event = (
     | DrainRequested
 )
 Action = (
-    ToRouter | ToPeer | MapPool | RunStep | AbandonStep | CompileGrammar | DropGrammar | Note | Exit
+    ToRouter
+    | ToPeer
+    | MapPool
+    | RunStep
+    | AbandonStep
+    | CompileGrammar
+    | DropGrammar
+    | Note
+    | Fault
+    | Exit
 )

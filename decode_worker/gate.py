@@ -60,7 +60,7 @@ class PeerGate:
             if not allowed.may_be(entry, PREFILL, message.worker):
                 return AccessDenied(f"the key of this worker is not for {message.worker!r}")
             return _foreign(name) if self._claims.take(peer, key, message.incarnation) else None
-        if isinstance(message, Reserve) and not self.holds(key, message.incarnation):
+        if isinstance(message, Reserve | Release) and not self.holds(key, message.incarnation):
             return _foreign(name)
         owner = self._owner(message)
         return None if owner is None or self.holds(key, owner) else _foreign(name)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..engine.grammar import CompileGrammar, DropGrammar, GrammarTask, follow
-from ..proto.contexts import Matcher
 from ..proto.errors import BatonError
+from ..proto.matching import Matcher
 from ..runtime.attempts import Key
 
 

@@ -23,11 +23,11 @@ from ..kv_transfer.move_thread import MoveThread
 from ..kv_transfer.moves import MovingWriter
 from ..kv_transfer.receiver import Receiver, ReceiverConfig
 from ..kv_transfer.shared_pool import MappedPools, Mapping, unmap
-from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder, decode_kv_header
+from ..proto.codec import EnvelopeDecoder, decode_kv_header
 from ..proto.errors import AccessDenied, EnvelopeDamaged, ProtocolError
 from ..proto.limits import MAX_KV_FRAME_BYTES
-from ..proto.messages import KVFrame, Message, PrefillToDecode, Rejected
-from ..runtime.actions import DrainRequested, Exit, Note, Tick, ToRouter
+from ..proto.messages import KVFrame, PrefillToDecode, Rejected
+from ..runtime.actions import DrainRequested, Exit, Fault, Note, Tick, ToRouter
 from ..runtime.callers import Callers
 from ..runtime.channel import Frames
 from ..runtime.compute import ComputeThread
@@ -36,6 +36,7 @@ from ..runtime.links import RouterLinks, routing_identity
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
 from ..runtime.membership import Membership
+from ..runtime.outbox import Outbox
 from ..runtime.process import EXIT_RESTART, TICK_S
 from ..runtime.sockets import Context, RouterChannel
 from ..runtime.time_limit import TimeLimited
@@ -69,11 +70,10 @@ class DecodeShell:
         self._pipeline = runner.pipeline
         self._control = control
         self._data = data
-        self._encoder = EnvelopeEncoder(digest=envelope_digest)
         self._decoder: EnvelopeDecoder[PrefillToDecode] = EnvelopeDecoder(
             PrefillToDecode, digest=envelope_digest
         )
-        self._outgoing: dict[bytes, list[Message]] = {}
+        self._to_peers: Outbox[bytes] = Outbox(control.send, digest=envelope_digest)
         self._compute = ComputeThread(loop, self._execute, self._on_result)
         self._unwanted: set[int] = set()  # steps out; the compute thread only looks one up
         card, folder = runner.card, config.runner.model
@@ -96,8 +96,9 @@ class DecodeShell:
         self._pools = MappedPools(runner.card.layout, _unmap_aside, runner.backend.open_pool)
         identity = routing_identity(config.worker_id)
         self._links = RouterLinks(
-            loop, context, config.routers, identity, self.feed, keys, dropped=self._dropped
-        )
+            loop, context, config.routers, identity, self.feed, keys, self._dropped,
+            config.worker_timeout_s,
+        )  # fmt: skip
         self._drain_grace_s = config.drain_grace_s
         self.exit_code = 0
 
@@ -118,7 +119,11 @@ class DecodeShell:
             member.identity.incarnation,
             layout,
             GrantStore(cache, scheduler),
-            ReceiverConfig(window=config.window, budget=config.credit_budget),
+            ReceiverConfig(
+                window=config.window,
+                budget=config.credit_budget,
+                timeout=config.handoff_timeout_s,
+            ),
         )
         times = StepTime()
         warm_up(runner.pipeline, times)
@@ -132,9 +137,9 @@ class DecodeShell:
         self._loop.on_turn_end(self._flush)
         self._tick()
 
-    def close(self) -> None:
-        """Stop computing, then close the sockets."""
-        self._compute.stop()
+    def close(self) -> bool:
+        """Stop computing, then close the sockets; false when a step still runs."""
+        ended = self._compute.stop()
         if self._moves is not None:
             self._moves.stop()
         self._grammars.stop()
@@ -142,6 +147,8 @@ class DecodeShell:
         self._links.close()
         self._control.close()
         self._data.close()
+        self._pools.close_all()  # the next incarnation maps them anew
+        return ended
 
     # ------------------------------------------------------------------ events
 
@@ -152,7 +159,7 @@ class DecodeShell:
                 case ToRouter(router=router, message=message):
                     self._links.send(router, message)
                 case events.ToPeer(peer=peer, message=message):
-                    self._outgoing.setdefault(peer, []).append(message)
+                    self._to_peers.put(peer, message)
                 case events.MapPool(peer=peer):
                     failure = self._pools.open(peer, action.incarnation, action.ticket)
                     self.feed(events.PoolMapped(peer, failure, action.transport))
@@ -166,6 +173,8 @@ class DecodeShell:
                     self._drop_grammar(key)
                 case Note(event=name, fields=fields):
                     _log.info(name, **fields)
+                case Fault(event=name, error=error, fields=fields):
+                    _log.error(name, exc_info=error, **fields)
                 case Exit(reason=reason, restart=restart):
                     self._exit(reason, restart=restart)
 
@@ -187,7 +196,7 @@ class DecodeShell:
             self._dropped[f"peer_{error.code}"] += 1
             _log.warning("peer.malformed", error=str(error))
             reply = Rejected(code=error.code, message=str(error))
-            self._outgoing.setdefault(peer, []).append(reply)
+            self._to_peers.put(peer, reply)
             return
         if self._control.callers is not None:
             messages = self._allowed(self._control.callers, peer, messages)
@@ -208,7 +217,7 @@ class DecodeShell:
             self._dropped[f"peer_{error.code}"] += 1
             _log.warning("peer.denied", error=str(error))
             reply = Rejected(code=error.code, message=str(error))
-            self._outgoing.setdefault(peer, []).append(reply)
+            self._to_peers.put(peer, reply)
         return passed
 
     def _on_gone(self, peer: bytes) -> None:
@@ -293,9 +302,7 @@ class DecodeShell:
 
     def _flush(self) -> None:
         self._links.flush()
-        outgoing, self._outgoing = self._outgoing, {}
-        for peer, messages in outgoing.items():
-            self._control.send(peer, self._encoder.encode(messages))
+        self._to_peers.flush()
 
 
 def _unmap_aside(memory: Mapping) -> None:

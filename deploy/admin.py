@@ -48,15 +48,20 @@ class ScalePools(Request, frozen=True, kw_only=True, tag="scale"):
 
 
 class DrainWorker(Request, frozen=True, kw_only=True, tag="drain"):
-    """Take a worker out."""
+    """Take a worker out; ``force``: also the last ready one of its role."""
 
     worker: Name
+    force: bool = False
 
 
 class RollOut(Request, frozen=True, kw_only=True, tag="rollout"):
-    """Replace every process; ``changes``: settings that become others."""
+    """Replace every process; ``changes``: settings that become others.
+
+    ``in_place``: each worker leaves before its successor starts, so no room for one more is needed.
+    """
 
     changes: Annotated[dict[Name, Value], Meta(max_length=128)] = {}
+    in_place: bool = False
 
 
 class GoDown(Request, frozen=True, kw_only=True, tag="down"):
@@ -82,7 +87,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="r
 
 
 class MemberLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One member; ``note``: why it is not ready."""
+    """One member; ``note``: why it has no host. ``restarts``: how often it was started again."""
 
     name: str
     role: str
@@ -91,17 +96,21 @@ class MemberLine(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
     host: str = ""
     note: str = ""
+    restarts: int = 0
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="overview"):
     """What is wanted and what is there.
 
+    ``health``: "ok" or "degraded"; then ``problems`` names what should serve and does not.
     ``settings``: of the newest revision that is served. ``launched``: those it was launched with.
     ``paths``: socket files that go when the cluster does. ``pid``: of the controller.
     """
 
     number: Number = 0
     phase: str = ""
+    health: str = ""
+    problems: list[str] = []
     backend: str = ""
     pid: int = 0
     address: str = ""

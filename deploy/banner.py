@@ -10,6 +10,12 @@ import msgspec
 from baton import __version__
 
 from ..engine.embedding_config import EMBED
+from ..engine.kernels import (
+    BUILD_KERNELS,
+    compiled_kernels_problem,
+    kernels_title,
+    weights_dtype,
+)
 from ..kv_transfer.shared_pool import can_share
 from ..proto.errors import BatonError
 from ..proto.limits import MAX_DESCRIBED_BYTES
@@ -22,12 +28,15 @@ from .report import ClusterReport, WorkerReport
 
 _SENTENCES = {
     "ready": "ready: all workers have registered",
-    "restarting": "{name} ended ({detail}); starting it again in {seconds:.1f} s",
+    "restarting": "{name} ended ({detail}); restarting in {seconds:.1f} s",
+    "back": "{name} serves again",
     "retired": "{name} finished its work and was not started again",
-    "hung": "{name} has not answered for {seconds:.1f} s; ending it",
+    "declared_dead": "{name} was declared dead: {detail} (--worker-timeout {seconds:g})",
+    "hung": "{name} hangs ({detail}); ending it",
     "cannot_run": "{name} cannot run: {detail}",
-    "gave_up": "{name} ended too often; stopping the cluster. Last message: {detail}",
-    "replacing": "{name} ended too often ({detail}); another takes its place in {seconds:.1f} s",
+    "gave_up": "{name} ended again and again before the cluster was ready; stopping. "
+    "Last message: {detail}",
+    "replacing": "{name} cannot run ({detail}); another takes its place in {seconds:.1f} s",
     "not_added": "{name} cannot run and was not added: {detail}",
     "unplaced": "{name} waits for a host: {detail}",
     "drain_over": "{name} has not finished within the grace period; others take its requests over",
@@ -61,6 +70,8 @@ class BannerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Longest context wanted of the workers in tokens; 0 if unknown."""
     block_size: int = 0
     kv_memory: str = ""
+    warning: str = ""
+    """Why the workers compute slower than they could; empty if they do not."""
     hint: str = ""
 
 
@@ -79,7 +90,22 @@ def facts(plan: ClusterPlan, *, hint: bool, context: int = 0) -> BannerFacts:
         context=context,
         block_size=plan.settings.block_size,
         kv_memory="" if embeds else _kv_memory(plan),
+        warning=kernels_warning(plan.settings),
         hint=_hint(plan) if hint else "",
+    )
+
+
+def kernels_warning(settings: ServeSettings) -> str:
+    """Say that the NumPy kernels stand in for the compiled ones, and how to get those.
+
+    Empty when the compiled ones can be used, and when the settings ask for others.
+    """
+    if settings.device != "cpu" or settings.backend != "auto":
+        return ""
+    problem = compiled_kernels_problem()
+    return problem and (
+        f"the slow NumPy kernels are used, because the compiled ones are missing ({problem}). "
+        f"To be up to 4 times faster, {BUILD_KERNELS}"
     )
 
 
@@ -128,6 +154,7 @@ def startup(facts: BannerFacts, report: ClusterReport) -> list[str]:
     lines = [
         f"baton {facts.version}",
         f"  model      {facts.model}",
+        *_engine_lines(report),
         f"  address    {facts.address}",
         f"  security   {facts.security}",
         f"  handoff    {facts.transport}",
@@ -137,7 +164,23 @@ def startup(facts: BannerFacts, report: ClusterReport) -> list[str]:
     for role in ("prefill", "decode"):
         lines += [_pool_line(role, worker) for worker in report.of_role(role)]
     lines += _short_memory(facts, report)
+    if facts.warning:
+        lines.append(f"  warning    {facts.warning}")
     return [*lines, f"  try        {facts.hint}"] if facts.hint else lines
+
+
+def _engine_lines(report: ClusterReport) -> list[str]:
+    """What the workers compute, and with which kernels; nothing from a router of before."""
+    router = report.router
+    if not router.numerics:
+        return []
+    cached = f", KV cache {router.kv_dtype}" if router.task != EMBED else ""
+    title = kernels_title(router.numerics)
+    threads = "" if title.startswith("CUDA") else "; one compute thread per worker"
+    return [
+        f"  engine     {router.architecture}, weights {weights_dtype(router.numerics)}{cached}",
+        f"  kernels    {title}{threads}",
+    ]
 
 
 def _short_memory(facts: BannerFacts, report: ClusterReport) -> list[str]:
@@ -187,9 +230,9 @@ def _percent(part: int, whole: int) -> str:
 
 
 def load_progress(progress: Sequence[tuple[str, int, int]]) -> str:
-    """``(process, bytes done, bytes total)`` of each loading worker as one line."""
-    parts = [f"{name} {_bar(done, total)}" for name, done, total in progress]
-    return "loading  " + "  ".join(parts)
+    """``(process, bytes done, bytes total)`` of the loading workers as one bar."""
+    done, total = (sum(sizes) for sizes in ([p[1] for p in progress], [p[2] for p in progress]))
+    return f"loading  {_bar(done, total)}  {', '.join(name for name, _, _ in progress)}"
 
 
 def _bar(done: int, total: int, width: int = 12) -> str:

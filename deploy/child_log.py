@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..runtime.process import SIGN_OF_LIFE
 from .processes import describe_log
 from .progress import LoadProgress
 
@@ -14,10 +15,16 @@ _HOPELESS = 1
 
 
 class ChildLog:
-    """``out`` gets the lines from ``level`` on."""
+    """``out`` gets the lines from ``level`` on, ``on_life`` the name for each sign of life."""
 
-    def __init__(self, out: Callable[[str], object], level: str) -> None:
+    def __init__(
+        self,
+        out: Callable[[str], object],
+        level: str,
+        on_life: Callable[[str], object] = lambda _name: None,
+    ) -> None:
         self._out = out
+        self._on_life = on_life
         self._shown_from = _SEVERITY[level]
         self._progress = LoadProgress(out)
         self._last_error: dict[str, str] = {}
@@ -27,6 +34,9 @@ class ChildLog:
 
     def hear(self, name: str, event: dict[str, Any]) -> None:
         """One event of a child's log."""
+        if event.get("event") == SIGN_OF_LIFE:
+            self._on_life(name)
+            return
         severity = _SEVERITY.get(str(event.get("level", "info")), 1)
         if event.get("event") == "load.progress":
             done, total = (event.get(key, 0) for key in ("bytes_done", "bytes_total"))

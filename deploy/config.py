@@ -10,14 +10,18 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping
+import typing
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ..engine.embedding_config import TASKS
+from ..kv_transfer.timeout import HANDOFF_TIMEOUT_S
 from ..proto.errors import ConfigError
+from ..router.config import POLICIES
+from ..runtime.liveness import DEFAULT_WORKER_TIMEOUT_S, LEAST_WORKER_TIMEOUT_S
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?)", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -25,16 +29,30 @@ TRANSPORTS = ("ipc", "tcp")
 HANDOFFS = ("auto", "zmq")
 BACKENDS = ("auto", "cpu", "numpy")
 DEVICES = ("cpu", "cuda")
-SERVED_TASKS = ("", *TASKS)
 AUTOSCALE = ("off", "on")
 PREFILL_ORDERS = ("auto", "arrival", "in_time")
 LOG_LEVELS = ("info", "warning", "error")
+CHOICES = {
+    "task": TASKS,
+    "autoscale": AUTOSCALE,
+    "transport": TRANSPORTS,
+    "handoff": HANDOFFS,
+    "policy": POLICIES,
+    "prefill_order": PREFILL_ORDERS,
+    "device": DEVICES,
+    "backend": BACKENDS,
+    "log_level": LOG_LEVELS,
+}
+"""Settings with a few values; the empty text, where it is the default, is allowed too."""
+_EXPECTED = {int: "a whole number", float: "a number", str: "text"}
 _MOST = 2**31 - 1
 MAX_MEMBERS = 1024
 """Workers of one pool; more is taken for a slip of the hand."""
 MAX_ROUTERS = 16
-LEAST_SILENCE = 0.5
-"""Seconds; workers speak every 0.2."""
+RENAMED = {"silence": "worker_timeout"}
+"""Earlier names of settings, accepted for one release."""
+LEAST_HANDOFF_TIMEOUT = 1.0
+"""Seconds; the two sides of a handoff ask each other every 0.5."""
 _MAY_BE_ZERO = (
     "prefill_min", "prefill_max", "decode_min", "decode_max",
     "kv_blocks", "prefill_kv_blocks", "decode_kv_blocks", "chunk_budget", "decode_chunk_budget",
@@ -79,7 +97,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     device: str = "cpu"
     backend: str = "auto"
     grace: float = 30.0
-    silence: float = 1.0
+    worker_timeout: float = DEFAULT_WORKER_TIMEOUT_S
+    handoff_timeout: float = HANDOFF_TIMEOUT_S
     stats_interval: float = 10.0
     log_level: str = "warning"
     run_dir: str = ""
@@ -87,28 +106,35 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     admin: str = ""
 
 
-def convert(values: Mapping[str, Any], source: str) -> ServeSettings:
+_DEFAULTS = ServeSettings()
+
+
+def convert(values: Mapping[str, Any], spell: Callable[[str], str] = str) -> ServeSettings:
     """Settings of these names and values, texts for numbers allowed; not yet checked.
 
-    ConfigError names ``source`` and the first that is unknown or of another type.
+    ``spell``: how whoever set a setting spells it. ConfigError names the first that is unknown or
+    of another type.
     """
+    values = {RENAMED.get(name, name): value for name, value in values.items()}
     known = ServeSettings.__struct_fields__
     unknown = next((name for name in values if name not in known), None)
     if unknown is not None:
         near = difflib.get_close_matches(unknown, known, n=1)
         hint = f"did you mean {near[0]}?" if near else "baton serve --help lists them"
-        raise ConfigError(f"{source}: no setting {unknown[:40]!r}; {hint}")
+        raise ConfigError(f"{spell(unknown[:40])} is no setting; {hint}")
     try:
         return msgspec.convert(dict(values), ServeSettings, strict=False)
     except msgspec.ValidationError as problem:
-        what, _, where = str(problem).partition(" - at `$.")
-        name = where.rstrip("`")
-        shown = f"{name} is {str(values.get(name))[:40]!r}: " if name else ""
-        raise ConfigError(f"{source}: {shown}{what}") from problem
+        name = str(problem).partition(" - at `$.")[2].rstrip("`")
+        if name not in known:
+            raise ConfigError(f"{problem}") from problem
+        expected = _EXPECTED[typing.get_type_hints(ServeSettings)[name]]
+        shown = str(values[name])[:40]
+        raise ConfigError(f"{spell(name)} is {shown!r}, not {expected}") from problem
 
 
 def check(settings: ServeSettings) -> ServeSettings:
-    """Return the settings unchanged; ConfigError names the first wrong one."""
+    """Return the settings unchanged; ConfigError begins with the name of the first wrong one."""
     positive = ("prefill", "decode", "routers", "block_size", "max_batch", "prefill_max_batch")
     for name in positive:
         _require(getattr(settings, name) >= 1, name, "must be at least 1")
@@ -119,31 +145,27 @@ def check(settings: ServeSettings) -> ServeSettings:
         _require(not isinstance(value, int) or value <= _MOST, name, f"must be at most {_MOST}")
     for name in ("step_time", "grace", "stats_interval"):
         _require(math.isfinite(getattr(settings, name)), name, "must be a finite number")
-    _require(
-        math.isfinite(settings.silence) and settings.silence >= LEAST_SILENCE,
-        "silence", f"must be at least {LEAST_SILENCE} seconds",
-    )  # fmt: skip
-    _require_choice(settings, "transport", TRANSPORTS)
-    _require_choice(settings, "prefill_order", PREFILL_ORDERS)
+    for name, least in (
+        ("worker_timeout", LEAST_WORKER_TIMEOUT_S),
+        ("handoff_timeout", LEAST_HANDOFF_TIMEOUT),
+    ):
+        value = getattr(settings, name)
+        _require(math.isfinite(value) and value >= least, name, f"must be at least {least} seconds")
+    for name, choices in CHOICES.items():
+        _require_choice(settings, name, choices)
     _check_autoscale(settings)
-    _require_choice(settings, "handoff", HANDOFFS)
-    _require_choice(settings, "device", DEVICES)
-    _require_choice(settings, "backend", BACKENDS)
     on_cpu = settings.device == "cpu"
     _require(on_cpu or settings.backend == "auto", "backend", "chooses kernels of device cpu only")
-    _require_choice(settings, "log_level", LOG_LEVELS)
-    _require(settings.task in SERVED_TASKS, "task", f"must be one of {', '.join(TASKS)}")
     for prefix in ("", "prefill_", "decode_"):
         blocks, memory = f"{prefix}kv_blocks", f"{prefix}kv_memory"
         parse_size(getattr(settings, memory), memory)
         both = getattr(settings, blocks) and getattr(settings, memory)
-        _require(not both, blocks, f"excludes {memory}")
+        _require(not both, blocks, f"cannot be combined with {memory}")
     _check_counts(settings)
     return settings
 
 
 def _check_autoscale(settings: ServeSettings) -> None:
-    _require_choice(settings, "autoscale", AUTOSCALE)
     for name in ("slo_ttft", "slo_itl", "scale_calm"):
         value = getattr(settings, name)
         _require(math.isfinite(value) and value > 0, name, "must be a positive number of seconds")
@@ -182,7 +204,8 @@ def _require(holds: bool, name: str, rule: str) -> None:
 
 def _require_choice(settings: ServeSettings, name: str, choices: tuple[str, ...]) -> None:
     value = getattr(settings, name)
-    _require(value in choices, name, f"must be one of {', '.join(choices)}, not '{value}'")
+    known = value in choices or value == getattr(_DEFAULTS, name)
+    _require(known, name, f"must be one of {', '.join(choices)}, not '{value[:40]}'")
 
 
 def parse_size(text: str, name: str = "kv_memory") -> int:
@@ -191,7 +214,7 @@ def parse_size(text: str, name: str = "kv_memory") -> int:
         return 0
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ConfigError(f"{name} '{text}' is not a size such as 512MiB or 2GiB")
+        raise ConfigError(f"{name} is '{text[:40]}', not a size such as 512MiB or 2GiB")
     number, unit = match.groups()
     return int(float(number) * 1024 ** _POWERS[unit[:1].upper()])
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..router.drains import last_worker
 from .core import Phase, Say
-from .launcher import POOLS, ROUTER, MemberEnded, MemberStarted, MemberUnplaced
+from .launcher import POOLS, ROUTER, MemberDown, MemberEnded, MemberStarted, MemberUnplaced
 from .members import Member, Stage, View
 from .orders import (
     Action,
@@ -90,11 +91,15 @@ class ControllerCore:
                 if self.phase is Phase.SERVING:
                     self.pools.targets |= clamped(targets, self.bounds)
             case Reported(router, report):
-                if self.pools.members.get(router) is not None:
+                reporter = self.pools.members.get(router)
+                if reporter is not None:
+                    reporter.heard_at = now
                     self.pools.members.views[router] = View.of(report)
-                self.pools.observe(now)
+                return self.pools.observe(now)
             case MemberStarted():
                 return self._started(event, now)
+            case MemberDown():
+                return self._process_ended(event, now)
             case MemberEnded():
                 return self._ended(event, now)
             case MemberUnplaced():
@@ -125,6 +130,8 @@ class ControllerCore:
         if member is None or member.role == ROUTER:
             known = ", ".join(sorted(each.name for each in self.pools.members.workers()))
             problem = problem or f"no worker {event.worker[:80]!r}; known are {known or 'none'}"
+        elif not (event.force or event.replace) and self._is_last(member):
+            problem = problem or last_worker(member.name, member.role)
         if problem or member is None:
             return [Answer(event.ticket, Outcome.FAILED, problem)]
         self._tickets.drains[event.ticket] = member.name
@@ -135,6 +142,13 @@ class ControllerCore:
                 self.pools.shrink(member.role, others)
             actions.append(self.pools.let_go(member, now))
         return actions
+
+    def _is_last(self, member: Member) -> bool:
+        """Whether no worker of its role serves without it, and some do or should with it."""
+        others = [each for each in self.pools.members.active(member.role) if each is not member]
+        if any(map(self.pools.serves, others)):
+            return False
+        return member.active and (member.stage is Stage.READY or not others)
 
     def rollout_refusal(self) -> str:
         """Why no rollout can begin now; empty: it can."""
@@ -150,7 +164,9 @@ class ControllerCore:
         problem = self.rollout_refusal()
         if problem:
             return [Answer(event.ticket, Outcome.FAILED, problem)]
-        self.rollout = Replacement(event.ticket, event.revision, self.pools.revision)
+        before = self.pools.revision
+        self.rollout = Replacement(event.ticket, event.revision, before, event.in_place)
+        self.pools.in_place = event.in_place
         self.rollout.grace_before = self.limits.grace
         self.pools.change_grace(event.grace)
         self.pools.revision = event.revision
@@ -165,6 +181,7 @@ class ControllerCore:
             return []
         member.restarts += member.pid != 0
         member.pid, member.host, member.waits_for = event.pid, event.host, ""
+        member.restart_at = 0.0
         if member.role == ROUTER:
             self.pools.members.views.pop(member.name, None)
         if member.stage is Stage.READY:
@@ -173,6 +190,33 @@ class ControllerCore:
             member.died = True  # others have its requests by now
             return [self.pools.stop(member, self.limits.grace, now)]
         return []
+
+    def _process_ended(self, event: MemberDown, now: float) -> list[Action]:
+        """A crash: the backend starts it again, for ever unless it never served."""
+        member = self.pools.members.get(event.name)
+        if member is None or member.stage is Stage.STOPPING or self._ending:
+            return []
+        if member.stage is Stage.DRAINING:
+            member.died = True  # others have its requests by now
+            return [self.pools.stop(member, 0.0, now)]
+        member.cause, member.ends = event.why, event.ends
+        member.restart_at = now + event.seconds
+        if member.stage is Stage.READY:
+            member.enter(Stage.STARTING, now)
+        if member.ends < self.limits.tries or not self._gives_up(member):
+            return [Say("restarting", member.name, event.why, event.seconds)]
+        stop = self.pools.stop(member, 0.0, now)
+        return [stop, *self._lost(member, event.why, now, refused=False)]
+
+    def _gives_up(self, member: Member) -> bool:
+        """Whether more starts of a member that crashes again and again help nobody.
+
+        A cluster that never served fails with the reason, a member that was added is not added.
+        What served once is started again for ever, or elsewhere where there are other hosts.
+        """
+        if self.phase is Phase.STARTING or not member.was_ready:
+            return True
+        return self.limits.replace and member.role != ROUTER
 
     def _ended(self, event: MemberEnded, now: float) -> list[Action]:
         member = self.pools.members.remove(event.name)
@@ -209,8 +253,6 @@ class ControllerCore:
                 return [Say("not_added", member.name, why), *ended]
             wait = self.pools.hold(member.role, now)  # without it there would be too few
             return [Say("replacing", member.name, why, wait), *ended]
-        if not self.limits.replace:
-            return [Say("gave_up", member.name, why), *self._stop_all(now, 1)]
         wait = self.pools.hold(member.role, now)
         return [Say("replacing", member.name, why, wait)]
 
@@ -297,6 +339,7 @@ class ControllerCore:
         text = rollout.progress(self.pools)
         if rollout.finished:
             self.rollout, self.last_rollout = None, f"finished: {text}"
+            self.pools.in_place = False
             said = Say("rolled_out", detail=text)
             return [*actions, Answer(rollout.ticket, Outcome.DONE, text), said]
         if text != rollout.said:
@@ -310,6 +353,7 @@ class ControllerCore:
         if rollout is None:
             return []
         self.pools.revision, self.pools.surge = rollout.before, ""
+        self.pools.in_place = False
         self.pools.change_grace(rollout.grace_before)
         text = f"stopped at {rollout.progress(self.pools)}: {why}"
         self.last_rollout = text

@@ -1,11 +1,12 @@
-"""The children of one host: what to start, restart, signal and give up.
+"""The children of one host: what to start, restart, signal and end.
 
 Pure: ``handle(event, now) -> actions``; no process, socket or clock. Times are seconds of
 one monotonic clock. Children come and go (:class:`Add`, :class:`Remove`); which there should
 be is the controller's to decide (:mod:`.controller`).
 
 Invariants: a child is started only while none of its name lives; one that was removed is not
-started again; :class:`Ended` is said once for each Add, when no process of it lives.
+started again, every other one is, after growing waits; :class:`Ended` is said once for each Add,
+when no process of it lives.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from .hangs import Declared, HangLimits, Hangs
 from .restart import RestartLimits, RestartPolicy
-
-_PAUSE = 2.0  # the shell ticks several times a second; a longer gap was a pause of its own
 
 
 class Phase(enum.Enum):
@@ -52,21 +52,35 @@ class Remove:
 class Exited:
     """A child ended; ``code`` is negative for a signal. ``reason``: its last error line.
 
-    ``refused``: it ended by itself because a setting or its model is wrong.
+    ``refused``: it ended by itself because a setting or its model is wrong. ``evidence``: what
+    the system says of a kill from outside, such as out of memory.
     """
 
     name: str
     code: int
     reason: str = ""
     refused: bool = False
+    evidence: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """A child wrote a sign of life."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A router answered: process id of each worker it finds alive (ready or draining)."""
+    """A router answered.
+
+    ``alive``: process id of each worker it finds alive (ready or draining). ``dead``: those it has
+    declared dead, by name.
+    """
 
     router: str
     alive: Mapping[str, int]
+    dead: Mapping[str, Declared] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +88,7 @@ class Tick:
     """Time passed."""
 
 
-Event = Add | Remove | Exited | Reported | Tick
+Event = Add | Remove | Exited | Alive | Reported | Tick
 
 # ----------------------------------------------------------------- actions
 
@@ -111,8 +125,18 @@ class Say:
 
 
 @dataclass(frozen=True, slots=True)
+class Restarting:
+    """The child ended and is started again in ``seconds``; ``ends``: how often so in a row."""
+
+    name: str
+    why: str
+    seconds: float
+    ends: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
-    """The child is gone for good: removed, drained (0), refused, or ended too often."""
+    """The child is gone for good: removed, drained (0), or refused at its first start."""
 
     name: str
     code: int
@@ -120,16 +144,7 @@ class Ended:
     refused: bool = False
 
 
-Action = Start | Terminate | Kill | Say | Ended
-
-
-class SupervisorLimits(RestartLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Durations in seconds, on top of the restart limits."""
-
-    hang_timeout: float = 3.0
-    """A worker the routers have lost for so long while its process lives is killed."""
-    router_timeout: float = 10.0
-    """A router that answers nothing for so long is killed."""
+Action = Start | Terminate | Kill | Say | Restarting | Ended
 
 
 @dataclass(slots=True)
@@ -137,12 +152,10 @@ class _Child:
     policy: RestartPolicy
     router: bool
     running: bool = False
-    pid: int = 0
     restart_at: float | None = None
-    seen_at: float | None = None  # last report that found it alive, in this life
-    reports_since: float | None = None  # of a router: its first report in this life
     was_seen: bool = False  # in any life
     killed: bool = False
+    hang: str = ""  # why it was killed
     removed: bool = False
     kill_at: float | None = None
 
@@ -151,19 +164,20 @@ class _Child:
 class SupervisorCore:
     """Routers and workers of one host; see the module docstring."""
 
-    limits: SupervisorLimits = field(default_factory=SupervisorLimits)
+    limits: RestartLimits = field(default_factory=RestartLimits)
+    hang_limits: HangLimits = field(default_factory=HangLimits)
 
     def __post_init__(self) -> None:
         self._children: dict[str, _Child] = {}
-        self._now: float | None = None
+        self._hangs = Hangs(self.hang_limits)
 
     def started(self, name: str, pid: int) -> None:
         """The shell carried out :class:`Start`; a restart of the same pid is impossible."""
-        self._children[name].pid = pid
+        self._hangs.started(name, pid, router=self._children[name].router)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Decide; the actions are to be carried out in order."""
-        self._forgive_pause(now)
+        self._hangs.forgive_pause(now)
         actions: list[Action] = []
         match event:
             case Add(name, router):
@@ -173,29 +187,23 @@ class SupervisorCore:
                 actions += self._remove(event, now)
             case Exited() if event.name in self._children:
                 actions += self._exited(event, now)
-            case Reported(router, alive):
-                self._reported(router, alive, now)
+            case Alive(name):
+                self._hangs.alive(name, now)
+            case Reported(router, alive, dead):
+                timeout = self.hang_limits.worker_timeout
+                actions += [
+                    Say("declared_dead", name, reason, timeout)
+                    for name, reason in self._hangs.reported(router, alive, dead, now)
+                ]
             case _:
                 pass
         return actions + self._due(now)
-
-    def _forgive_pause(self, now: float) -> None:
-        """A supervisor that was itself stopped must not blame its children for the silence."""
-        gap = 0.0 if self._now is None else now - self._now
-        self._now = now
-        if gap <= _PAUSE:
-            return
-        for child in self._children.values():
-            child.seen_at = None if child.seen_at is None else child.seen_at + gap
-            if child.reports_since is not None:
-                child.reports_since += gap
 
     # ------------------------------------------------------------- life of a child
 
     def _start(self, name: str) -> Start:
         child = self._children[name]
-        child.running, child.killed = True, False
-        child.restart_at = child.seen_at = child.reports_since = None
+        child.running, child.killed, child.hang, child.restart_at = True, False, "", None
         return Start(name)
 
     def _remove(self, event: Remove, now: float) -> list[Action]:
@@ -212,30 +220,18 @@ class SupervisorCore:
 
     def _exited(self, event: Exited, now: float) -> list[Action]:
         name, child = event.name, self._children[event.name]
+        served, declared = self._hangs.served(name, now), self._hangs.declared(name)
+        child.was_seen = child.was_seen or self._hangs.joined(name)
+        self._hangs.ended(name)
         child.running = False
         drained = event.code == 0 and not child.router and child.was_seen
         if child.removed or drained or (event.refused and not child.was_seen):
-            return [self._ended(event)]
-        delay = child.policy.delay(now)
-        if delay is None:
-            return [self._ended(Exited(name, event.code or 1, event.reason))]
+            del self._children[name]
+            return [Ended(name, event.code, event.reason, event.refused)]
+        delay = child.policy.delay(served)
         child.restart_at = now + delay
-        reason = event.reason or describe_exit(event.code)
-        return [Say("restarting", name, reason, delay)]
-
-    def _ended(self, event: Exited) -> Ended:
-        del self._children[event.name]
-        return Ended(event.name, event.code, event.reason, event.refused)
-
-    def _reported(self, router: str, alive: Mapping[str, int], now: float) -> None:
-        reporter = self._children.get(router)
-        if reporter is not None:
-            reporter.seen_at, reporter.was_seen = now, True
-            if reporter.reports_since is None:
-                reporter.reports_since = now
-        for name, child in self._children.items():
-            if not child.router and child.running and alive.get(name) == child.pid:
-                child.seen_at, child.was_seen = now, True
+        why = describe_end(event.code, event.reason, event.evidence, child.hang, declared)
+        return [Restarting(name, why, delay, child.policy.ends)]
 
     # ------------------------------------------------------------- what the clock brings
 
@@ -247,38 +243,33 @@ class SupervisorCore:
             elif child.kill_at is not None and now >= child.kill_at and not child.killed:
                 child.killed = True
                 due.append(Kill(name))
-            else:
-                due += self._hung(name, child, now)
+        for hang in self._hangs.hung(now):
+            child = self._children[hang.name]
+            if child.running and not child.killed:
+                child.killed, child.hang = True, hang.why
+                due += [Say("hung", hang.name, hang.why), Kill(hang.name)]
         return due
-
-    def _hung(self, name: str, child: _Child, now: float) -> list[Action]:
-        if not child.running or child.killed or child.seen_at is None:
-            return []
-        if child.router:
-            silent, limit = now - child.seen_at, self.limits.router_timeout
-        else:
-            silent, limit = self._unheard(child.seen_at), self.limits.hang_timeout
-        if silent < limit:
-            return []
-        child.killed = True
-        return [Say("hung", name, seconds=silent), Kill(name)]
-
-    def _unheard(self, seen_at: float) -> float:
-        """How long a worker was lost; only time in which a router could have seen it counts."""
-        return max(
-            (
-                router.seen_at - max(seen_at, router.reports_since)
-                for router in self._children.values()
-                if router.seen_at is not None and router.reports_since is not None and router.router
-            ),
-            default=0.0,
-        )
 
     def next_wakeup(self) -> float | None:
         """When :class:`Tick` could next matter; ``None`` if only an event can change anything."""
         children = self._children.values()
         times = [time for c in children for time in (c.restart_at, c.kill_at) if time is not None]
         return min(times, default=None)
+
+
+def describe_end(code: int, reason: str, evidence: str = "", hang: str = "", dead: str = "") -> str:
+    """Why a process ended, in words.
+
+    ``reason``: its last error line. ``evidence``: see :class:`Exited`. ``hang``: why the supervisor
+    ended it. ``dead``: why a router had declared it dead.
+    """
+    if hang:
+        return f"it did not answer: {hang}"
+    why = reason or describe_exit(code)
+    if code < 0:
+        why = f"{describe_exit(code)} {evidence}".strip()
+        why = f"{why}; its last error was: {reason}" if reason else why
+    return f"declared dead: {dead}; {why}" if dead else why
 
 
 def describe_exit(code: int) -> str:

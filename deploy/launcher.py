@@ -1,8 +1,8 @@
 """The seam between the controller and whatever starts processes: this machine, or Ray.
 
 A *member* is one process of the cluster (``router``, ``prefill-0``, ``decode-3``). The backend
-starts it by the same command line wherever it is (:mod:`.processes`), starts it again when it
-crashes, and says so; what is wanted is the controller's to decide.
+starts it by the same command line wherever it is (:mod:`.processes`) and starts it again when it
+crashes, after growing waits and however often; what is wanted is the controller's to decide.
 """
 
 from __future__ import annotations
@@ -43,12 +43,24 @@ class MemberStarted(msgspec.Struct, frozen=True):
     pid: int = 0
 
 
+class MemberDown(msgspec.Struct, frozen=True):
+    """The member's process has ended; the backend starts another one in ``seconds``.
+
+    ``why``: in words. ``ends``: how often in a row, with no long life in between.
+    """
+
+    name: str
+    why: str
+    seconds: float
+    ends: int = 1
+
+
 class MemberEnded(msgspec.Struct, frozen=True):
     """The member is gone for good, and so is all the backend had for it: its name is free.
 
     ``code``: exit code of its last process, negative for a signal; 0 of a worker that was not
     told to stop: it was drained. ``reason``: its last error line. ``refused``: a setting or its
-    model is wrong, so that another try would end alike; otherwise it ended too often.
+    model is wrong, so that another try would end alike.
     """
 
     name: str
@@ -65,7 +77,7 @@ class MemberUnplaced(msgspec.Struct, frozen=True):
     final: bool = False
 
 
-MemberEvent = MemberStarted | MemberEnded | MemberUnplaced
+MemberEvent = MemberStarted | MemberDown | MemberEnded | MemberUnplaced
 
 
 class Backend(Protocol):
@@ -77,7 +89,7 @@ class Backend(Protocol):
     """
 
     def start(self, spec: MemberSpec) -> None:
-        """Start a member whose name is free; restart it when it crashes, within limits."""
+        """Start a member whose name is free; restart it whenever it crashes."""
 
     def stop(self, name: str, grace: float) -> None:
         """Ask it to end (SIGTERM), end it by force ``grace`` seconds later, do not restart it.
@@ -93,6 +105,13 @@ class Backend(Protocol):
 
     def refusal(self, targets: dict[str, int]) -> str:
         """Why the pools can never be of this size here, in one sentence; empty: they can."""
+        ...
+
+    def full(self, targets: dict[str, int]) -> str:
+        """Why the pools cannot be of this size with the hosts there are now; empty: they can.
+
+        Unlike a refusal this changes when a host joins.
+        """
         ...
 
     def heard(self, router: str, report: ClusterReport) -> None:

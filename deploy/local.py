@@ -18,7 +18,7 @@ import zmq
 from ..proto.errors import BatonError
 from ..runtime.allowed_keys import OPERATOR
 from ..runtime.keyring import CONTROLLER, load_keys
-from ..runtime.lifecycle import on_stop_signal
+from ..runtime.lifecycle import hold_signals, on_stop_signal
 from ..runtime.loop import Loop
 from . import banner
 from .address_lock import AddressLock
@@ -31,6 +31,7 @@ from .controller import ControllerCore
 from .core import (
     Action,
     Add,
+    Alive,
     Ended,
     Event,
     Exited,
@@ -38,19 +39,21 @@ from .core import (
     Phase,
     Remove,
     Reported,
+    Restarting,
     Say,
     Start,
     SupervisorCore,
-    SupervisorLimits,
     Terminate,
     Tick,
 )
-from .launcher import ROUTER, MemberEnded, MemberEvent, MemberSpec, MemberStarted
+from .hangs import HangLimits, declared_dead
+from .launcher import ROUTER, MemberDown, MemberEnded, MemberEvent, MemberSpec, MemberStarted
+from .oom_kills import LOOK_EVERY_S, OomWatch
 from .orders import Down
 from .plan import key_folder, router_names
 from .pools import ControllerLimits
 from .prepare import check_keys, check_model, make_plan, memory_refusal, served_context
-from .processes import Child
+from .processes import Child, not_started
 from .report import ClusterReport
 from .roster import Roster
 from .run_folder import RunFolder, sweep
@@ -77,17 +80,20 @@ class LocalBackend:
         emit: Callable[[MemberEvent], None],
         refusal: Callable[[dict[str, int]], str],
         log_level: str,
+        worker_timeout: float,
     ) -> None:
         self._loop = loop
         self._folder = folder
         self._out = out
         self._emit = emit
         self._refusal = refusal
-        self._log = ChildLog(out, log_level)
-        self._core = SupervisorCore(SupervisorLimits())
+        self._log = ChildLog(out, log_level, lambda name: self._decide(Alive(name)))
+        self._core = SupervisorCore(hang_limits=HangLimits(worker_timeout=worker_timeout))
+        self._oom = OomWatch()
         self._specs: dict[str, MemberSpec] = {}
         self._children: dict[str, Child] = {}
         loop.call_later(TICK, self._tick)
+        loop.call_later(LOOK_EVERY_S, self._look_for_oom)
 
     # ------------------------------------------------------------- what the controller wants
 
@@ -111,9 +117,14 @@ class LocalBackend:
         """Why this machine cannot hold so many."""
         return self._refusal(targets)
 
+    def full(self, targets: dict[str, int]) -> str:
+        """Nothing but what :meth:`refusal` says."""
+        return ""
+
     def heard(self, router: str, report: ClusterReport) -> None:
         """Find children that hang."""
-        self._decide(Reported(router, {w.id: w.pid for w in report.workers if w.alive}))
+        alive = {worker.id: worker.pid for worker in report.workers if worker.alive}
+        self._decide(Reported(router, alive, declared_dead(report)))
 
     def close(self) -> None:
         """End whatever is left; only does something when the loop was left by an exception."""
@@ -130,6 +141,10 @@ class LocalBackend:
         self._loop.call_later(TICK, self._tick)
         self._decide(Tick())
 
+    def _look_for_oom(self) -> None:
+        self._loop.call_later(LOOK_EVERY_S, self._look_for_oom)
+        self._oom.look()
+
     def _on_exit(self, name: str) -> None:
         child = self._children[name]
         code = child.exit_code()
@@ -142,7 +157,8 @@ class LocalBackend:
             self._log.hear(name, event)
         child.close()
         del self._children[name]
-        self._decide(Exited(name, code, *self._log.ended(name, code)))
+        reason, refused = self._log.ended(name, code)
+        self._decide(Exited(name, code, reason, refused, self._oom.evidence(code)))
 
     def _on_stderr(self, name: str) -> None:
         child = self._children[name]
@@ -168,6 +184,8 @@ class LocalBackend:
                 self._children[name].kill()
             case Say():
                 self._out(banner.sentence(action))
+            case Restarting(name, why, seconds, ends):
+                self._tell(MemberDown(name, why, seconds, ends))
             case Ended(name, code, reason, refused):
                 del self._specs[name]
                 self._tell(MemberEnded(name, code, reason, refused))
@@ -181,7 +199,7 @@ class LocalBackend:
         try:
             self._start(name)
         except (BatonError, OSError) as problem:
-            why = f"cannot be started: {problem}"
+            why = not_started(problem, self._folder.path)
             self._loop.post(lambda: self._decide(Exited(name, 1, why, refused=True)))
 
     def _start(self, name: str) -> None:
@@ -211,7 +229,11 @@ class LocalCluster:
         self._on_ready: Callable[[], object] | None = None
         self._lock: AddressLock | None = None
         self._backend: LocalBackend | None = None
-        self._loop = Loop()
+        self.interrupted = False  # by a signal
+        with hold_signals():  # from here on an interrupt waits for :meth:`run`
+            self._loop = Loop()
+            on_stop_signal(self._loop, lambda _times: self._on_signal())
+            self._loop.on_signal(signal.SIGHUP, self._on_signal)
         try:
             self._prepare(settings, private=private)
         except BaseException:
@@ -225,10 +247,7 @@ class LocalCluster:
         self.failure = ""
 
     def _prepare(self, settings: ServeSettings, *, private: bool) -> None:
-        """Make the run folder; from before that on an interrupt waits for :meth:`run`."""
-        self.interrupted = False  # by a signal
-        on_stop_signal(self._loop, lambda _times: self._on_signal())
-        self._loop.on_signal(signal.SIGHUP, self._on_signal)
+        """Make the run folder."""
         parent = Path(settings.run_dir) if settings.run_dir else None
         sweep(parent)
         self._folder = RunFolder(parent)
@@ -280,9 +299,9 @@ class LocalCluster:
         return 1 if self._shell.exit_code is None else self._shell.exit_code
 
     def _make_backend(self, emit: Callable[[MemberEvent], None]) -> LocalBackend:
-        level = self._settings.log_level
+        level, timeout = self._settings.log_level, self._settings.worker_timeout
         self._backend = LocalBackend(
-            self._loop, self._folder, self._out, emit, self._refusal, level
+            self._loop, self._folder, self._out, emit, self._refusal, level, timeout
         )
         return self._backend
 

@@ -45,6 +45,14 @@ class Member:
     drain_said_at: float = 0.0
     waits_for: str = ""
     """Why it has no host yet."""
+    cause: str = ""
+    """Why its last process ended, until it is ready again."""
+    ends: int = 0
+    """How often in a row its process ended."""
+    restart_at: float = 0.0
+    """When the next one starts, while there is a cause and no process."""
+    heard_at: float = 0.0
+    """Of a router: its last answer."""
 
     @property
     def active(self) -> bool:
@@ -127,6 +135,10 @@ class Members:
     def active(self, role: str) -> list[Member]:
         """Those that count for the pool's size."""
         return [member for member in self.of_role(role) if member.active]
+
+    def leaving(self, role: str) -> list[Member]:
+        """Those that do not count any more and are still there."""
+        return [member for member in self.of_role(role) if not member.active]
 
     def workers(self) -> list[Member]:
         """All but the routers."""

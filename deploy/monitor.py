@@ -18,11 +18,18 @@ from .report import ClusterReport, parse_report
 
 INTERVAL = 0.2
 """Seconds between questions."""
+PATIENCE = 2.0
+"""Seconds without an answer after which the connection is made anew."""
 _log = get_logger()
 
 
 class StatusMonitor:
-    """Calls ``on_report`` with every answer; silence while the router is away."""
+    """Calls ``on_report`` with every answer; silence while the router is away.
+
+    A connection that gives no answer is replaced by one with another identity. After a lost network
+    the router may still know the old connection, and ignores a second one of the same identity for
+    as long as that stands: then a router that serves would look as if it hung.
+    """
 
     def __init__(
         self,
@@ -36,25 +43,35 @@ class StatusMonitor:
         self._on_report = on_report
         self._encoder = EnvelopeEncoder()
         self._decoder = EnvelopeDecoder[Message](RouterToClient)
-        self._channel = DealerChannel(
-            context,
-            address,
-            b"supervisor-" + os.urandom(16),
-            keys=keys_for(keys, address, ROUTER),
-        )
-        self._channel.attach(loop, self._on_message)
+        self._context = context
+        self._address = address
+        self._keys = keys_for(keys, address, ROUTER)
+        self._channel = self._connect()
         self._timer = loop.call_later(0.0, self._ask)
 
     def drain(self, worker: str) -> None:
-        """Have the router tell a worker to finish and leave; lost while the router is away."""
-        self._channel.send(self._encoder.encode([Drain(worker=worker)]))
+        """Have the router tell a worker to finish and leave; lost while the router is away.
+
+        Whether it may leave has been decided: a router sees less, such as a rollout's next worker.
+        """
+        self._channel.send(self._encoder.encode([Drain(worker=worker, force=True)]))
 
     def close(self) -> None:
         """Ask no more."""
         self._timer.cancel()
         self._channel.close()
 
+    def _connect(self) -> DealerChannel:
+        identity = b"supervisor-" + os.urandom(16)
+        channel = DealerChannel(self._context, self._address, identity, keys=self._keys)
+        channel.attach(self._loop, self._on_message)
+        self._fresh_until = self._loop.now() + PATIENCE
+        return channel
+
     def _ask(self) -> None:
+        if self._loop.now() >= self._fresh_until:
+            self._channel.close()
+            self._channel = self._connect()
         self._channel.send(self._encoder.encode([Status(handoffs=0)]))
         self._timer = self._loop.call_later(INTERVAL, self._ask)
 
@@ -62,6 +79,7 @@ class StatusMonitor:
         try:
             for message in self._decoder.decode(frames):
                 if isinstance(message, StatusReport):
+                    self._fresh_until = self._loop.now() + PATIENCE
                     self._on_report(parse_report(message.report))
         except BatonError as problem:
             _log.warning("supervisor.bad_report", error=str(problem))

@@ -9,7 +9,7 @@ import enum
 from dataclasses import dataclass
 
 from .core import Say
-from .launcher import MemberEnded, MemberStarted, MemberUnplaced
+from .launcher import MemberDown, MemberEnded, MemberStarted, MemberUnplaced
 from .report import ClusterReport
 
 # ----------------------------------------------------------------- events
@@ -39,24 +39,28 @@ class Measured:
 class Drain:
     """A worker is wanted out; its pool is one smaller from then on.
 
-    ``replace``: its host leaves, and the pool stays as large.
+    ``replace``: its host leaves, and the pool stays as large. ``force``: also if it is the last
+    that serves.
     """
 
     ticket: object
     worker: str
     replace: bool = False
+    force: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """Replace every member by one of ``revision``, which the edge has settings for.
 
-    ``grace``: holds from now on; None: as before.
+    ``grace``: holds from now on; None: as before. ``in_place``: each worker leaves before its
+    successor starts.
     """
 
     ticket: object
     revision: int
     grace: float | None = None
+    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ Event = (
     | Down
     | Reported
     | MemberStarted
+    | MemberDown
     | MemberEnded
     | MemberUnplaced
     | Tick

@@ -171,8 +171,7 @@ def _router(settings: ServeSettings, book: AddressBook, cluster_key: str, name: 
         cluster_key=cluster_key,
         model_folder=model_folder(settings),
         policy=PolicyConfig(name=settings.policy),
-        heartbeat_timeout_s=settings.silence,
-        hang_floor_s=settings.silence,
+        worker_timeout_s=settings.worker_timeout,
         keys=key_folder(settings),
         log_level=cast("Level", settings.log_level),
     )
@@ -192,8 +191,10 @@ def _prefill(
         slo_ttft=first_token_limit(settings),
         max_active=settings.prefill_max_batch,
         share_pool=shares_memory(settings),
+        handoff_timeout_s=settings.handoff_timeout,
         keys=key_folder(settings),
         drain_grace_s=settings.grace,
+        worker_timeout_s=settings.worker_timeout,
         log_level=cast("Level", settings.log_level),
     )
     return ProcessSpec(name=name, role="prefill", module="baton.prefill_worker", config=config)
@@ -211,8 +212,10 @@ def _decode(
         max_batch=settings.max_batch,
         token_budget=settings.decode_chunk_budget,
         step_seconds=settings.step_time,
+        handoff_timeout_s=settings.handoff_timeout,
         keys=key_folder(settings),
         drain_grace_s=settings.grace,
+        worker_timeout_s=settings.worker_timeout,
         log_level=cast("Level", settings.log_level),
     )
     return ProcessSpec(name=name, role="decode", module="baton.decode_worker", config=config)

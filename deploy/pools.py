@@ -20,8 +20,8 @@ from .restart import RestartPolicy
 class ControllerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Durations in seconds.
 
-    ``replace``: a member that was ready and ended too often is replaced by a new one, as where
-    there are other hosts; otherwise it ends the cluster.
+    ``replace``: a worker whose process ended ``tries`` times in a row is replaced by a new one,
+    as where there are other hosts; otherwise it is started again for ever.
     """
 
     grace: float = 30.0
@@ -34,6 +34,9 @@ class ControllerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     drain_repeat: float = 1.0
     """How often a drain is repeated that no router has confirmed."""
     replace: bool = False
+    tries: int = 6
+    """How often in a row the process of a member may end before the member is given up, where
+    it is to be given up at all: before the cluster or the member ever served."""
 
 
 @dataclass
@@ -41,7 +44,8 @@ class Pools:
     """Members and targets of one cluster.
 
     ``revision``: of the settings members are started with. ``surge``: the pool that may have
-    one more for a rollout.
+    one more for a rollout. ``in_place``: a rollout has no room for one more, so a worker is started
+    only when the one before it has left.
     """
 
     routers: tuple[str, ...]
@@ -50,9 +54,10 @@ class Pools:
     members: Members = field(default_factory=Members)
     revision: int = 0
     surge: str = ""
+    in_place: bool = False
 
     def __post_init__(self) -> None:
-        self._losses: dict[str, RestartPolicy] = {}
+        self._losses: dict[str, tuple[RestartPolicy, float]] = {}  # and the time of the last one
         self._hold: dict[str, float] = {}  # by role: nothing is started before
 
     # ------------------------------------------------------------- one member
@@ -85,11 +90,17 @@ class Pools:
 
     def hold(self, role: str, now: float) -> float:
         """A loss: wait before the next start of this role; returns how long."""
-        policy = self._losses.setdefault(role, RestartPolicy())
-        delay = policy.delay(now)
-        wait = policy.limits.max_delay if delay is None else delay
+        policy, last = self._losses.get(role, (RestartPolicy(), now))
+        if now - last > 2 * policy.limits.max_delay:
+            policy = RestartPolicy()
+        self._losses[role] = policy, now
+        wait = policy.delay(None)
         self._hold[role] = now + wait
         return wait
+
+    def held(self, role: str, now: float) -> float:
+        """Seconds until the next start of this role."""
+        return max(0.0, self._hold.get(role, now) - now)
 
     def change_grace(self, grace: float | None) -> None:
         """Seconds that drains may take from now on; None: as before."""
@@ -115,7 +126,9 @@ class Pools:
         for role in POOLS:
             if now < self._hold.get(role, now):
                 continue
-            for _ in range(self.targets[role] - len(self.members.active(role))):
+            there = len(self.members.active(role))
+            there += len(self.members.leaving(role)) if self.in_place else 0
+            for _ in range(self.targets[role] - there):
                 name = self.members.free_name(role)
                 actions.append(self.start(name, role, self.revision, now))
         return actions
@@ -196,17 +209,21 @@ class Pools:
         ]
         return gone if len(gone) == len(missing) else []
 
-    def observe(self, now: float) -> None:
-        """Take over what the routers see of the members."""
+    def observe(self, now: float) -> list[Action]:
+        """Take over what the routers see of the members; say which are back."""
+        back: list[str] = []
         for member in self.members:
             if member.stage is Stage.STARTING:
                 see = self.members.sees_all if member.role == ROUTER else self.members.seen_ready
                 if see(member):
                     member.enter(Stage.READY, now)
                     member.was_ready = True
+                    back += [member.name] if member.cause else []
+                    member.cause = ""
             elif member.stage is Stage.READY and "draining" in self.members.states(member):
                 member.enter(Stage.DRAINING, now)  # an operator asked a router for it
                 self.shrink(member.role, len(self.members.active(member.role)))
+        return [Say("back", name) for name in back]
 
     # ------------------------------------------------------------- how far
 

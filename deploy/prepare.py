@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
 
 from ..engine.checkpoint import Checkpoint, load_checkpoint
 from ..engine.embedding_config import EMBED
+from ..engine.kernels import BUILD_KERNELS, compiled_kernels_problem
+from ..engine.kernels.cuda.cupy_device import INSTALL_CUPY, cupy_is_installed
 from ..engine.runner import DEFAULT_KV_BYTES, model_task
-from ..proto.errors import BatonError, ConfigError
+from ..proto.errors import BatonError, CheckpointError, ConfigError
 from ..runtime.allowed_keys import OPERATOR
 from ..runtime.keyring import CONTROLLER, load_keys
 from .addresses import client_addresses, free_ports
 from .banner import mebibytes
 from .config import ServeSettings, kv_size
+from .core import describe_exit
 from .memory import PROCESS_BYTES, free_memory, kv_share, model_memory, total_memory
 from .plan import (
     ClusterPlan,
@@ -27,16 +33,67 @@ from .plan import (
     sized_for,
     tcp_addresses,
 )
+from .processes import child_environment
 from .run_folder import RunFolder
+
+_TOKENIZER_S = 60.0
+
+
+def check_start(settings: ServeSettings) -> None:
+    """Find what this machine or the model folder lacks before anything is started.
+
+    ConfigError for what the settings name, CheckpointError for the folder's files.
+    """
+    check_model(settings)
+    check_kernels(settings)
+    check_tokenizer(settings)
 
 
 def check_model(settings: ServeSettings) -> None:
     """Open the model folder; CheckpointError now, once, instead of from every worker.
 
-    A folder without a tokenizer is served: prompts then are token ids, and a client that
-    gives text is told so.
+    ConfigError without such a folder. One without a tokenizer is served: prompts then are token
+    ids, and a client that gives text is told so.
     """
+    if not Path(model_folder(settings)).is_dir():
+        raise ConfigError(f"no model folder {model_folder(settings)}")
     model_task(load_checkpoint(model_folder(settings)), settings.task)
+
+
+def check_tokenizer(settings: ServeSettings) -> None:
+    """Load the folder's tokenizer once, in another process; CheckpointError if that fails.
+
+    Every client loads it, so a damaged one would fail each of them and no process of the cluster.
+    """
+    folder = model_folder(settings)
+    command = [sys.executable, "-P", "-m", "baton.text.check", folder]
+    if not (Path(folder) / "tokenizer.json").is_file():
+        return
+    try:
+        ended = subprocess.run(  # noqa: S603 -- our own interpreter and module
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_TOKENIZER_S,
+            env=child_environment(os.environ),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise CheckpointError(
+            f"{folder}: tokenizer.json is not loaded after {_TOKENIZER_S:g} s"
+        ) from None
+    if ended.returncode:
+        said = ended.stdout.decode("utf-8", "replace").strip().replace("\n", " ")
+        how = f"{folder}: tokenizer.json cannot be loaded ({describe_exit(ended.returncode)})"
+        raise CheckpointError(said or how)
+
+
+def check_kernels(settings: ServeSettings) -> None:
+    """ConfigError for kernels that the settings ask for and this machine cannot load."""
+    if settings.device == "cuda" and not cupy_is_installed():
+        raise ConfigError(f"device cuda needs CuPy: {INSTALL_CUPY}")
+    if settings.backend == "cpu" and (problem := compiled_kernels_problem()):
+        raise ConfigError(f"the compiled kernels are missing ({problem}): {BUILD_KERNELS}")
 
 
 def with_task(settings: ServeSettings) -> ServeSettings:

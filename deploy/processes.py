@@ -11,8 +11,10 @@ lines.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -20,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from .launcher import ROUTER
+from .oom import let_die_first
 
 _READ = 1 << 16
 _MAX_LINE = 1 << 20
@@ -49,6 +54,16 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, **fixed, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 
 
+def not_started(problem: Exception, folder: Path) -> str:
+    """Why a process could not be started, in words; ``folder``: where its config file was to go."""
+    if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"cannot be started: the disk of {folder} on {socket.gethostname()} is full "
+            f"({problem.strerror}); see df -h {folder.parent}"
+        )
+    return f"cannot be started: {problem}"
+
+
 class Child:
     """A started process. ``stderr_fd`` is readable whenever it logged, and at its end."""
 
@@ -65,6 +80,8 @@ class Child:
             env=child_environment(os.environ),
             process_group=0,
         )
+        if spec.role != ROUTER:
+            let_die_first(self.pid)
         if self._popen.stderr is None:
             raise OSError("no pipe to the child's standard error")
         self._pipe = self._popen.stderr

@@ -1,41 +1,65 @@
-"""How far the workers are with loading their checkpoints, shown now and then."""
+"""How far the workers are with loading their checkpoints.
+
+On a terminal a bar that is drawn over; elsewhere, as in a log file, lines: one when loading takes
+longer than a moment, and one when a worker's weights are loaded.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from .banner import load_progress
+from .banner import load_progress, mebibytes
+from .terminal import Terminal
 
-INTERVAL = 0.5
-"""Least seconds between two lines."""
+INTERVAL = 0.1
+"""Least seconds between two drawings of the bar."""
+MOMENT = 1.0
+"""Seconds of loading that are not worth a line."""
+
+
+@dataclass(slots=True)
+class _Load:
+    """One worker's weights: bytes packed of ``total``, since when, and what was said of them."""
+
+    began: float
+    done: int = 0
+    total: int = 0
+    announced: bool = False
+    ended: bool = False
 
 
 class LoadProgress:
-    """Collects ``(bytes done, bytes total)`` per worker and shows all in one line.
-
-    Shown at most every half second, and when all that began have finished.
-    """
+    """Collects ``(bytes done, bytes total)`` per worker; ``out`` takes the lines."""
 
     def __init__(
         self, out: Callable[[str], object], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._out = out
+        self._draw = out.draw if isinstance(out, Terminal) and out.draws() else None
         self._clock = clock
-        self._shown_at = clock()
-        self._shown = ""
-        self._state: dict[str, tuple[int, int]] = {}
+        self._drawn_at = clock()
+        self._loads: dict[str, _Load] = {}
 
     def update(self, name: str, done: int, total: int) -> None:
         """Worker ``name`` has packed ``done`` of ``total`` bytes of weights."""
-        self._state[name] = (done, total)
-        finished = all(part >= whole for part, whole in self._state.values())
-        line = load_progress([(n, *state) for n, state in sorted(self._state.items())])
-        if line == self._shown or not (finished or self._clock() >= self._shown_at + INTERVAL):
-            return
-        self._shown, self._shown_at = line, self._clock()
-        self._out(line)
+        now = self._clock()
+        load = self._loads.setdefault(name, _Load(began=now))
+        if load.ended:
+            return  # said again
+        load.done, load.total = done, total
+        if done >= total:
+            load.ended = True
+            self._out(f"{name} loaded {mebibytes(total)} of weights in {now - load.began:.1f} s")
+        elif self._draw is None and not load.announced and now >= load.began + MOMENT:
+            load.announced = True
+            self._out(f"{name} loads {mebibytes(total)} of weights")
+        running = [(n, o.done, o.total) for n, o in self._loads.items() if not o.ended]
+        if self._draw is not None and running and now >= self._drawn_at + INTERVAL:
+            self._drawn_at = now
+            self._draw(load_progress(running))
 
     def forget(self, name: str) -> None:
         """The worker ended."""
-        self._state.pop(name, None)
+        self._loads.pop(name, None)

@@ -11,8 +11,11 @@ import msgspec
 from ..proto.errors import DecodeFailed
 
 ALIVE_STATES = frozenset({"ready", "draining"})
+DEAD = "dead"
 DRAINED = "drained"
 """Reason of a worker that finished what it had and left."""
+NO_PROGRESS = "no progress"
+"""How the reason begins of a worker that is heard and gets nothing done."""
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +54,11 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     dropped: dict[str, int] = {}
 
     @property
+    def stuck(self) -> bool:
+        """Whether it was declared dead for getting nothing done, not for its silence."""
+        return self.state == DEAD and self.reason.startswith(NO_PROGRESS)
+
+    @property
     def alive(self) -> bool:
         """Whether the router hears it, ready or draining."""
         return self.state in ALIVE_STATES
@@ -78,6 +86,20 @@ class HandoffTotals(msgspec.Struct, frozen=True, kw_only=True):
     last: list[HandoffRecord] = []
 
 
+class FailedPairRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefill and a decode worker that live and could not reach each other.
+
+    ``next_try_s``: seconds until a request tries them again, where other pairs can serve.
+    """
+
+    prefill: str = ""
+    decode: str = ""
+    reason: str = ""
+    failures: int = 0
+    failing_s: float = 0.0
+    next_try_s: float = 0.0
+
+
 class LatencyReport(msgspec.Struct, frozen=True, kw_only=True):
     """How long clients wait, as the router sees it."""
 
@@ -94,7 +116,9 @@ class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
 class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     """The router itself.
 
-    ``task``: of the served model, "generate" or "embed", empty before a worker told it.
+    ``task``: of the served model, "generate" or "embed". ``architecture``, ``numerics`` and
+    ``kv_dtype``: what its workers compute, and how. All are empty before the first worker
+    registers.
     ``dropped``: messages it could not use, by reason. ``prompt_tokens``: of requests that began to
     be answered, since its start; ``queued_tokens``: of those that wait.
     """
@@ -103,6 +127,9 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     queued_tokens: int = 0
     task: str = ""
+    architecture: str = ""
+    numerics: str = ""
+    kv_dtype: str = ""
     latency: LatencyReport = LatencyReport()
     dropped: dict[str, int] = {}
 
@@ -112,6 +139,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
 
     workers: list[WorkerReport] = []
     handoffs: HandoffTotals = HandoffTotals()
+    failed_pairs: list[FailedPairRecord] = []
     router: RouterReport = RouterReport()
 
     def of_role(self, role: str) -> list[WorkerReport]:

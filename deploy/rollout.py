@@ -1,11 +1,13 @@
 """Replacing every member by one of another revision, one after the other.
 
 Workers first, with one on top: a new one is started, and when every router finds it ready an old
-one is drained; nothing else happens until that has left. Then the routers, each at its
-predecessor's address: it is ended at once, because its clients go on at its successor or at
+one is drained; nothing else happens until that has left. In place, where there is no room for one
+more: an old one is drained, and when it has left a new one is started. Then the routers, each at
+its predecessor's address: it is ended at once, because its clients go on at its successor or at
 another router, and the next one has to wait until the successor knows every worker.
 
-Invariant: at most one worker more than wanted exists, and at most one router is missing.
+Invariant: at most one worker more than wanted exists, or in place one less in its pool, and at
+most one router is missing.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ class Replacement:
     ticket: object
     revision: int
     before: int
+    in_place: bool = False
     grace_before: float | None = None
     """Holds again when it cannot go on."""
     said: str = ""
@@ -46,10 +49,14 @@ class Replacement:
 
     def advance(self, pools: Pools, now: float) -> list[Action]:
         """The next step, if there is one now."""
+        pools.in_place = self.in_place
         for role in POOLS:
-            if self.olds(pools.members.active(role)):
-                pools.surge = role
-                return self._worker(role, pools, now)
+            if not self.olds(pools.members.active(role)):
+                continue
+            if self.in_place:
+                return self._worker_in_place(role, pools, now)
+            pools.surge = role
+            return self._worker(role, pools, now)
         pools.surge = ""
         if not pools.settled() or not all(map(pools.serves, pools.members.workers())):
             return []
@@ -60,6 +67,17 @@ class Replacement:
             return [pools.stop(olds[0], grace, now)]
         self.finished = True
         return []
+
+    def _worker_in_place(self, role: str, pools: Pools, now: float) -> list[Action]:
+        """Drain an old one, if the pool is whole but for workers that are old and down."""
+        active = pools.members.active(role)
+        if len(active) < pools.targets[role] or pools.members.leaving(role):
+            return []
+        victim = pools.victim(self.olds(active), 0)
+        others = [member for member in active if member is not victim]
+        if victim is None or not all(map(pools.serves, others)):
+            return []
+        return [pools.let_go(victim, now)]
 
     def _worker(self, role: str, pools: Pools, now: float) -> list[Action]:
         active = pools.members.active(role)

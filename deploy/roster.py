@@ -67,7 +67,7 @@ class Roster:
 def changed(settings: ServeSettings, changes: Mapping[str, Any]) -> ServeSettings:
     """Checked settings with some replaced; ConfigError for what a rollout cannot change."""
     before = msgspec.to_builtins(settings)
-    after = convert({**before, **changes}, "settings")
+    after = convert({**before, **changes})
     for name in FIXED:
         if getattr(after, name) != getattr(settings, name):
             how = "use baton scale" if name in ("prefill", "decode") else "launch the cluster anew"

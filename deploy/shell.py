@@ -37,6 +37,7 @@ from .autoscale.pilot import Pilot
 from .config import ServeSettings
 from .controller import ControllerCore
 from .core import Phase, Say
+from .health import DEGRADED, OK, problems
 from .launcher import Backend, MemberEnded, MemberEvent, MemberSpec
 from .monitor import StatusMonitor
 from .orders import (
@@ -218,10 +219,10 @@ class ControllerShell:
             case ScalePools(targets=targets):
                 self._check_size(targets)
                 self.feed(Scale(ticket, targets))
-            case DrainWorker(worker=worker):
-                self.feed(Drain(ticket, self._named(worker)))
-            case RollOut(changes=changes):
-                self._roll_out(ticket, changes)
+            case DrainWorker(worker=worker, force=force):
+                self.feed(Drain(ticket, self._named(worker), force=force))
+            case RollOut():
+                self._roll_out(ticket, request)
             case GoDown(at_once=at_once):
                 self.feed(Down(ticket))
                 if at_once:
@@ -237,18 +238,26 @@ class ControllerShell:
         """A worker's name, also by its endpoint."""
         return next((w.id for w in self.report.workers if w.alive and worker == w.endpoint), worker)
 
-    def _roll_out(self, ticket: tuple[bytes, int], changes: Mapping[str, Any]) -> None:
-        problem = self.core.rollout_refusal()
+    def _roll_out(self, ticket: tuple[bytes, int], request: RollOut) -> None:
+        problem = self.core.rollout_refusal() or ("" if request.in_place else self._no_room())
         if problem:
             raise RequestFailed(problem)
+        revision = self._revisions.add(self.core.pools.revision, request.changes)
+        grace = self._revisions.settings(revision).grace
+        self.feed(Rollout(ticket, revision, grace, in_place=request.in_place))
+
+    def _no_room(self) -> str:
+        """Which pool has no room for the one worker more that a rollout starts; empty: none."""
         targets = self.core.pools.targets
         for role, count in targets.items():
-            problem = self.backend.refusal({**targets, role: count + 1}) if count else ""
+            more = {**targets, role: count + 1}
+            problem = count and (self.backend.refusal(more) or self.backend.full(more))
             if problem:
-                raise RequestFailed(f"no room for the one more that a rollout starts: {problem}")
-        revision = self._revisions.add(self.core.pools.revision, changes)
-        grace = self._revisions.settings(revision).grace
-        self.feed(Rollout(ticket, revision, grace))
+                return (
+                    f"no room for one more {role} worker, which a rollout starts before it drains "
+                    f"an old one: {problem}. Make room, or replace each in place: --in-place"
+                )
+        return ""
 
     def _answer(self, answer: Answer) -> None:
         if self._admin is None or not isinstance(answer.ticket, tuple):
@@ -277,14 +286,17 @@ class ControllerShell:
         members = [
             MemberLine(
                 name=m.name, role=m.role, stage=m.stage.value, revision=m.revision,
-                pid=m.pid, host=m.host, note=m.waits_for,
+                pid=m.pid, host=m.host, note=m.waits_for, restarts=m.restarts,
             )
             for m in pools.members
         ]  # fmt: skip
+        found = problems(pools, self._loop.now()) if core.phase is Phase.SERVING else []
         return msgspec.structs.replace(
             self._facts,
             number=number,
             phase=core.phase.value,
+            health=DEGRADED if found else OK,
+            problems=found,
             pid=os.getpid(),
             revision=served,
             rollout=running or core.last_rollout,

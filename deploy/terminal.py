@@ -3,19 +3,34 @@
 Invariant: :meth:`Terminal.__call__` never blocks, so a supervisor whose output stands still
 (a stopped terminal, a full pipe) goes on to read its children's logs. Lines beyond those that
 wait are dropped, and their number is printed when the output moves again.
+
+A line that is drawn, such as a progress bar, has no end: the next one takes its place.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import threading
 import time
 from collections import deque
+from typing import NamedTuple
 
 MAX_WAITING = 1000
 """Lines kept for an output that stands still."""
+
+
+_ERASE = "\r\x1b[K"
+"""Back to the beginning of the line, and nothing is in it any more."""
+
+
+class Line(NamedTuple):
+    """What is to be shown. ``drawn``: until the next one takes its place."""
+
+    text: str
+    drawn: bool = False
 
 
 class Terminal:
@@ -23,7 +38,7 @@ class Terminal:
 
     def __init__(self, max_waiting: int = MAX_WAITING) -> None:
         self._max_waiting = max_waiting
-        self._lines: deque[str] = deque()
+        self._lines: deque[Line] = deque()
         self._changed = threading.Condition()
         self._dropped = 0
         self._writing = False
@@ -31,6 +46,20 @@ class Terminal:
 
     def __call__(self, line: str) -> None:
         """Print ``line`` soon, or drop it."""
+        self._put(Line(line))
+
+    def draw(self, line: str) -> None:
+        """Show ``line`` soon, until the next one, or drop it; only where :meth:`draws` is true."""
+        self._put(Line(line, drawn=True))
+
+    def draws(self) -> bool:
+        """Whether standard output is a terminal that can draw over a line."""
+        try:
+            return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        except (AttributeError, ValueError):  # there is none, or it is closed
+            return False
+
+    def _put(self, line: Line) -> None:
         with self._changed:
             if len(self._lines) >= self._max_waiting:
                 self._dropped += 1
@@ -50,10 +79,14 @@ class Terminal:
                     return
 
     def _run(self) -> None:
+        drawn = False
         while True:
-            write_out(self._next())
+            line = self._next()
+            text = line.text[: _columns()] if line.drawn else f"{line.text}\n"
+            write_out(_ERASE + text if drawn else text)
+            drawn = line.drawn
 
-    def _next(self) -> str:
+    def _next(self) -> Line:
         with self._changed:
             self._writing = False
             self._changed.notify_all()
@@ -62,12 +95,17 @@ class Terminal:
             self._writing = True
             if self._dropped:
                 dropped, self._dropped = self._dropped, 0
-                self._lines.append(f"({dropped} lines were not printed)")
+                self._lines.append(Line(f"({dropped} lines were not printed)"))
             return self._lines.popleft()
 
 
-def write_out(line: str) -> None:
-    """Write a line to standard output; a closed one must not end the cluster.
+def _columns() -> int:
+    """Characters that fit in one line of the terminal: a longer one could not be drawn over."""
+    return max(1, shutil.get_terminal_size().columns - 1)
+
+
+def write_out(text: str) -> None:
+    """Write to standard output; a closed one must not end the cluster.
 
     Past the stream's buffer: a thread that stands inside it would keep the process from ending.
     """
@@ -75,9 +113,9 @@ def write_out(line: str) -> None:
         try:
             fd = sys.stdout.fileno()
         except (OSError, ValueError):
-            sys.stdout.write(line + "\n")
+            sys.stdout.write(text)
             return
-        data = line.encode(sys.stdout.encoding or "utf-8", "replace") + b"\n"
+        data = text.encode(sys.stdout.encoding or "utf-8", "replace")
         while data:
             data = data[os.write(fd, data) :]
 

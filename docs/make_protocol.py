@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from baton.proto import messages, outputs, wire
+from baton.proto import arrays, messages, outputs, wire
 
 PAGE = Path(__file__).with_name("protocol.md")
 START, END = "<!-- tables: begin -->", "<!-- tables: end -->"
@@ -32,6 +32,9 @@ PARTS = (
     wire.WirePixelContext,
     wire.WireImage,
     wire.WireTokens,
+    wire.WireRange,
+    wire.WireRequestID,
+    arrays.ArrayMap,
     wire.WireSampling,
     messages.TokenRun,
     outputs.TokenLogProbs,

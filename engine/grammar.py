@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.contexts import Matcher, TextContext
+from ..proto.contexts import TextContext
 from ..proto.errors import (
     BatonError,
     CapacityError,
@@ -33,6 +33,7 @@ from ..proto.errors import (
     SchemaTooComplex,
 )
 from ..proto.json_schema import check_json_schema
+from ..proto.matching import Matcher
 from .plan import Bools
 from .schema_compiler import compile_schema, load_tokenizer, one_line
 from .schema_trial import SchemaCost, SchemaTrial

@@ -35,7 +35,8 @@ class LLMEngine(StepLoop):
     ) -> list[TextContext]:
         """Run all prompts (token ids) to their ends, batched; contexts in the prompts' order.
 
-        ``params``: for all, or one per prompt. Raises the first failure once all have ended.
+        ``params``: for all, or one per prompt; unset fields are the model's defaults. Raises
+        the first failure once all have ended.
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         contexts = [self._context(p, own) for p, own in zip(prompts, each, strict=True)]
@@ -49,7 +50,8 @@ class LLMEngine(StepLoop):
             raise failure
         return contexts
 
-    def _context(self, prompt: Many[int], params: SamplingParams) -> TextContext:
+    def _context(self, prompt: Many[int], given: SamplingParams) -> TextContext:
+        params = given.merged(self.runner.generation_defaults)
         return TextContext(
             max_length=self.runner.card.max_length,
             tokens=TokenBuffer(np.array(prompt, np.int64)),

@@ -8,12 +8,13 @@ it is blind to the difference. A setting the decoder cannot honour is refused he
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from ..proto.errors import CheckpointError, InputError
-from ..proto.limits import MAX_TOP_K
+from ..proto.limits import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, MAX_TOP_K
 from ..proto.sampling import (
     SamplingParams,
     SamplingParamsGenerationConfigDefaults,
@@ -84,17 +85,23 @@ class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
     defaults: SamplingParamsGenerationConfigDefaults
 
 
-class _Raw(msgspec.Struct, kw_only=True):
-    """The keys read from config.json, typed; others are ignored."""
+Size = Annotated[int, Meta(le=MAX_SIZE)]
+"""A dimension; what must be positive is checked with the other settings, in words."""
+Layers = Annotated[int, Meta(le=MAX_LAYERS)]
+Positions = Annotated[int, Meta(le=MAX_POSITIONS)]
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    max_position_embeddings: int
+
+class _Raw(msgspec.Struct, kw_only=True):
+    """The keys read from config.json, typed and bounded; others are ignored."""
+
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Layers
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    max_position_embeddings: Positions
     rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
@@ -203,13 +210,13 @@ def parse_model_config(raw: dict[str, Any], architecture: str) -> ModelConfig:
 class _RawBert(msgspec.Struct, kw_only=True):
     """The keys read from a BERT's config.json, with the values left out ones have."""
 
-    vocab_size: int = 30522
-    hidden_size: int = 768
-    intermediate_size: int = 3072
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    max_position_embeddings: int = 512
-    type_vocab_size: int = 2
+    vocab_size: Size = 30522
+    hidden_size: Size = 768
+    intermediate_size: Size = 3072
+    num_hidden_layers: Layers = 12
+    num_attention_heads: Size = 12
+    max_position_embeddings: Positions = 512
+    type_vocab_size: Size = 2
     layer_norm_eps: float = 1e-12
     hidden_act: str = "gelu"
     position_embedding_type: str | None = "absolute"

@@ -151,7 +151,9 @@ def _exactly(pipe: int, size: int, until: float | None) -> bytes:
     content = b""
     while len(content) < size:
         left = None if until is None else max(0.0, until - time.monotonic())
-        if not select.select([pipe], [], [], left)[0]:
+        ready = select.poll()  # select() takes no descriptors above 1,023
+        ready.register(pipe, select.POLLIN)
+        if not ready.poll(None if left is None else 1000 * left):
             raise TimeoutError("no answer in time")
         piece = os.read(pipe, size - len(content))
         if not piece:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..proto.contexts import Matcher, TextContext
+from ..proto.contexts import TextContext
 from ..proto.hashing import block_hashes
+from ..proto.matching import Matcher
 from ..proto.outputs import TokenLogProbs
 from ..proto.status import GenerationStatus
 from ..proto.tokens import FUTURE_TOKEN

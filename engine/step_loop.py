@@ -11,6 +11,7 @@ from typing import Protocol
 from ..proto.contexts import TextContext
 from ..proto.errors import InputError, InternalError
 from ..proto.hashing import cache_salt
+from ..proto.validators import validate_text_only
 from .cache import PagedCache
 from .events import Event
 from .plan import OnLayers, StepPlan, StepResult
@@ -58,8 +59,10 @@ class StepLoop:
     def add(self, context: TextContext) -> bytes:
         """Queue a request and return its key; its tokens and status appear in ``context``.
 
-        A ``json_schema`` is compiled before, by who has a tokenizer: see :mod:`.grammar`.
+        A ``json_schema`` is compiled before, by who has a tokenizer: see :mod:`.grammar`. Raises
+        InputError for a context with a schema and no matcher, or with images.
         """
+        validate_text_only(context)
         if context.json_schema is not None and context.matcher is None:
             raise InputError("the context has a json_schema and no matcher that follows it")
         self._added += 1

@@ -69,6 +69,7 @@ class Slot(Generic[A]):
     damaged: dict[int, int] = field(default_factory=dict)  # frame index -> bytes
     frames: dict[int, int] = field(default_factory=dict)  # frame index -> checksum
     sizes: int = 0  # intact bytes
+    came: int = 0  # bytes of all frames, damaged ones too
     commit: Commit | None = None
     refusals: int = 0
     expires: float = 0.0

@@ -18,7 +18,6 @@ The receiver knows nothing of sockets, pools or models: blocks come from a
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Generic
@@ -42,7 +41,6 @@ from ..proto.messages import (
     Message,
     Ping,
     Refused,
-    Rejected,
     Release,
     Released,
     Reserve,
@@ -53,11 +51,11 @@ from ..runtime.expiry import Expiring
 from .credit import CreditPool
 from .grants import GrantState, GrantTable, IllegalTransition, Peer, Slot
 from .store import A, BlockStore
+from .timeout import ASK_EVERY_S, HANDOFF_TIMEOUT_S, OWN_PAUSE_S
 
-PING_S = 0.5
-"""How often a prefill worker that seems to be disconnected is called."""
-REMEMBER_DEAD = 1024
-"""Incarnations of dead senders remembered, so that a zombie's Reserve takes no blocks."""
+SILENT_S = 1.0
+"""A prefill worker with grants that has sent nothing for so long is asked for a sign of life; while
+it works on handoffs it asks this worker more often than that."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,20 +87,33 @@ class Evict:
 Output = Reply | Handover[A] | Evict
 
 
+@dataclass(slots=True)
+class _Contact:
+    """A prefill worker's connection, while grants depend on it.
+
+    ``asked_since``: when it was first asked for a sign of life since ``heard_at``; None while it
+    need not be asked.
+    """
+
+    heard_at: float
+    asked_since: float | None = None
+    ask_at: float = 0.0
+
+
 @dataclass(slots=True, frozen=True)
 class ReceiverConfig:
     """Limits of the receiving side.
 
     ``patience``: seconds without a frame after which frames under way count as lost;
-    ``max_refusals``: how often a manifest may be incomplete; ``absence``: seconds a sender may
-    be disconnected before its grants are freed; ``window`` and ``budget``: see CreditPool,
+    ``max_refusals``: how often a manifest may be incomplete; ``timeout``: seconds without an
+    answer after which a sender's grants are freed; ``window`` and ``budget``: see CreditPool,
     bytes; ``lease``: seconds after which a sender is asked whether it still wants its grant;
     ``tombstone``: seconds a released attempt is refused. ``device``: blocks are written
     by the sender (CUDA IPC), so freeing needs a fence.
     """
 
     window: int = 32 << 20
-    absence: float = 5.0
+    timeout: float = HANDOFF_TIMEOUT_S
     budget: int = 256 << 20
     patience: float = 0.5
     max_refusals: int = 8
@@ -126,9 +137,8 @@ class Receiver(Generic[A]):
         self._tombs: Expiring[bytes, int] = Expiring()  # attempts up to this one are aborted
         self._committed: Expiring[tuple[bytes, int], Committed] = Expiring()
         self._credits = CreditPool(config.budget, config.window)
-        self._dead: OrderedDict[int, None] = OrderedDict()  # incarnations that are no more
-        self._gone: dict[Peer, float] = {}  # disconnected: its grants end then
-        self._ping_at = 0.0
+        self._contacts: dict[Peer, _Contact] = {}  # of those that have grants
+        self._looked_at = math.inf
         self.stale = 0
         self.damaged = 0
 
@@ -137,10 +147,6 @@ class Receiver(Generic[A]):
     def on_reserve(self, peer: Peer, message: Reserve, now: float) -> list[Output[A]]:
         """Grant blocks, or say Busy; a repeated Reserve repeats its answer."""
         key = (message.request, message.attempt)
-        if message.incarnation in self._dead:
-            # A router that forgot the death would send its requests here again and again.
-            text = f"incarnation {message.incarnation} is finally dead; start another"
-            return [Reply(peer, Rejected(code="endpoint_dead", message=text))]
         past = self._is_past(message.request, message.attempt, now)
         if past or not self._plausible(message):
             aborted = Aborted(request=message.request, attempt=message.attempt)
@@ -215,7 +221,7 @@ class Receiver(Generic[A]):
         if done:
             return [Reply(peer, done)]
         slot = self._grants.find(message.grant)
-        foreign = slot is None or slot.reserve is None or slot.reserve.attempt != message.attempt
+        foreign = slot is None or slot.reserve is None or _another(slot.reserve, message)
         if slot is None or foreign or slot.state is GrantState.REVOKING:
             stale = self._stale(message.grant, message.request, message.attempt)
             return self._when_drained(peer, (message.request, message.attempt), stale)
@@ -238,8 +244,8 @@ class Receiver(Generic[A]):
             return ""
         if commit.frames > cells.size:
             return f"{commit.frames} frames are more than the {cells.size} cells of the grant"
-        computed = len(commit.context.tokens) + len(commit.emitted) - 1
-        if not commit.emitted or computed != reserve.num_tokens:
+        computed = len(commit.context.tokens) - 1
+        if commit.context.generated_length < 1 or computed != reserve.num_tokens:
             return f"a context of {computed + 1} tokens for a grant of {reserve.num_tokens}"
         return ""
 
@@ -285,6 +291,7 @@ class Receiver(Generic[A]):
         if not self._credits.receive(slot.index, frame.nbytes):
             raise ProtocolError(f"KV frame {frame.index} exceeds the byte credit of its grant")
         slot.moving[frame.index] = frame
+        slot.came += frame.nbytes
         first, last = frame.block_start, frame.block_start + frame.block_count
         return slot.allocation.block_table[first:last]
 
@@ -399,6 +406,7 @@ class Receiver(Generic[A]):
             frames=missing,
             credit=slot.credit,
             counted=self._credits.counted(slot.index),
+            arrived=slot.came,
             round=slot.refusals,
         )
         slot.commit = None
@@ -441,10 +449,11 @@ class Receiver(Generic[A]):
             self._free_slot(slot)
 
     def peer_dead(self, incarnation: int) -> list[Output[A]]:
-        """A prefill worker's incarnation is dead: nothing of its grants will ever arrive."""
-        self._dead[incarnation] = None
-        while len(self._dead) > REMEMBER_DEAD:
-            self._dead.popitem(last=False)
+        """Free the grants of a prefill worker that a router has declared dead.
+
+        Another router may still have the worker, so it may reserve again: the attempts that the
+        router moves are aborted here one by one.
+        """
         for slot in self._grants.taken():
             theirs = slot.reserve is not None and slot.reserve.incarnation == incarnation
             if theirs and slot.state is not GrantState.OWNED:
@@ -453,22 +462,32 @@ class Receiver(Generic[A]):
 
     def peer_gone(self, peer: Peer, now: float) -> None:
         """A prefill worker's connection was lost; it may come back for a while."""
-        self._gone[peer] = now + self._config.absence
+        contact = self._contacts.get(peer)
+        if contact is not None and contact.asked_since is None:
+            contact.asked_since = now
 
-    def peer_heard(self, peer: Peer) -> None:
-        """A prefill worker speaks, so it is there."""
-        if self._gone:
-            self._gone.pop(peer, None)
+    def peer_heard(self, peer: Peer, now: float) -> None:
+        """A prefill worker sent something, so it is there."""
+        contact = self._contacts.get(peer)
+        if contact is not None:
+            contact.heard_at, contact.asked_since = now, None
+
+    def peer_moved(self, incarnation: int, peer: Peer) -> None:
+        """A prefill worker came by another connection: its grants are answered there."""
+        for slot in self._grants.taken():
+            if slot.reserve is not None and slot.reserve.incarnation == incarnation:
+                slot.peer = peer
 
     def tick(self, now: float) -> list[Output[A]]:
         """Evaluate deadlines and the patience with incomplete manifests."""
         outputs: list[Output[A]] = []
+        self._excuse(now)
         for slot in self._grants.taken():
             if slot.state is GrantState.OWNED:
                 continue
-            ends = min(slot.expires, self._gone.get(slot.peer, math.inf))
             revoked = slot.state is GrantState.REVOKING
-            if now >= ends and not revoked:
+            over = now >= slot.expires or self._is_unreachable(slot.peer, now)
+            if over and not revoked:
                 outputs += self._drop(slot)
             elif slot.moving:
                 continue  # this worker's own work; it ends, or the worker does
@@ -479,7 +498,7 @@ class Receiver(Generic[A]):
             elif now >= slot.asked_at + self._config.lease:
                 slot.asked_at = now
                 outputs.append(self._ask(slot))
-        outputs += self._call_absent(now)
+        outputs += self._ask_silent(now)
         self._forget(now)
         return outputs + self._credit_outputs()
 
@@ -489,17 +508,48 @@ class Receiver(Generic[A]):
             return self._revoke(slot)
         return Reply(slot.peer, self._grant_message(slot))
 
-    def _call_absent(self, now: float) -> list[Output[A]]:
-        """The news that a connection broke may come after the new one's first words."""
-        if not self._gone or now < self._ping_at:
-            return []
-        self._ping_at = now + PING_S
-        return [Reply(peer, Ping()) for peer in self._gone]
+    def _excuse(self, now: float) -> None:
+        """Do not count this process's own pause as the silence of senders."""
+        pause = now - self._looked_at
+        self._looked_at = now
+        if pause > OWN_PAUSE_S:
+            for contact in self._contacts.values():
+                if contact.asked_since is not None:
+                    contact.asked_since += pause
+
+    def _is_unreachable(self, peer: Peer, now: float) -> bool:
+        """Whether a sender was asked for the timeout and has sent nothing since."""
+        contact = self._contacts.get(peer)
+        if contact is None or contact.asked_since is None:
+            return False
+        return now >= contact.asked_since + self._config.timeout
+
+    def _ask_silent(self, now: float) -> list[Output[A]]:
+        """Ask the senders of grants that have been silent, or are disconnected, for an answer.
+
+        A sender that was given up unheard, or one that nothing reaches, would hold its blocks
+        until the request's deadline.
+        """
+        peers = {slot.peer for slot in self.ungiven()}
+        known, self._contacts = self._contacts, {}
+        outputs: list[Output[A]] = []
+        for peer in sorted(peers):
+            contact = self._contacts[peer] = known.get(peer) or _Contact(now)
+            if contact.asked_since is None and now >= contact.heard_at + SILENT_S:
+                contact.asked_since = now
+            if contact.asked_since is not None and now >= contact.ask_at:
+                contact.ask_at = now + ASK_EVERY_S
+                outputs.append(Reply(peer, Ping()))
+        return outputs
 
     @property
     def granted(self) -> int:
         """Grants whose blocks wait for KV."""
-        return sum(slot.state is not GrantState.OWNED for slot in self._grants.taken())
+        return len(self.ungiven())
+
+    def ungiven(self) -> list[Slot[A]]:
+        """Slots whose blocks nobody owns yet: they wait for KV, or for their last writer."""
+        return [slot for slot in self._grants.taken() if slot.state is not GrantState.OWNED]
 
     def held(self) -> list[A]:
         """Allocations that belong to grants (for integrity checks)."""
@@ -518,6 +568,7 @@ class Receiver(Generic[A]):
             cached_tokens=allocation.cached_blocks * self._layout.block_size,
             credit=slot.credit,
             counted=self._credits.counted(slot.index),
+            arrived=slot.came,
         )
 
     def _credit_outputs(self) -> list[Output[A]]:
@@ -593,13 +644,11 @@ class Receiver(Generic[A]):
     def _forget(self, now: float) -> None:
         for table in (self._tombs, self._committed, self._highest):
             table.expire(now)
-        if self._gone:
-            self._gone = {peer: t for peer, t in self._gone.items() if t > now}
 
     @property
     def remembered(self) -> int:
         """Entries kept to answer what comes late; each ends at its time."""
-        return len(self._tombs) + len(self._committed) + len(self._highest) + len(self._gone)
+        return len(self._tombs) + len(self._committed) + len(self._highest)
 
 
 def _overlap(one: KVFrame, other: KVFrame) -> bool:
@@ -616,6 +665,11 @@ def _same_reserve(held: Reserve, asked: Reserve) -> bool:
     """Whether ``asked`` is ``held`` once more, and not a new try."""
     names = ("attempt", "incarnation", "serial")
     return all(getattr(held, name) == getattr(asked, name) for name in names)
+
+
+def _another(held: Reserve, commit: Commit) -> bool:
+    """Whether a grant is used for another request or attempt than it was given for."""
+    return (held.request, held.attempt) != (commit.request, commit.attempt)
 
 
 def check_receiver(receiver: Receiver[Any], owned: Collection[bytes]) -> None:

@@ -40,6 +40,7 @@ from ..proto.messages import (
     Revoke,
     Stale,
 )
+from .timeout import HANDOFF_TIMEOUT_S
 
 MIN_FRAME_BYTES = 512 << 10
 """Frames are not made smaller than this for the sake of overlap."""
@@ -174,6 +175,8 @@ class _Handoff:
     cached_tokens: int = 0
     credit: int = 0
     sent_bytes: int = 0  # cumulative, repeated frames included: what credit is compared with
+    pushed: int = 0  # cumulative, whatever the other side has written off as lost
+    arrived: int = 0  # of these, as far as is known
     frames: list[KVFrame] = field(default_factory=list)
     checksums: dict[int, int] = field(default_factory=dict)
     queue: deque[KVFrame] = field(default_factory=deque)
@@ -182,7 +185,7 @@ class _Handoff:
     maker: CommitMaker | None = None
     commit: Commit | None = None
     retry_at: float = 0.0
-    heard_at: float = 0.0  # of the peer, while frames wait for credit
+    progress_at: float = 0.0  # when frames were last known to arrive, or none was under way
     retries: int = 0
     resent: int = 0
     refusals: int = 0  # of the other side, as far as they arrived
@@ -207,14 +210,14 @@ class SenderConfig:
     """Sizes and timers of the sending side.
 
     ``frame_bytes``: target size of a frame. ``retry``: seconds until an unanswered control
-    message is repeated (doubling up to ``retry_max``); ``patience``: seconds of
-    silence of a peer whose credit is waited for before the handoff is given up as lost.
+    message is repeated (doubling up to ``retry_max``); ``timeout``: seconds in which none of the
+    frames sent to a peer arrives there before the handoff is given up as lost.
     """
 
     frame_bytes: int = 2 << 20
     retry: float = 0.2
     retry_max: float = 1.6
-    patience: float = 5.0
+    timeout: float = HANDOFF_TIMEOUT_S
 
 
 class Sender:
@@ -225,7 +228,8 @@ class Sender:
         self._layout = layout
         self._config = config
         self._live: dict[Key, _Handoff] = {}
-        self._by_grant: dict[GrantRef, Key] = {}
+        self._by_grant: dict[tuple[str, GrantRef], Key] = {}  # by endpoint: who says it
+        self._arrived: dict[str, float] = {}  # by endpoint: when a frame was last known to arrive
         self.stale = 0
 
     def __len__(self) -> int:
@@ -284,6 +288,7 @@ class Sender:
             return []
         if not handoff.queue:
             self._calm(handoff, now)  # it waited for compute, not for the peer
+            handoff.progress_at = now
         size = self._layout.block_size
         block_end = handoff.blocks if last else token_end // size
         self._cut(handoff, layer_end, block_end)
@@ -329,13 +334,20 @@ class Sender:
 
     # ------------------------------------------------------------------ what the peer says
 
+    def is_with(self, endpoint: str, request: bytes, attempt: int) -> bool:
+        """Whether the worker at ``endpoint`` may speak about the handoff of this attempt."""
+        handoff = self._live.get((request, attempt))
+        return handoff is None or handoff.endpoint == endpoint
+
     def on_grant(self, endpoint: str, message: Grant, now: float) -> list[Output]:
         """Blocks are promised; those nobody waits for are given back at once."""
         key = (message.request, message.attempt)
         handoff = self._live.get(key)
         if handoff is None or handoff.endpoint != endpoint:
             self.stale += 1
-            release = Release(request=key[0], attempt=key[1], grant=message.grant)
+            release = Release(
+                request=key[0], attempt=key[1], grant=message.grant, incarnation=self._incarnation
+            )
             return [Send(endpoint, release)]
         if handoff.state not in (HandoffState.RESERVING, HandoffState.SENDING):
             return []
@@ -348,13 +360,19 @@ class Sender:
         handoff.cached_blocks = message.cached_tokens // self._layout.block_size
         handoff.block_done = handoff.cached_blocks
         self._calm(handoff, now)
-        self._by_grant[message.grant] = key
+        handoff.progress_at = now
+        self._by_grant[endpoint, message.grant] = key
         return [Granted(key, message.cached_tokens)]
 
     def _granted_again(self, handoff: _Handoff, message: Grant, now: float) -> list[Output]:
-        """Alive, and perhaps a Credit was lost."""
+        """Alive, and perhaps a Credit was lost.
+
+        While frames are under way this says nothing about the path they take: the other side
+        answers in the same way when it receives none of them.
+        """
         if message.grant != handoff.grant:
             return self._fail(handoff, "handoff_failed", "the grant was replaced")
+        self._note_arrived(handoff, message, now)
         handoff.agree(message)
         self._calm(handoff, now)
         return self._push(handoff, now)
@@ -368,12 +386,16 @@ class Sender:
         self._end(handoff)
         return [Refusal(key, message.retry_after)]
 
-    def on_credit(self, message: Credit, now: float) -> list[Output]:
+    def on_credit(self, endpoint: str, message: Credit, now: float) -> list[Output]:
         """More bytes may go."""
-        handoff = self._of(message.grant)
+        handoff = self._of(endpoint, message.grant)
         if handoff is None:
             return []
         handoff.credit = max(handoff.credit, message.credit)
+        if handoff.pushed > handoff.arrived:
+            self._arrived[handoff.endpoint] = now
+        else:
+            handoff.progress_at = now  # it waited for its turn
         self._calm(handoff, now)
         return self._push(handoff, now)
 
@@ -385,6 +407,7 @@ class Sender:
         if handoff.state is HandoffState.RELEASING:
             self._end(handoff)
             return [Gone(handoff.key)]
+        self._arrived[handoff.endpoint] = now
         self._end(handoff)
         return [
             Done(
@@ -415,6 +438,9 @@ class Sender:
         if message.round <= handoff.refusals:
             return []  # said again: those frames are under way
         handoff.refusals = message.round
+        self._note_arrived(handoff, message, now)
+        if self._nothing_arrives(handoff, now):
+            return self._no_data(handoff)
         handoff.step("resend")
         handoff.commit = None
         handoff.resent += len(wanted)
@@ -447,7 +473,7 @@ class Sender:
 
     def on_revoke(self, endpoint: str, message: Revoke) -> list[Output]:
         """Device path: stop writing, then fence; into an unknown grant nothing is written."""
-        handoff = self._of(message.grant)
+        handoff = self._of(endpoint, message.grant)
         outputs: list[Output] = [Send(endpoint, Fence(grant=message.grant))]
         if handoff is None:
             return outputs
@@ -456,6 +482,7 @@ class Sender:
     def peer_lost(self, endpoint: str, reason: str, incarnation: int = 0) -> list[Output]:
         """The decode worker died or refused the link: all its handoffs are over."""
         outputs: list[Output] = []
+        self._arrived.pop(endpoint, None)
         for handoff in list(self._live.values()):
             if handoff.endpoint != endpoint or incarnation not in (0, self._peer_of(handoff)):
                 continue
@@ -467,12 +494,21 @@ class Sender:
                 outputs.append(Failed(handoff.key, "worker_lost", reason, lost_peer=True))
         return outputs
 
-    def no_data_path(self, endpoint: str, reason: str) -> list[Output]:
-        """The worker speaks but no frame reaches it: its handoffs are over, blocks go back."""
+    def unreachable(self, endpoint: str, reason: str) -> list[Output]:
+        """The worker does not answer, or no frame reaches it: all its handoffs are over.
+
+        What it holds for them it frees by itself. Blocks it may be reading stay until it says
+        that it does not read them, or is dead.
+        """
         outputs: list[Output] = []
         for handoff in list(self._live.values()):
-            if handoff.endpoint == endpoint and handoff.state is not HandoffState.RELEASING:
+            if handoff.endpoint != endpoint:
+                continue
+            if handoff.state is not HandoffState.RELEASING:
                 outputs += self._fail(handoff, "worker_lost", reason, lost_peer=True)
+            elif not self.may_be_read(handoff.key):
+                self._end(handoff)
+                outputs.append(Gone(handoff.key))
         return outputs
 
     def reconnected(self, endpoint: str, now: float) -> list[Output]:
@@ -489,8 +525,10 @@ class Sender:
         """Repeat unanswered messages; give up what makes no progress."""
         outputs: list[Output] = []
         for handoff in list(self._live.values()):
-            if now >= self._due(handoff):
+            if handoff.key in self._live and now >= self._due(handoff):
                 outputs += self._overdue(handoff, now)
+        if not self._live:
+            self._arrived.clear()
         return outputs
 
     def _due(self, handoff: _Handoff) -> float:
@@ -500,10 +538,31 @@ class Sender:
         return handoff.retry_at
 
     def _overdue(self, handoff: _Handoff, now: float) -> list[Output]:
-        sending = handoff.state is HandoffState.SENDING
-        if sending and now >= handoff.heard_at + self._config.patience:
-            return self._fail(handoff, "handoff_failed", "no credit arrived")
+        if handoff.state is HandoffState.SENDING and self._nothing_arrives(handoff, now):
+            return self._no_data(handoff)
         return self._repeat(handoff, self._words(handoff, now), now)
+
+    def _note_arrived(self, handoff: _Handoff, message: Grant | Refused, now: float) -> None:
+        """Learn how much has arrived; with nothing under way the time begins anew."""
+        arrived = message.counted if message.arrived is None else message.arrived
+        if arrived > handoff.arrived:
+            handoff.arrived = min(arrived, handoff.pushed)
+            self._arrived[handoff.endpoint] = now
+        if handoff.arrived == handoff.pushed:
+            handoff.progress_at = now
+
+    def _nothing_arrives(self, handoff: _Handoff, now: float) -> bool:
+        """Whether none of the frames under way has arrived for the timeout.
+
+        The handoffs of a peer share one connection, on which a frame may wait for those of the
+        others: so what arrived of any of them counts.
+        """
+        last = max(handoff.progress_at, self._arrived.get(handoff.endpoint, 0.0))
+        return now >= last + self._config.timeout
+
+    def _no_data(self, handoff: _Handoff) -> list[Output]:
+        """End all handoffs of the peer: those that wait for their turn would find out later."""
+        return self.unreachable(handoff.endpoint, f"no KV frame arrives at {handoff.endpoint}")
 
     @staticmethod
     def _words(handoff: _Handoff, now: float) -> Message:
@@ -581,6 +640,7 @@ class Sender:
         while handoff.queue and handoff.sent_bytes + handoff.queue[0].nbytes <= handoff.credit:
             frame = handoff.queue.popleft()
             handoff.sent_bytes += frame.nbytes
+            handoff.pushed += frame.nbytes
             outputs.append(SendFrame(handoff.endpoint, handoff.key, frame))
         if not outputs:
             return self._maybe_commit(handoff, now)
@@ -611,7 +671,6 @@ class Sender:
 
     def _calm(self, handoff: _Handoff, now: float) -> None:
         handoff.retries = 0
-        handoff.heard_at = now
         handoff.retry_at = now + self._config.retry
 
     def _fail(
@@ -635,10 +694,10 @@ class Sender:
         handoff.step("end")
         self._live.pop(handoff.key, None)
         if handoff.grant:
-            self._by_grant.pop(handoff.grant, None)
+            self._by_grant.pop((handoff.endpoint, handoff.grant), None)
 
-    def _of(self, grant: GrantRef) -> _Handoff | None:
-        key = self._by_grant.get(grant)
+    def _of(self, endpoint: str, grant: GrantRef) -> _Handoff | None:
+        key = self._by_grant.get((endpoint, grant))
         if key is None:
             self.stale += 1
             return None
@@ -651,4 +710,11 @@ class Sender:
 
 def _release(handoff: _Handoff) -> Release:
     request, attempt = handoff.key
-    return Release(request=request, attempt=attempt, grant=handoff.grant)
+    reserve = handoff.reserve
+    return Release(
+        request=request,
+        attempt=attempt,
+        grant=handoff.grant,
+        incarnation=reserve.incarnation,
+        ticket=reserve.ticket,
+    )

@@ -209,3 +209,8 @@ class MappedPools:
         if incarnation is not None and incarnation not in self._owners.values():
             memory = self._pools.pop(incarnation)[1]  # the array goes here, so it can be closed
             self._release(memory)
+
+    def close_all(self) -> None:
+        """All connections are gone."""
+        for peer in list(self._owners):
+            self.close(peer)

@@ -7,7 +7,6 @@ from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-import zmq
 
 from ..engine.checkpoint import load_checkpoint
 from ..engine.embedding_config import GENERATE
@@ -19,11 +18,16 @@ from ..proto.layout import ModelCard
 from ..proto.messages import DeviceTicket
 from ..runtime.allowed_keys import OPERATOR, PREFILL, ROUTER
 from ..runtime.keyring import load_keys
-from ..runtime.lifecycle import on_stop_signal
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
 from ..runtime.membership import Membership, WorkerIdentity
-from ..runtime.process import LoadProgress, leave, run_process, settle
+from ..runtime.process import (
+    LoadProgress,
+    MakeShell,
+    leave,
+    run_incarnations,
+    run_process,
+)
 from ..runtime.sockets import Context, RouterChannel
 from ..runtime.zap import Doorkeeper, door
 from .config import PrefillWorkerConfig
@@ -36,20 +40,8 @@ _log = get_logger()
 def serve(config: PrefillWorkerConfig) -> int:
     """Load the model, join the cluster, run until drained or told to stop."""
     keys = load_keys(config.keys, PREFILL, config.worker_id)
-    loop = Loop()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    doors = None if keys is None else Doorkeeper(context, keys)
-    make = _text if _is_text(config) else _embed
-    shell = make(config, loop, context, doors)
-    on_stop_signal(loop, lambda times: shell.drain() if times == 1 else loop.stop())
-    settle()
-    if doors is not None:
-        doors.attach(loop)
-    shell.start()
-    loop.run()
-    shell.close()
-    context.destroy(linger=0)
-    return shell.exit_code
+    load = _load_text if _is_text(config) else _load_embedder
+    return run_incarnations(keys, load(config))
 
 
 def _is_text(config: PrefillWorkerConfig) -> bool:
@@ -57,20 +49,22 @@ def _is_text(config: PrefillWorkerConfig) -> bool:
     return model_task(checkpoint, config.runner.task) == GENERATE
 
 
-def _text(
-    config: PrefillWorkerConfig, loop: Loop, context: Context, doors: Doorkeeper | None
-) -> PrefillShell:
+def _load_text(config: PrefillWorkerConfig) -> MakeShell:
     owner = PoolOwner()
     shared = config.share_pool and can_share()
     allocate = partial(_shared_or_own, owner) if shared else aligned_zeros
     runner = load_runner(config.runner, LoadProgress(), allocate)
-    keys = None if doors is None else doors.ring
-    control = _control(config, context, doors)
-    member = _member(config, runner.card, control)
     ticket = owner.ticket if runner.backend.on_host else _device_ticket(config, runner)
-    shell = PrefillShell(config, runner, member, control, loop, context, ticket, keys)
-    _ready(member, runner.num_blocks)
-    return shell
+
+    def make(loop: Loop, context: Context, doors: Doorkeeper | None) -> PrefillShell:
+        keys = None if doors is None else doors.ring
+        control = _control(config, context, doors)
+        member = _member(config, runner.card, control)
+        shell = PrefillShell(config, runner, member, control, loop, context, ticket, keys)
+        _ready(member, runner.num_blocks)
+        return shell
+
+    return make
 
 
 def _device_ticket(config: PrefillWorkerConfig, runner: Runner) -> DeviceTicket | None:
@@ -93,16 +87,18 @@ def _shared_or_own(owner: PoolOwner, nbytes: int) -> npt.NDArray[np.uint8]:
         return aligned_zeros(nbytes)
 
 
-def _embed(
-    config: PrefillWorkerConfig, loop: Loop, context: Context, doors: Doorkeeper | None
-) -> EmbedShell:
+def _load_embedder(config: PrefillWorkerConfig) -> MakeShell:
     runner = load_embedder(config.runner, LoadProgress())
-    keys = None if doors is None else doors.ring
-    control = _control(config, context, doors)
-    member = _member(config, runner.card, control)
-    shell = EmbedShell(config, runner, member, control, loop, context, keys)
-    _ready(member, 0)
-    return shell
+
+    def make(loop: Loop, context: Context, doors: Doorkeeper | None) -> EmbedShell:
+        keys = None if doors is None else doors.ring
+        control = _control(config, context, doors)
+        member = _member(config, runner.card, control)
+        shell = EmbedShell(config, runner, member, control, loop, context, keys)
+        _ready(member, 0)
+        return shell
+
+    return make
 
 
 def _control(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from ..engine.runner import RunnerConfig
+from ..kv_transfer.timeout import HANDOFF_TIMEOUT_S
+from ..runtime.liveness import DEFAULT_WORKER_TIMEOUT_S
 from ..runtime.log import Level
 
 
@@ -20,7 +22,9 @@ class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     Busy.
     ``stream_tokens``: prompts with at least this many uncached tokens are sent layer by layer.
     ``share_pool``: decode workers of this host may read the pool; they are told where it is.
+    ``handoff_timeout_s``: seconds without an answer after which a decode worker is unreachable.
     ``drain_grace_s``: how long requests may run on after SIGTERM; others then take them over.
+    ``worker_timeout_s``: as the routers'; connections to them time out within it.
     ``keys``: key folder; with it TCP sockets demand CURVE.
     """
 
@@ -38,7 +42,9 @@ class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     stream_tokens: int = 512
     frame_bytes: int = 2 << 20
     share_pool: bool = True
+    handoff_timeout_s: float = HANDOFF_TIMEOUT_S
     drain_grace_s: float = 30.0
+    worker_timeout_s: float = DEFAULT_WORKER_TIMEOUT_S
     log_format: str = "json"
     log_level: Level = "info"
     keys: str = ""

@@ -24,7 +24,8 @@ from ..engine.scheduler import Scheduler
 from ..engine.step_time import StepTime
 from ..kv_transfer import sender as handoff
 from ..kv_transfer.sender import Key, Sender
-from ..proto.errors import BatonError, InternalError
+from ..kv_transfer.timeout import HANDOFF_TIMEOUT_S
+from ..proto.errors import BatonError, InternalError, LimitExceeded
 from ..proto.messages import (
     DEVICE,
     READ_IN_PLACE,
@@ -33,6 +34,7 @@ from ..proto.messages import (
     Accepted,
     Assign,
     Busy,
+    Commit,
     Committed,
     Credit,
     DeviceTicket,
@@ -48,6 +50,7 @@ from ..proto.messages import (
     Rejected,
     Released,
     RequestState,
+    Reserve,
     Revoke,
     Stale,
     Terminal,
@@ -69,6 +72,7 @@ from .events import (
     Event,
     FromPeer,
     LayersDone,
+    NotSent,
     OpenData,
     Packed,
     PackFrame,
@@ -111,8 +115,12 @@ class PrefillCore(WorkerCore):
         limits: PrefillLimits,
         times: StepTime | None = None,
         ticket: PoolTicket | DeviceTicket | None = None,
+        timeout: float = HANDOFF_TIMEOUT_S,
     ) -> None:
-        """``ticket``: where decode workers of this host find the pool, if they may read it."""
+        """``ticket``: where decode workers of this host find the pool, if they may read it.
+
+        ``timeout``: seconds without an answer after which a decode worker is unreachable.
+        """
         super().__init__(member)
         self._scheduler = scheduler
         self._sender = sender
@@ -120,7 +128,7 @@ class PrefillCore(WorkerCore):
         self._card = member.identity.model
         self._urgency = Urgency(limits.slo_ttft, scheduler.cache) if limits.slo_ttft else None
         self._jobs = Jobs(self._urgency.start_by if self._urgency else None)
-        self._links = DecodeLinks(member.identity, ticket)
+        self._links = DecodeLinks(member.identity, ticket, timeout)
         self._answered: Expiring[Key, bool] = Expiring()  # ended: repeat the answer
         self._aborted: Expiring[bytes, int] = Expiring()  # attempts up to this one are over
         self._readers: dict[Key, Allocation] = {}  # blocks a decode worker may still read
@@ -271,7 +279,7 @@ class PrefillCore(WorkerCore):
         endpoint = job.assign.decode
         link = self._links.get(endpoint)
         if link is not None and (hopeless := link.hopeless(now)):
-            return self._give_back(job, now, hopeless, lost=True)
+            return self._give_back(job, now, hopeless, lost=True, refused=link.refuses)
         if link is not None and link.is_ready:
             self._jobs.start(job, now)
             return self._reserve(job, link, now)
@@ -326,13 +334,16 @@ class PrefillCore(WorkerCore):
 
     def _on_peer(self, event: FromPeer, now: float) -> list[Action]:
         sender = self._sender
+        if self._is_anothers(event):
+            self._member.dropped["peer_anothers_handoff"] += 1
+            return []
         match event.message:
             case Grant() as message:
                 outputs = sender.on_grant(event.endpoint, message, now)
             case Busy() as message:
                 outputs = sender.on_busy(message)
             case Credit() as message:
-                outputs = sender.on_credit(message, now)
+                outputs = sender.on_credit(event.endpoint, message, now)
             case Committed() as message:
                 outputs = sender.on_committed(message, now)
             case Refused() as message:
@@ -346,23 +357,43 @@ class PrefillCore(WorkerCore):
             case Opened() as message:
                 return self._opened(event.endpoint, message, now)
             case OpenRefused() as message:
-                return self._open_refused(event.endpoint, message, now)
+                return self._open_refused(event.endpoint, message)
             case Ping(nonce=nonce):
                 return [ToPeer(event.endpoint, Pong(nonce=nonce))]
             case Rejected(code="version_mismatch", message=text):
                 self._jobs.wake(event.endpoint)
-                return self._links.of_another_version(event.endpoint, text, now)
-            case Rejected(code="endpoint_dead") as message:
-                return [self._member.rejected(event.endpoint, message)]
+                return self._links.of_another_version(event.endpoint, text)
+            case Rejected(code="endpoint_dead", message=text):
+                # Only routers declare workers dead: for a decode worker alone nothing else ends.
+                outputs = sender.unreachable(event.endpoint, text)
             case Rejected(code=code, message=text):
                 return [
                     Note(
                         "peer.rejected", {"endpoint": event.endpoint, "code": code, "reason": text}
                     )
                 ]
-            case _:  # Pong, ProbeReply: answers nobody waits for
+            case Pong(nonce=nonce):
+                self._links.pong(event.endpoint, nonce)
+                return []
+            case _:  # ProbeReply: an answer nobody waits for
                 return []
         return self._sender_actions(outputs, now)
+
+    def _is_anothers(self, event: FromPeer) -> bool:
+        """Whether a decode worker speaks about a handoff to another one."""
+        match event.message:
+            case Busy() | Committed() | Refused() | Stale() | Released() | Aborted() as message:
+                return not self._sender.is_with(event.endpoint, message.request, message.attempt)
+            case _:
+                return False
+
+    def _on_not_sent(self, event: NotSent, now: float) -> list[Action]:
+        """End a request whose Reserve or Commit is too large to be sent: repeating is no use."""
+        message = event.message
+        job = None
+        if isinstance(message, Reserve | Commit):
+            job = self._jobs.get((message.request, message.attempt))
+        return [] if job is None else self._end(job, now, LimitExceeded.code, event.reason)
 
     def _opened(self, endpoint: str, message: Opened, now: float) -> list[Action]:
         link = self._links.get(endpoint)
@@ -378,14 +409,14 @@ class PrefillCore(WorkerCore):
         if message.max_frame_bytes < self._card.layout.block_bytes:
             limit = f"{message.max_frame_bytes} bytes, a block has {self._card.layout.block_bytes}"
             refusal = OpenRefused(field="max_frame_bytes", ours=limit, theirs="whole blocks")
-            return actions + self._open_refused(endpoint, refusal, now)
+            return actions + self._open_refused(endpoint, refusal)
         self._links.opened(link, message, now)
         self._jobs.wake(endpoint)
         return [*actions, OpenData(endpoint, message.data_endpoint)]
 
-    def _open_refused(self, endpoint: str, message: OpenRefused, now: float) -> list[Action]:
+    def _open_refused(self, endpoint: str, message: OpenRefused) -> list[Action]:
         self._jobs.wake(endpoint)
-        return self._links.refused(endpoint, message, now)
+        return self._links.refused(endpoint, message)
 
     def _peer_dead(self, endpoint: str, incarnation: int, now: float) -> list[Action]:
         link = self._links.of_worker(endpoint, incarnation)
@@ -454,7 +485,9 @@ class PrefillCore(WorkerCore):
         self._jobs.queue(job, now + output.retry_after * job.tries)
         return []
 
-    def _give_back(self, job: Job, now: float, reason: str, *, lost: bool = False) -> list[Action]:
+    def _give_back(
+        self, job: Job, now: float, reason: str, *, lost: bool = False, refused: bool = False
+    ) -> list[Action]:
         """The router shall choose another decode worker."""
         self._jobs.remove(job)
         self._free(job)
@@ -463,7 +496,13 @@ class PrefillCore(WorkerCore):
         if lost:
             endpoint = job.assign.decode
             messages.append(
-                PeerLost(endpoint=endpoint, request=request, attempt=attempt, reason=reason)
+                PeerLost(
+                    endpoint=endpoint,
+                    request=request,
+                    attempt=attempt,
+                    reason=reason,
+                    refused=refused,
+                )
             )
         messages.append(Busy(request=request, attempt=attempt, reason=reason, decode_full=True))
         return list(self._member.give_back(job.router, job.key, messages, now, job.deadline))
@@ -486,7 +525,9 @@ class PrefillCore(WorkerCore):
         job = self._jobs.get(output.key)
         if job is None:
             return []
-        return self._give_back(job, now, output.message, lost=output.lost_peer)
+        link = self._links.get(job.assign.decode)
+        refused = link is not None and link.refuses
+        return self._give_back(job, now, output.message, lost=output.lost_peer, refused=refused)
 
     # ------------------------------------------------------------------ engine
 
@@ -609,9 +650,11 @@ class PrefillCore(WorkerCore):
     def _on_tick(self, event: Tick, now: float) -> list[Action]:
         engine = EngineState(self._progress + event.layers, self._step_running, self._step_s)
         actions: list[Action] = list(self._member.tick(now, engine, self.load))
+        actions += self._introduce_again(now)
         actions += self._deserted(now)
         actions += self._sender_actions(self._sender.tick(now), now)
-        actions += self._links.tick(now)
+        busy = self._sender.endpoints()
+        actions += self._links.tick(now, lambda name: name in busy or self._jobs.wants(name))
         for job in self._jobs.overdue(now):
             actions += self._end(job, now, "deadline_exceeded", "the deadline passed")
         self._forget(now)
@@ -622,17 +665,17 @@ class PrefillCore(WorkerCore):
         self._aborted.expire(now)
 
     def _drop_lost_links(self, now: float) -> list[Action]:
-        """Those who wait for a lost link hear of it; one nobody waits for is closed."""
+        """Fail what waits for an unreachable decode worker; forget links nobody wants for long."""
         actions: list[Action] = []
         for link in self._links:
-            if not link.hopeless(now):
+            reason = link.hopeless(now)
+            if not reason:
                 continue
-            if link.misses_data(now):
-                lost = self._sender.no_data_path(link.endpoint, link.hopeless(now))
-                actions += self._sender_actions(lost, now)
+            lost = self._sender.unreachable(link.endpoint, reason)
+            actions += self._sender_actions(lost, now)
             if self._jobs.wants(link.endpoint):
                 self._jobs.wake(link.endpoint)
-            elif link.is_lost(now) and link.endpoint not in self._sender.endpoints():
+            elif link.is_stale(now) and link.endpoint not in self._sender.endpoints():
                 self._links.drop(link)
                 actions.append(Disconnect(link.endpoint))
         return actions
@@ -685,6 +728,7 @@ class PrefillCore(WorkerCore):
     HANDLERS: ClassVar[Mapping[type, Handler]] = {
         **WorkerCore.HANDLERS,
         FromPeer: _on_peer,
+        NotSent: _on_not_sent,
         PeerUp: _on_peer_up,
         PeerDown: _on_peer_down,
         DataUp: _on_data_up,

@@ -321,6 +321,7 @@ class EmbedCore(WorkerCore):
     def _on_tick(self, event: Tick, now: float) -> list[Any]:
         engine = EngineState(self._steps + event.layers, self._running is not None, self._step_s)
         actions: list[Any] = list(self._member.tick(now, engine, self.load))
+        actions += self._introduce_again(now)
         actions += self._deserted(now)
         for key in self._deadlines.due(now):
             job = self._jobs.get(key)

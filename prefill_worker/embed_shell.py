@@ -60,8 +60,9 @@ class EmbedShell:
         self._compute = ComputeThread(loop, self._encode, self._on_result)
         identity = routing_identity(config.worker_id)
         self._links = RouterLinks(
-            loop, context, config.routers, identity, self.feed, keys, dropped=member.dropped
-        )
+            loop, context, config.routers, identity, self.feed, keys, member.dropped,
+            config.worker_timeout_s,
+        )  # fmt: skip
         self._drain_grace_s = config.drain_grace_s
         self.exit_code = 0
 
@@ -71,11 +72,12 @@ class EmbedShell:
         self._loop.on_turn_end(self._links.flush)
         self._tick()
 
-    def close(self) -> None:
-        """Stop computing, then close the sockets."""
-        self._compute.stop()
+    def close(self) -> bool:
+        """Stop computing, then close the sockets; false when a step still runs."""
+        ended = self._compute.stop()
         self._links.close()
         self._control.close()
+        return ended
 
     # ------------------------------------------------------------------ events
 

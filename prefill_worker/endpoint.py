@@ -6,13 +6,14 @@ Nobody reserves blocks here; who tries has taken it for a decode worker and is t
 from __future__ import annotations
 
 from ..kv_transfer.checksums import envelope_digest
-from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
+from ..proto.codec import EnvelopeDecoder
 from ..proto.errors import ProtocolError
 from ..proto.limits import PROTOCOL_VERSION
 from ..proto.messages import Message, Ping, Pong, PrefillToDecode, Probe, ProbeReply, Rejected
 from ..runtime.channel import Frames
 from ..runtime.log import get_logger
 from ..runtime.membership import Membership, WorkerIdentity
+from ..runtime.outbox import Outbox
 from ..runtime.sockets import RouterChannel
 
 _log = get_logger()
@@ -43,8 +44,7 @@ class Endpoint:
 
     def __init__(self, member: Membership, channel: RouterChannel) -> None:
         self._member = member
-        self._channel = channel
-        self._encoder = EnvelopeEncoder(digest=envelope_digest)
+        self._outbox: Outbox[bytes] = Outbox(channel.send, digest=envelope_digest)
         self._decoder: EnvelopeDecoder[PrefillToDecode] = EnvelopeDecoder(
             PrefillToDecode, digest=envelope_digest
         )
@@ -58,6 +58,7 @@ class Endpoint:
             self._member.dropped[f"peer_{error.code}"] += 1
             _log.warning("endpoint.malformed", error=str(error))
             replies = [Rejected(code=error.code, message=str(error))]
-        said = [reply for reply in replies if reply is not None]
-        if said:
-            self._channel.send(peer, self._encoder.encode(said))
+        for reply in replies:
+            if reply is not None:
+                self._outbox.put(peer, reply)
+        self._outbox.flush()

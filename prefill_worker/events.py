@@ -30,6 +30,15 @@ class FromPeer:
 
 
 @dataclass(slots=True, frozen=True)
+class NotSent:
+    """No envelope can carry this message to a decode worker; ``reason`` says why."""
+
+    endpoint: str
+    message: Message
+    reason: str
+
+
+@dataclass(slots=True, frozen=True)
 class PeerUp:
     """The connection to a decode endpoint stands (again)."""
 
@@ -139,7 +148,7 @@ class AbandonStep:
 
 
 Event = (
-    FromRouter | RouterUp | RouterDown | FromPeer | PeerUp | PeerDown | DataUp | DataDown
+    FromRouter | RouterUp | RouterDown | FromPeer | NotSent | PeerUp | PeerDown | DataUp | DataDown
     | LayersDone | StepDone | Packed | GrammarDone | Tick | DrainRequested
 )  # fmt: skip
 Action = (

@@ -10,6 +10,7 @@ from ..engine.models.registry import read_context
 from ..engine.sequence import Sequence
 from ..kv_transfer import sender as handoff
 from ..kv_transfer.sender import Key
+from ..proto.context_maps import to_map
 from ..proto.contexts import TextContext
 from ..proto.errors import TaskMismatch
 from ..proto.hashing import cache_salt
@@ -105,11 +106,12 @@ class Job:
             serial=serial,
             deadline=self.deadline - now,
             grammar=None if self.grammar is None else _spec(self.grammar),
+            ticket=self.assign.ticket,
         )
 
     def commit_maker(self, worker: str, now: float) -> handoff.CommitMaker:
         """Builds the Commit once the manifest is known."""
-        tokens, logprobs = self.generated, self.last_logprobs
+        context = to_map(self.context)
 
         def make(grant: GrantRef, frames: int, nbytes: int, digest: int) -> Commit:
             return Commit(
@@ -119,14 +121,13 @@ class Job:
                 frames=frames,
                 bytes=nbytes,
                 digest=digest,
-                context=self.assign.context,
-                emitted=tokens,
-                logprobs=None if logprobs is None else [logprobs],
+                context=context,
                 router=self.router,
                 request_id=self.assign.request_id,
                 prefill=worker,
                 cached_tokens=self.sequence.cached_tokens,
                 deadline=self.deadline - now,
+                proof=self.assign.decode_proof,
             )
 
         return make
@@ -162,7 +163,7 @@ def _spec(task: GrammarTask) -> GrammarSpec:
 def make_job(key: Key, router: str, assign: Assign, card: ModelCard, now: float) -> Job:
     """A queued job. Raises InputError or ValueError for a context that cannot be run."""
     if assign.context.task != card.task:
-        raise TaskMismatch(f"{card.name!r} gives no vectors")
+        raise TaskMismatch(f"{card.name!r} does not serve task {assign.context.task!r}")
     request_id = RequestID(assign.request_id)
     context = read_context(card.architecture, assign.context, request_id, assign.emitted)
     sequence = Sequence(

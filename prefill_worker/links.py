@@ -1,14 +1,16 @@
 """A prefill worker's links to decode workers: made when needed, opened, lost, closed.
 
-Invariant: what is said to an endpoint before both sides have agreed is Open and nothing else;
-who does not answer in time is given up for those who wait, and forgotten once nobody does.
-Pure.
+Invariant: before both sides have agreed an endpoint is sent Open and nothing else. A link that
+requests wait for, or handoffs use, is asked for a sign of life; so is one that owes an answer,
+until it answers or has been lost for :data:`.link.KEEP_LOST_S`. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
+from ..kv_transfer.timeout import HANDOFF_TIMEOUT_S, OWN_PAUSE_S
 from ..proto.limits import PROTOCOL_VERSION
 from ..proto.messages import (
     DEVICE,
@@ -18,6 +20,7 @@ from ..proto.messages import (
     Open,
     Opened,
     OpenRefused,
+    Ping,
     PoolTicket,
 )
 from ..runtime.actions import Note
@@ -29,10 +32,18 @@ from .link import OPEN_REPEAT_S, Link, LinkState
 class DecodeLinks:
     """All decode endpoints this worker has to do with."""
 
-    def __init__(self, me: WorkerIdentity, ticket: PoolTicket | DeviceTicket | None = None) -> None:
+    def __init__(
+        self,
+        me: WorkerIdentity,
+        ticket: PoolTicket | DeviceTicket | None = None,
+        timeout: float = HANDOFF_TIMEOUT_S,
+    ) -> None:
+        """``timeout``: seconds without an answer after which a peer is lost."""
         self._me = me
         self._ticket = ticket
+        self._timeout = timeout
         self._links: dict[str, Link] = {}
+        self._looked_at = math.inf
 
     def __iter__(self) -> Iterator[Link]:
         return iter(list(self._links.values()))
@@ -45,7 +56,7 @@ class DecodeLinks:
         """Make a link to an endpoint, unless there is one."""
         if endpoint in self._links:
             return []
-        self._links[endpoint] = Link(endpoint, now)
+        self._links[endpoint] = Link(endpoint, now, self._timeout)
         return [Connect(endpoint)]
 
     def up(self, endpoint: str, now: float) -> list[Action]:
@@ -54,22 +65,30 @@ class DecodeLinks:
         if link is None:
             return []
         # Also after a refusal: another process may listen there now.
-        link.state, link.since = LinkState.OPENING, now
+        link.state = LinkState.OPENING
+        link.await_answer(now)
         return [self._open(link, now)]
 
     def down(self, endpoint: str, now: float) -> None:
         """The connection was lost."""
         link = self._links.get(endpoint)
         if link:
-            link.state, link.since = LinkState.CONNECTING, now
+            link.state = LinkState.CONNECTING
+            link.await_answer(now)
 
     def opened(self, link: Link, message: Opened, now: float) -> None:
         """Both sides have agreed."""
-        link.state, link.since = LinkState.OPEN, now
+        link.state, link.unanswered_since = LinkState.OPEN, None
         link.worker, link.incarnation = message.worker, message.incarnation
         link.transport, link.frame_limit = message.transport, message.max_frame_bytes
         if link.no_data_since is not None:
-            link.no_data_since = now  # another process, perhaps: patience begins anew
+            link.no_data_since = now  # perhaps another process: the timeout begins anew
+
+    def pong(self, endpoint: str, nonce: int) -> None:
+        """The peer answered a Ping."""
+        link = self._links.get(endpoint)
+        if link is not None:
+            link.answered(nonce)
 
     def data(self, endpoint: str, *, stands: bool, now: float) -> None:
         """The connection for KV frames came or went."""
@@ -81,24 +100,24 @@ class DecodeLinks:
         elif link.no_data_since is None:
             link.no_data_since = now
 
-    def refused(self, endpoint: str, message: OpenRefused, now: float) -> list[Action]:
+    def refused(self, endpoint: str, message: OpenRefused) -> list[Action]:
         """Models or layouts differ."""
         link = self._links.get(endpoint)
         if link is None:
             return []
-        link.state, link.since = LinkState.REFUSED, now
+        link.state, link.unanswered_since = LinkState.REFUSED, None
         link.refusal = (
             f"workers differ in {message.field}: {message.theirs} here,"
             f" {message.ours} at {endpoint}"
         )
         return [Note("handoff.refused", {"endpoint": endpoint, "field": message.field})]
 
-    def of_another_version(self, endpoint: str, reason: str, now: float) -> list[Action]:
+    def of_another_version(self, endpoint: str, reason: str) -> list[Action]:
         """One of the two does not understand the other."""
         link = self._links.get(endpoint)
         if link is None:
             return []
-        link.state, link.since, link.refusal = LinkState.REFUSED, now, reason
+        link.state, link.unanswered_since, link.refusal = LinkState.REFUSED, None, reason
         return [Note("handoff.refused", {"endpoint": endpoint, "field": "version"})]
 
     def drop(self, link: Link) -> None:
@@ -112,13 +131,29 @@ class DecodeLinks:
                 return link
         return None
 
-    def tick(self, now: float) -> list[Action]:
-        """Repeat unanswered Opens."""
-        return [
-            self._open(link, now)
-            for link in self._links.values()
-            if link.state is LinkState.OPENING and now >= link.repeat_at
-        ]
+    def tick(self, now: float, wanted: Callable[[str], bool]) -> list[Action]:
+        """Repeat unanswered Opens; ask the peers that are waited for, or owe an answer.
+
+        ``wanted(endpoint)``: whether a request waits for this endpoint or is being handed over.
+        """
+        self._excuse(now)
+        actions: list[Action] = []
+        for link in self._links.values():
+            if link.state is LinkState.OPENING and now >= link.repeat_at:
+                actions.append(self._open(link, now))
+            elif wanted(link.endpoint) or link.unanswered_since is not None:
+                nonce = link.ask(now)
+                if nonce is not None:
+                    actions.append(ToPeer(link.endpoint, Ping(nonce=nonce)))
+        return actions
+
+    def _excuse(self, now: float) -> None:
+        """Do not count this process's own pause as the peers' silence."""
+        pause = now - self._looked_at
+        self._looked_at = now
+        if pause > OWN_PAUSE_S:
+            for link in self._links.values():
+                link.excuse(pause)
 
     def _open(self, link: Link, now: float) -> Action:
         link.repeat_at = now + OPEN_REPEAT_S

@@ -15,20 +15,20 @@ import zmq
 from ..kv_transfer.checksums import envelope_digest
 from ..kv_transfer.frames import BufferPool, Bytes
 from ..kv_transfer.moves import Give
-from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder, encode_kv_header
+from ..proto.codec import EnvelopeDecoder, encode_kv_header
 from ..proto.errors import (
     ConfigError,
     EnvelopeDamaged,
-    LimitExceeded,
     ProtocolError,
     VersionMismatch,
 )
 from ..proto.messages import DecodeToPrefill, KVFrame, Message, Rejected
 from ..runtime.allowed_keys import DECODE
-from ..runtime.channel import ChannelOptions, Frames, SendResult
+from ..runtime.channel import Buffers, ChannelOptions, Frames, SendResult
 from ..runtime.keyring import KeyRing, keys_for
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
+from ..runtime.outbox import Outbox
 from ..runtime.sockets import Context, DealerChannel
 
 _log = get_logger()
@@ -48,7 +48,6 @@ class PeerLink:
         self.endpoint = endpoint
         self.control = self._connect_control()
         self.data: DealerChannel | None = None
-        self.outgoing: list[Message] = []
         self._waiting: deque[tuple[KVFrame, Bytes, Give | None]] = deque()
         self._in_flight: deque[tuple[zmq.MessageTracker, Give]] = deque()
 
@@ -115,27 +114,6 @@ class PeerLink:
         while self._in_flight and self._in_flight[0][0].done:
             self._in_flight.popleft()[1]()
 
-    def flush(self) -> None:
-        """Send this turn's control messages, in as few envelopes as their limit allows."""
-        if self.outgoing and self.control.connected:
-            self._send(self.outgoing)
-        self.outgoing = []
-        self.reclaim()
-
-    def _send(self, messages: list[Message]) -> None:
-        """Large schemas can make a turn's messages too much for one; one alone is never sent."""
-        try:
-            frames = self._links.encoder.encode(messages)
-        except LimitExceeded as error:
-            half = len(messages) // 2
-            if not half:
-                _log.error("peer.not_encodable", endpoint=self.endpoint, reason=str(error))
-                return
-            self._send(messages[:half])
-            self._send(messages[half:])
-        else:
-            self.control.send(frames)
-
     def _hear(self, frames: Frames) -> None:
         try:
             messages = self._links.decoder.decode(frames)
@@ -181,6 +159,7 @@ class PeerLinks:
         on_data: Callable[[str, bool], object],
         keys: KeyRing | None = None,
         dropped: Counter[str] | None = None,
+        on_refused: Callable[[str, Message, str], object] | None = None,
     ) -> None:
         self.loop = loop
         self._context = context
@@ -192,7 +171,9 @@ class PeerLinks:
         self.on_data = on_data
         self._keys = keys
         self.dropped = Counter[str]() if dropped is None else dropped
-        self.encoder = EnvelopeEncoder(digest=envelope_digest)
+        self._outbox: Outbox[str] = Outbox(
+            self._send_control, digest=envelope_digest, on_refused=on_refused
+        )
         self.decoder: EnvelopeDecoder[DecodeToPrefill] = EnvelopeDecoder(
             DecodeToPrefill, digest=envelope_digest
         )
@@ -232,9 +213,12 @@ class PeerLinks:
 
     def send(self, endpoint: str, message: Message) -> None:
         """Queue a control message for the end of the turn."""
+        if endpoint in self._links:
+            self._outbox.put(endpoint, message)
+
+    def _send_control(self, endpoint: str, frames: Buffers) -> SendResult:
         link = self._links.get(endpoint)
-        if link is not None:
-            link.outgoing.append(message)
+        return SendResult.UNREACHABLE if link is None else link.control.send(frames)
 
     def send_frame(
         self, endpoint: str, frame: KVFrame, payload: Bytes, give: Give | None = None
@@ -250,12 +234,16 @@ class PeerLinks:
         """Close the sockets of an endpoint."""
         link = self._links.pop(endpoint, None)
         if link is not None:
+            self._outbox.drop(endpoint)
             link.close()
 
     def flush(self) -> None:
         """Send everything queued."""
-        for link in self._links.values():
-            link.flush()
+        for endpoint, link in self._links.items():
+            if not link.control.connected:
+                self._outbox.drop(endpoint)
+            link.reclaim()
+        self._outbox.flush()
         for _ in range(len(self.left)):
             tracker, give = self.left.popleft()
             if tracker.done:

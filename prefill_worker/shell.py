@@ -16,7 +16,7 @@ from ..kv_transfer.frames import Bytes, FramePacker
 from ..kv_transfer.move_thread import MoveThread
 from ..kv_transfer.moves import Give, MovingPacker
 from ..kv_transfer.sender import Sender, SenderConfig
-from ..proto.messages import DeviceTicket, KVFrame, PoolTicket
+from ..proto.messages import DeviceTicket, KVFrame, Message, PoolTicket
 from ..runtime.actions import DrainRequested, Exit, Note, Tick, ToRouter
 from ..runtime.compute import ComputeThread
 from ..runtime.keyring import KeyRing
@@ -70,8 +70,9 @@ class PrefillShell:
         self.core = self._make_core(config, runner, member, ticket)
         identity = routing_identity(config.worker_id)
         self._links = RouterLinks(
-            loop, context, config.routers, identity, self.feed, keys, dropped=member.dropped
-        )
+            loop, context, config.routers, identity, self.feed, keys, member.dropped,
+            config.worker_timeout_s,
+        )  # fmt: skip
         self._peers = PeerLinks(
             loop,
             context,
@@ -82,6 +83,7 @@ class PrefillShell:
             self._on_data,
             keys,
             dropped=member.dropped,
+            on_refused=self._on_refused,
         )
         stream = runner.backend.block_stream(runner.pool, config.frame_bytes)
         self._moves = MoveThread(loop) if stream is not None else None
@@ -109,8 +111,11 @@ class PrefillShell:
             ),
             cache,
         )
+        timeout = config.handoff_timeout_s
         sender = Sender(
-            member.identity.incarnation, layout, SenderConfig(frame_bytes=kv_frame_bytes(config))
+            member.identity.incarnation,
+            layout,
+            SenderConfig(frame_bytes=kv_frame_bytes(config), timeout=timeout),
         )
         limits = PrefillLimits(
             max_active=config.max_active,
@@ -121,7 +126,7 @@ class PrefillShell:
         )
         times = StepTime()
         warm_up(runner.pipeline, times)
-        return PrefillCore(member, scheduler, sender, limits, times, ticket)
+        return PrefillCore(member, scheduler, sender, limits, times, ticket, timeout)
 
     def start(self) -> None:
         """Listen and begin to tick."""
@@ -129,9 +134,9 @@ class PrefillShell:
         self._loop.on_turn_end(self._flush)
         self._tick()
 
-    def close(self) -> None:
-        """Stop computing, then close the sockets."""
-        self._compute.stop()
+    def close(self) -> bool:
+        """Stop computing, then close the sockets; false when a step still runs."""
+        ended = self._compute.stop()
         if self._moves is not None:
             self._moves.stop()
         self._grammars.stop()
@@ -139,6 +144,7 @@ class PrefillShell:
         self._peers.close()
         self._links.close()
         self._control.close()
+        return ended
 
     # ------------------------------------------------------------------ events
 
@@ -176,6 +182,10 @@ class PrefillShell:
 
     def _on_data(self, endpoint: str, stands: bool) -> None:
         self.feed(events.DataUp(endpoint) if stands else events.DataDown(endpoint))
+
+    def _on_refused(self, endpoint: str, message: Message, reason: str) -> None:
+        self._member.dropped["not_encodable"] += 1
+        self.feed(events.NotSent(endpoint, message, reason))
 
     def drain(self) -> None:
         """Take no new work; end when the last request has left, or the grace period is over."""

@@ -33,6 +33,7 @@ from .errors import (
     WorkerLost,
     error_from_code,
 )
+from .generators import AudioGenerator, EmbeddingsGenerator, EmbeddingsOutput
 from .ids import RequestID
 from .image_output import GenerationOutput, OutputImageContent
 from .images import ImageMetadata
@@ -46,7 +47,6 @@ from .sampling import (
     SamplingParamsGenerationConfigDefaults,
     SamplingParamsInput,
 )
-from .snapshots import ContextDecoder, ContextEncoder
 from .speech import TTSContext
 from .status import GenerationStatus
 from .tokens import FUTURE_TOKEN, TokenBuffer
@@ -66,17 +66,18 @@ __all__ = [
     "AudioGenerationMetadata",
     "AudioGenerationOutput",
     "AudioGenerationResponse",
+    "AudioGenerator",
     "BatchType",
     "BatonError",
     "CapacityError",
     "CheckpointError",
     "ConfigError",
     "ConnectionLost",
-    "ContextDecoder",
-    "ContextEncoder",
     "DeadlineExceeded",
     "DecodeFailed",
     "DuplicateRequest",
+    "EmbeddingsGenerator",
+    "EmbeddingsOutput",
     "EndpointDead",
     "EndpointDraining",
     "EndpointUnknown",

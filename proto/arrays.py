@@ -1,112 +1,184 @@
-"""Arrays inside messages: one msgpack ext whose payload names dtype, shape and place.
+"""Arrays inside messages: a map that names shape, element type and where the bytes are.
 
-Payload, little-endian::
-
-    u8 dtype code | u8 ndim | u16 frame | u32 dims[ndim] | zeros up to a multiple of 8 | data
-
-``frame`` 0: the data follow here. ``frame`` k: they are the k-th frame behind the message,
-whole and alone. Data are in C order; bfloat16 travels as uint16 bits.
+``{"__np__": true, "data": bytes in C order, "shape": [...], "dtype": text}``. Two other places
+take the place of ``data``: ``"frame": k`` means that the bytes are the k-th frame behind the
+message, whole and alone; ``{"__shm__": true, "name": ...}`` means shared memory of this host
+(:mod:`.shared_memory`). bfloat16 travels as uint16 bits.
 """
 
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from .errors import DecodeFailed, LimitExceeded
-from .limits import MAX_ARRAY_BYTES, MAX_ARRAY_NDIM
+from .limits import INLINE_ARRAY_BYTES, MAX_ARRAY_BYTES, MAX_ARRAY_FRAMES, MAX_ARRAY_NDIM
 
-EXT_ARRAY = 1
-"""The msgpack ext code of an array."""
-
-Array = npt.NDArray[np.generic]
+Array = npt.NDArray[Any]
 
 Frame = bytes | bytearray | memoryview
 """One received or to be sent piece of a ZeroMQ message."""
 
-DTYPES: dict[int, np.dtype[np.generic]] = {
-    code: np.dtype(name)
-    for code, name in enumerate(
-        ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"),
-        start=1,
-    )
+OpenShared = Callable[[str, tuple[int, ...], "np.dtype[Any]"], Array]
+"""Opens shared memory: name, shape, element type."""
+
+_NAMES = ("?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8")
+DTYPES: dict[str, np.dtype[Any]] = {
+    name: dtype
+    for kind in "<>"
+    for size in _NAMES
+    for dtype in (np.dtype(kind + size),)
+    for name in (dtype.str, str(dtype))
 }
-"""Allowed element types by code; nothing else is ever decoded."""
+"""Allowed element types under both names that are written for them: ``<i4`` and ``int32``."""
 
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
-_HEAD = struct.Struct("<BBH")
-_HEAD_1D = struct.Struct("<BBHI")
-_DIMS = [struct.Struct(f"<{ndim}I") for ndim in range(MAX_ARRAY_NDIM + 1)]
+_WRITTEN = {dtype: dtype.str for dtype in DTYPES.values()}
 
 
-def plain(array: Array) -> Array:
-    """The array in C order and little-endian; TypeError for an element type not allowed."""
-    if array.dtype in _CODES and array.flags.c_contiguous:
-        return array
-    dtype = array.dtype.newbyteorder("<")
-    if dtype not in _CODES:
-        raise TypeError(f"arrays of {array.dtype} cannot be sent")
-    return np.ascontiguousarray(array, dtype=dtype).reshape(array.shape)
+class ArrayMap(msgspec.Struct, rename={"np": "__np__", "shm": "__shm__"}, gc=False):
+    """An array as a map; see the module."""
+
+    shape: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=64)]
+    dtype: Annotated[str, Meta(max_length=32)]
+    np: bool = False
+    shm: bool = False
+    data: memoryview | None = None
+    name: Annotated[str, Meta(max_length=256)] = ""
+    frame: Annotated[int, Meta(ge=0, le=MAX_ARRAY_FRAMES)] = 0
 
 
-def array_header(array: Array, frame: int) -> bytes:
-    """Payload of the ext up to the data; ``array`` as made by :func:`plain`."""
-    code = _CODES[array.dtype]
-    if array.ndim == 1:
-        return _HEAD_1D.pack(code, 1, frame, len(array))
-    if array.ndim > MAX_ARRAY_NDIM:
-        raise TypeError(f"arrays of {array.ndim} dimensions cannot be sent")
-    head = _HEAD.pack(code, array.ndim, frame) + _DIMS[array.ndim].pack(*array.shape)
-    return head + bytes(-len(head) % 8)
+def array_map(array: Array, frames: list[Frame] | None = None) -> dict[str, object]:
+    """The map of an array; TypeError for an element type that is not allowed.
 
-
-def read_array(payload: bytes, frames: Sequence[Frame]) -> tuple[Array, int]:
-    """Read-only array of an ext payload, without copying, and its frame number.
-
-    ``frames``: all frames of the envelope, the message's own at 0. Everything is checked
-    before the array is made.
+    ``frames``: the message and the frames behind it so far. A large array is added to them,
+    as a view of its memory, while there is room; without ``frames`` all bytes are in the map.
     """
-    if len(payload) < 8:
-        raise DecodeFailed(f"an array header of {len(payload)} bytes is too short")
-    code, ndim, frame, count = _HEAD_1D.unpack_from(payload)
-    shape: tuple[int, ...]
-    source: Frame
-    dtype = DTYPES.get(code)
-    if dtype is None:
-        raise DecodeFailed(f"array dtype code {code} is unknown")
-    start, shape = 8, (count,)
-    if ndim != 1:
-        start, shape = _read_shape(payload, ndim)
-        count = math.prod(shape)
-    nbytes = count * dtype.itemsize
+    dtype = _WRITTEN.get(array.dtype)
+    if dtype is None or array.ndim > MAX_ARRAY_NDIM:
+        raise _not_encoded(array)
+    if frames is None or array.nbytes < INLINE_ARRAY_BYTES or len(frames) > MAX_ARRAY_FRAMES:
+        data = array_bytes(array)
+        return {"__np__": True, "data": data, "shape": array.shape, "dtype": dtype}
+    frames.append(array_bytes(array))
+    return {"__np__": True, "frame": len(frames) - 1, "shape": array.shape, "dtype": dtype}
+
+
+def frame_map(array: Array, number: int) -> dict[str, object]:
+    """The map of an array whose bytes are that frame; errors as :func:`array_map`."""
+    dtype = _WRITTEN.get(array.dtype)
+    if dtype is None or array.ndim > MAX_ARRAY_NDIM:
+        raise _not_encoded(array)
+    return {"__np__": True, "frame": number, "shape": array.shape, "dtype": dtype}
+
+
+def array_bytes(array: Array) -> Frame:
+    """The bytes of an array in C order: a view where it is contiguous."""
+    if not array.flags.c_contiguous:
+        array = np.ascontiguousarray(array)
+    return array.data.cast("B") if array.nbytes else b""
+
+
+def _not_encoded(array: Array) -> TypeError:
+    if array.ndim > MAX_ARRAY_NDIM:
+        return TypeError(f"arrays of {array.ndim} dimensions cannot be encoded")
+    return TypeError(f"arrays of {array.dtype} cannot be encoded")
+
+
+class ArrayReader:
+    """Makes the arrays of one message, and knows which of its frames they took.
+
+    ``frames``: those that came, the message at ``base`` and the frame that a map calls k at
+    ``base + k``. ``copy``: arrays of their own; otherwise read-only views of the message, the
+    frame or the shared memory. ``shared``: opens shared memory, which is refused without it.
+    """
+
+    __slots__ = ("_base", "_copy", "_frames", "_seen", "_shared")
+
+    def __init__(
+        self,
+        frames: Sequence[Frame] = (),
+        base: int = 0,
+        *,
+        copy: bool = False,
+        shared: OpenShared | None = None,
+    ) -> None:
+        self._frames, self._base, self._copy, self._shared = frames, base, copy, shared
+        self._seen = 0  # a bit for each frame
+
+    def read(self, value: ArrayMap) -> Array:
+        """The array of a map; DecodeFailed or LimitExceeded before anything is made."""
+        if value.shm:
+            return self._open(value)
+        number = value.frame
+        if number:
+            self._seen |= 1 << number
+        array = read_array(value, self._frames, self._base)
+        return array.copy() if self._copy else array
+
+    def _open(self, value: ArrayMap) -> Array:
+        dtype, shape = DTYPES.get(value.dtype), value.shape
+        if dtype is None or value.np:
+            raise _malformed(value)
+        nbytes = dtype.itemsize * _items(shape)
+        if nbytes > MAX_ARRAY_BYTES:
+            raise _too_large(nbytes)
+        if not nbytes:
+            return np.zeros(shape, dtype)
+        if self._shared is None:
+            raise DecodeFailed("shared memory is not read here")
+        return self._shared(value.name, tuple(shape), dtype)
+
+    def used(self) -> int:
+        """How many frames the arrays took; DecodeFailed where one between them was left out."""
+        seen = self._seen
+        if seen & (seen + 2):
+            raise DecodeFailed("an array frame is not referred to")
+        return seen.bit_length() - 1 if seen else 0
+
+
+def read_array(value: ArrayMap, frames: Sequence[Frame], base: int) -> Array:
+    """The array of a map that names no shared memory, read-only; see :class:`ArrayReader`.
+
+    It is a view of the message or the frame, or a copy where those are not aligned.
+    """
+    dtype, shape, number = DTYPES.get(value.dtype), value.shape, value.frame
+    if dtype is None or not value.np or value.shm:
+        raise _malformed(value)
+    nbytes = dtype.itemsize * (shape[0] if len(shape) == 1 else _items(shape))
     if nbytes > MAX_ARRAY_BYTES:
-        raise LimitExceeded(f"an array of {nbytes} bytes, at most {MAX_ARRAY_BYTES} are allowed")
-    if frame >= len(frames):
-        raise DecodeFailed(f"array frame {frame} is missing")
-    if frame:
-        source, start = frames[frame], 0
-        found = memoryview(source).nbytes
-    else:
-        source = payload
-        found = len(payload) - start
-    if found != nbytes:
-        raise DecodeFailed(f"an array of shape {shape} has {found} bytes instead of {nbytes}")
-    array: Array = np.ndarray(shape, dtype, source, start)
-    array.setflags(write=False)
-    return array, frame
+        raise _too_large(nbytes)
+    data: Frame | None = value.data
+    if number:
+        if base + number >= len(frames):
+            raise DecodeFailed(f"array frame {number} is missing")
+        data = frames[base + number]
+    if data is None or (data.nbytes if type(data) is memoryview else len(data)) != nbytes:
+        raise DecodeFailed(f"an array of shape {shape} has other bytes than {nbytes}")
+    array: Array = np.ndarray(shape, dtype, data)
+    flags = array.flags
+    if not flags.aligned:
+        array = array.copy()
+        flags = array.flags
+    if flags.writeable:
+        flags.writeable = False
+    return array
 
 
-def _read_shape(payload: bytes, ndim: int) -> tuple[int, tuple[int, ...]]:
-    """Where the data begin, and the dimensions."""
-    if ndim > MAX_ARRAY_NDIM:
-        raise LimitExceeded(f"an array of {ndim} dimensions, at most {MAX_ARRAY_NDIM} are allowed")
-    dims = _DIMS[ndim]
-    start = 4 + dims.size
-    start += -start % 8
-    if len(payload) < start:
-        raise DecodeFailed("an array header is cut short")
-    return start, dims.unpack_from(payload, 4)
+def _items(shape: list[int]) -> int:
+    if len(shape) > MAX_ARRAY_NDIM:
+        raise LimitExceeded(f"an array of {len(shape)} dimensions, at most {MAX_ARRAY_NDIM}")
+    return math.prod(shape)
+
+
+def _malformed(value: ArrayMap) -> DecodeFailed:
+    return DecodeFailed(f"an array map is malformed (dtype {value.dtype!r})")
+
+
+def _too_large(nbytes: int) -> LimitExceeded:
+    return LimitExceeded(f"an array of {nbytes} bytes, at most {MAX_ARRAY_BYTES} allowed")

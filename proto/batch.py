@@ -65,10 +65,10 @@ class TextGenerationInputs:
 
 
 @contextmanager
-def reserve_token_space_for_batch(batch: Sequence[TextContext], n: int) -> Iterator[None]:
-    """Lend each context ``n`` tokens of zeroed, active room behind its own, until the end.
+def reserve_token_space_for_batch(batch: Sequence[TextContext], num_tokens: int) -> Iterator[None]:
+    """Lend each context ``num_tokens`` tokens of zeroed, active room behind its own, until the end.
 
-    Negative ``n`` hides the last ones instead. ValueError, and nothing is lent, when a context
+    A negative number hides the last tokens instead. ValueError, and nothing is lent, when a context
     has fewer. A context that is in the batch twice gets the room twice and gives both back.
     """
     before: list[tuple[TokenBuffer, int, int]] = []
@@ -76,7 +76,7 @@ def reserve_token_space_for_batch(batch: Sequence[TextContext], n: int) -> Itera
         for context in batch:
             tokens = context.tokens
             state = (tokens, tokens._end, tokens._length)
-            tokens.lend(n)
+            tokens.lend(num_tokens)
             before.append(state)
         yield
     finally:
@@ -108,7 +108,7 @@ def update_batch(contexts: Sequence[TextContext], new_tokens: Sequence[int]) -> 
         tokens._length = length + 1
         tokens._start = end = tokens._end
         tokens._end = end = end + 1
-        tokens._completion_end += 1
+        tokens._completion_end = length + 1
         tokens._offset = 0
         if token in context.eos_token_ids and not context.ignore_eos:
             context.status = eos

@@ -27,7 +27,7 @@ from .message_types import (
     TokenIds,
     Word,
 )
-from .wire import AnyArray, AnyWireContext
+from .wire import CarriedArray, CarriedContext
 
 # --------------------------------------------------------------------------- tokens, both ways
 
@@ -66,7 +66,8 @@ class Terminal(Message, frozen=True, kw_only=True, eq=False):
     cached_tokens: Count = 0
     prefill: Name = ""  # client: which workers served it
     decode: Name = ""
-    embedding: AnyArray | None = None  # float32 [dim], of a request to embed
+    embedding: CarriedArray = None  # float32 [dim], of a request to embed
+    arrays: Count = 0  # how many of the envelope's frames are its own
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -83,12 +84,13 @@ class Submit(Message, frozen=True, kw_only=True):
     """Start a request; sent again with the same content it re-attaches."""
 
     request_id: Name
-    context: AnyWireContext
+    context: CarriedContext
     deadline: float | None = None  # the client's word: the router answers what is wrong with it
     pool: Name | None = None
     pin: Name = "prefer"  # "strict": a replay may not move the request off target_endpoint
     fallback: bool = False  # choose another worker when target_endpoint cannot take it
     serial: Word = 0  # which of the client's requests this is: a name used again is another one
+    arrays: Count = 0  # how many of the envelope's frames are its own
 
 
 class Resume(Message, frozen=True, kw_only=True):
@@ -99,12 +101,13 @@ class Resume(Message, frozen=True, kw_only=True):
     secret: Binary
     position: Count  # next token position the client waits for
     attempt: Attempt  # highest attempt the client saw
-    context: AnyWireContext  # a router that lost its memory starts again from this ...
+    context: CarriedContext  # a router that lost its memory starts again from this ...
     emitted: TokenIds = []  # ... and these tokens, already with the client
     deadline: float | None = None
     pool: Name | None = None
     pin: Name = "prefer"
     fallback: bool = False
+    arrays: Count = 0  # how many of the envelope's frames are its own
 
 
 class Cancel(Message, frozen=True, kw_only=True):
@@ -113,6 +116,7 @@ class Cancel(Message, frozen=True, kw_only=True):
     request_id: Name = ""
     request: Binary = b""
     serial: Word = 0  # of its Submit
+    secret: Binary = b""  # of Submitted: needed on another connection than the request's
 
 
 class FinalAck(Message, frozen=True, kw_only=True):
@@ -137,6 +141,7 @@ class Drain(Message, frozen=True, kw_only=True):
     """Client (operator) to router, router to worker: take no new work, finish what runs."""
 
     worker: Name = ""  # worker id; for the router's own use empty
+    force: bool = False  # also the last ready worker of its role
 
 
 class Ping(Message, frozen=True, kw_only=True):

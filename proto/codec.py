@@ -3,7 +3,11 @@
 Frames::
 
     0      b"BT" | u8 version | msgpack array of tagged structs
-    1..n   one large array each, raw bytes (:mod:`.arrays` describes them inside frame 0)
+    1..n   one large array each, raw bytes, in the order of the messages they belong to
+
+The context of a message is the map that :func:`.numpy_maps.msgpack_numpy_encoder` writes, and its
+array frames are numbered from 1 for each message. So a context is forwarded as it came, and read
+with the public decoder alone: of the map and the message's frames.
 
 Between workers envelopes are *sealed*, because what a decode worker believes nobody asks
 again: ``b"BS" | u8 version | u64 digest | msgpack array``, little-endian, with the digest of
@@ -24,9 +28,11 @@ from zlib import crc32
 
 import msgspec
 import numpy as np
-from msgspec.msgpack import Ext
+import numpy.typing as npt
+from msgspec.structs import replace
 
-from .arrays import EXT_ARRAY, Array, Frame, array_header, plain, read_array
+from .arrays import ArrayMap, ArrayReader, Frame, array_bytes, array_map, frame_map
+from .context_maps import MapEncoder, read_map
 from .errors import (
     DecodeFailed,
     EnvelopeDamaged,
@@ -45,13 +51,7 @@ from .limits import (
 )
 from .messages import UNSEALED, KVFrame, Message
 from .versions import check_version
-from .wire import (
-    WireContext,
-    WireImage,
-    WirePixelContext,
-    WireSpeechContext,
-    WireVisionContext,
-)
+from .wire import WireContext
 
 MAGIC = b"BT"
 SEALED_MAGIC = b"BS"
@@ -63,12 +63,23 @@ _DIGEST_BYTES = 8
 _CRC_BYTES = 4
 _KV_PREFIX = KV_MAGIC + bytes([PROTOCOL_VERSION])
 _ARRAY32 = 0xDD
+_NIL = b"\xc0"
 
 _set = msgspec.structs.force_setattr
 
+Vector = npt.NDArray[np.float32]
 T = TypeVar("T")
 Digest = Callable[[Sequence[Frame]], int]
 """XXH3-64 of buffers one after the other; handed in, so proto needs no library for it."""
+
+
+_CARRIERS = {
+    kind: name
+    for kind in Message.__subclasses__()
+    for name in ("context", "embedding")
+    if name in kind.__struct_fields__
+}
+"""The messages with arrays, and the field that holds them."""
 
 
 class EnvelopeEncoder:
@@ -80,8 +91,8 @@ class EnvelopeEncoder:
     def __init__(self, max_bytes: int = MAX_CONTROL_BYTES, digest: Digest | None = None) -> None:
         self._max_bytes = max_bytes
         self._digest = digest
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_object)
-        self._frames: list[Frame] = []
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_encode_object)
+        self._maps = MapEncoder()
 
     def encode(self, messages: Sequence[Message]) -> list[Frame]:
         """Frames of one ZeroMQ message.
@@ -90,8 +101,9 @@ class EnvelopeEncoder:
         until the message is sent. LimitExceeded if a receiver would refuse the size.
         """
         frames: list[Frame] = [b""]
-        self._frames = frames
-        body = self._encoder.encode(messages)
+        body = self._encoder.encode(
+            [self._packed(one, frames) if type(one) in _CARRIERS else one for one in messages]
+        )
         prefix = _PREFIX
         if self._digest is not None:
             digest = self._digest([body, *frames[1:]])
@@ -100,24 +112,40 @@ class EnvelopeEncoder:
         if size > self._max_bytes or len(messages) > MAX_MESSAGES_PER_FRAME:
             raise LimitExceeded(f"{len(messages)} messages of {len(body)} bytes in one envelope")
         frames[0] = prefix + body
-        self._frames = []  # keeps no array alive
         return frames
 
-    def _encode_object(self, value: object) -> object:
-        if isinstance(value, np.ndarray):
-            return self._encode_array(value)
-        if isinstance(value, np.generic):
-            return value.item()
-        raise TypeError(f"{type(value).__name__} cannot be part of a message")
+    def _packed(self, message: Any, frames: list[Frame]) -> Any:
+        """The message with its context or vector as bytes, whose large arrays join the frames.
 
-    def _encode_array(self, array: np.ndarray) -> Ext:
-        array = plain(array)
-        frames = self._frames
-        if array.nbytes < INLINE_ARRAY_BYTES or len(frames) > MAX_ARRAY_FRAMES:
-            return Ext(EXT_ARRAY, array_header(array, 0) + array.tobytes())
-        header = array_header(array, len(frames))
-        frames.append(array.data.cast("B"))
-        return Ext(EXT_ARRAY, header)
+        A text request made here stays as it is: it is encoded in one go with its message.
+        """
+        name = _CARRIERS[type(message)]
+        value = getattr(message, name)
+        if value is None:
+            return message
+        room = MAX_ARRAY_FRAMES + 1 - len(frames)
+        if type(value) is WireContext and value.packed is None and room:
+            tokens = value.tokens.array
+            if tokens.nbytes < INLINE_ARRAY_BYTES:
+                return message
+            frames.append(array_bytes(tokens))
+            return replace(message, arrays=1)
+        body, arrays = self._maps.packed(value)
+        if len(arrays) > room:
+            body, arrays = self._maps.inline(value), ()
+        raw = msgspec.Raw(body)
+        if not arrays and name == "context":
+            return replace(message, context=raw)
+        frames += arrays
+        return replace(message, **{name: raw, "arrays": len(arrays)})
+
+
+def _encode_object(value: object) -> object:
+    if isinstance(value, np.ndarray):  # the tokens of a text request, its only array
+        return array_map(value) if value.nbytes < INLINE_ARRAY_BYTES else frame_map(value, 1)
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} cannot be part of a message")
 
 
 class EnvelopeDecoder(Generic[T]):
@@ -132,9 +160,7 @@ class EnvelopeDecoder(Generic[T]):
     ) -> None:
         self._decoder: msgspec.msgpack.Decoder[list[T]] = msgspec.msgpack.Decoder(list[union])  # type: ignore[valid-type]
         members = get_args(union) or (union,)
-        fields = {cls: getattr(cls, "__struct_fields__", ()) for cls in members}
-        self._carriers = frozenset(cls for cls in members if "context" in fields[cls])
-        self._vectors = frozenset(cls for cls in members if "embedding" in fields[cls])
+        self._carriers = _CARRIERS.keys() & members
         self._max_bytes = max_bytes
         self._digest = digest
         self.damaged = 0
@@ -173,98 +199,46 @@ class EnvelopeDecoder(Generic[T]):
             raise EnvelopeDamaged("the envelope is not what its sender sealed")
 
     def _attach_arrays(self, messages: list[T], frames: Sequence[Frame]) -> None:
-        """Replace the ext in each context by its array; each frame belongs to one array."""
-        carriers, vectors = self._carriers, self._vectors
+        """Put contexts and vectors in place of their bytes; each frame belongs to one array."""
         used = 0
-        if carriers or vectors:
+        if self._carriers:
             for message in messages:
-                if type(message) in vectors:
-                    used += _attach_vector(message, frames)
-                elif type(message) in carriers:
-                    used += attach_arrays(message.context, frames)  # type: ignore[attr-defined]
-        self._check_used(used, frames)
-
-    def _check_used(self, used: int, frames: Sequence[Frame]) -> None:
+                if type(message) in _CARRIERS:
+                    used += _attach(message, frames, used)
         if used != len(frames) - 1:
             raise DecodeFailed(f"{len(frames) - 1} array frames, but {used} are referred to")
 
 
-def attach_arrays(context: WireContext, frames: Sequence[Frame]) -> int:
-    """Put the arrays in place of their exts; how many frames they took."""
-    array, used = _array_of(context.tokens, frames)
-    _set(context, "tokens", array)
-    kind = type(context)
-    if kind is not WireContext:
-        for name in _ARRAY_FIELDS[kind]:
-            if value := getattr(context, name):
-                value, more = with_arrays(value, frames)
-                _set(context, name, value)
-                used += more
+def _attach(message: Any, frames: Sequence[Frame], base: int) -> int:
+    """Put a value in place of its bytes; how many frames its arrays took."""
+    name = _CARRIERS[type(message)]
+    raw = getattr(message, name)
+    if raw is None:
+        return 0
+    try:
+        value, used = (read_map if name == "context" else _read_vector)(raw, frames, base)
+    except msgspec.ValidationError as error:
+        raise msgspec.ValidationError(str(error).replace("`$", f"`$.{name}", 1)) from None
+    if used != message.arrays:
+        raise DecodeFailed(f"a message with {message.arrays} array frames refers to {used}")
+    _set(message, name, value)
+    if used:
+        _set(message, "arrays", 0)  # says something of the envelope alone
     return used
 
 
-def _array_of(ext: Any, frames: Sequence[Frame]) -> tuple[Array, int]:
-    if ext.code != EXT_ARRAY:
-        raise DecodeFailed(f"ext code {ext.code} is unknown")
-    array, frame = read_array(ext.data, frames)
-    return array, 1 if frame else 0
+_decode_array = msgspec.msgpack.Decoder(ArrayMap).decode
 
 
-def with_arrays(value: Any, frames: Sequence[Frame]) -> tuple[Any, int]:
-    """The value with arrays for exts, and the number of frames they took."""
-    kind = type(value)
-    if kind is Ext:
-        return _array_of(value, frames)
-    used = 0
-    if kind is dict:
-        for name, ext in value.items():  # only values change, so the dict can stay
-            value[name], more = _array_of(ext, frames)
-            used += more
-    elif kind is list:
-        for index, item in enumerate(value):
-            value[index], more = with_arrays(item, frames)
-            used += more
-    else:
-        name = "pixels" if kind is WireImage else "ids"
-        array, used = _array_of(getattr(value, name), frames)
-        _set(value, name, array)
-    return value, used
-
-
-_ARRAY_FIELDS: dict[type[WireContext], tuple[str, ...]] = {
-    WireVisionContext: ("images", "pixel_values", "extra_model_args"),
-    WireSpeechContext: (
-        "audio_prompt_tokens",
-        "buffer_speech_tokens",
-        "audio_buffer",
-        "speech_tokens",
-    ),
-    WirePixelContext: (
-        "mask",
-        "tokens_2",
-        "negative_tokens",
-        "negative_tokens_2",
-        "extra_params",
-        "timesteps",
-        "sigmas",
-        "latents",
-        "latent_image_ids",
-        "guidance",
-    ),
-}
-"""Where the other kinds hold arrays, besides ``tokens``."""
-
-
-def _attach_vector(message: object, frames: Sequence[Frame]) -> int:
-    """Put the vector in place of its ext; it must be what it says it is."""
-    ext = message.embedding  # type: ignore[attr-defined]
-    if ext is None:
-        return 0
-    array, used = _array_of(ext, frames)
+def _read_vector(raw: Frame, frames: Sequence[Frame], base: int) -> tuple[Vector | None, int]:
+    """The vector, None for none; it must be what it says it is."""
+    if memoryview(raw) == _NIL:
+        return None, 0
+    reader = ArrayReader(frames, base)
+    array = reader.read(_decode_array(raw))
     if array.dtype != np.float32 or array.ndim != 1 or len(array) > MAX_EMBEDDING_SIZE:
         raise DecodeFailed(f"a vector is {array.dtype} of shape {array.shape}")
-    _set(message, "embedding", array)  # type: ignore[arg-type]
-    return used
+    return array, reader.used()
 
 
 def _check_harmless(messages: list[T]) -> None:

@@ -9,9 +9,8 @@ A context knows nothing of blocks, batches or workers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol, Self, runtime_checkable
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
@@ -22,44 +21,29 @@ from .equality import same_fields
 from .errors import InputError
 from .ids import RequestID
 from .limits import MAX_EOS_TOKEN_IDS
-from .old_names import OldNames
+from .matching import Matched, Matcher
+from .old_names import OldNames, takes_earlier_fields
 from .outputs import LogProbabilities, TextGenerationOutput, TokenLogProbs
 from .sampling import SamplingParams
 from .status import GenerationStatus
 from .tokens import FUTURE_TOKEN, TokenBuffer
-from .wire import EosSequences, WireContext
+from .wire import EosSequences
 
 Int32 = npt.NDArray[np.int32]
 
 _NO_ROWS = np.zeros((0, 2), np.int32)
 
 
-class Matcher(Protocol):
-    """Grammar state that follows the accepted tokens."""
-
-    def consume_token(self, token: int) -> bool:
-        """Advance by ``token``; False if the grammar does not allow it."""
-        ...
-
-
-@runtime_checkable
-class RevocableMatcher(Protocol):
-    """A matcher that can go back; a context with another one cannot be rolled back."""
-
-    def rollback(self, count: int) -> None:
-        """Take back the last ``count`` tokens; ValueError, and nothing changes, if it cannot."""
-        ...
-
-
+@takes_earlier_fields
 @dataclass(slots=True, kw_only=True, eq=False)
-class TextContext(OldNames):
+class TextContext(OldNames, Matched):
     """One text request.
 
     ``max_length``: total tokens at which generation ends. ``tokens``: a TokenBuffer, or any
     1-D integer array or list, which is copied to int64. ``eos_token_ids``: end the request
     unless ``ignore_eos``; ``eos_sequences`` end it always, when the generated tokens end
     with one of them. ``log_probabilities``: 0 off, n also the n most likely tokens.
-    ``target_endpoint``: worker the request is pinned to.
+    ``target_endpoint``: worker the request is pinned to. ``task``: "generate", or "embed".
     """
 
     max_length: int
@@ -83,6 +67,7 @@ class TextContext(OldNames):
     target_endpoint: str | None = None
     lora_name: str | None = None
     cache_salt: str = ""
+    task: str = "generate"
     _prompt_length: int = -1
     _carried_start: int = 0  # undelivered tokens a reset took out of the completion window
     _carried_end: int = 0
@@ -138,15 +123,6 @@ class TextContext(OldNames):
     def is_initial_prompt(self) -> bool:
         """Whether no token was accepted since construction or the last reset."""
         return self._is_initial_prompt
-
-    @property
-    def matcher(self) -> Matcher | None:
-        """Grammar state, or None."""
-        return self._matcher
-
-    def set_matcher(self, matcher: Matcher) -> None:
-        """Constrain the tokens by a grammar."""
-        self._matcher = matcher
 
     def update_status(self, status: GenerationStatus) -> None:
         """Set the status."""
@@ -217,10 +193,6 @@ class TextContext(OldNames):
         tokens.overwrite_last_token(new_token)
         if self._ends_sequence(length, new_token):
             self.status = GenerationStatus.END_OF_SEQUENCE
-
-    def _match(self, token: int) -> None:
-        if self._matcher is not None and not self._matcher.consume_token(token):
-            raise ValueError(f"the grammar does not allow token {token}")
 
     def _queue(self, index: int, entry: LogProbabilities | TokenLogProbs) -> None:
         if isinstance(entry, TokenLogProbs):
@@ -304,6 +276,11 @@ class TextContext(OldNames):
             return self._carried_start, carried + window
         return start, window
 
+    def newest_log_probabilities(self) -> list[TokenLogProbs]:
+        """Wire form of the newest token's log-probabilities; empty without any."""
+        entry = self._log_probabilities_data.get(len(self.tokens) - 1)
+        return [] if entry is None else [entry.to_wire()]
+
     def compute_num_available_steps(self, max_seq_len: int) -> int:
         """Steps until ``max_seq_len`` tokens."""
         return max_seq_len - (len(self.tokens) - self.tokens.active_length)
@@ -351,35 +328,24 @@ class TextContext(OldNames):
         self._cache_seq_id = None
         self._committed_idx = 0
 
-    def rollback(self, n: int) -> None:
-        """Drop the last ``n`` tokens, their log-probabilities and an end they had caused.
+    def rollback(self, idx: int) -> None:
+        """Drop the last ``idx`` tokens, their log-probabilities and an end they had caused.
 
         A matcher goes back with them. ValueError, and nothing changes, when that would cut into
-        the prompt or into tokens already delivered, or when the matcher cannot go back.
+        the prompt or into tokens already delivered. InputError, and nothing changes, when the
+        matcher cannot take its tokens back.
         """
         tokens = self.tokens
-        length = len(tokens) - n
-        self._check_rollback(n, length)
-        self._unmatch(length)
+        length = len(tokens) - idx
+        self._check_rollback(idx, length)
+        dropped = tokens._store[length : len(tokens)]
+        self._unmatch(int(np.count_nonzero(dropped != FUTURE_TOKEN)))  # it saw no placeholder
         tokens.truncate(length)
         for index in [i for i in self._log_probabilities_data if i >= length]:
             del self._log_probabilities_data[index]
         self._carried_end = min(self._carried_end, length)
         if self.status in (GenerationStatus.END_OF_SEQUENCE, GenerationStatus.MAXIMUM_LENGTH):
             self.status = self._derive_status()
-
-    def _unmatch(self, length: int) -> None:
-        """Let the matcher forget the tokens from ``length`` on; it never saw a placeholder."""
-        matcher = self._matcher
-        if matcher is None:
-            return
-        tokens = self.tokens._store[length : len(self.tokens)]
-        count = int(np.count_nonzero(tokens != FUTURE_TOKEN))
-        if not count:
-            return
-        if not isinstance(matcher, RevocableMatcher):
-            raise InputError("cannot roll back: the context's matcher cannot go back")
-        matcher.rollback(count)
 
     def _check_rollback(self, n: int, length: int) -> None:
         carried = self._carried_start < self._carried_end
@@ -402,98 +368,6 @@ class TextContext(OldNames):
         for length, token in enumerate(tokens, self._prompt_length + 1):
             status = self._status_at(length, token, length) or status
         return status
-
-    # ------------------------------------------------------------------ wire
-
-    def to_wire(self) -> WireContext:
-        """Wire form of the request as it was submitted: the prompt without generated tokens.
-
-        InputError for what cannot travel (logits processors, ids that are not int32).
-        """
-        prompt = self.tokens.ids()[: self._prompt_length]
-        ids: Int32 = prompt.astype(np.int32, copy=False)
-        if ids is not prompt and not np.array_equal(ids, prompt):
-            raise InputError("a token id of the prompt is not int32 and cannot be sent")
-        return self._wire(ids)
-
-    @classmethod
-    def from_wire(
-        cls,
-        wire: WireContext,
-        request_id: RequestID | str | None = None,
-        emitted: Sequence[int] = (),
-    ) -> Self:
-        """Build the context a worker continues.
-
-        ``emitted``: tokens generated and delivered before (a handoff or a replay). They
-        stand behind the prompt, count as generated, are not delivered again, and end the
-        context if the last one does. ``max_new_tokens`` lowers ``max_length``.
-        """
-        params = SamplingParams.from_wire(wire.sampling)
-        prompt = len(wire.tokens)
-        tokens = np.empty(prompt + len(emitted), np.int64)
-        tokens[:prompt] = wire.tokens
-        if emitted:
-            tokens[prompt:] = emitted
-        context = cls(
-            max_length=wire.max_length,
-            tokens=TokenBuffer(tokens),
-            request_id=_request_id(request_id),
-            sampling_params=params,
-            _prompt_length=prompt,
-        )
-        context._take(wire)
-        if params.max_new_tokens is not None:
-            context.max_length = min(wire.max_length, prompt + params.max_new_tokens)
-        context.ignore_eos = wire.ignore_eos or params.ignore_eos
-        context.__post_init__()
-        if emitted:
-            last = context._status_at(len(tokens), int(emitted[-1]), len(tokens))
-            context.status = last or GenerationStatus.ACTIVE
-        return context
-
-    def _wire(self, tokens: npt.NDArray[Any]) -> WireContext:
-        """What travels of the request, with these tokens."""
-        return WireContext(
-            tokens=tokens,
-            max_length=self.max_length,
-            sampling=self.sampling_params.to_wire(),
-            model_name=self.model_name,
-            eos_token_ids=sorted(self.eos_token_ids),
-            eos_sequences=[list(sequence) for sequence in self.eos_sequences],
-            log_probabilities=self.log_probabilities,
-            log_probabilities_echo=self.log_probabilities_echo,
-            ignore_eos=self.ignore_eos,
-            json_schema=self.json_schema,
-            target_endpoint=self.target_endpoint,
-            cache_salt=self.cache_salt,
-            lora_name=self.lora_name,
-        )
-
-    def _take(self, wire: Any) -> None:
-        """Take the request of a wire form, all but its tokens and sampling parameters.
-
-        ``__post_init__`` checks it afterwards.
-        """
-        self.type = type(self).__name__
-        self.max_length = wire.max_length
-        self.eos_token_ids = wire.eos_token_ids
-        self.eos_sequences = [list(sequence) for sequence in wire.eos_sequences]
-        self.log_probabilities = wire.log_probabilities
-        self.log_probabilities_echo = wire.log_probabilities_echo
-        self.ignore_eos = wire.ignore_eos
-        self.json_schema = wire.json_schema
-        self.model_name = wire.model_name
-        self.target_endpoint = wire.target_endpoint
-        self.lora_name = wire.lora_name
-        self.cache_salt = wire.cache_salt
-        self._matcher = None
-
-
-def _request_id(value: RequestID | str | None) -> RequestID:
-    if value is None:
-        return RequestID()
-    return RequestID(value) if isinstance(value, str) else value
 
 
 def wrap_tokens(tokens: npt.ArrayLike) -> TokenBuffer:

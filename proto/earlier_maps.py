@@ -3,171 +3,163 @@
 There ``tokens`` is an array with room behind it, whose extent and windows are numbers beside it,
 the request id is a text, and what has its default is left out. Only reading: what is written is
 the later form (:mod:`.numpy_maps`).
-
-The classes here are named as the contexts they become, for that is their tag on the wire.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
+import msgspec
 from msgspec import Meta
 
 from . import contexts, speech, vision
-from .limits import MAX_EOS_TOKEN_IDS, MAX_NAMED_ARRAYS
-from .outputs import LogProbabilities
+from .arrays import Array, ArrayMap, ArrayReader
+from .context_maps import check_progress
+from .limits import MAX_NAMED_ARRAYS
+from .log_prob_maps import read_queued
+from .old_names import INDEX_FIELDS, indexed_buffer
 from .sampling import SamplingParams
 from .status import GenerationStatus
 from .tokens import TokenBuffer
-from .wire import EosSequences, Name
-
-Array = npt.NDArray[Any]
+from .wire import Count, EosSequences, EosTokenIds, Name, Number, Text, WireSampling
 
 _UNSET = -1
+_ACTIVE = GenerationStatus.ACTIVE
 
 
-@dataclass(kw_only=True)
-class TextContext:
+class EarlierText(msgspec.Struct, kw_only=True, tag="TextContext"):
     """Fields under their names on the wire; an index that is -1 was never set."""
 
-    max_length: int
-    tokens: Array
+    max_length: Number
+    tokens: ArrayMap
     request_id: Name
-    eos_token_ids: Annotated[set[int], Meta(max_length=MAX_EOS_TOKEN_IDS)] = field(
-        default_factory=set
-    )
-    eos_sequences: EosSequences = field(default_factory=list)
-    log_probabilities: int | None = None
+    eos_token_ids: EosTokenIds = []
+    eos_sequences: EosSequences = []
+    log_probabilities: Number | None = None
     log_probabilities_echo: bool = False
     ignore_eos: bool = False
-    json_schema: str | None = None
-    sampling_params: SamplingParams = field(default_factory=SamplingParams)
-    model_name: str = ""
-    lora_name: str | None = None
-    target_endpoint: str | None = None
-    _status: GenerationStatus = GenerationStatus.ACTIVE
-    _start_idx: int = 0
-    _active_idx: int = _UNSET
-    _end_idx: int = _UNSET
-    _completion_start_idx: int = _UNSET
-    _completion_end_idx: int = _UNSET
-    _prompt_len: int = _UNSET
-    _committed_idx: int = 0
-    _log_probabilities_data: dict[int, LogProbabilities] = field(default_factory=dict)
+    json_schema: Text | None = None
+    sampling_params: WireSampling = WireSampling()
+    model_name: Name = ""
+    lora_name: Name | None = None
+    target_endpoint: Name | None = None
+    _status: GenerationStatus = _ACTIVE
+    _start_idx: Count = 0
+    _active_idx: Number = _UNSET
+    _end_idx: Number = _UNSET
+    _completion_start_idx: Number = _UNSET
+    _completion_end_idx: Number = _UNSET
+    _prompt_len: Number = _UNSET
+    _committed_idx: Number = 0
+    _log_probabilities_data: msgspec.Raw = msgspec.Raw(b"\xc0")
     _is_initial_prompt: bool = True
-    _draft_offset: int = 0
+    _draft_offset: Number = 0
 
-    def context(self) -> contexts.TextContext:
+    def context(self, reader: ArrayReader) -> contexts.TextContext:
         """The context that was sent; ValueError where its numbers contradict each other."""
-        return contexts.TextContext(**self._values())
+        return _checked(contexts.TextContext(**self._values(reader)))
 
-    def _values(self) -> dict[str, Any]:
+    def _values(self, reader: ArrayReader) -> dict[str, Any]:
+        queued = self._log_probabilities_data
         return {
             "max_length": self.max_length,
-            "tokens": self._buffer(),
+            "tokens": self._buffer(reader.read(self.tokens)),
             "request_id": self.request_id,
-            "eos_token_ids": self.eos_token_ids,
+            "eos_token_ids": set(self.eos_token_ids),
             "eos_sequences": self.eos_sequences,
             "log_probabilities": self.log_probabilities,
             "log_probabilities_echo": self.log_probabilities_echo,
             "ignore_eos": self.ignore_eos,
             "json_schema": self.json_schema,
-            "sampling_params": self.sampling_params,
+            "sampling_params": SamplingParams.from_wire(self.sampling_params),
             "model_name": self.model_name,
             "lora_name": self.lora_name,
             "target_endpoint": self.target_endpoint,
             "status": self._status,
             "_committed_idx": self._committed_idx,
-            "_log_probabilities_data": self._log_probabilities_data,
+            "_log_probabilities_data": read_queued(queued) or {},
             "_is_initial_prompt": self._is_initial_prompt,
             "_draft_offset": self._draft_offset,
         }
 
-    def _buffer(self) -> TokenBuffer:
-        length = _or(self._end_idx, len(self.tokens))
-        active = _or(self._active_idx, length)
-        state = [
-            length,
-            self._start_idx,
-            active,
-            0,
-            _or(self._completion_start_idx, active),
-            _or(self._completion_end_idx, active),
-            _or(self._prompt_len, active),
-            active < length,
-        ]
-        if self.tokens.dtype.kind not in "iu":
-            raise ValueError(f"tokens must be integers, not {self.tokens.dtype}")
-        return TokenBuffer.from_state(self.tokens.astype(np.int64), state)
+    def _buffer(self, tokens: Array) -> TokenBuffer:
+        return indexed_buffer(tokens, {name: getattr(self, name) for name in INDEX_FIELDS})
 
 
-@dataclass(kw_only=True)
-class TextAndVisionContext(TextContext):
+class EarlierVision(EarlierText, kw_only=True, tag="TextAndVisionContext"):
     """One image without a token range."""
 
-    pixel_values: Annotated[tuple[Array, ...], Meta(max_length=1)] = ()
-    extra_model_args: Annotated[dict[str, Array], Meta(max_length=MAX_NAMED_ARRAYS)] = field(
-        default_factory=dict
-    )
+    pixel_values: Annotated[list[ArrayMap], Meta(max_length=1)] = []
+    extra_model_args: Annotated[dict[Name, ArrayMap], Meta(max_length=MAX_NAMED_ARRAYS)] = {}
     _needs_vision_encoding: bool = True
 
-    def context(self) -> vision.TextAndVisionContext:
-        """See :meth:`TextContext.context`."""
-        return vision.TextAndVisionContext(
-            **self._values(),
-            pixel_values=self.pixel_values,
-            extra_model_args=self.extra_model_args,
+    def context(self, reader: ArrayReader) -> vision.TextAndVisionContext:
+        """See :meth:`EarlierText.context`."""
+        context = vision.TextAndVisionContext(
+            **self._values(reader),
+            pixel_values=tuple(map(reader.read, self.pixel_values)),
+            extra_model_args={n: reader.read(a) for n, a in self.extra_model_args.items()},
             _pixels_encoded=not self._needs_vision_encoding,
         )
+        return _checked(context)
 
 
-@dataclass(kw_only=True)
-class TTSContext(TextContext):
+class EarlierSpeech(EarlierText, kw_only=True, tag="TTSContext"):
     """Speech tokens with room behind them."""
 
-    audio_prompt_tokens: Array = field(default_factory=lambda: np.zeros(0, np.int32))
-    buffer_speech_tokens: Array | None = None
-    audio_buffer: Array | None = None
-    prev_samples_beyond_offset: int = 0
+    audio_prompt_tokens: ArrayMap | None = None
+    buffer_speech_tokens: ArrayMap | None = None
+    audio_buffer: ArrayMap | None = None
+    prev_samples_beyond_offset: Count = 0
     streaming: bool = False
-    _speech_token_size: int = speech.SPEECH_ROOM
-    _speech_token_end_idx: int = 0
-    _speech_tokens: Array = field(default_factory=lambda: np.zeros(speech.SPEECH_ROOM, np.int32))
-    _decoded_index: int = 0
-    _block_counter: int = 0
-    _arrival_time: float = field(default_factory=time.time)
-    _audio_generation_status: GenerationStatus = GenerationStatus.ACTIVE
+    _speech_token_size: Count | None = None
+    _speech_token_end_idx: Count = 0
+    _speech_tokens: ArrayMap | None = None
+    _decoded_index: Count = 0
+    _block_counter: Count = 0
+    _arrival_time: float | None = None
+    _audio_generation_status: GenerationStatus = _ACTIVE
 
-    def context(self) -> speech.TTSContext:
-        """See :meth:`TextContext.context`."""
-        return speech.TTSContext(
-            **self._values(),
-            audio_prompt_tokens=self.audio_prompt_tokens,
-            buffer_speech_tokens=self.buffer_speech_tokens,
-            audio_buffer=self.audio_buffer,
+    def context(self, reader: ArrayReader) -> speech.TTSContext:
+        """See :meth:`EarlierText.context`."""
+        prompt, sent, arrived = self.audio_prompt_tokens, self._speech_tokens, self._arrival_time
+        room = speech.speech_room() if sent is None else reader.read(sent)
+        size, end = self._speech_token_size, self._speech_token_end_idx
+        if size not in (None, len(room)) or end > len(room) or self._decoded_index > end:
+            raise ValueError(f"{size} speech tokens that end at {end}, but {len(room)} came")
+        context = speech.TTSContext(
+            **self._values(reader),
+            audio_prompt_tokens=speech.no_tokens() if prompt is None else reader.read(prompt),
+            buffer_speech_tokens=_maybe(self.buffer_speech_tokens, reader),
+            audio_buffer=_maybe(self.audio_buffer, reader),
             prev_samples_beyond_offset=self.prev_samples_beyond_offset,
             streaming=self.streaming,
-            _speech_token_size=self._speech_token_size,
-            _speech_token_end_idx=self._speech_token_end_idx,
-            _speech_tokens=self._speech_tokens,
+            _speech_token_size=len(room),
+            _speech_token_end_idx=end,
+            _speech_tokens=room,
             decoded_index=self._decoded_index,
             _block_counter=self._block_counter,
-            _arrival_time=self._arrival_time,
+            _arrival_time=time.time() if arrived is None else arrived,
             audio_generation_status=self._audio_generation_status,
         )
+        return _checked(context)
 
 
-EARLIER_FORMS: dict[type, type[TextContext]] = {
-    contexts.TextContext: TextContext,
-    vision.TextAndVisionContext: TextAndVisionContext,
-    speech.TTSContext: TTSContext,
+EARLIER_MAPS: dict[type, type[EarlierText]] = {
+    contexts.TextContext: EarlierText,
+    vision.TextAndVisionContext: EarlierVision,
+    speech.TTSContext: EarlierSpeech,
 }
 """What is read for each class where the later form is not found."""
 
+C = TypeVar("C", bound=contexts.TextContext)
 
-def _or(index: int, default: int) -> int:
-    return default if index == _UNSET else index
+
+def _checked(context: C) -> C:
+    check_progress(context)
+    return context
+
+
+def _maybe(sent: ArrayMap | None, reader: ArrayReader) -> Array | None:
+    return None if sent is None else reader.read(sent)

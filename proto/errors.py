@@ -11,7 +11,8 @@
     ├── CapacityError                no room now; carries retry_after in seconds
     │   ├── RouterClosing            the router is about to end; another one takes the request
     │   ├── EndpointDraining         target_endpoint names a worker that takes no new work
-    │   └── EndpointDead             target_endpoint names a worker that stopped answering
+    │   ├── EndpointDead             target_endpoint names a worker that stopped answering
+    │   └── NameTaken                a healthy worker has the name another one asks for
     ├── RequestCancelled             the client asked for the end
     ├── DeadlineExceeded             the request's time ran out
     ├── RequestFailed                the cluster could not finish an admitted request
@@ -99,6 +100,12 @@ class EndpointDead(CapacityError):
     """``target_endpoint`` names a worker that stopped answering."""
 
     code = "endpoint_dead"
+
+
+class NameTaken(CapacityError):
+    """A healthy worker has the name or endpoint another one asks for."""
+
+    code = "name_taken"
 
 
 class RequestCancelled(BatonError):

@@ -15,7 +15,6 @@ from .message_types import (
     Binary,
     Count,
     GrantRef,
-    LogProbs,
     Message,
     Name,
     Names,
@@ -24,7 +23,7 @@ from .message_types import (
     TokenIds,
     Word,
 )
-from .wire import AnyWireContext, EosTokenIds
+from .wire import CarriedContext, EosTokenIds
 
 # --------------------------------------------------------------------------- prefill -> decode
 
@@ -93,10 +92,14 @@ class Reserve(Message, frozen=True, kw_only=True):
     layout_id: Word = 0
     deadline: Remaining
     grammar: GrammarSpec | None = None
+    ticket: Binary = b""  # of the Assign: a router gave this attempt to the sender
 
 
 class Commit(Message, frozen=True, kw_only=True):
-    """Everything was sent: manifest and the whole context with its first token."""
+    """Everything was sent: manifest and the whole context, as it is behind its first token.
+
+    The newest token's KV is not computed yet.
+    """
 
     request: Binary
     attempt: Attempt
@@ -104,14 +107,14 @@ class Commit(Message, frozen=True, kw_only=True):
     frames: Count
     bytes: Count
     digest: Word  # xor of all frames' checksums
-    context: AnyWireContext
-    emitted: TokenIds  # all generated tokens so far; the last one's KV is not computed yet
-    logprobs: LogProbs | None = None  # of the last token
+    context: CarriedContext
     router: Name  # name of the router that streams to the client
     request_id: Name = ""
     prefill: Name = ""
     cached_tokens: Count = 0
     deadline: Remaining
+    proof: Binary = b""  # of the Assign: a router chose this decode worker for the attempt
+    arrays: Count = 0  # how many of the envelope's frames are its own
 
 
 class Release(Message, frozen=True, kw_only=True):
@@ -120,6 +123,8 @@ class Release(Message, frozen=True, kw_only=True):
     request: Binary
     attempt: Attempt
     grant: GrantRef | None = None
+    incarnation: Word = 0  # of the prefill worker
+    ticket: Binary = b""  # as in Reserve
 
 
 class Fence(Message, frozen=True, kw_only=True):
@@ -166,6 +171,7 @@ class Grant(Message, frozen=True, kw_only=True):
     cached_tokens: Count  # whole blocks the decode worker already has; not to be sent
     credit: Count  # cumulative bytes of this grant the sender may have sent
     counted: Count = 0  # of it used up as the receiver sees it: arrived, or given up as lost
+    arrived: Count | None = None  # bytes of frames that came, damaged ones too; None: does not say
 
 
 class Credit(Message, frozen=True, kw_only=True):
@@ -200,6 +206,7 @@ class Refused(Message, frozen=True, kw_only=True):
     frames: Annotated[list[Count], Meta(max_length=MAX_LIST_ITEMS)] = []
     credit: Count = 0  # cumulative credit, raised for the repeated frames
     counted: Count = 0  # as in Grant
+    arrived: Count | None = None  # as in Grant
     round: Count = 0  # counts these refusals of a grant: one said again asks for nothing new
 
 

@@ -11,11 +11,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 
-import msgspec
-import numpy as np
-
-from .wire import WireContext
-
 KEY_BYTES = 16
 """Length of a request key, a resume secret and a context digest."""
 
@@ -74,23 +69,3 @@ def _keyed(cluster_key: bytes) -> blake2b:
     """The digest a secret begins with; the key takes longer than the request."""
     key = cluster_key if len(cluster_key) <= 64 else blake2b(cluster_key).digest()
     return blake2b(digest_size=KEY_BYTES, key=key, person=b"baton-resume")
-
-
-def _array_content(obj: object) -> object:
-    if isinstance(obj, np.ndarray):
-        flat = np.ascontiguousarray(obj)
-        return [flat.dtype.str, list(flat.shape), flat.data.cast("B") if flat.size else b""]
-    raise TypeError(f"{type(obj).__name__} has no place in a context digest")
-
-
-_CONTENT = msgspec.msgpack.Encoder(enc_hook=_array_content)
-
-
-def context_digest(wire: WireContext, *options: str | bool | None) -> bytes:
-    """16-byte digest of everything that decides a request's continuation.
-
-    ``options``: what travels beside the context (pool, pin, fallback). Two submissions of
-    one id with equal digests are the same request.
-    """
-    content = _CONTENT.encode((wire, options))
-    return blake2b(content, digest_size=KEY_BYTES, person=b"baton-context").digest()

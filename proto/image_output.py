@@ -43,7 +43,7 @@ class OutputImageContent:
 
         ``detail``: how closely a reader should look, passed on. ValueError for other arrays
         and for what the format cannot hold. PNG needs nothing else; other formats need Pillow
-        (``pip install baton[images]``), ConfigError without it.
+        (``pip install pillow``), ConfigError without it.
         """
         png = encode_png(array)
         name = format.lower()
@@ -69,9 +69,7 @@ def _converted(png: bytes, wanted: str) -> bytes:
     try:
         from PIL import Image  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise ConfigError(
-            f"images as {wanted[:40]!r} need Pillow: pip install 'baton[images]'"
-        ) from None
+        raise ConfigError(f"images as {wanted[:40]!r} need Pillow: pip install pillow") from None
     out = io.BytesIO()
     try:
         Image.open(io.BytesIO(png)).save(out, format=wanted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_CONTROL_BYTES = 16 << 20
 """Largest first frame of a control message."""
@@ -23,6 +23,8 @@ MAX_DEPTH = 32
 """Deepest nesting of a decoded message."""
 MAX_ARRAY_NDIM = 8
 MAX_ARRAY_BYTES = 1 << 30
+MAX_SHARED_BYTES = 256 << 20
+"""Most shared memory that one message may name; larger arrays travel in the message."""
 
 MAX_REQUEST_ID_CHARS = 256
 MAX_MODEL_NAME_CHARS = 256
@@ -56,6 +58,9 @@ MAX_COUNT = 1 << 53
 """Largest number of tokens, blocks, frames or bytes."""
 MAX_SIZE = 1 << 24
 """Largest dimension of a model."""
+MAX_LAYERS = 4096
+MAX_POSITIONS = 1 << 30
+"""Longest context a model may declare."""
 MAX_EMBEDDING_SIZE = 1 << 14
 """Most numbers of a vector."""
 MAX_DURATION_S = 1e9

@@ -29,6 +29,7 @@ _PAIR = 28 + 24
 _LARGE_MAP_PAIR = 88
 """Of a table that has just grown, beside the smaller one it is filled from."""
 
+_NIL = b"\xc0"
 _LIST, _MAP = 0x90, 0x80
 _WIDE = {_LIST: 0xDC, _MAP: 0xDE}
 """First byte of a list or map with few items; and with a count of 16 bits, then of 32."""
@@ -45,6 +46,9 @@ class LogProbMaps(msgspec.Struct, gc=False):
     top_log_probabilities: msgspec.Raw
 
 
+_decode_queued = msgspec.msgpack.Decoder(dict[int, LogProbMaps]).decode
+
+
 def build_log_probs(value: LogProbMaps) -> LogProbabilities:
     """The entry; LimitExceeded when it would be much larger than its bytes."""
     chosen: Any = value.token_log_probabilities
@@ -56,6 +60,13 @@ def build_log_probs(value: LogProbMaps) -> LogProbabilities:
         left -= _table(_items(pairs, _MAP))
         _check(left)
     return LogProbabilities(_decode_floats(chosen), _decode_maps(top))
+
+
+def read_queued(raw: Any) -> dict[int, LogProbabilities] | None:
+    """Entries by position, as a context has them, or None; errors as :func:`build_log_probs`."""
+    if bytes(raw) == _NIL:
+        return None
+    return {at: build_log_probs(entry) for at, entry in _decode_queued(raw).items()}
 
 
 def _items(raw: Any, kind: int) -> int:

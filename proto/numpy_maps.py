@@ -1,140 +1,110 @@
-"""One-buffer codec: any declared type as one msgpack message, arrays as maps.
+"""The public codec: any declared type as one msgpack message, arrays as maps.
 
-An array is ``{"__np__": true, "data": bytes in C order, "shape": [...], "dtype": text}``, or
-with its bytes in shared memory (:mod:`.shared_memory`) ``{"__shm__": true, "name", "shape",
-"dtype"}``. A context is the map of its fields with its class under ``type``, so a subclass
-arrives as itself where its base is declared; a map without ``type`` is of the declared class, and
-the earlier form of a context (:mod:`.earlier_maps`) is read too.
-Of a buffer only the valid part is written; room behind it, as others write it, is read.
+An array is a map (:mod:`.arrays`): its bytes in the message, beside it as a frame, or in shared
+memory. A context is the map of its fields (:mod:`.wire`) with its class under ``type``, so a
+subclass arrives as itself where its base is declared. It is the very form in which contexts
+travel between the processes of a cluster.
 
-For files, tests and peers that know this form; between Baton's processes :mod:`.codec` is
-used, whose limits are stricter and whose arrays are not copied.
+Also read: a map of a context without ``type``, which is of the declared class, and the earlier
+form of a context (:mod:`.earlier_maps`).
 """
 
 from __future__ import annotations
 
-import math
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from operator import is_not
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, Union, cast
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from .arrays import Frame
+from .arrays import Array, ArrayReader, Frame, OpenShared, array_map
+from .context_maps import from_map, put_arrays, put_tokens, to_map, token_buffer
 from .contexts import TextContext
-from .earlier_maps import EARLIER_FORMS
+from .earlier_maps import EARLIER_MAPS
 from .errors import DecodeFailed, LimitExceeded
-from .limits import MAX_ARRAY_BYTES, MAX_ARRAY_NDIM
+from .limits import MAX_ARRAY_BYTES, MAX_ARRAY_FRAMES
 from .log_prob_maps import LogProbMaps, build_log_probs
 from .outputs import LogProbabilities
 from .pixels import PixelContext
-from .shadows import ArrayMap, Shadows
-from .shared_memory import open_segment, process_store
+from .sampling import SamplingParams
+from .shadows import Build, Shadows
+from .shared_memory import SharedArrays
 from .speech import TTSContext
+from .tokens import TokenBuffer
 from .vision import TextAndVisionContext
+from .wire import (
+    WireContext,
+    WirePixelContext,
+    WireSampling,
+    WireSpeechContext,
+    WireTokens,
+    WireVisionContext,
+)
 
 T = TypeVar("T")
 
-_CONTEXTS = (TextContext, TextAndVisionContext, TTSContext, PixelContext)
+_MAPS: dict[type, type[WireContext]] = {
+    TextContext: WireContext,
+    TextAndVisionContext: WireVisionContext,
+    TTSContext: WireSpeechContext,
+    PixelContext: WirePixelContext,
+}
 """The registry: only these are ever built for a ``type`` that a message names."""
 
-_KNOWN: dict[type, tuple[Any, Callable[[Any], Any]]] = {
-    LogProbabilities: (LogProbMaps, build_log_probs)
-}
-
-_NONE_KNOWN: Mapping[type, tuple[Any, Callable[[Any], Any]]] = {}
-
+_FACTOR, _MARGIN = 24, 1 << 19
+"""A message may take so many times its bytes, and so many more, in objects that are counted."""
 _LEAVES = {int, float, bool, str, bytes, type(None), np.ndarray}
 _SETTERS = (object.__setattr__, msgspec.structs.force_setattr)
 """Set a field, also a frozen one, of a dataclass and of a struct."""
 
-_DTYPES = {
-    name: dtype
-    for kind in "<>"
-    for size in ("?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8")
-    for dtype in (np.dtype(kind + size),)
-    for name in (dtype.str, str(dtype))
-}
-"""Allowed element types under both names that are written for them: ``<i4`` and ``int32``."""
+# --------------------------------------------------------------------------- encoding
 
 
-def _encode_object(value: object, threshold: float) -> object:
+def _encode_object(value: object, encode: Callable[[Array], dict[str, object]]) -> object:
     if isinstance(value, np.ndarray):
-        return _encode_array(value, threshold)
+        return encode(value)
     if isinstance(value, np.generic):
         return value.item()
-    if hasattr(value, "consume_token"):  # grammar state: replaying the tokens rebuilds it
-        return None
     raise TypeError(f"{type(value).__name__} cannot be encoded")
 
 
-def _encode_array(array: npt.NDArray[Any], threshold: float) -> dict[str, object]:
-    if array.dtype.str not in _DTYPES:
-        raise TypeError(f"arrays of {array.dtype} cannot be encoded")
-    data = np.ascontiguousarray(array)
-    store = process_store() if data.nbytes >= threshold else None
-    name = store.put(data) if store is not None else None
-    if name is not None:
-        return {"__shm__": True, "name": name, "shape": array.shape, "dtype": array.dtype.str}
-    return {
-        "__np__": True,
-        "data": data.data.cast("B") if data.size else b"",
-        "shape": array.shape,
-        "dtype": array.dtype.str,
-    }
+def _encode_shared(array: Array, threshold: int, shared: SharedArrays) -> dict[str, object]:
+    """The map of an array, large ones in shared memory while there is room."""
+    inline = array_map(array)
+    name = shared.put(np.ascontiguousarray(array)) if array.nbytes >= threshold else None
+    if name is None:
+        return inline
+    return {"__shm__": True, "name": name, "shape": inline["shape"], "dtype": inline["dtype"]}
 
 
-def _decode_array(value: ArrayMap, *, copy: bool) -> npt.NDArray[Any]:
-    if value.np is value.shm:
-        raise DecodeFailed("an array must be a map with either __np__ or __shm__")
-    shape, data = value.shape, value.data
-    element = _DTYPES.get(value.dtype)
-    if shape is None or element is None:
-        raise DecodeFailed(f"an array map is malformed (dtype {value.dtype!r})")
-    if len(shape) > MAX_ARRAY_NDIM:
-        raise LimitExceeded(f"an array of {len(shape)} dimensions")
-    nbytes = math.prod(shape) * element.itemsize
-    if nbytes > MAX_ARRAY_BYTES:
-        raise LimitExceeded(f"an array of {nbytes} bytes, at most {MAX_ARRAY_BYTES} are allowed")
-    if value.shm and nbytes:
-        return open_segment(value.name, tuple(shape), element, nbytes, copy=copy)
-    if data is None or nbytes != data.nbytes:
-        raise DecodeFailed(f"an array of shape {shape} has other bytes than {nbytes}")
-    array: npt.NDArray[Any] = np.ndarray(tuple(shape), element, data)
-    if copy:
-        return array.copy()
-    array.flags.writeable = False
-    return array
-
-
-def _trimmed(value: Any) -> Any:
-    """The value, every speech context in it without the room behind its speech tokens.
+def _mapped(value: Any) -> Any:
+    """The value with maps for the contexts in it.
 
     msgspec writes the fields of a dataclass without asking, so it is given another one.
     """
     kind = type(value)
-    if kind is TTSContext:
-        return value.trimmed()
-    if kind in _LEAVES or isinstance(value, (TextContext, PixelContext)):
+    if kind in _LEAVES:
         return value
+    if kind in _MAPS or isinstance(value, (TextContext, PixelContext)):
+        return to_map(value)
     if kind in (list, tuple):
         if _LEAVES.issuperset(map(type, value)):
             return value
-        parts = [_trimmed(item) for item in value]
+        parts = [_mapped(item) for item in value]
         return kind(parts) if any(map(is_not, parts, value)) else value
     if kind is dict:
         if _LEAVES.issuperset(map(type, value.values())):
             return value
-        pairs = {key: _trimmed(item) for key, item in value.items()}
+        pairs = {key: _mapped(item) for key, item in value.items()}
         return pairs if any(map(is_not, pairs.values(), value.values())) else value
     names: Iterable[str]
     names = getattr(kind, "__struct_fields__", ()) or getattr(kind, "__dataclass_fields__", ())
     items = {name: getattr(value, name, None) for name in names}
-    changed = {name: new for name, item in items.items() if (new := _trimmed(item)) is not item}
+    changed = {name: new for name, item in items.items() if (new := _mapped(item)) is not item}
     if changed:
         value = copy(value)
         for name, new in changed.items():
@@ -148,34 +118,136 @@ class NumpyEncoder:
     def __init__(self, use_shared_memory: bool, shared_memory_threshold: int) -> None:
         self._use_shared_memory = use_shared_memory
         self._shared_memory_threshold = shared_memory_threshold
-        threshold = shared_memory_threshold if use_shared_memory else math.inf
-        self._encoder = msgspec.msgpack.Encoder(
-            enc_hook=partial(_encode_object, threshold=threshold)
-        )
+        encode: Callable[[Array], dict[str, object]] = array_map
+        self._shared = SharedArrays()
+        if use_shared_memory:
+            encode = partial(_encode_shared, threshold=shared_memory_threshold, shared=self._shared)
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=partial(_encode_object, encode=encode))
 
     def __call__(self, obj: object) -> bytes:
-        """Encode ``obj``; TypeError names the type that cannot be encoded."""
-        return self._encoder.encode(_trimmed(obj))
+        """Encode ``obj`` as one buffer; TypeError names the type that cannot be encoded."""
+        self._shared.begin()
+        return self._encoder.encode(_mapped(obj))
+
+    def frames(self, obj: object) -> list[Frame]:
+        """Encode ``obj`` as a message and, behind it, each large array as a view of its memory.
+
+        Leave the arrays unchanged until all is sent.
+        """
+        frames: list[Frame] = [b""]
+
+        def hook(value: object) -> object:
+            if isinstance(value, np.ndarray):
+                return array_map(value, frames)
+            return _encode_object(value, array_map)
+
+        frames[0] = msgspec.msgpack.encode(_mapped(obj), enc_hook=hook)
+        return frames
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return type(self), (self._use_shared_memory, self._shared_memory_threshold)
 
 
+# --------------------------------------------------------------------------- decoding
+
+
+def _build_context(value: WireContext, reader: ArrayReader) -> Any:
+    put_arrays(value, reader)
+    return from_map(value)
+
+
+def _build_tokens(value: WireTokens, reader: ArrayReader) -> TokenBuffer:
+    put_tokens(value, reader)
+    return token_buffer(value)
+
+
+_PARAMS_BYTES = 1500
+"""What sampling parameters take once built, which in a message may be a single byte."""
+
+
+class _Room(threading.local):
+    """Bytes that the objects of the message being decoded may still take."""
+
+    left = 0
+
+
+_room = _Room()
+
+
+def _count(nbytes: int) -> None:
+    """Take room for an object that will be built; LimitExceeded if there is none left."""
+    _room.left -= nbytes
+    if _room.left < 0:
+        raise LimitExceeded("the objects of a message would be much larger than its bytes")
+
+
+class _CountedSampling(WireSampling, frozen=True, gc=False):
+    """Sampling parameters in somebody's own type: counted before they are built."""
+
+    def __post_init__(self) -> None:
+        _count(_PARAMS_BYTES)
+
+
+def _build_params(value: WireSampling, _: ArrayReader) -> SamplingParams:
+    return SamplingParams.from_wire(value)
+
+
+def _build_entry(value: LogProbMaps, _: ArrayReader) -> LogProbabilities:
+    return build_log_probs(value)
+
+
+_KNOWN: dict[type, tuple[Any, Build]] = {
+    LogProbabilities: (LogProbMaps, _build_entry),
+    TokenBuffer: (WireTokens, _build_tokens),
+    SamplingParams: (_CountedSampling, _build_params),
+}
+_TAGGED: dict[type, tuple[Any, Build]] = {
+    kind: (
+        Union[tuple(shadow for other, shadow in _MAPS.items() if issubclass(other, kind))],  # noqa: UP007
+        _build_context,
+    )
+    for kind in _MAPS
+}
+_UNTAGGED: dict[type, tuple[Any, Build]] = {
+    kind: (shadow, _build_context) for kind, shadow in _MAPS.items()
+}
+_EARLIER: dict[type, tuple[Any, Build]] = {
+    kind: (
+        Union[tuple(form for other, form in EARLIER_MAPS.items() if issubclass(other, kind))],  # noqa: UP007
+        lambda value, reader: value.context(reader),
+    )
+    for kind in EARLIER_MAPS
+}
+
+Decode = Callable[[Frame, ArrayReader], Any]
+
+
 class NumpyDecoder(Generic[T]):
     """Callable that decodes one message into a type; see :func:`msgpack_numpy_decoder`."""
 
-    def __init__(self, type_: type[T], copy: bool) -> None:
+    def __init__(self, type_: type[T], copy: bool, use_shared_memory: bool = True) -> None:
         self._type = type_
         self._copy = copy
-        self._decode = self._decoder_of(_family)
-        self._others: dict[str, Callable[[Frame], Any]] = {}  # made when first needed
+        self._use_shared_memory = use_shared_memory
+        self._shared = SharedArrays(allowed=use_shared_memory)
+        self._open: OpenShared = partial(self._shared.open, copy=copy)
+        self._decode = self._decoder_of(_TAGGED)
+        self._others: dict[str, Decode] = {}  # made when first needed
 
-    def __call__(self, message: Frame) -> T:
-        """Decode; DecodeFailed or LimitExceeded for anything but a valid message."""
+    def __call__(self, message: Frame | Sequence[Frame]) -> T:
+        """Decode one buffer, or a message and the frames behind it.
+
+        DecodeFailed or LimitExceeded for anything but a valid message.
+        """
+        one = isinstance(message, (bytes, bytearray, memoryview))
+        frames = cast("Sequence[Frame]", (message,) if one else message)
         try:
-            if memoryview(message).nbytes > MAX_ARRAY_BYTES:
-                raise LimitExceeded(f"a message of more than {MAX_ARRAY_BYTES} bytes")
-            result: T = self._decode_either(message)
+            if len(frames) == 1:
+                if memoryview(frames[0]).nbytes > MAX_ARRAY_BYTES:
+                    raise LimitExceeded(f"a message of more than {MAX_ARRAY_BYTES} bytes")
+            else:
+                _check_frames(frames)
+            result: T = self._decode_either(frames)
             return result
         except (DecodeFailed, LimitExceeded):
             raise
@@ -184,54 +256,53 @@ class NumpyDecoder(Generic[T]):
         except Exception as error:
             raise DecodeFailed(f"not a valid message: {str(error)[:200]}") from None
 
-    def _decode_either(self, message: Frame) -> Any:
+    def _decode_either(self, frames: Sequence[Frame]) -> Any:
         """Contexts by ``type``, as declared where others write none, or in the earlier form."""
         try:
-            return self._decode(message)
+            return self._read(self._decode, frames)
         except msgspec.ValidationError as error:
             reason = str(error)
             if "missing required field `type`" in reason:
-                return self._other("untagged", lambda: self._decoder_of(_no_family))(message)
+                return self._read(self._other("untagged", _UNTAGGED), frames)
             if "request_id`" not in reason and "tokens`" not in reason:
                 raise
             try:
-                return self._other("earlier", self._earlier_decoder)(message)
+                return self._read(self._other("earlier", _EARLIER), frames)
             except msgspec.ValidationError:
                 raise error from None
 
-    def _other(
-        self, form: str, make: Callable[[], Callable[[Frame], Any]]
-    ) -> Callable[[Frame], Any]:
+    def _read(self, decode: Decode, frames: Sequence[Frame]) -> Any:
+        self._shared.begin()
+        _room.left = _FACTOR * memoryview(frames[0]).nbytes + _MARGIN
+        reader = ArrayReader(frames, copy=self._copy, shared=self._open)
+        result = decode(frames[0], reader)
+        if reader.used() != len(frames) - 1:
+            raise DecodeFailed(f"{len(frames) - 1} array frames, {reader.used()} are referred to")
+        return result
+
+    def _other(self, form: str, known: Mapping[type, tuple[Any, Build]]) -> Decode:
         if form not in self._others:
-            self._others[form] = make()
+            self._others[form] = self._decoder_of(known)
         return self._others[form]
 
-    def _earlier_decoder(self) -> Callable[[Frame], Any]:
-        """Reads contexts in the form of :mod:`.earlier_maps`."""
-        shadows = Shadows(partial(_decode_array, copy=self._copy), _no_family, _KNOWN)
-        known = {kind: shadows.becoming(form) for kind, form in EARLIER_FORMS.items()}
-        return self._decoder_of(_family, known)
-
-    def _decoder_of(
-        self,
-        family: Callable[[type], Sequence[type]],
-        known: Mapping[type, tuple[Any, Callable[[Any], Any]]] = _NONE_KNOWN,
-    ) -> Callable[[Frame], Any]:
-        array = partial(_decode_array, copy=self._copy)
-        shadow, build = Shadows(array, family, {**_KNOWN, **known}).of(self._type)
+    def _decoder_of(self, contexts: Mapping[type, tuple[Any, Build]]) -> Decode:
+        shadow, build = Shadows({**_KNOWN, **contexts}, _count).of(self._type)
         decode = msgspec.msgpack.Decoder(shadow).decode
-        return decode if build is None else lambda message: build(decode(message))
+        if build is None:
+            return lambda message, _: decode(message)
+        return lambda message, reader: build(decode(message), reader)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return type(self), (self._type, self._copy)
+        return type(self), (self._type, self._copy, self._use_shared_memory)
 
 
-def _family(kind: type) -> tuple[type, ...]:
-    return tuple(other for other in _CONTEXTS if issubclass(other, kind))
-
-
-def _no_family(_: type) -> tuple[type, ...]:
-    return ()
+def _check_frames(frames: Sequence[Frame]) -> None:
+    if not frames:
+        raise DecodeFailed("a message without frames")
+    if len(frames) > MAX_ARRAY_FRAMES + 1:
+        raise LimitExceeded(f"{len(frames)} frames, at most {MAX_ARRAY_FRAMES + 1} are allowed")
+    if sum(memoryview(frame).nbytes for frame in frames) > MAX_ARRAY_BYTES:
+        raise LimitExceeded(f"a message of more than {MAX_ARRAY_BYTES} bytes")
 
 
 def msgpack_numpy_encoder(
@@ -245,10 +316,14 @@ def msgpack_numpy_encoder(
     return NumpyEncoder(use_shared_memory, shared_memory_threshold)
 
 
-def msgpack_numpy_decoder(type_: type[T], copy: bool = True) -> NumpyDecoder[T]:
+def msgpack_numpy_decoder(
+    type_: type[T], copy: bool = True, use_shared_memory: bool = True
+) -> NumpyDecoder[T]:
     """Decoder for ``type_``; arrays are decoded where the type declares them.
 
     Where it says ``Any``, an array stays the map it is on the wire. ``copy=False`` gives
     read-only arrays that keep the decoded message, or its shared memory, alive.
+    ``use_shared_memory``: False refuses arrays in shared memory, for messages of senders that
+    are not trusted to be on this host.
     """
-    return NumpyDecoder(type_, copy)
+    return NumpyDecoder(type_, copy, use_shared_memory)

@@ -1,6 +1,6 @@
-"""Earlier names of a context's state, as thin views on the one state machine.
+"""Earlier names of a context's state: thin views of the one state machine, and its constructor.
 
-They keep code written for the index form of a context working::
+Code written for the index form of a context keeps working::
 
     |<-- processed -->|<-- next -->|<- later chunks ->|
     0             start_idx    active_idx          end_idx
@@ -8,9 +8,99 @@ They keep code written for the index form of a context working::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
+import numpy.typing as npt
+
+from .errors import InputError
 from .tokens import Int64, TokenBuffer
+
+C = TypeVar("C")
+
+INDEX_FIELDS = (
+    "_start_idx",
+    "_active_idx",
+    "_end_idx",
+    "_completion_start_idx",
+    "_completion_end_idx",
+    "_prompt_len",
+)
+"""Fields of an earlier context that a :class:`.TokenBuffer` holds now; -1 was never set."""
+
+_RENAMED: Mapping[str, tuple[str, Callable[[Any], object]]] = {
+    "_status": ("status", lambda value: value),
+    "_needs_vision_encoding": ("_pixels_encoded", lambda value: not value),
+    "_decoded_index": ("decoded_index", lambda value: value),
+    "_audio_generation_status": ("audio_generation_status", lambda value: value),
+}
+_UNSET = -1
+_CAPACITY = "_size"  # the array's, which is not kept
+_EARLIER = frozenset({*INDEX_FIELDS, *_RENAMED, _CAPACITY})
+
+
+def takes_earlier_fields(cls: type[C]) -> type[C]:
+    """Class decorator: the constructor also takes the fields of the earlier page.
+
+    With indices, ``tokens`` is an array or a list. TypeError for a value given under both names,
+    and for indices beside a :class:`.TokenBuffer`. ValueError for contradicting indices.
+    """
+    init = cast("Any", cls).__init__
+
+    @wraps(init)
+    def construct(self: C, **values: object) -> None:
+        if not _EARLIER.isdisjoint(values):
+            values = _later_fields(values)
+        init(self, **values)
+
+    cast("Any", cls).__init__ = construct
+    return cls
+
+
+def _later_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """Constructor values under the later names; indices become part of the token buffer."""
+    later = {name: value for name, value in values.items() if name not in _EARLIER}
+    for name in _RENAMED.keys() & values.keys():
+        new, convert = _RENAMED[name]
+        if new in later:
+            raise TypeError(f"{new} was given twice, as {name} as well")
+        later[new] = convert(values[name])
+    indices = {name: values[name] for name in INDEX_FIELDS if name in values}
+    if indices:
+        if isinstance(later.get("tokens"), TokenBuffer):
+            raise TypeError(f"{min(indices)} cannot be combined with a TokenBuffer")
+        later["tokens"] = indexed_buffer(later.get("tokens"), indices)
+    return later
+
+
+def indexed_buffer(tokens: npt.ArrayLike | None, indices: Mapping[str, int]) -> TokenBuffer:
+    """Buffer of tokens ``[n]`` with room after them, whose windows are the ``INDEX_FIELDS``.
+
+    ValueError for tokens that are not 1-D integers, or when the indices contradict each other.
+    """
+    array = np.asarray(tokens)
+    if array.dtype.kind not in "iu":
+        raise InputError(f"tokens must be integers, not {array.dtype}")
+
+    def index(name: str, default: int) -> int:
+        value = indices.get(name, _UNSET)
+        return default if value == _UNSET else value
+
+    length = index("_end_idx", index("_active_idx", len(array) if array.ndim else 0))
+    active = index("_active_idx", length)
+    state = [
+        length,
+        index("_start_idx", 0),
+        active,
+        0,
+        index("_completion_start_idx", active),
+        index("_completion_end_idx", active),
+        index("_prompt_len", active),
+        active < length,
+    ]
+    return TokenBuffer.from_state(array.astype(np.int64), state)
 
 
 class OldNames:
@@ -89,7 +179,9 @@ class OldNames:
     ) -> None:
         """Set indices, None keeps one; ValueError, and no change, unless start < active <= end.
 
-        A higher end reserves zeroed room; active < end makes the tokens chunked.
+        A higher end reserves zeroed room; active < end makes the tokens chunked. ValueError for an
+        end before the last token of the prompt or the last appended token: ``rollback`` drops
+        tokens.
         """
         self.tokens.set_windows(
             self.start_idx if start_idx is None else start_idx,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,6 @@ from .image_output import GenerationOutput, OutputImageContent
 from .limits import MAX_NAMED_ARRAYS
 from .status import GenerationStatus
 from .tokens import TokenBuffer
-from .wire import WirePixelContext, WireTokens
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
@@ -33,7 +32,8 @@ class PixelContext:
 
     ``tokens``, ``tokens_2``: the prompt for the first and the second text encoder;
     ``negative_*``: what the image must not show. ``mask``: of ``tokens``. ``latents``: what
-    the steps refine, in the end uint8 ``[height, width]`` or ``[height, width, channels]``.
+    the steps refine, in the end pixels ``[height, width]`` or ``[height, width, channels]``,
+    uint8 or floats from 0 to 1.
     ``height``, ``width``: pixels.
     """
 
@@ -95,60 +95,18 @@ class PixelContext:
         self.status = status
 
     def to_generation_output(self) -> GenerationOutput:
-        """The latents as one PNG; ValueError while they are not uint8 pixels."""
-        if self.latents.dtype != np.uint8:
-            raise InputError(f"latents of {self.latents.dtype} must be decoded to uint8 first")
+        """Return the latents as one PNG; ValueError while the latents are not pixels."""
         return GenerationOutput(
             request_id=self.request_id,
             final_status=self.status,
-            output=[OutputImageContent.from_numpy(self.latents, format="png")],
+            output=[OutputImageContent.from_numpy(_pixels(self.latents), format="png")],
         )
 
-    # ------------------------------------------------------------------ wire
 
-    def _wire(self, tokens: Array) -> WirePixelContext:
-        """What travels of the request, with these tokens."""
-        return WirePixelContext(
-            tokens=tokens,
-            max_length=0,
-            tokens_2=_wire_tokens(self.tokens_2),
-            negative_tokens=_wire_tokens(self.negative_tokens),
-            negative_tokens_2=_wire_tokens(self.negative_tokens_2),
-            **{name: getattr(self, name) for name in _SAME},
-        )
-
-    @classmethod
-    def from_wire_fields(cls, wire: WirePixelContext, **more: Any) -> Self:
-        """The context of a wire form; ``more``: ``tokens`` and what else is not in it."""
-        values = {name: getattr(wire, name) for name in _SAME}
-        for name in ("timesteps", "sigmas", "latents", "latent_image_ids"):
-            if values[name] is None:
-                del values[name]
-        for name in ("tokens_2", "negative_tokens", "negative_tokens_2"):
-            sent: WireTokens | None = getattr(wire, name)
-            values[name] = sent and TokenBuffer.from_state(sent.ids, sent.state)
-        return cls(**values, **more)
-
-
-def _wire_tokens(tokens: TokenBuffer | None) -> WireTokens | None:
-    return None if tokens is None else WireTokens(tokens.ids(), tokens.state())
-
-
-_SAME = (
-    "model_name",
-    "mask",
-    "extra_params",
-    "timesteps",
-    "sigmas",
-    "latents",
-    "latent_image_ids",
-    "height",
-    "width",
-    "num_inference_steps",
-    "guidance_scale",
-    "guidance",
-    "true_cfg_scale",
-    "num_warmup_steps",
-    "num_images_per_prompt",
-)
-"""Fields that are one and the same in the context and on the wire."""
+def _pixels(latents: Array) -> npt.NDArray[np.uint8]:
+    """Latents as 8-bit pixels; InputError for floats outside 0 to 1, which no decoder gives."""
+    if latents.dtype.kind != "f":
+        return latents
+    if not np.all((latents >= 0) & (latents <= 1)):
+        raise InputError("latents must be decoded to pixels, floats from 0 to 1 or uint8, first")
+    return np.rint(latents.astype(np.float32) * 255).astype(np.uint8)

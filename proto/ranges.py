@@ -21,17 +21,17 @@ class Range:
     def __len__(self) -> int:
         return self.end - self.start
 
-    def bump_start(self, n: int) -> None:
-        """Move the start by ``n``; it stays within ``[0, end]``."""
-        if not 0 <= self.start + n <= self.end:
-            raise ValueError(f"start {self.start} + {n} leaves [0, {self.end}]")
-        self.start += n
+    def bump_start(self, amount: int) -> None:
+        """Move the start by ``amount``; it stays within ``[0, end]``."""
+        if not 0 <= self.start + amount <= self.end:
+            raise ValueError(f"start {self.start} + {amount} leaves [0, {self.end}]")
+        self.start += amount
 
-    def bump_end(self, n: int) -> None:
-        """Move the end by ``n``; it stays at or behind the start."""
-        if self.end + n < max(self.start, 0):
-            raise ValueError(f"end {self.end} + {n} falls before the start {self.start}")
-        self.end += n
+    def bump_end(self, amount: int) -> None:
+        """Move the end by ``amount``; it stays at or behind the start."""
+        if self.end + amount < max(self.start, 0):
+            raise ValueError(f"end {self.end} + {amount} falls before the start {self.start}")
+        self.end += amount
 
     def advance(self) -> None:
         """Make the range empty at its end."""

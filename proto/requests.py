@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -21,8 +20,8 @@ from .limits import (
     MAX_JSON_SCHEMA_CHARS,
     MAX_LOG_PROBABILITIES,
 )
-from .sampling import MAX_SEED, SamplingParams
-from .wire import WireContext, WireSampling
+from .sampling import SamplingParams
+from .wire import WireContext, WireTokens
 
 Int32 = npt.NDArray[np.int32]
 _INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
@@ -57,7 +56,7 @@ def build_wire_context(
     sequences = [[int(token)] for token in params.stop_token_ids or ()]
     sequences += [[int(token) for token in sequence] for sequence in stop_sequences]
     wire = WireContext(
-        tokens=prompt,
+        tokens=WireTokens(prompt),
         max_length=limit,
         sampling=params.to_wire(),
         model_name=card.name,
@@ -79,7 +78,7 @@ def build_embed_context(
     """Checked wire form of a request to embed; ``tokens`` and errors as above."""
     text = _int32_tokens(tokens)
     wire = WireContext(
-        tokens=text,
+        tokens=WireTokens(text),
         max_length=len(text),
         model_name=card.name,
         target_endpoint=target_endpoint,
@@ -91,8 +90,9 @@ def build_embed_context(
 
 def check_wire_shape(wire: WireContext) -> None:
     """What can be said of a request before any worker told the model; raises InputError."""
-    _check_kind(wire)
-    _check_array(wire.tokens)
+    check_kind(wire)
+    _check_array(wire.tokens.array)
+    _check_fresh(wire)
     if wire.task not in ("generate", "embed"):
         raise InputError(f"task is {wire.task[:80]!r}; known are generate and embed")
     if not 0 < len(wire.tokens) <= wire.max_length - _least_new(wire) < MAX_CONTEXT_TOKENS:
@@ -100,50 +100,49 @@ def check_wire_shape(wire: WireContext) -> None:
             f"{len(wire.tokens)} prompt tokens do not fit a max_length of {wire.max_length}"
         )
     _check_numbers(wire)
-    _check_sampling(wire.sampling)
+    SamplingParams.check_wire(wire.sampling)
 
 
 def check_emitted(wire: WireContext, emitted: Sequence[int], card: ModelCard | None) -> None:
     """Raise InputError unless ``emitted`` can be what was generated behind the prompt."""
-    room = wire.max_length - len(wire.tokens)
-    asked = wire.sampling.max_new_tokens
-    room = room if asked is None else min(room, asked)
-    if len(emitted) > room:
-        raise InputError(f"{len(emitted)} emitted tokens are more than the {room} asked for")
+    _check_room(wire, len(emitted))
     limit = MAX_TOKEN_ID if card is None else card.vocab_size - 1
     if len(emitted) and not 0 <= min(emitted) <= max(emitted) <= limit:
         raise InputError(f"an emitted token id is outside 0 to {limit}")
 
 
+def check_continued(wire: WireContext, card: ModelCard) -> None:
+    """Raise InputError unless a worker with this model can continue a context from its tokens."""
+    check_kind(wire)
+    _check_array(wire.tokens.array)
+    _check_vocabulary(wire.tokens.array, card)
+    if wire.generated_length < 1:
+        raise InputError("a context without a generated token has nothing to continue")
+    _check_room(wire, wire.generated_length)
+
+
+def _check_room(wire: WireContext, generated: int) -> None:
+    room = wire.max_length - wire.prompt_length
+    asked = wire.sampling.max_new_tokens
+    room = room if asked is None else min(room, asked)
+    if generated > room:
+        raise InputError(f"{generated} emitted tokens are more than the {room} asked for")
+
+
 def check_wire_context(wire: WireContext, card: ModelCard) -> None:
     """Raise one InputError that says what is wrong with a request, or return."""
-    _check_kind(wire)
+    check_kind(wire)
     _check_task(wire, card)
     _check_tokens(wire, card)
     _check_lengths(wire, card)
     _check_features(wire, card)
     _check_ends(wire, card)
-    _check_sampling(wire.sampling)
+    SamplingParams.check_wire(wire.sampling)
     if wire.target_endpoint is not None:
         check_target_endpoint(wire.target_endpoint)
 
 
-_good_samplings: dict[tuple[object, ...], None] = {}
-_GOOD_SAMPLINGS = 1024
 MAX_TOKEN_ID = (1 << 31) - 1
-
-
-def _check_sampling(sampling: WireSampling) -> None:
-    """Raise what is wrong with it; values seen to be right before, but for the seed, pass."""
-    simple = sampling.stop is None and sampling.stop_token_ids is None
-    key = msgspec.structs.astuple(sampling)[:-1] if simple else None  # the seed is the last
-    if key in _good_samplings and 0 <= sampling.seed <= MAX_SEED:
-        return
-    SamplingParams.from_wire(sampling)
-    if key is not None:
-        _good_samplings[key] = None
-        if len(_good_samplings) > _GOOD_SAMPLINGS:
-            del _good_samplings[next(iter(_good_samplings))]
 
 
 def _int32_tokens(tokens: npt.ArrayLike) -> Int32:
@@ -159,10 +158,16 @@ def _int32_tokens(tokens: npt.ArrayLike) -> Int32:
     return result
 
 
-def _check_kind(wire: WireContext) -> None:
-    """The other kinds travel, but no model is registered yet that takes them."""
+def check_kind(wire: WireContext) -> None:
+    """Raise InputError for a request that is not of text, the only kind that is served."""
     if type(wire) is not WireContext:
         raise InputError(f"no model here takes a {wire.__struct_config__.tag}, only text")
+
+
+def _check_fresh(wire: WireContext) -> None:
+    """Requests begin at their prompt; tokens generated before travel beside the context."""
+    if not wire.is_fresh:
+        raise InputError("the context is in the middle of its generation; submit a new one")
 
 
 def _check_array(tokens: Int32) -> None:
@@ -177,7 +182,7 @@ def _check_task(wire: WireContext, card: ModelCard) -> None:
         return
     if card.task == "embed":
         raise TaskMismatch(f"{card.name!r} is an embedding model and generates no text; use embed")
-    text = f"{card.name!r} is a text model and gives no vectors; serve it with --task embed"
+    text = f"{card.name!r} is a text model; to embed with it, serve it with --task embed"
     raise TaskMismatch(text)
 
 
@@ -187,8 +192,9 @@ def _least_new(wire: WireContext) -> int:
 
 
 def _check_tokens(wire: WireContext, card: ModelCard) -> None:
-    tokens = wire.tokens
+    tokens = wire.tokens.array
     _check_array(tokens)
+    _check_fresh(wire)
     count = len(tokens)
     if count == 0:
         raise InputError("the prompt is empty")
@@ -199,6 +205,10 @@ def _check_tokens(wire: WireContext, card: ModelCard) -> None:
             f"the prompt has {count} tokens, but at most {card.max_length - 1} are served "
             f"(a context of {card.max_length}, by the model and the KV memory, less one new token)"
         )
+    _check_vocabulary(tokens, card)
+
+
+def _check_vocabulary(tokens: Int32, card: ModelCard) -> None:
     # Read as unsigned, negative ids are the largest: one pass finds both. A reduction would take
     # twice as long, and three times in a process that has just been woken.
     unsigned = tokens.view(_UINT32)

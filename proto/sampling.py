@@ -1,36 +1,119 @@
-"""How a request's tokens are drawn: the parameters, their checks and their defaults.
+"""Sampling parameters of a request: their types and ranges, their defaults, and merging.
 
-Invariant: a ``SamplingParams`` that was constructed holds values the sampler can use; what
-is changed afterwards is checked again when the request reaches the router.
+Invariant: a constructed ``SamplingParams`` holds values of the declared types that the sampler
+can use. Values assigned later are checked when a client sends the request.
 """
 
 from __future__ import annotations
 
+import inspect
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields
-from math import inf, isfinite
 from operator import attrgetter
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from .errors import InputError
-from .limits import MAX_STOP_CHARS, MAX_STOP_SEQUENCES, MAX_STOP_TOKEN_IDS, MAX_TOP_K
-from .wire import WireSampling
+from .limits import MAX_COUNT, MAX_STOP_CHARS, MAX_STOP_SEQUENCES, MAX_STOP_TOKEN_IDS, MAX_TOP_K
+from .value_checks import Check, flag, many, real, shown, text, unknown_name, whole
+from .wire import INT32, WireSampling
 
 LogitsProcessor = Callable[[npt.NDArray[np.float32]], None]
 """Changes the logits of one row in place; cannot travel between processes."""
 
 MAX_SEED = (1 << 64) - 1
+_SMALLEST_FLOAT32 = 1.1754943508222875e-38
+_INF = float("inf")
 
 
 def _random_seed() -> int:
     return secrets.randbits(32)
 
 
+class _Named:
+    """Base of the parameter classes: refuses unknown arguments, records the given ones.
+
+    ``_given`` holds the names of the arguments that were given and are not None. A call that
+    names every field, as ``dataclasses.replace`` makes, records nothing: there the values that
+    differ from the class's defaults count as given.
+    """
+
+    __slots__ = ()
+    _given: tuple[str, ...] | None = None  # no field: it neither travels nor is compared
+
+    def __new__(cls, *args: object, **given: object) -> Self:
+        if not args and not given:
+            return super().__new__(cls)
+        known: dict[str, Any] = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        if args:
+            if len(args) > len(known):
+                raise InputError(f"{cls.__name__} takes at most {len(known)} values")
+            twice = given.keys() & dict(zip(known, args, strict=False)).keys()
+            if twice:
+                raise InputError(f"{min(twice)} is given to {cls.__name__} twice")
+        for name in given:
+            if name not in known:
+                raise unknown_name(cls.__name__, name, known)
+        return super().__new__(cls)
+
+
+def _check_top_k(name: str, value: Any) -> int:
+    try:
+        top_k: int = _whole_top_k(name, value)
+    except InputError as error:
+        if isinstance(value, float) and not value.is_integer():
+            hint = f"; top_k is the first field: write temperature={value:g} to set that"
+            raise InputError(f"{error}{hint}") from None
+        raise
+    return top_k or -1
+
+
+def _check_stop(name: str, value: Any) -> list[str]:
+    stops: list[str] = _stop_list(name, [value] if isinstance(value, str) else value)
+    return stops
+
+
+def _check_processors(name: str, value: Any) -> Sequence[LogitsProcessor]:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise InputError(f"{name} must be a list of functions, not {shown(value)}")
+    for at, one in enumerate(value):
+        if not callable(one):
+            raise InputError(f"{name}[{at}] must be a function, not {shown(one)}")
+    return value
+
+
+_whole_top_k = whole(-1, MAX_TOP_K, f"a whole number, -1 (all) or 1 to {MAX_TOP_K}")
+_stop_list = many(text(1, MAX_STOP_CHARS), MAX_STOP_SEQUENCES, "stop strings")
+_share = real(0.0, 1.0, "a number in [0, 1]")
+_finite = real(-_INF, _INF, "a finite number")
+_CHECKS: dict[str, Check] = {
+    "top_k": _check_top_k,
+    "top_p": _share,
+    "min_p": _share,
+    "temperature": real(0.0, _INF, "a finite number, 0 (greedy) or more"),
+    "frequency_penalty": _finite,
+    "presence_penalty": _finite,
+    "repetition_penalty": real(_SMALLEST_FLOAT32, _INF, "a finite number greater than 0"),
+    "max_new_tokens": whole(1, MAX_COUNT, f"a whole number, 1 to {MAX_COUNT}"),
+    "min_new_tokens": whole(0, MAX_COUNT, f"a whole number, 0 to {MAX_COUNT}"),
+    "ignore_eos": flag,
+    "stop": _check_stop,
+    "stop_token_ids": many(
+        whole(0, INT32 - 1, f"a token id, 0 to {INT32 - 1}"), MAX_STOP_TOKEN_IDS, "token ids"
+    ),
+    "detokenize": flag,
+    "seed": whole(0, MAX_SEED, "a whole number, 0 to 2**64 - 1"),
+    "logits_processors": _check_processors,
+}
+"""By field, in the fields' order; a field of the classes below without a check fails a test."""
+
+
 @dataclass
-class SamplingParams:
+class SamplingParams(_Named):
     """Sampling parameters of one request.
 
     ``top_k``: most likely tokens kept, -1 all (0 reads as -1). ``top_p``: nucleus mass.
@@ -38,8 +121,11 @@ class SamplingParams:
     ``temperature``: 0 is greedy and sets ``top_k`` to 1. Penalties: neutral at 0, 0 and 1.
     ``max_new_tokens``: None up to the context's end. ``min_new_tokens``: no EOS before.
     ``ignore_eos``: the model's EOS ids do not stop; ``stop`` and ``stop_token_ids`` still do.
-    ``seed``: key of the random stream; random by default. Raises InputError for impossible
-    values.
+    ``seed``: key of the random stream; random by default.
+
+    A field that is not given, or given as None, is unset: a client fills it from the model's
+    ``generation_config.json`` (:meth:`merged`), and the class's default holds if that says
+    nothing. Raises InputError, which names the field, for a wrong type or an impossible value.
     """
 
     top_k: int = -1
@@ -58,17 +144,69 @@ class SamplingParams:
     seed: int = field(default_factory=_random_seed)
     logits_processors: Sequence[LogitsProcessor] | None = None
 
+    def __new__(cls, *args: object, **given: object) -> Self:
+        """Note which fields are given; see :class:`_Named`."""
+        self = super().__new__(cls, *args, **given)
+        if len(args) + len(given) < len(_CHECKS):
+            if args:
+                given = {**dict(zip(_CHECKS, args, strict=False)), **given}
+            self._given = tuple(name for name in given if name in _CHECKS)
+        return self
+
     def __post_init__(self) -> None:
-        if self.top_k is None:
-            self.top_k = -1
-        if self.top_p is None:
-            self.top_p = 1.0
-        self._check_filters()
-        self._check_scales()
-        self._check_lengths()
-        self._check_stops()
+        stated = self._given
+        if stated is None:
+            self.check()
+            return
+        if not stated:
+            return
+        self._given = tuple(name for name in stated if getattr(self, name) is not None)
+        self._check(stated)  # the class's own defaults need none
+
+    def check(self) -> None:
+        """Check every field again, as after an assignment; InputError names the first wrong one.
+
+        None becomes the class's default, and NumPy's numbers become Python's.
+        """
+        self._check(_CHECKS)
+
+    def _check(self, names: Iterable[str]) -> None:
+        for name in names:
+            value = getattr(self, name)
+            setattr(self, name, _default(name) if value is None else _CHECKS[name](name, value))
+        limit = self.max_new_tokens
+        if limit is not None and self.min_new_tokens > limit:
+            raise InputError(
+                f"min_new_tokens {self.min_new_tokens} is more than max_new_tokens {limit}"
+            )
         if self.temperature == 0:
             self.top_k = 1
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that are set, by name: those that were given and those that differ.
+
+        The seed is always among them, so that the one drawn at construction is the one used.
+        """
+        stated = self._given or ()
+        found = {name: getattr(self, name) for name in _CHECKS}
+        return {
+            name: value
+            for name, value in found.items()
+            if name in stated or name == "seed" or value != _default(name)
+        }
+
+    def merged(self, defaults: SamplingParamsGenerationConfigDefaults) -> SamplingParams:
+        """These parameters with unset fields filled from a model's generation config."""
+        return SamplingParams(**_merged(self.given, defaults))
+
+    def reseeded(self) -> SamplingParams:
+        """A copy with another random seed, or these parameters if the seed was given."""
+        if "seed" in (self._given or ()):
+            return self
+        other = copy(self)
+        other.seed = _random_seed()
+        return other
 
     @property
     def needs_penalties(self) -> bool:
@@ -87,8 +225,22 @@ class SamplingParams:
 
     @classmethod
     def from_wire(cls, wire: WireSampling) -> SamplingParams:
-        """Checked parameters of a wire form."""
-        return cls(*_wire_values(wire))
+        """Checked parameters of a decoded wire form; values seen before are not checked again."""
+        values = _wire_values(wire)
+        if _is_known(values):
+            params = object.__new__(cls)
+            params._given = ()  # so that nothing is checked
+            cls.__init__(params, *values)
+        else:
+            params = cls(*values)
+            _remember(values, params)
+        return params
+
+    @classmethod
+    def check_wire(cls, wire: WireSampling) -> None:
+        """As :meth:`from_wire`, for those who need no object."""
+        if not _is_known(_wire_values(wire)):
+            cls.from_wire(wire)
 
     @classmethod
     def from_input_and_generation_config(
@@ -96,75 +248,71 @@ class SamplingParams:
         input_params: SamplingParamsInput,
         sampling_params_defaults: SamplingParamsGenerationConfigDefaults,
     ) -> SamplingParams:
-        """Merge: the user's value, else the model's generation config, else the default."""
-        values: dict[str, object] = {**sampling_params_defaults.values_to_update}
-        if values.pop("do_sample", None) is False:
-            values.update(temperature=0, top_k=1)
-        for item in fields(input_params):
-            given = getattr(input_params, item.name)
-            if given is not None:
-                values[item.name] = list(given) if isinstance(given, list) else given
-        return cls(**values)  # type: ignore[arg-type]
+        """Merge: the user's value, else the model's generation config, else the default.
 
-    def _check_filters(self) -> None:
-        if not 0 <= self.min_p <= 1:
-            raise InputError(f"min_p must be in [0, 1], not {self.min_p}")
-        if not 0 < self.repetition_penalty < inf:
-            raise InputError(
-                f"repetition_penalty must be greater than 0, not {self.repetition_penalty}"
-            )
-        if self.top_k == 0:
-            self.top_k = -1
-        if not -1 <= self.top_k <= MAX_TOP_K:
-            raise InputError(f"top_k must be -1 (all) or 1 to {MAX_TOP_K}, not {self.top_k}")
-        if not 0 <= self.top_p <= 1:
-            raise InputError(f"top_p must be in [0, 1], not {self.top_p}")
-
-    def _check_scales(self) -> None:
-        if not 0 <= self.temperature < inf:
-            raise InputError(f"temperature must be 0 or more, not {self.temperature}")
-        if not isfinite(self.frequency_penalty):
-            raise InputError(f"frequency_penalty must be finite, not {self.frequency_penalty}")
-        if not isfinite(self.presence_penalty):
-            raise InputError(f"presence_penalty must be finite, not {self.presence_penalty}")
-        if not 0 <= self.seed <= MAX_SEED:
-            raise InputError(f"seed must be 0 to 2**64 - 1, not {self.seed}")
-
-    def _check_lengths(self) -> None:
-        limit = self.max_new_tokens
-        if limit is not None and limit < 1:
-            raise InputError(f"max_new_tokens must be positive, not {limit}")
-        if self.min_new_tokens < 0:
-            raise InputError(f"min_new_tokens must be 0 or more, not {self.min_new_tokens}")
-        if limit is not None and self.min_new_tokens > limit:
-            raise InputError(
-                f"min_new_tokens {self.min_new_tokens} is more than max_new_tokens {limit}"
-            )
-
-    def _check_stops(self) -> None:
-        if isinstance(self.stop, str):
-            self.stop = [self.stop]
-        if self.stop is not None:
-            if len(self.stop) > MAX_STOP_SEQUENCES:
-                raise InputError(
-                    f"{len(self.stop)} stop strings, at most {MAX_STOP_SEQUENCES} are allowed"
-                )
-            for text in self.stop:
-                if not 0 < len(text) <= MAX_STOP_CHARS:
-                    raise InputError(f"a stop string must have 1 to {MAX_STOP_CHARS} characters")
-        if self.stop_token_ids is not None and len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InputError(
-                f"{len(self.stop_token_ids)} stop token ids, at most {MAX_STOP_TOKEN_IDS} allowed"
-            )
+        ``do_sample=False`` in the config is temperature 0, which makes ``top_k`` 1; a
+        temperature of the user's own takes both away. A length of the config gives way to the
+        user's where both together are impossible.
+        """
+        found = {name: getattr(input_params, name) for name in _CHECKS}
+        given = {name: value for name, value in found.items() if value is not None}
+        return cls(**_merged(given, sampling_params_defaults))
 
 
+def _merged(
+    given: dict[str, Any], defaults: SamplingParamsGenerationConfigDefaults
+) -> dict[str, Any]:
+    values: dict[str, Any] = {**defaults.values_to_update}
+    if values.pop("do_sample", None) is False:
+        values["temperature"] = 0.0
+    least, most = given.get("min_new_tokens"), given.get("max_new_tokens")
+    if most is not None and values.get("min_new_tokens", 0) > most:
+        values["min_new_tokens"] = most
+    if least is not None and values.get("max_new_tokens", least) < least:
+        del values["max_new_tokens"]
+    return {**values, **given}
+
+
+_DEFAULTS = {item.name: item.default for item in fields(SamplingParams)}
 _wire_values = attrgetter(*WireSampling.__struct_fields__)
 """The values that travel; both classes have them first and in this order."""
+_STOP = WireSampling.__struct_fields__.index("stop")
+_STOP_IDS = WireSampling.__struct_fields__.index("stop_token_ids")
+
+
+_good: dict[tuple[Any, ...], None] = {}
+_GOOD = 1024
+
+
+def _is_known(values: tuple[Any, ...]) -> bool:
+    """Whether wire values were seen to be right before, but for the seed, which is the last."""
+    if values[_STOP] is not None or values[_STOP_IDS] is not None:
+        return False
+    return values[:-1] in _good and 0 <= values[-1] <= MAX_SEED
+
+
+def _remember(values: tuple[Any, ...], params: SamplingParams) -> None:
+    """Note values that passed all checks, unless a check changed one."""
+    if values[_STOP] is not None or values[_STOP_IDS] is not None:
+        return
+    checked = _wire_values(params)
+    if checked == values and [*map(type, checked)] == [*map(type, values)]:
+        _good[values[:-1]] = None
+        if len(_good) > _GOOD:
+            del _good[next(iter(_good))]
+
+
+def _default(name: str) -> Any:
+    """The class's default of a field; a new seed each time."""
+    return _random_seed() if name == "seed" else _DEFAULTS[name]
 
 
 @dataclass(slots=True)
-class SamplingParamsInput:
-    """What the user asked for; None leaves a value to the model or the default."""
+class SamplingParamsInput(_Named):
+    """What the user asked for; None leaves a value to the model or the default.
+
+    Raises InputError as :class:`SamplingParams` does.
+    """
 
     top_k: int | None = None
     top_p: float | None = None
@@ -181,6 +329,22 @@ class SamplingParamsInput:
     detokenize: bool | None = None
     seed: int | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None
+
+    def __post_init__(self) -> None:
+        for name, check in _CHECKS.items():
+            value = getattr(self, name)
+            if value is not None:
+                setattr(self, name, check(name, value))
+
+
+def _show_fields(kind: Any) -> None:
+    """Make editors and help() show the fields, and not the arguments of ``__new__``."""
+    signature = inspect.signature(kind.__init__)
+    kind.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])
+
+
+_show_fields(SamplingParams)
+_show_fields(SamplingParamsInput)
 
 
 @dataclass(frozen=True, slots=True)

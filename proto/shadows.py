@@ -1,89 +1,93 @@
 """Types to decode into before the classes themselves: nothing generic is ever built.
 
-msgspec hands an array, a union of two dataclasses or a protocol to a hook as generic lists and
-maps, which a hostile message can make far larger than itself, and cannot tell a subclass from
-its base. So every dataclass or struct with such a field gets a *shadow*: a struct of the same
-fields, with arrays as :class:`ArrayMap` and contexts as a union tagged by class. The shadow is
-decoded by msgspec alone, and the object is built from it.
+msgspec hands an array or a context inside somebody's own type to a hook as generic lists and
+maps, which a hostile message can make far larger than itself. So a dataclass or struct with such
+a field gets a *shadow*: a struct of the same fields, with arrays as :class:`.arrays.ArrayMap`
+and contexts as their maps (:mod:`.wire`). The shadow is decoded by msgspec alone, and the object
+is built from it.
+
+A record of defaults alone takes one byte in a message and some hundred bytes as an object. So
+records inside a container have shadows that count themselves before the objects are built.
 """
 
 from __future__ import annotations
 
+import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    MutableSet,
+    Sequence,
+)
+from collections.abc import (
+    Set as AbstractSet,
+)
 from dataclasses import MISSING, fields, is_dataclass
-from operator import attrgetter
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 
-Build = Callable[[Any], Any]
+from .arrays import ArrayMap, ArrayReader
+
+Build = Callable[[Any, ArrayReader], Any]
+"""Makes an object from what was decoded in its place."""
+
+Count = Callable[[int], None]
+"""Takes bytes that an object will need; raises LimitExceeded when there is no room for it."""
+
+_CONTAINERS: frozenset[Any] = frozenset(
+    {list, set, frozenset, tuple, dict, Collection, Sequence, MutableSequence}
+    | {AbstractSet, MutableSet, Mapping, MutableMapping}
+)
+_LEAST_RECORD = 400
+"""Bytes of a record at least; so few fit that building them takes little time too."""
+_SLOT, _DICT, _OBJECT = 8, 184, 48
 
 _NEVER = object()
 """Shadow of what cannot travel: code, grammar state."""
 
 
-class ArrayMap(msgspec.Struct, rename={"np": "__np__", "shm": "__shm__"}, gc=False):
-    """An array as a map: its bytes in C order, or the name of its shared memory."""
-
-    np: bool = False
-    shm: bool = False
-    data: memoryview | None = None
-    name: Annotated[str, Meta(max_length=256)] = ""
-    shape: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=64)] | None = None
-    dtype: Annotated[str, Meta(max_length=32)] = ""
-
-
 class Shadows:
     """Makes shadows of types.
 
-    ``array``: builds an array from its map. ``family``: the classes an object of a declared
-    class may have; more than one, or one that says its ``type``, are told apart by that.
-    ``known``: shadows, and what builds from them, of classes that need one of their own.
+    ``known``: those, and what builds from them, of some classes. ``count``: told of objects
+    inside a container before they are built.
     """
 
-    def __init__(
-        self,
-        array: Build,
-        family: Callable[[type], Sequence[type]],
-        known: Mapping[type, tuple[Any, Build]],
-    ) -> None:
-        # A field that was left out holds its default, which is an array already.
-        self._array = lambda value: value if isinstance(value, np.ndarray) else array(value)
-        self._family = family
-        self._made: dict[type, tuple[Any, Build | None]] = dict(known)
+    def __init__(self, known: Mapping[type, tuple[Any, Build]], count: Count) -> None:
+        self._known = known
+        self._count = count
+        self._made: dict[tuple[type, bool], tuple[Any, Build | None]] = {}
 
-    def of(self, kind: Any) -> tuple[Any, Build | None]:
-        """Shadow of a type, and what builds the object from it (None: it is the object)."""
+    def of(self, kind: Any, many: bool = False) -> tuple[Any, Build | None]:
+        """Shadow of a type, and what builds the object from it (None: it is the object).
+
+        ``many``: it is part of a container, so a message may have any number of it.
+        """
         origin, arguments = get_origin(kind), get_args(kind)
         if kind is np.ndarray or origin is np.ndarray:
-            return ArrayMap, self._array
+            return ArrayMap, _read
         if origin is Annotated:
-            shadow, build = self.of(arguments[0])
+            shadow, build = self.of(arguments[0], many)
             return (Annotated[(shadow, *arguments[1:])] if shadow is not _NEVER else shadow), build
         if origin in (Union, types.UnionType):
-            return self._union(arguments)
+            return self._union(arguments, many)
         if origin is not None:
-            return self._generic(origin, arguments)
-        if isinstance(kind, type) and is_dataclass(kind):
-            family = self._family(kind)
-            return self._union(family, tagged=True) if family else self._record(kind)
-        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-            return self._record(kind)
+            return self._generic(origin, arguments, many)
+        if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, msgspec.Struct)):
+            return self._record(kind, many)
         return (_NEVER if getattr(kind, "_is_protocol", False) else kind), None
 
-    def becoming(self, form: type) -> tuple[Any, Build]:
-        """Shadow of a dataclass tagged by its name, and what builds its ``context()`` from it."""
-        shadow, build = self._record(form, tag=True)
-        return shadow, lambda value: (build(value) if build else value).context()
-
-    def _union(self, members: Sequence[Any], *, tagged: bool = False) -> tuple[Any, Build | None]:
+    def _union(self, members: tuple[Any, ...], many: bool) -> tuple[Any, Build | None]:
         shadows: list[Any] = []
         builds: dict[Any, Build] = {}
         for member in members:
-            shadow, build = self._record(member, tag=True) if tagged else self.of(member)
+            shadow, build = self.of(member, many)
             if shadow is _NEVER:
                 continue
             inner = get_args(shadow) if get_origin(shadow) is Union else (shadow,)
@@ -94,18 +98,21 @@ class Shadows:
                     builds[get_origin(plain) or plain] = build
         if not shadows:
             return _NEVER, None
-        union: Any = Union[tuple(shadows)]  # noqa: UP007
+        union: Any = Union[tuple(dict.fromkeys(shadows))]  # noqa: UP007
         if not builds:
             return union, None
 
-        def build_member(value: Any) -> Any:
+        def build_member(value: Any, reader: ArrayReader) -> Any:
             build = builds.get(type(value))
-            return value if build is None else build(value)
+            return value if build is None else build(value, reader)
 
         return union, build_member
 
-    def _generic(self, origin: Any, arguments: tuple[Any, ...]) -> tuple[Any, Build | None]:
-        pairs = [(a, None) if a is ... else self.of(a) for a in arguments]
+    def _generic(
+        self, origin: Any, arguments: tuple[Any, ...], many: bool
+    ) -> tuple[Any, Build | None]:
+        many = origin in _CONTAINERS and (many or not _is_fixed(origin, arguments))
+        pairs = [(a, None) if a is ... else self.of(a, many) for a in arguments]
         if origin is Callable or any(shadow is _NEVER for shadow, _ in pairs):
             return _NEVER, None
         builds = [build for _, build in pairs]
@@ -114,50 +121,59 @@ class Shadows:
             return shadow, None
         return shadow, _builder_of(origin, arguments, builds)
 
-    def _record(self, kind: Any, *, tag: bool = False) -> tuple[Any, Build | None]:
-        if kind not in self._made:
+    def _record(self, kind: Any, many: bool) -> tuple[Any, Build | None]:
+        if kind in self._known:
+            return self._known[kind]
+        if (kind, many) not in self._made:
             make = self._struct if issubclass(kind, msgspec.Struct) else self._dataclass
-            self._made[kind] = make(kind, tag=tag)
-        return self._made[kind]
+            self._made[kind, many] = make(kind, many)
+        return self._made[kind, many]
 
-    def _dataclass(self, kind: Any, *, tag: bool) -> tuple[Any, Build | None]:
+    def _counted(self, kind: Any, items: Sequence[Any]) -> dict[str, Any]:
+        """Namespace of a shadow that counts what its object will take."""
+        size = 2 * (_OBJECT + _SLOT * len(items)) + (_DICT if kind.__dictoffset__ else 0)
+        made = [i.default_factory for i in items if i.default_factory not in _NO_DEFAULT]
+        size = max(size + sum(sys.getsizeof(make()) for make in made), _LEAST_RECORD)
+        count = self._count
+        return {"__post_init__": lambda _: count(size)}
+
+    def _dataclass(self, kind: Any, many: bool) -> tuple[Any, Build | None]:
         hints = get_type_hints(kind, include_extras=True)
-        known = [item for item in fields(kind) if not (tag and item.name == "type")]
-        shadows = {item.name: self.of(hints[item.name]) for item in known}
-        if not tag and all(s is hints[n] or s == hints[n] for n, (s, _) in shadows.items()):
+        shadows = {item.name: self.of(hints[item.name], many) for item in fields(kind)}
+        if not many and all(
+            shadow is hints[n] or shadow == hints[n] for n, (shadow, _) in shadows.items()
+        ):
             return kind, None
         shadow = msgspec.defstruct(
             kind.__name__,
-            [_field(item.name, shadows[item.name][0], item) for item in known],
-            **({"tag_field": "type", "tag": kind.__name__} if tag else {}),
+            [_field(item.name, shadows[item.name][0], item) for item in fields(kind)],
+            namespace=self._counted(kind, fields(kind)) if many else None,
+            frozen=many,  # and so hashable, for sets and keys
             kw_only=True,
         )
-        steps = [(name, build) for name, (_, build) in shadows.items()]
-        values = attrgetter(*shadows)
         post = getattr(kind, "__post_init__", None)
 
-        def build_object(value: Any) -> Any:
+        def build_object(value: Any, reader: ArrayReader) -> Any:
             made = object.__new__(kind)
-            found = values(value) if len(steps) > 1 else (values(value),)
-            for (name, build), item in zip(steps, found, strict=True):
-                object.__setattr__(made, name, item if build is None else build(item))
-            if tag:
-                made.type = kind.__name__
+            for name, (_, build) in shadows.items():
+                object.__setattr__(made, name, _built(getattr(value, name), build, reader))
             if post is not None:
                 post(made)
             return made
 
         return shadow, build_object
 
-    def _struct(self, kind: Any, *, tag: bool) -> tuple[Any, Build | None]:
+    def _struct(self, kind: Any, many: bool) -> tuple[Any, Build | None]:
         known = msgspec.structs.fields(kind)
-        shadows = {item.name: self.of(item.type) for item in known}
-        if all(shadows[item.name][0] == item.type for item in known):
+        shadows = {item.name: self.of(item.type, many) for item in known}
+        if not many and all(shadows[item.name][0] == item.type for item in known):
             return kind, None
         config = kind.__struct_config__
         shadow = msgspec.defstruct(
             kind.__name__,
             [_field(item.name, shadows[item.name][0], item) for item in known],
+            namespace=self._counted(kind, known) if many else None,
+            frozen=many,
             tag_field=config.tag_field,
             tag=config.tag,
             array_like=config.array_like,
@@ -166,28 +182,47 @@ class Shadows:
             kw_only=True,
         )
 
-        def build_struct(value: Any) -> Any:
-            items = {name: getattr(value, name) for name in shadows}
-            builds = ((name, build) for name, (_, build) in shadows.items() if build is not None)
-            return kind(**items | {name: build(items[name]) for name, build in builds})
+        def build_struct(value: Any, reader: ArrayReader) -> Any:
+            return kind(
+                **{n: _built(getattr(value, n), b, reader) for n, (_, b) in shadows.items()}
+            )
 
         return shadow, build_struct
 
 
+def _is_fixed(origin: Any, arguments: tuple[Any, ...]) -> bool:
+    """Whether a container is a tuple of a declared length."""
+    return origin is tuple and arguments[-1:] != (...,)
+
+
+_NO_DEFAULT = (MISSING, msgspec.NODEFAULT)
+
+
+def _read(value: Any, reader: ArrayReader) -> Any:
+    # A field that was left out holds its default, which is an array already.
+    return reader.read(value) if isinstance(value, ArrayMap) else value
+
+
+def _built(value: Any, build: Build | None, reader: ArrayReader) -> Any:
+    return value if build is None else build(value, reader)
+
+
 def _field(name: str, shadow: Any, item: Any) -> tuple[str, Any, Any]:
     shadow = None if shadow is _NEVER else shadow
-    if item.default_factory not in (MISSING, msgspec.NODEFAULT):
+    if item.default_factory not in _NO_DEFAULT:
         return name, shadow, msgspec.field(default_factory=item.default_factory)
-    if item.default not in (MISSING, msgspec.NODEFAULT):
+    if item.default not in _NO_DEFAULT:
         return name, shadow, msgspec.field(default=item.default)
     return name, shadow, msgspec.field()
 
 
 def _builder_of(origin: Any, arguments: tuple[Any, ...], builds: list[Build | None]) -> Build:
     """Builds the items of a list, set, tuple or dict."""
-    plain: list[Build] = [build or (lambda value: value) for build in builds]
-    if issubclass(origin, dict):
-        return lambda value: {plain[0](k): plain[1](v) for k, v in value.items()}
+    plain: list[Build] = [build or (lambda value, _: value) for build in builds]
+    if issubclass(origin, Mapping):
+        return lambda value, reader: {
+            plain[0](k, reader): plain[1](v, reader) for k, v in value.items()
+        }
     if origin is tuple and arguments[-1] is not ...:
-        return lambda value: tuple(b(v) for b, v in zip(plain, value, strict=True))
-    return lambda value: type(value)(map(plain[0], value))
+        return lambda value, reader: tuple(b(v, reader) for b, v in zip(plain, value, strict=True))
+    return lambda value, reader: type(value)(plain[0](item, reader) for item in value)

@@ -1,13 +1,20 @@
 """Large arrays of a message beside it, in shared memory of one host.
 
-A segment is a file in ``/dev/shm`` with a random name. Who owns it and for how long:
+A segment is a file in ``/dev/shm``. Who owns it and for how long:
 
-* The process that encodes owns its segments. Each has a lease; behind it the owner removes it,
-  read or not, so a message nobody reads leaks nothing.
+* The process that encodes owns its segments. Each has a lease; after the lease the owner removes
+  the segment, read or not, so a message nobody reads leaks nothing.
 * Readers only open. A message can be decoded again until the lease ends; what was mapped by
   then stays valid, since the kernel keeps removed files that are in use.
-* An owner holds a lock on a file of its own as long as it lives, however it dies. Whoever
+* An owner holds a lock on a file of its own as long as it lives, however it dies. A process that
   begins to own segments removes those of owners whose lock is free.
+
+Which names a reader opens: the name of a segment carries a seal, a keyed hash of the segment's
+owner, number and size. Its key is a random secret in the owner's file, which only processes of
+the same user can read, and the text of ``BATON_SHARED_ARRAYS_KEY``, by which an operator sets
+clusters apart. So a message cannot name any other file of the user, and a forged file has no seal.
+The size is checked before anything is opened, and the file's own size, its memory, its owner and
+its mode before anything is mapped or allocated. ``BATON_SHARED_ARRAYS=off`` refuses all of it.
 
 A reader that maps a segment relies on its owner, a process of the same user, not to shorten the
 file; one that copies relies on nothing.
@@ -20,6 +27,8 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import hmac
+import math
 import mmap
 import os
 import re
@@ -27,21 +36,80 @@ import secrets
 import stat
 import threading
 import time
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from .errors import DecodeFailed
+from .errors import DecodeFailed, LimitExceeded
+from .limits import MAX_SHARED_BYTES
 
 FOLDER = Path("/dev/shm")  # noqa: S108  # where POSIX shared memory lives
 LEASE_S = 60.0
 """How long a segment can be opened, in seconds."""
 WATERMARK = 0.9
 """Most of the free shared memory one array may take."""
+SWITCH_VARIABLE = "BATON_SHARED_ARRAYS"
+"""Anything but ``on`` or nothing refuses shared memory, to write and to read."""
+KEY_VARIABLE = "BATON_SHARED_ARRAYS_KEY"
+"""Processes with different texts refuse each other's segments."""
 
 _PREFIX = "baton-arrays-"
-_NAME = re.compile(r"/?[A-Za-z0-9._-]{1,200}")
+_NAME = re.compile(r"/?baton-arrays-([0-9a-f]{16})-([0-9a-f]{16})-([0-9a-f]{16})")
+_SECRET_BYTES = 32
+_BLOCK_BYTES = 512  # the unit of st_blocks
+_PRIVATE = 0o600
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class SharedArrays(threading.local):
+    """Arrays of one message in shared memory, at most ``MAX_SHARED_BYTES`` together.
+
+    A codec has one; each thread counts its own messages. ``allowed``: False refuses to read.
+    """
+
+    def __init__(self, *, allowed: bool = True) -> None:
+        self._allowed = allowed
+        self._left = 0
+
+    def begin(self) -> None:
+        """Start a message."""
+        self._left = MAX_SHARED_BYTES
+
+    def put(self, data: npt.NDArray[np.generic]) -> str | None:
+        """Name of a new segment with the C-ordered ``data``; None if it cannot be shared."""
+        if data.nbytes > self._left or not _switched_on():
+            return None
+        store = process_store()
+        name = None if store is None else store.put(data)
+        if name is not None:
+            self._left -= data.nbytes
+        return name
+
+    def open(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype[np.generic], *, copy: bool
+    ) -> npt.NDArray[np.generic]:
+        """Return the array of a segment, not empty; read-only unless copied.
+
+        LimitExceeded for more than a message may name, else DecodeFailed as
+        :func:`open_segment`.
+        """
+        if not self._allowed:
+            raise DecodeFailed("arrays in shared memory are refused by this decoder")
+        if not _switched_on():
+            raise DecodeFailed(f"arrays in shared memory are refused: {SWITCH_VARIABLE} is not on")
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes > self._left:
+            raise LimitExceeded(
+                f"a message names more than {MAX_SHARED_BYTES} bytes of shared memory"
+            )
+        self._left -= nbytes
+        return open_segment(name, shape, dtype, nbytes, copy=copy)
+
+
+def _switched_on() -> bool:
+    return os.environ.get(SWITCH_VARIABLE, "on") in ("", "on")
 
 
 class SegmentStore:
@@ -55,14 +123,18 @@ class SegmentStore:
         self._timer: threading.Timer | None = None
         self.pid = os.getpid()
         sweep_dead_owners(folder)
+        self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._token, self._lock = _own_lock(folder)
+        os.write(self._lock, self._secret)
 
     def put(self, data: npt.NDArray[np.generic]) -> str | None:
         """Name of a new segment with the C-ordered ``data``; None when there is no room."""
         free = os.statvfs(self._folder)
         if not 0 < data.nbytes < free.f_bavail * free.f_frsize * WATERMARK:
             return None
-        name = f"{_PREFIX}{self._token}-{secrets.token_hex(8)}"
+        number = secrets.token_hex(8)
+        seal = _seal(self._secret, self._token, number, data.nbytes)
+        name = f"{_PREFIX}{self._token}-{number}-{seal}"
         with self._mutex:
             self._expire(time.monotonic())
             self._leases[name] = time.monotonic() + self._lease_s
@@ -94,7 +166,7 @@ class SegmentStore:
         os.close(self._lock)
 
     def _write(self, path: Path, data: npt.NDArray[np.generic]) -> None:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _PRIVATE)
         try:
             os.posix_fallocate(file, 0, data.nbytes)  # no room is an error here, not a signal
             with mmap.mmap(file, data.nbytes) as room:
@@ -143,25 +215,51 @@ def open_segment(
 ) -> npt.NDArray[np.generic]:
     """Array in a segment, read-only or copied; ``nbytes`` as of shape and dtype, not 0.
 
-    DecodeFailed when the lease is over, or the file is not one this user made for sharing.
+    DecodeFailed when the lease is over, or no encoder of this user and key made the segment.
     """
-    if not _NAME.fullmatch(name):
-        raise DecodeFailed(f"{name[:40]!r} is no name of shared memory")
-    path = FOLDER / name.removeprefix("/")
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise DecodeFailed(f"{name[:40]!r} is not the name of a shared array")
+    owner, number, seal = match.groups()
+    if not hmac.compare_digest(seal, _seal(_secret_of(owner), owner, number, nbytes)):
+        raise DecodeFailed(f"no encoder of this user and cluster made {name!r} of {nbytes} bytes")
+    file = _open_private(FOLDER / name.removeprefix("/"), nbytes)
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        reason = error.strerror or "error"
-        raise DecodeFailed(f"shared memory {name[:80]!r} cannot be opened: {reason}") from None
-    try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-            raise DecodeFailed(f"shared memory {name[:80]!r} is not ours")
-        if found.st_size < nbytes:
-            raise DecodeFailed(f"shared memory of {found.st_size} bytes instead of {nbytes}")
         return _read(file, shape, dtype, nbytes, copy=copy)
     finally:
         os.close(file)
+
+
+def _seal(secret: bytes, owner: str, number: str, nbytes: int) -> str:
+    key = blake2b(secret + os.fsencode(os.environ.get(KEY_VARIABLE, ""))).digest()
+    return blake2b(f"{owner}-{number}-{nbytes}".encode(), key=key, digest_size=8).hexdigest()
+
+
+def _secret_of(owner: str) -> bytes:
+    file = _open_private(FOLDER / f"{_PREFIX}{owner}.owner", _SECRET_BYTES)
+    try:
+        return os.pread(file, _SECRET_BYTES, 0)
+    finally:
+        os.close(file)
+
+
+def _open_private(path: Path, nbytes: int) -> int:
+    """Descriptor of a file of ``nbytes`` that only this user can use; DecodeFailed otherwise."""
+    try:
+        file = os.open(path, _READ)
+    except OSError as error:
+        reason = error.strerror or "error"
+        raise DecodeFailed(f"shared memory {path.name!r} cannot be opened: {reason}") from None
+    found = os.fstat(file)
+    private = found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == _PRIVATE
+    if not stat.S_ISREG(found.st_mode) or not private:
+        os.close(file)
+        raise DecodeFailed(f"shared memory {path.name!r} is not a private file of this user")
+    # A sparse file would take memory only when it is read, and more than there may be.
+    if found.st_size != nbytes or found.st_blocks * _BLOCK_BYTES < nbytes:
+        os.close(file)
+        raise DecodeFailed(f"shared memory of {found.st_size} bytes instead of {nbytes}")
+    return file
 
 
 def _read(
@@ -188,6 +286,8 @@ def sweep_dead_owners(folder: Path = FOLDER) -> int:
         except OSError:  # another user's, or just removed
             continue
         try:
+            if os.fstat(file).st_uid != os.geteuid():  # root can open the files of others
+                continue
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for path in folder.glob(f"{lock.name.removesuffix('.owner')}-*"):
                 path.unlink(missing_ok=True)
@@ -205,7 +305,7 @@ def _own_lock(folder: Path) -> tuple[str, int]:
     while True:
         token = secrets.token_hex(8)
         path = folder / f"{_PREFIX}{token}.owner"
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _PRIVATE)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.exists():

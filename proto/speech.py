@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from msgspec.structs import asdict
 
 from .contexts import TextContext
 from .equality import same, same_fields
+from .old_names import takes_earlier_fields
 from .status import GenerationStatus
-from .wire import WireContext, WireSpeechContext
 
 Integers = npt.NDArray[np.integer[Any]]
 Floats = npt.NDArray[np.floating[Any]]
@@ -23,21 +21,24 @@ SPEECH_ROOM = 128
 """Speech tokens by which the room for them grows."""
 
 
-def _no_tokens() -> Integers:
+def no_tokens() -> Integers:
+    """No speech tokens, int32."""
     return np.zeros(0, np.int32)
 
 
-def _room() -> Integers:
+def speech_room() -> Integers:
+    """Zeroed room for the first speech tokens."""
     return np.zeros(SPEECH_ROOM, np.int32)
 
 
-def _roomy(tokens: Integers) -> Integers:
+def roomy(tokens: Integers) -> Integers:
     """A copy with zeroed room behind, as much as one that grew in small steps has."""
     room = np.zeros((len(tokens) // SPEECH_ROOM + 1) * SPEECH_ROOM, tokens.dtype)
     room[: len(tokens)] = tokens
     return room
 
 
+@takes_earlier_fields
 @dataclass(slots=True, kw_only=True, eq=False)
 class TTSContext(TextContext):
     """One speech request.
@@ -48,14 +49,14 @@ class TTSContext(TextContext):
     is that of the speech tokens.
     """
 
-    audio_prompt_tokens: Integers = field(default_factory=_no_tokens)
+    audio_prompt_tokens: Integers = field(default_factory=no_tokens)
     buffer_speech_tokens: Integers | None = None
     audio_buffer: Floats | None = None
     prev_samples_beyond_offset: int = 0
     streaming: bool = False
     _speech_token_size: int = field(default=SPEECH_ROOM, compare=False)
     _speech_token_end_idx: int = 0
-    _speech_tokens: Integers = field(default_factory=_room, compare=False)
+    _speech_tokens: Integers = field(default_factory=speech_room, compare=False)
     decoded_index: int = 0
     _block_counter: int = 0
     _arrival_time: float = field(default_factory=time.time)
@@ -66,10 +67,7 @@ class TTSContext(TextContext):
         TextContext.__post_init__(self)  # the class cell of a slotted dataclass is another
         if not 0 <= self._speech_token_end_idx <= len(self._speech_tokens):
             raise ValueError("the speech tokens end behind their array")
-        if self._speech_token_size == self._speech_token_end_idx == len(self._speech_tokens):
-            self._speech_tokens = _roomy(self._speech_tokens)  # sent without, see `trimmed`
-            self._speech_token_size = len(self._speech_tokens)
-        elif not self._speech_tokens.flags.writeable:
+        if not self._speech_tokens.flags.writeable:
             self._speech_tokens = self._speech_tokens.copy()
 
     def __eq__(self, other: object) -> bool:
@@ -142,45 +140,3 @@ class TTSContext(TextContext):
         if audio_chunk_size is not None:
             end = min(end, start + audio_chunk_size)
         return self._speech_tokens[start - again : end], again
-
-    # ------------------------------------------------------------------ wire
-
-    def trimmed(self) -> TTSContext:
-        """A shallow copy without room behind the speech tokens, for who sends every field."""
-        other = copy(self)
-        other._speech_tokens = self.speech_tokens
-        other._speech_token_size = self._speech_token_end_idx
-        return other
-
-    def _wire(self, tokens: npt.NDArray[Any]) -> WireContext:
-        return WireSpeechContext(
-            **asdict(TextContext._wire(self, tokens)),
-            audio_prompt_tokens=self.audio_prompt_tokens,
-            buffer_speech_tokens=self.buffer_speech_tokens,
-            audio_buffer=self.audio_buffer,
-            speech_tokens=self.speech_tokens,
-            prev_samples_beyond_offset=self.prev_samples_beyond_offset,
-            streaming=self.streaming,
-            decoded_index=self.decoded_index,
-            block_counter=self._block_counter,
-            arrival_time=self._arrival_time,
-            audio_status=self.audio_generation_status.value,
-        )
-
-    def _take(self, wire: WireSpeechContext) -> None:
-        TextContext._take(self, wire)
-        speech = _no_tokens() if wire.speech_tokens is None else wire.speech_tokens
-        room = _roomy(speech)
-        prompt = wire.audio_prompt_tokens
-        self.audio_prompt_tokens = _no_tokens() if prompt is None else prompt
-        self.buffer_speech_tokens = wire.buffer_speech_tokens
-        self.audio_buffer = wire.audio_buffer
-        self.prev_samples_beyond_offset = wire.prev_samples_beyond_offset
-        self.streaming = wire.streaming
-        self._speech_token_size = len(room)
-        self._speech_token_end_idx = len(speech)
-        self._speech_tokens = room
-        self.decoded_index = wire.decoded_index
-        self._block_counter = wire.block_counter
-        self._arrival_time = wire.arrival_time
-        self.audio_generation_status = GenerationStatus(wire.audio_status)

@@ -4,6 +4,7 @@ Invariant::
 
     0 <= processing start <= processing end <= length <= capacity
     0 <= completion start <= completion end,   0 <= prompt length <= length
+    chunked exactly while processing end < length
 
     |<-- processed -->|<-- active -->|<- later chunks ->|<- zeroed slack ->|
     0            start + offset     end              length            capacity
@@ -411,11 +412,11 @@ class TokenBuffer:
 
     # ------------------------------------------------------------------ processing window
 
-    def apply_processing_offset(self, offset: int) -> None:
+    def apply_processing_offset(self, value: int) -> None:
         """Set (not add) the offset of the active window; negative shows processed tokens again."""
-        if not 0 <= self._start + offset <= self._end:
-            raise ValueError(f"offset {offset} leaves the tokens [0, {self._end}]")
-        self._offset = offset
+        if not 0 <= self._start + value <= self._end:
+            raise ValueError(f"offset {value} leaves the tokens [0, {self._end}]")
+        self._offset = value
 
     def rewind_processing(self, n: int) -> None:
         """Make ``n`` processed tokens active again."""
@@ -429,11 +430,11 @@ class TokenBuffer:
             raise ValueError(f"cannot skip {n} of {self.active_length} active tokens")
         self._start += n
 
-    def chunk(self, n: int) -> None:
-        """Leave only the first ``n`` active tokens for the next step."""
-        if not 1 <= n < self.active_length or n + self._offset < 0:
-            raise ValueError(f"cannot chunk {self.active_length} active tokens to {n}")
-        self._end = self._start + self._offset + n
+    def chunk(self, chunk_size: int) -> None:
+        """Leave only the first ``chunk_size`` active tokens for the next step."""
+        if not 1 <= chunk_size < self.active_length or chunk_size + self._offset < 0:
+            raise ValueError(f"cannot chunk {self.active_length} active tokens to {chunk_size}")
+        self._end = self._start + self._offset + chunk_size
         self._chunked = True
 
     def advance_chunk(self) -> None:
@@ -459,7 +460,7 @@ class TokenBuffer:
         if mark_previous_as_processed:
             self._start = self._end
         self._end += 1
-        self._completion_end += 1
+        self._completion_end = length + 1
         self._offset = 0
 
     def overwrite_last_token(self, token: int) -> None:
@@ -515,10 +516,17 @@ class TokenBuffer:
     def set_windows(self, start: int, end: int, length: int) -> None:
         """Move the processing window and the length; new room is zeroed, values stay.
 
-        Needs ``0 <= start < end <= length``; ``end < length`` makes the buffer chunked.
+        Needs ``0 <= start < end <= length``; ``end < length`` makes the buffer chunked. ValueError
+        otherwise, and for a length that would cut the prompt or appended tokens: the tokens that
+        follow would be delivered from the wrong positions.
         """
         if not 0 <= start < end <= length:
             raise ValueError(f"need 0 <= start < active <= end, not {start}, {end}, {length}")
+        if length < self._completion_end:
+            raise ValueError(
+                f"the end cannot move to {length}, before the last of {self._completion_end} "
+                "tokens; roll back instead"
+            )
         self._reserve(length)
         self._forget(length)
         self._start, self._end, self._length = start, end, length
@@ -570,12 +578,13 @@ def _check_windows(state: Sequence[int], capacity: int) -> None:
     """ValueError for a :meth:`TokenBuffer.state` that no buffer can have."""
     if len(state) != _STATE_LENGTH:
         raise ValueError(f"a token buffer has {_STATE_LENGTH} numbers, not {len(state)}")
-    length, start, end, offset, completion_start, completion_end, prompt, _ = state
+    length, start, end, offset, completion_start, completion_end, prompt, chunked = state
     if not (
         0 <= start <= end <= length <= capacity
         and 0 <= start + offset <= end
         and 0 <= completion_start <= completion_end
         and 0 <= prompt <= length
         and length
+        and bool(chunked) is (end < length)
     ):
         raise ValueError("token windows contradict each other")

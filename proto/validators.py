@@ -1,4 +1,4 @@
-"""What a vision model may ask of a request before it runs; each raises InputError or returns.
+"""What a model may ask of a request before it runs; each raises InputError or returns.
 
 Only the first refuses a request of another kind; to the others it has no images. Images with
 a token range and ``pixel_values`` without one count alike.
@@ -55,6 +55,18 @@ def validate_vision_position_ids(context: TextContext) -> None:
     """Images that wait for the encoder come with the positions of their patches."""
     if isinstance(context, TextAndVisionContext) and context.needs_vision_encoding:
         _need(context, "vision_position_ids")
+
+
+def validate_text_only(context: TextContext) -> None:
+    """No images: a model without a vision encoder would answer as if they were not there."""
+    if has_images(context):
+        count = len(_pixels(context))
+        raise InputError(f"this model takes no images, and the request has {count}")
+
+
+def has_images(context: TextContext) -> bool:
+    """Whether the request has an image, with or without a token range."""
+    return isinstance(context, TextAndVisionContext) and bool(_pixels(context))
 
 
 def _pixels(context: TextContext) -> list[Pixels]:

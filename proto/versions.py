@@ -11,7 +11,7 @@ from __future__ import annotations
 from .errors import VersionMismatch
 from .limits import PROTOCOL_VERSION
 
-OLDEST_VERSION = 2
+OLDEST_VERSION = 3
 """The oldest version understood: the one before, unless that one could not read ours."""
 NEWEST_VERSION = PROTOCOL_VERSION + 1
 """The newest version understood: it keeps the rule."""

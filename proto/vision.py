@@ -12,19 +12,19 @@ from typing import Annotated, Any
 
 import numpy.typing as npt
 from msgspec import Meta
-from msgspec.structs import asdict
 
 from .contexts import TextContext
 from .errors import InputError
 from .hashing import ImageSpan, block_hashes
 from .images import ImageMetadata
 from .limits import MAX_IMAGES, MAX_NAMED_ARRAYS, MAX_VISION_TOKEN_IDS
+from .old_names import takes_earlier_fields
 from .outputs import LogProbabilities, TokenLogProbs
-from .wire import WireContext, WireImage, WireVisionContext
 
 Pixels = npt.NDArray[Any]
 
 
+@takes_earlier_fields
 @dataclass(slots=True, kw_only=True, eq=False)
 class TextAndVisionContext(TextContext):
     """One text request with images.
@@ -130,9 +130,9 @@ class TextAndVisionContext(TextContext):
         TextContext.reset(self)
         self._pixels_encoded = False
 
-    def rollback(self, n: int) -> None:
+    def rollback(self, idx: int) -> None:
         """See :meth:`.TextContext.rollback`; an image the next step would cut is seen again."""
-        TextContext.rollback(self, n)
+        TextContext.rollback(self, idx)
         start = self.tokens.processed_length
         self.tokens.rewind_processing(start - self.compute_image_aligned_idx(start))
 
@@ -201,34 +201,3 @@ class TextAndVisionContext(TextContext):
         else:
             spans = self.image_spans()
         return block_hashes(self.tokens.all, block_size, salt, images=spans)
-
-    # ------------------------------------------------------------------ wire
-
-    def _wire(self, tokens: npt.NDArray[Any]) -> WireContext:
-        return WireVisionContext(
-            **asdict(TextContext._wire(self, tokens)),
-            vision_token_ids=self.vision_token_ids,
-            images=[
-                WireImage(image.start_idx, image.end_idx, image.pixel_values, image.image_hash)
-                for image in self.images
-            ],
-            pixel_values=list(self.pixel_values),
-            pixels_encoded=self._pixels_encoded,
-            extra_model_args=self.extra_model_args,
-        )
-
-    def _take(self, wire: WireVisionContext) -> None:
-        TextContext._take(self, wire)
-        self.vision_token_ids = list(wire.vision_token_ids)
-        self.images = [
-            ImageMetadata(
-                start_idx=image.start,
-                end_idx=image.end,
-                pixel_values=image.pixels,
-                image_hash=image.image_hash,
-            )
-            for image in wire.images
-        ]
-        self.pixel_values = tuple(wire.pixel_values)
-        self._pixels_encoded = wire.pixels_encoded
-        self.extra_model_args = dict(wire.extra_model_args)

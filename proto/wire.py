@@ -1,16 +1,24 @@
-"""Wire form of a context: what a router can check and forward without building a context.
+"""The one form of a context in messages, files and buffers: the map of its fields.
 
-The classes users hold (:class:`.contexts.TextContext`, :class:`.sampling.SamplingParams`)
-convert to and from these; see ``TextContext.to_wire`` and ``TextContext.from_wire``.
+The map has the names of the class users hold, under ``type`` the name of that class, and leaves
+out what has its default, so a new request takes few bytes and one in the middle of its
+generation has the same form. :func:`.context_maps.to_map` and :func:`.context_maps.from_map`
+convert; a router checks and forwards a map without building a context.
+
+The structs accept more than is written: every field of the classes may be there, a token buffer
+with room behind its tokens too.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
-from msgspec import Meta
+import numpy as np
+from msgspec import UNSET, Meta, UnsetType
 
+from .arrays import ArrayMap, Frame
 from .equality import same
 from .limits import (
     MAX_COUNT,
@@ -25,23 +33,28 @@ from .limits import (
     MAX_TEXT_CHARS,
     MAX_VISION_TOKEN_IDS,
 )
+from .status import GenerationStatus
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
+
+    from .outputs import LogProbabilities
 
     TokenArray = npt.NDArray[np.int32]
     AnyArray = npt.NDArray[Any]
+    Queued = dict[int, LogProbabilities] | None
 else:
-    # What the field decodes into before the codec puts the array in its place. A declared
-    # ext, unlike a declared array, can never be decoded into generic lists and maps.
-    TokenArray = AnyArray = msgspec.msgpack.Ext
+    # What the fields decode into before the arrays take their place, and the log-probabilities
+    # before they are counted. Nothing generic is ever built.
+    TokenArray = AnyArray = ArrayMap
+    Queued = msgspec.Raw
 
 # Lengths that a decoder refuses before it builds anything; see limits.py.
 INT32 = 1 << 31
 TokenId = Annotated[int, Meta(ge=-INT32, lt=INT32)]
 Number = Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
 """What a user may ask wrongly, so that a check can say what is wrong with it."""
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 StopStrings = Annotated[list[Name], Meta(max_length=MAX_STOP_SEQUENCES)]
@@ -72,25 +85,99 @@ class WireSampling(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     seed: int = 0
 
 
+def _equal(self: msgspec.Struct, other: object) -> Any:
+    if type(other) is not type(self):
+        return NotImplemented
+    return all(same(getattr(self, n), getattr(other, n)) for n in self.__struct_fields__)
+
+
+class WireRequestID(msgspec.Struct, frozen=True, gc=False):
+    """The name of a request."""
+
+    value: Name
+
+
+class WireRange(msgspec.Struct, frozen=True, gc=False):
+    """Half-open range of token positions."""
+
+    start: Count
+    end: Count
+
+
+class WireTokens(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, eq=False):
+    """A token buffer: int32 ids (int64 where they do not fit), and how far it is.
+
+    A buffer that nothing happened to has no other field than ``array``.
+    """
+
+    array: AnyArray
+    _processing_range: WireRange | UnsetType = UNSET
+    _processing_offset: Number = 0
+    _completion_range: WireRange | UnsetType = UNSET
+    _prompt_length: Count | UnsetType = UNSET
+    _current_length: Count | UnsetType = UNSET
+    _actively_chunked: bool = False
+
+    __eq__ = _equal
+    __hash__ = None  # type: ignore[assignment]  # holds an array
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nothing happened to the buffer: all tokens are a prompt, none processed."""
+        state = self.state()
+        return state is None or state == fresh_state(len(self.array))
+
+    def state(self) -> tuple[int, ...] | None:
+        """As :meth:`.TokenBuffer.state`; None for a buffer that says nothing but its tokens."""
+        processing, completion = self._processing_range, self._completion_range
+        offset, prompt, chunked = (
+            self._processing_offset, self._prompt_length, self._actively_chunked
+        )  # fmt: skip
+        if processing is completion is prompt is UNSET and not offset and not chunked:
+            return None
+        length = len(self.array)
+        start, end = (0, length) if processing is UNSET else (processing.start, processing.end)
+        first, last = (
+            (length, length) if completion is UNSET else (completion.start, completion.end)
+        )
+        if prompt is UNSET:
+            prompt = length
+        return length, start, end, offset, first, last, prompt, int(chunked)
+
+
+def fresh_state(length: int) -> tuple[int, ...]:
+    """The :meth:`.TokenBuffer.state` of a prompt."""
+    return length, 0, length, 0, length, length, length, 0
+
+
 class WireContext(
     msgspec.Struct,
     frozen=True,
     kw_only=True,
     omit_defaults=True,
+    rename={"sampling": "sampling_params"},
     tag="TextContext",
-    gc=False,
     eq=False,
+    dict=True,
 ):
-    """A text request: the prompt's tokens and everything that decides its continuation.
+    """A text request: its tokens, everything that decides its continuation, and how far it is.
 
-    ``tokens``: int32 ``[prompt_length]``, inline or as a frame of its own.
+    ``tokens``: the ids behind each other, or a :class:`WireTokens`.
     ``eos_sequences``: token sequences that end the request (stop strings, user stop ids).
     ``json_schema``: JSON text the generated text must be an instance of.
     ``task``: "generate", or "embed": then the end of the request brings its vector.
     """
 
-    tokens: TokenArray
+    packed: ClassVar[tuple[Frame, Sequence[Frame]] | None] = None
+    """What the map came as, or was sent as: its bytes and its array frames; not one of its
+    fields, and kept by an object that has it in its ``__dict__``."""
+
+    tokens: WireTokens
     max_length: Number
+    request_id: WireRequestID | None = None
     sampling: WireSampling = WireSampling()
     model_name: Name = ""
     eos_token_ids: EosTokenIds = []
@@ -103,13 +190,48 @@ class WireContext(
     cache_salt: Name = ""
     lora_name: Name | None = None
     task: Name = "generate"
+    status: GenerationStatus = GenerationStatus.ACTIVE
+    _log_probabilities_data: Queued = None
+    _is_initial_prompt: bool = True
+    _draft_offset: Number = 0
+    _prompt_length: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] = -1
+    _carried_start: Count = 0
+    _carried_end: Count = 0
+    _committed_idx: Count = 0
+    _cache_seq_id: Count | None = None
 
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self):
-            return NotImplemented
-        return all(same(getattr(self, n), getattr(other, n)) for n in self.__struct_fields__)
+    def __post_init__(self) -> None:
+        tokens: Any = self.tokens
+        if type(tokens) is np.ndarray:
+            msgspec.structs.force_setattr(self, "tokens", WireTokens(tokens))
 
+    __eq__ = _equal
     __hash__ = None  # type: ignore[assignment]  # holds an array
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens the request came with."""
+        if self._prompt_length >= 0:
+            return self._prompt_length
+        prompt = self.tokens._prompt_length
+        return len(self.tokens) if prompt is UNSET else prompt
+
+    @property
+    def generated_length(self) -> int:
+        """Tokens behind those the request came with."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it is a request that nothing happened to yet."""
+        return (
+            self.tokens.is_fresh
+            and self.status is GenerationStatus.ACTIVE
+            and not self._log_probabilities_data
+            and self._is_initial_prompt
+            and self.prompt_length == len(self.tokens)
+            and not (self._carried_start or self._carried_end)
+        )
 
 
 # --------------------------------------------------------------------------- other kinds
@@ -118,29 +240,15 @@ class WireContext(
 # its tokens or ends it sees one class. Arrays stay views of the frames they came in.
 
 
-class WireImage(msgspec.Struct, frozen=True, array_like=True, gc=False, eq=False):
-    """One image: its tokens ``[start, end)``, its pixels, and its hash if it has one."""
+class WireImage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, eq=False):
+    """One image: its tokens ``[start_idx, end_idx)``, its pixels, and its hash if it has one."""
 
-    start: Annotated[int, Meta(ge=0, le=MAX_COUNT)]
-    end: Annotated[int, Meta(ge=0, le=MAX_COUNT)]
-    pixels: AnyArray
+    start_idx: Count
+    end_idx: Count
+    pixel_values: AnyArray
     image_hash: int | None = None
 
-    __eq__ = WireContext.__eq__
-    __hash__ = None  # type: ignore[assignment]
-
-
-TokenState = Annotated[list[Number], Meta(max_length=8)]
-"""See :meth:`.tokens.TokenBuffer.state`."""
-
-
-class WireTokens(msgspec.Struct, frozen=True, array_like=True, gc=False, eq=False):
-    """A token buffer: int32 ids (int64 where they do not fit) and its state as numbers."""
-
-    ids: AnyArray
-    state: TokenState
-
-    __eq__ = WireContext.__eq__
+    __eq__ = _equal
     __hash__ = None  # type: ignore[assignment]
 
 
@@ -148,57 +256,46 @@ NamedArrays = Annotated[dict[Name, AnyArray], Meta(max_length=MAX_NAMED_ARRAYS)]
 
 
 class WireVisionContext(
-    WireContext,
-    frozen=True,
-    kw_only=True,
-    omit_defaults=True,
-    tag="TextAndVisionContext",
-    gc=False,
-    eq=False,
+    WireContext, frozen=True, kw_only=True, omit_defaults=True, tag="TextAndVisionContext", eq=False
 ):
     """A text request with images; ``pixel_values`` are those of no token range."""
 
     vision_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_VISION_TOKEN_IDS)] = []
     images: Annotated[list[WireImage], Meta(max_length=MAX_IMAGES)] = []
     pixel_values: Annotated[list[AnyArray], Meta(max_length=1)] = []
-    pixels_encoded: bool = False
     extra_model_args: NamedArrays = {}
+    _pixels_encoded: bool = False
 
 
 class WireSpeechContext(
-    WireContext,
-    frozen=True,
-    kw_only=True,
-    omit_defaults=True,
-    tag="TTSContext",
-    gc=False,
-    eq=False,
+    WireContext, frozen=True, kw_only=True, omit_defaults=True, tag="TTSContext", eq=False
 ):
-    """A speech request and how far it is; ``speech_tokens`` without what is reserved behind."""
+    """A speech request and how far it is.
+
+    ``_speech_tokens``: without what is reserved behind; others send that too, and then
+    ``_speech_token_size`` says how many are there and ``_speech_token_end_idx`` how many count.
+    """
 
     audio_prompt_tokens: AnyArray | None = None
     buffer_speech_tokens: AnyArray | None = None
     audio_buffer: AnyArray | None = None
-    speech_tokens: AnyArray | None = None
-    prev_samples_beyond_offset: Number = 0
+    prev_samples_beyond_offset: Count = 0
     streaming: bool = False
-    decoded_index: Number = 0
-    block_counter: Number = 0
-    arrival_time: float = 0.0
-    audio_status: Name = "active"
+    _speech_tokens: AnyArray | None = None
+    _speech_token_size: Count | None = None
+    _speech_token_end_idx: Count | None = None
+    decoded_index: Count = 0
+    _block_counter: Count = 0
+    _arrival_time: float | None = None
+    audio_generation_status: GenerationStatus = GenerationStatus.ACTIVE
 
 
 class WirePixelContext(
-    WireContext,
-    frozen=True,
-    kw_only=True,
-    omit_defaults=True,
-    tag="PixelContext",
-    gc=False,
-    eq=False,
+    WireContext, frozen=True, kw_only=True, omit_defaults=True, tag="PixelContext", eq=False
 ):
     """A request for an image and how far it is; ``max_length`` and sampling mean nothing."""
 
+    max_length: Number = 0
     mask: AnyArray | None = None
     tokens_2: WireTokens | None = None
     negative_tokens: WireTokens | None = None
@@ -209,14 +306,22 @@ class WirePixelContext(
     latents: AnyArray | None = None
     latent_image_ids: AnyArray | None = None
     guidance: AnyArray | None = None
-    height: Number = 1024
-    width: Number = 1024
-    num_inference_steps: Number = 50
+    height: Count = 1024
+    width: Count = 1024
+    num_inference_steps: Count = 50
     guidance_scale: float = 3.5
     true_cfg_scale: float = 1.0
-    num_warmup_steps: Number = 0
-    num_images_per_prompt: Number = 1
+    num_warmup_steps: Count = 0
+    num_images_per_prompt: Count = 1
 
 
 AnyWireContext = WireContext | WireVisionContext | WireSpeechContext | WirePixelContext
 """What a message carries; told apart by ``type``, the name of the class users hold."""
+
+if TYPE_CHECKING:
+    CarriedContext = WireContext
+    CarriedArray = npt.NDArray[np.float32] | None
+else:
+    # A message's own decoder leaves them as they came, so that they can be forwarded unread;
+    # the codec puts what they mean in their place.
+    CarriedContext = CarriedArray = msgspec.Raw

@@ -21,7 +21,7 @@ from .message_types import (
     Total,
     Word,
 )
-from .wire import AnyWireContext
+from .wire import CarriedContext
 
 # --------------------------------------------------------------------------- worker -> router
 
@@ -35,6 +35,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_length: Count
     done: bool = False
     router: Name = ""  # the router it belongs to; others leave it alone
+    proof: Binary = b""  # that a router gave this attempt to this worker (see .proofs)
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -93,10 +94,11 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
 
 class Accepted(Message, frozen=True, kw_only=True):
-    """The worker has the request (also the answer to a repeated Assign)."""
+    """The worker has the request (also the answer to a repeated Assign, and to an Adopt)."""
 
     request: Binary
     attempt: Attempt
+    proof: Binary = b""  # with the answer to an Adopt: a router gave it this attempt
 
 
 class Busy(Message, frozen=True, kw_only=True):
@@ -107,6 +109,7 @@ class Busy(Message, frozen=True, kw_only=True):
     reason: Name = ""
     retry_after: Seconds = 0.05
     decode_full: bool = False  # prefill to router: the decode side refused, choose another
+    proof: Binary = b""  # prefill to router, as in Accepted: of an attempt that is given back
 
 
 class Aborted(Message, frozen=True, kw_only=True):
@@ -140,6 +143,7 @@ class PeerLost(Message, frozen=True, kw_only=True):
     request: Binary
     attempt: Attempt
     reason: Name = ""
+    refused: bool = False  # it answers, but the two do not fit together: waiting does not help
 
 
 # --------------------------------------------------------------------------- router -> worker
@@ -150,6 +154,7 @@ class Welcome(Message, frozen=True, kw_only=True):
 
     router: Name  # stable name; Assign and Commit refer to it
     incarnation: Word
+    key: Binary = b""  # known to routers and this worker alone; tickets of Reserve are made with it
 
 
 class Assign(Message, frozen=True, kw_only=True):
@@ -158,12 +163,16 @@ class Assign(Message, frozen=True, kw_only=True):
     request: Binary
     attempt: Attempt
     request_id: Name = ""
-    context: AnyWireContext
+    context: CarriedContext
     emitted: TokenIds = []  # replay: tokens already streamed; generation goes on behind them
     decode: Name = ""  # control endpoint of the decode worker; none is needed to embed
     decode_incarnation: Word = 0
     deadline: Remaining
     waited: Remaining = 0.0  # seconds since the client asked
+    proof: Binary = b""  # that this attempt was given to the prefill worker
+    decode_proof: Binary = b""  # the same for the decode worker; Commit carries it there
+    ticket: Binary = b""  # the decode worker grants blocks for it alone
+    arrays: Count = 0  # how many of the envelope's frames are its own
 
 
 class Abort(Message, frozen=True, kw_only=True):

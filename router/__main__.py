@@ -13,7 +13,7 @@ from ..runtime.keyring import load_keys
 from ..runtime.lifecycle import on_stop_signal
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
-from ..runtime.process import run_process, settle
+from ..runtime.process import run_process, settle, show_life
 from ..runtime.zap import Doorkeeper
 from .config import RouterConfig
 from .describe import read_text_files
@@ -40,6 +40,7 @@ def serve(config: RouterConfig) -> int:
     )
     gc.set_threshold(*GC_THRESHOLDS)
     settle()
+    loop.call_later(0.0, lambda: show_life(loop))
     try:
         loop.run()
     finally:

@@ -10,14 +10,13 @@ import hmac
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import repeat
+from pathlib import PurePath
 from typing import ClassVar
 
-import msgspec
-
+from ..proto.context_maps import context_digest
 from ..proto.errors import BatonError, DuplicateRequest, InputError, RouterClosing
-from ..proto.ids import context_digest, request_key, resume_secret
+from ..proto.ids import request_key, resume_secret
 from ..proto.limits import (
-    INLINE_ARRAY_BYTES,
     MAX_POOL_CHARS,
     MAX_REQUEST_ID_CHARS,
     MAX_RESUMED_ATTEMPT,
@@ -41,12 +40,12 @@ from ..proto.messages import (
     Terminal,
 )
 from ..proto.requests import check_emitted, check_wire_context, check_wire_shape
-from ..proto.wire import WireContext
 from .admission import check_deadline
+from .drains import last_worker
 from .events import ToClient, ToWorker
+from .gate import Caller
 from .lifecycle import Lifecycle
 from .recovery import Recovery
-from .registry import WorkerState
 from .request import Request, State
 from .status import Reporter
 
@@ -64,12 +63,18 @@ class ClientSide:
     """
 
     def __init__(
-        self, life: Lifecycle, recovery: Recovery, reporter: Reporter, files: dict[str, bytes]
+        self,
+        life: Lifecycle,
+        recovery: Recovery,
+        reporter: Reporter,
+        files: dict[str, bytes],
+        caller_of: Callable[[bytes], Caller],
     ) -> None:
         self._life = life
         self._recovery = recovery
         self._reporter = reporter
         self._files = files
+        self._caller_of = caller_of
         self._key = life.config.key
         self.closing = False
         self.drains: dict[str, list[bytes]] = {}  # who waits for a worker's Drained
@@ -209,6 +214,7 @@ class ClientSide:
         """Serve the request to this connection and give it the secret to come back with."""
         life = self._life
         life.clients.attach(request, identity)
+        request.identity, request.owner = identity, self._caller_of(identity).key
         request.limit = request.deadline
         submitted = Submitted(
             request_id=request.request_id,
@@ -231,7 +237,6 @@ class ClientSide:
         if message.pool is not None and len(message.pool) > MAX_POOL_CHARS:
             raise InputError(f"pool is longer than {MAX_POOL_CHARS} characters")
         seconds = check_deadline(message.deadline, config.default_deadline_s, config.max_deadline_s)
-        _own_tokens(message.context)
         request = Request(key, message.request_id, message.context, now + seconds, attempt)
         request.pool = message.pool
         request.strict = message.pin == "strict"
@@ -273,7 +278,7 @@ class ClientSide:
         own = request_key(identity, message.request_id, message.serial)
         key = message.request or own
         request = life.requests.get(key)
-        if request is None or (request.client and request.client.identity != identity):
+        if request is None or not (key == own or self._may_end(identity, request, message.secret)):
             # Perhaps its Submit was lost or comes later: the client gets the end it waits for.
             if key == own and not life.last_attempt(key):
                 life.tombstones.add(key, now)
@@ -283,6 +288,12 @@ class ClientSide:
             self._answer(identity, request.terminal)
         else:
             life.cancel(request, now, "cancelled")
+
+    def _may_end(self, identity: bytes, request: Request, secret: bytes) -> bool:
+        """Whether a request is this connection's, or its secret is shown: keys are no secrets."""
+        if request.identity == identity:
+            return True
+        return hmac.compare_digest(secret, resume_secret(self._key, request.key))
 
     def _nothing_runs(self, identity: bytes, key: bytes, request_id: str) -> None:
         text = "nothing of this name runs here"
@@ -295,38 +306,45 @@ class ClientSide:
             request = requests.get(key)
             if request is None or request.state is not _ENDED:
                 continue
-            if request.client is None or request.client.identity == identity:
+            if request.identity == identity:
                 self._life.forget(request)
 
     # ------------------------------------------------------------------ questions
 
     def _describe(self, identity: bytes, message: Describe, _now: float) -> None:
         wanted = {name: self._files[name] for name in message.files if name in self._files}
+        folder = self._life.config.model_folder
+        if not self._caller_of(identity).operator:
+            folder = PurePath(folder).name
         answer = Described(
             model=self._life.registry.card,
-            folder=self._life.config.model_folder,
+            folder=folder,
             files=wanted,
             available=list(self._files),
         )
         self._answer(identity, answer)
 
     def _status(self, identity: bytes, message: Status, now: float) -> None:
-        self._answer(identity, StatusReport(report=self._reporter.report(message.handoffs, now)))
+        report = self._reporter.report(message.handoffs, now, self._caller_of(identity))
+        self._answer(identity, StatusReport(report=report))
 
     def _ping(self, identity: bytes, message: Ping, _now: float) -> None:
         self._answer(identity, Pong(nonce=message.nonce))
 
     def _drain(self, identity: bytes, message: Drain, now: float) -> None:
-        """Hand an operator's wish to the worker; it is repeated until the worker says so."""
+        """Pass an operator's drain to the worker; it is repeated until the worker confirms it."""
         try:
             worker = self._life.registry.named(message.worker)
+            ready = self._life.registry.ready(worker.role)
+            last = not worker.draining and all(other is worker for other in ready)
+            if last and not message.force:
+                raise InputError(last_worker(worker.id, worker.role))
         except BatonError as error:
             answer = Drained(worker=message.worker, code=error.code, message=str(error))
             self._answer(identity, answer)
             return
         self._life.registry.drain(worker)
-        if worker.state is WorkerState.DRAINING:
-            worker.drain_at = now + self._life.config.retry_ceiling_s
+        worker.drain_at = now + self._life.config.retry_ceiling_s
         self._life.out.append(ToWorker(worker.identity, Drain()))
         waiting = self.drains.setdefault(worker.id, [])
         if identity not in waiting:
@@ -360,9 +378,10 @@ class ClientSide:
         Pong: _pong,
     }
 
-    def reject(self, identity: bytes, error: BatonError) -> None:
+    def reject(self, identity: bytes, error: BatonError, request_id: str = "") -> None:
         """Bytes of this client could not be understood."""
-        self._answer(identity, Rejected(code=error.code, message=str(error)))
+        rejected = Rejected(code=error.code, message=str(error), request_id=request_id)
+        self._answer(identity, rejected)
 
 
 def _content(asked: Request | Submit | Resume) -> bytes:
@@ -373,12 +392,6 @@ def _content(asked: Request | Submit | Resume) -> bytes:
 
 def _end(message: Resume) -> int:
     return len(message.context.tokens) + len(message.emitted)
-
-
-def _own_tokens(context: WireContext) -> None:
-    """Let a short prompt not keep the whole envelope alive that it came in."""
-    if context.tokens.nbytes < INLINE_ARRAY_BYTES:
-        msgspec.structs.force_setattr(context, "tokens", context.tokens.copy())
 
 
 def fold_questions(messages: Sequence[Message]) -> Sequence[Message]:

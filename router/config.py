@@ -14,6 +14,7 @@ from ..proto.limits import (
     MAX_DEADLINE_S,
     MAX_DESCRIBED_BYTES,
 )
+from ..runtime.liveness import DEFAULT_WORKER_TIMEOUT_S
 from ..runtime.log import Level
 
 POLICIES = ("round_robin", "least_loaded", "prefix_aware")
@@ -68,6 +69,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     that comes still later is served by replay. ``resume_window_s``: how long the
     requests of a vanished client run on; 0 aborts them at once, so their blocks are free
     within milliseconds, and a client that does come back is served by replay.
+    ``worker_timeout_s``: how long a worker may show no heartbeat or no progress before it is
+    declared dead; ``slow_step_factor``: a step is a hang only after this many times its
+    predicted duration as well.
     ``keys``: key folder; with it TCP sockets demand CURVE.
     """
 
@@ -87,15 +91,15 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     orphan_grace_s: float = 5.0
     resume_window_s: float = 0.0
 
-    heartbeat_timeout_s: float = 1.0
-    hang_floor_s: float = 1.0
-    hang_factor: float = 5.0
+    worker_timeout_s: float = DEFAULT_WORKER_TIMEOUT_S
+    slow_step_factor: float = 5.0
 
     assign_retry_s: float = 0.2
     abort_retry_s: float = 0.2
     adopt_retry_s: float = 0.5
     terminal_retry_s: float = 1.0
     retry_ceiling_s: float = 2.0
+    doubt_retry_s: float = 0.2
     busy_backoff_s: float = 0.05
     busy_ceiling_s: float = 1.0
     decode_tries: int = 3

@@ -1,4 +1,7 @@
-"""The router's decisions: ``handle(event, now) -> list[Action]``, without I/O or clock.
+"""The router's decisions, without I/O or clock.
+
+``from_client`` and ``from_worker`` take the messages of one envelope, ``handle`` all other events;
+each returns the actions to perform.
 
 Invariants: every admitted request gets exactly one terminal, its true one; its tokens reach
 the client in order and once, on whatever workers it runs; what is kept for all requests
@@ -15,8 +18,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from ..proto.errors import BatonError
-from ..proto.messages import Message, Rejected
+from ..proto.errors import BatonError, LimitExceeded
+from ..proto.messages import Assign, Message, Rejected
 from .client_side import ClientSide, fold_questions
 from .config import RouterConfig
 from .events import (
@@ -25,12 +28,11 @@ from .events import (
     ClientGone,
     ClientWritable,
     Event,
-    FromClient,
-    FromWorker,
     Tick,
     ToWorker,
     WorkerGone,
 )
+from .gate import ANYBODY, Caller
 from .lifecycle import Lifecycle
 from .recovery import Recovery
 from .status import Handoffs, Reporter
@@ -42,7 +44,8 @@ class RouterCore:
     """State machine of one router.
 
     ``incarnation``: random number of this process life. ``files``: text files of the model
-    folder by name. ``now``: monotonic seconds, as in all calls.
+    folder by name. ``now``: monotonic seconds, as in all calls. ``caller_of``: who a client's
+    routing identity belongs to.
     """
 
     def __init__(
@@ -52,15 +55,17 @@ class RouterCore:
         incarnation: int,
         files: dict[str, bytes] | None = None,
         now: float = 0.0,
+        caller_of: Callable[[bytes], Caller] = lambda _identity: ANYBODY,
     ) -> None:
         self.life = Lifecycle(config, now)
         self.handoffs = Handoffs()
         recovery = Recovery(self.life, now)
         self.reporter = Reporter(self.life, self.handoffs, now)
-        self._clients = ClientSide(self.life, recovery, self.reporter, files or {})
+        self._clients = ClientSide(self.life, recovery, self.reporter, files or {}, caller_of)
         self._workers = WorkerSide(
             self.life, recovery, self.handoffs, self._clients.drained, incarnation
         )
+        recovery.on_lost = self._clients.drained
         self._timers = Timers(self.life, recovery, now)
 
     # ------------------------------------------------------------------ entry
@@ -81,10 +86,12 @@ class RouterCore:
         self._workers.handle(identity, messages, now)
         return self._take()
 
-    def reject_client(self, identity: bytes, error: BatonError) -> list[Action]:
-        """A client sent bytes that are no message."""
+    def reject_client(
+        self, identity: bytes, error: BatonError, request_id: str = ""
+    ) -> list[Action]:
+        """A client sent bytes that are no message; ``request_id``: of which request, if known."""
         self.dropped[f"client_{error.code}"] += 1
-        self._clients.reject(identity, error)
+        self._clients.reject(identity, error, request_id)
         return self._take()
 
     def reject_worker(self, identity: bytes, error: BatonError) -> list[Action]:
@@ -92,6 +99,14 @@ class RouterCore:
         self.dropped[f"worker_{error.code}"] += 1
         rejected = Rejected(code=error.code, message=str(error))
         self.life.out.append(ToWorker(identity, rejected))
+        return self._take()
+
+    def not_sent(self, message: Message, reason: str, now: float) -> list[Action]:
+        """A message to a worker is too large for any envelope: an Assign ends its request."""
+        if isinstance(message, Assign):
+            request = self.life.requests.get(message.request)
+            if request is not None and not request.done and request.attempt == message.attempt:
+                self.life.fail(request, LimitExceeded(reason), now)
         return self._take()
 
     def next_timer(self) -> float:
@@ -126,12 +141,6 @@ class RouterCore:
         self.life.out = []
         return actions
 
-    def _from_client(self, event: FromClient, now: float) -> None:
-        self._clients.handle(event.identity, (event.message,), now)
-
-    def _from_worker(self, event: FromWorker, now: float) -> None:
-        self._workers.handle(event.identity, (event.message,), now)
-
     def _client_gone(self, event: ClientGone, now: float) -> None:
         self._clients.gone(event.identity, now)
 
@@ -148,8 +157,6 @@ class RouterCore:
         self._timers.tick(now)
 
     _handlers: ClassVar[dict[type, Callable[..., None]]] = {
-        FromClient: _from_client,
-        FromWorker: _from_worker,
         ClientGone: _client_gone,
         WorkerGone: _worker_gone,
         ClientFull: _client_full,

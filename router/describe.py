@@ -19,7 +19,8 @@ TEXT_FILES = (
 def read_text_files(folder: str, max_bytes: int) -> dict[str, bytes]:
     """Contents of the files that exist, together at most ``max_bytes``.
 
-    Raises ConfigError when the folder is missing or the files are too large.
+    Raises ConfigError when the folder is missing, when the files are too large, and for a link to
+    a file outside: whoever writes the folder could have any file of the host handed to clients.
     """
     if not folder:
         return {}
@@ -32,6 +33,10 @@ def read_text_files(folder: str, max_bytes: int) -> dict[str, bytes]:
         path = root / name
         if not path.is_file():
             continue
+        if not _belongs(path.resolve(), root.resolve()):
+            raise ConfigError(
+                f"{path} is a link to {path.resolve()}, outside the model folder; put a copy there"
+            )
         left -= path.stat().st_size
         if left < 0:
             raise ConfigError(
@@ -39,3 +44,14 @@ def read_text_files(folder: str, max_bytes: int) -> dict[str, bytes]:
             )
         files[name] = path.read_bytes()
     return files
+
+
+def _belongs(file: Path, folder: Path) -> bool:
+    """Whether a file lies in the folder, or is a blob of the hub cache whose snapshot it is.
+
+    A hub cache keeps ``MODEL/blobs/HASH`` and links to them in ``MODEL/snapshots/REVISION``.
+    """
+    if file.is_relative_to(folder):
+        return True
+    snapshots, model = folder.parent, folder.parent.parent
+    return snapshots.name == "snapshots" and file.parent == model / "blobs"

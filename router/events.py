@@ -1,27 +1,14 @@
-"""What the router's core is told and what it asks for.
+"""Events the router's core takes and actions it asks for.
 
-Pure data. Identities are the ZeroMQ routing ids of the peers' connections.
+Pure data. Identities are the ZeroMQ routing ids of the peers' connections. Messages are no
+events: they come in whole envelopes, through ``from_client`` and ``from_worker``.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from ..proto.messages import ClientToRouter, Message, WorkerToRouter
-
-
-class FromClient(msgspec.Struct, frozen=True, gc=False):
-    """A client said something."""
-
-    identity: bytes
-    message: ClientToRouter
-
-
-class FromWorker(msgspec.Struct, frozen=True, gc=False):
-    """A worker said something."""
-
-    identity: bytes
-    message: WorkerToRouter
+from ..proto.messages import Message
 
 
 class ClientGone(msgspec.Struct, frozen=True, gc=False):
@@ -52,7 +39,7 @@ class Tick(msgspec.Struct, frozen=True, gc=False):
     """Time passed; the core evaluates its timers."""
 
 
-Event = FromClient | FromWorker | ClientGone | WorkerGone | ClientFull | ClientWritable | Tick
+Event = ClientGone | WorkerGone | ClientFull | ClientWritable | Tick
 
 
 class ToClient(msgspec.Struct, frozen=True, gc=False):

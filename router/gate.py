@@ -1,7 +1,8 @@
 """What the key of a caller lets it say to the router; asked only where sockets have keys.
 
-Invariant: only an operator drains; a worker registers in the role and under a name its key may
-use, and while it lives no other key registers with its name, endpoint or incarnation.
+Invariant: only an operator drains, and sees what belongs to others. A worker registers in the role
+and under a name its key may use; while it lives no other key registers with its name, endpoint or
+incarnation.
 
 Pure: entries of the key list and messages come in, refusals come out.
 """
@@ -9,11 +10,24 @@ Pure: entries of the key list and messages come in, refusals come out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..proto.errors import AccessDenied, BatonError, CapacityError
 from ..proto.messages import Drain, Drained, Hello, Message
 from ..runtime.allowed_keys import OPERATOR, AllowedKeys, KeyEntry
 from ..runtime.claims import Claims
+
+
+@dataclass(slots=True, frozen=True)
+class Caller:
+    """Who asks. ``key``: of its connection; ``operator``: sees what belongs to others."""
+
+    key: bytes = b""
+    operator: bool = True
+
+
+ANYBODY = Caller()
+"""Who asks over a socket without keys: only this machine's user can, so nothing is hidden."""
 
 
 def client_refusals(entry: KeyEntry | None, messages: Sequence[Message]) -> list[Drained]:

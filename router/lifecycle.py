@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-import msgspec
-
 from ..proto.errors import BatonError, CapacityError
 from ..proto.messages import Abort, Assign, Terminal, Tokens
+from ..proto.proofs import assignment_proof, reserve_ticket, worker_key
 from ..proto.requests import check_emitted, check_wire_context
 from .admission import Admission
 from .clients import Clients
@@ -47,10 +46,11 @@ class Counters:
     ``dropped``: messages and runs that were not used, by reason.
     """
 
-    __slots__ = ("cancelled", "dropped", "failed", "finished", "replayed", "submitted")
+    __slots__ = ("cancelled", "dropped", "failed", "finished", "moved", "replayed", "submitted")
 
     def __init__(self) -> None:
-        self.submitted = self.finished = self.failed = self.cancelled = self.replayed = 0
+        self.submitted = self.finished = self.failed = self.cancelled = 0
+        self.replayed = self.moved = 0
         self.dropped: Counter[str] = Counter()
 
     def count(self, terminal: Terminal) -> None:
@@ -68,6 +68,7 @@ class Lifecycle:
 
     def __init__(self, config: RouterConfig, now: float) -> None:
         self.config = config
+        self._key = config.key
         self.registry = Registry(config, now)
         self.placement = Placement(
             self.registry, make_policy(config.policy, config.name), config.policy
@@ -97,13 +98,16 @@ class Lifecycle:
 
     def place(self, request: Request, now: float) -> None:
         """Choose workers for a queued request and assign it."""
+        if self._may_be_deadly(request):
+            self.wake(request, now + self.config.doubt_retry_s, now)
+            return
         try:
             card = self.registry.card
             if request.unchecked and card is not None:
                 check_wire_context(request.context, card)
                 check_emitted(request.context, request.emitted, card)
                 request.unchecked = False
-            pair = self.placement.choose(request)
+            pair = self.placement.choose(request, now)
         except BatonError as error:
             self.fail(request, error, now)
             return
@@ -121,22 +125,37 @@ class Lifecycle:
         request.backoff = self.config.assign_retry_s
         self.assign(request, now)
 
+    def _may_be_deadly(self, request: Request) -> bool:
+        """Whether one more death would poison it, and a closed connection may have been one.
+
+        Then it waits until that worker has returned or is declared dead, so that a deadly request
+        kills no more workers than it must, and a lost connection poisons none.
+        """
+        if not request.doubts:
+            return False
+        ends = request.deaths + len(request.doubts)
+        return ends >= self.config.poison_deaths and not request.progressed
+
     def assign(self, request: Request, now: float) -> None:
         """Send the Assign, and again later unless it is answered."""
         prefill, decode = request.prefill, request.decode
         if prefill is None:
             return
-        endpoint = decode.endpoint if decode else None
+        endpoint, key = (decode.endpoint if decode else None), self._key
+        what = (request.key, request.attempt)
         message = Assign(
             request=request.key,
             attempt=request.attempt,
             request_id=request.request_id,
-            context=msgspec.structs.replace(request.context, target_endpoint=endpoint),
+            context=request.context,
             emitted=request.emitted.tolist(),
             decode=endpoint or "",
             decode_incarnation=decode.incarnation if decode else 0,
             deadline=request.deadline - now,
             waited=max(0.0, now - request.submitted_at) if request.submitted_at < NEVER else 0.0,
+            proof=assignment_proof(key, *what, prefill.incarnation),
+            decode_proof=assignment_proof(key, *what, decode.incarnation) if decode else b"",
+            ticket=_ticket(key, *what, decode, prefill) if decode else b"",
         )
         self.out.append(ToWorker(prefill.identity, message))
         self.repeat_later(request, now, self.config.retry_ceiling_s)
@@ -202,6 +221,7 @@ class Lifecycle:
     def handed_over(self, request: Request) -> None:
         """The decode worker owns it: the prefill worker's death does not matter any more."""
         request.handed = True
+        request.unreachable, request.shunned = "", ()
         request.server = request.decode
         prefill = request.prefill
         if prefill is not None and prefill.requests.pop(request.key, None) is not None:
@@ -367,3 +387,9 @@ class Lifecycle:
     def log(self, event: str, **fields: object) -> None:
         """Ask for a log line."""
         self.out.append(Log(event, fields))
+
+
+def _ticket(key: bytes, request: bytes, attempt: int, decode: Worker, prefill: Worker) -> bytes:
+    """What lets the prefill worker reserve blocks for this attempt at the decode worker."""
+    theirs = worker_key(key, decode.incarnation)
+    return reserve_ticket(theirs, request, attempt, prefill.incarnation)

@@ -8,13 +8,14 @@ tokens again under a higher attempt. A request that keeps killing workers is giv
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from ..proto.errors import RequestPoisoned, WorkerLost
-from ..proto.messages import Adopt, Moved, PeerDead, RequestState
+from ..proto.messages import Abort, Adopt, Moved, PeerDead, RequestState
 from .events import ToClient, ToWorker
 from .lifecycle import Lifecycle
 from .orphans import Orphans
-from .registry import Worker, WorkerState
+from .registry import Worker
 from .request import NEVER, Request, State, Step
 from .search import Search
 
@@ -38,8 +39,10 @@ class Recovery:
         self._life = life
         self._until = now + life.config.recovery_s
         self.orphans = Orphans(life, now)
+        self.on_lost: Callable[[str], None] = lambda _worker: None
+        """Called with the name of every worker that is dead."""
         self._search = Search(life)
-        # To whom to say again, and when: a worker that returned from the dead is another one.
+        # To whom to say again, and when; nothing more of a worker that returned.
         self._obituaries: deque[tuple[PeerDead, list[Worker], float, int]] = deque()
 
     # ------------------------------------------------------------------ this router was away
@@ -84,6 +87,17 @@ class Recovery:
         self.served_by(request, worker)
         self._follow(request, worker, now)
 
+    def claimed(self, request: Request, worker: Worker, now: float) -> None:
+        """A worker has proven that it was given the attempt; its tokens come in the same answer.
+
+        They are asked for again, in case they are lost.
+        """
+        if request.server is not worker:
+            self.served_by(request, worker)
+        request.heard, request.unheard = False, 0
+        request.backoff = self._life.config.adopt_retry_s
+        self._life.repeat_later(request, now, request.backoff)
+
     def reclaim(self, request: Request, now: float) -> None:
         """Its client came by another connection, perhaps from another router, or doubts."""
         if request.state is State.RUNNING:
@@ -103,6 +117,9 @@ class Recovery:
 
         ``joined``: it is new to this router, so nothing it holds was assigned in this life.
         """
+        self._obituaries = deque(
+            one for one in self._obituaries if one[0].incarnation != worker.incarnation
+        )
         self.orphans.reported(worker, now)
         for held in list(worker.reported.values()):
             request = self._life.requests.get(held.request)
@@ -135,7 +152,13 @@ class Recovery:
         self._life.leave(request)
 
     def reintroduced(self, worker: Worker, now: float) -> None:
-        """The same incarnation said Hello again: what it does not list it has lost."""
+        """The same incarnation said Hello again: what it does not list it has lost.
+
+        Aborts may have been lost with its connection: they are sent again at once.
+        """
+        for key, (attempt, _, _) in worker.aborts.items():
+            abort = Abort(request=key, attempt=attempt, reason="repeated")
+            self._life.out.append(ToWorker(worker.identity, abort))
         for request in list(worker.requests.values()):
             held = worker.reported.get(request.key)
             missing = held is None or held.attempt < request.attempt
@@ -218,12 +241,65 @@ class Recovery:
         ceiling = config.adopt_retry_s if request.followed else config.retry_ceiling_s
         self._life.repeat_later(request, now, ceiling)
 
+    # ------------------------------------------------------------------ suspect workers
+
+    def disconnected(self, worker: Worker, now: float) -> None:
+        """Its connection closed: move its requests at once if its process seems to have ended.
+
+        Whether it has is known later, so these requests are only doubted: if the worker returns
+        its end is not held against them, and what it still holds of them is aborted.
+        """
+        life = self._life
+        if not life.registry.disconnected(worker, now):
+            life.log("worker.suspect", worker=worker.id, reason=worker.reason)
+            self._move_waiting(worker, now)
+            return
+        life.log("worker.suspect", worker=worker.id, reason=f"{worker.reason}, requests move")
+        affected = list(worker.requests.values())
+        worker.doubted = [request for request in affected if request.server is worker]
+        for request in worker.doubted:
+            self._start_over(request)
+            request.doubts.add(worker.incarnation)
+        for request in affected:
+            if worker.draining and request.server is not worker:
+                life.requeue(request, now)  # it was never there: an ordered end is no loss
+            else:
+                self.lost(request, f"the connection of worker {worker.id} closed", now)
+
+    def suspected(self, worker: Worker, reason: str, now: float) -> None:
+        """It shows no heartbeat or no progress: move what only waits there, if it can go elsewhere.
+
+        What it already computes stays: it may go on at once, and a replay begins at the start.
+        """
+        self._life.registry.suspect(worker, reason)
+        self._life.log("worker.suspect", worker=worker.id, reason=reason)
+        self._move_waiting(worker, now)
+
+    def _move_waiting(self, worker: Worker, now: float) -> None:
+        life = self._life
+        if worker.role != "prefill":
+            return
+        for request in list(worker.requests.values()):
+            waits = request.state is State.ASSIGNED or not (request.started or request.handed)
+            pinned = request.pin is not None and request.pin[1] == worker.endpoint
+            if waits and not pinned and life.registry.ready("prefill", request.pool):
+                life.counters.moved += 1
+                life.requeue(request, now)
+
+    def returned(self, worker: Worker, now: float) -> None:
+        """A suspect worker is back with the same incarnation: nothing died with it."""
+        for request in worker.doubted:
+            request.doubts.discard(worker.incarnation)
+        worker.doubted = []
+        self._life.log("worker.returned", worker=worker.id)
+        self._life.retry_waiting(now)
+
     # ------------------------------------------------------------------ workers died
 
     def lose(self, worker: Worker, reason: str, now: float) -> None:
-        """A worker is finally dead: tell the others and save its requests."""
+        """A worker is dead: notify the others and save its requests."""
         life = self._life
-        drained = worker.state is WorkerState.DRAINING
+        drained = worker.draining
         life.registry.bury(worker, reason)
         life.placement.forget(worker)
         life.log("worker.dead", worker=worker.id, role=worker.role, reason=reason)
@@ -232,15 +308,27 @@ class Recovery:
         for other in others:
             life.out.append(ToWorker(other.identity, dead))
         self._obituaries.append((dead, others, now + OBITUARY_S, 1))
+        doubted = [one for one in worker.doubted if worker.incarnation in one.doubts]
+        for request in doubted:
+            request.doubts.discard(worker.incarnation)
+        self._blame([request for request in doubted if not request.done])
         affected = list(worker.requests.values())
-        self._blame([request for request in affected if request.server is worker])
+        there = [request for request in affected if request.server is worker]
+        for request in there:
+            self._start_over(request)
+        self._blame(there)
         for request in affected:
             if drained and request.server is not worker:
                 life.requeue(request, now)  # it was never there: an ordered end is no loss
             else:
                 self.lost(request, f"worker {worker.id} died: {reason}", now)
+        for request in doubted:
+            self._end_poisoned(request, now)
+        worker.doubted = []
         worker.requests.clear()
         worker.aborts.clear()
+        self.on_lost(worker.id)
+        life.retry_waiting(now)  # what is bound to this worker alone need not wait any more
 
     def tick(self, now: float) -> None:
         """Say some deaths again: a decode worker that missed one would keep blocks for it."""
@@ -255,8 +343,6 @@ class Recovery:
 
     def _blame(self, there: list[Request]) -> None:
         """Share a death among the requests on the worker that saw most deaths before."""
-        for request in there:
-            self._start_over(request)
         most = max((request.deaths for request in there), default=0)
         likely = [request for request in there if request.deaths == most]
         for request in likely:
@@ -269,6 +355,7 @@ class Recovery:
         """What was passed unharmed since the last loss speaks for the request."""
         if request.progressed:
             request.losses = request.deaths = 0
+            request.doubts.clear()
             request.blame = 0.0
         request.lost_at = request.next
 
@@ -279,13 +366,42 @@ class Recovery:
         life, config = self._life, self._life.config
         self._start_over(request)
         request.losses += 1
-        if request.deaths >= config.poison_deaths and request.blame > POISON_BLAME:
-            text = f"{request.deaths} workers died with this request; it is not tried again"
-            life.fail(request, RequestPoisoned(text), now)
-        elif request.losses >= config.max_attempts:
+        if self._end_poisoned(request, now):
+            return
+        if request.losses >= config.max_attempts:
             text = f"{request.losses} attempts were lost, the last because {reason}"
             life.fail(request, WorkerLost(text), now)
         else:
             life.counters.replayed += 1
             life.log("request.replayed", request_id=request.request_id, reason=reason)
             life.requeue(request, now)
+
+    def unreachable(self, request: Request, reason: str, now: float) -> None:
+        """Its two workers live and cannot reach each other: run it on another pair.
+
+        The request is not to blame, so this counts neither as a death nor as a lost attempt: where
+        no pair works it is tried again, ever less often, until one does or its deadline passes.
+        """
+        if request.state is not State.ASSIGNED and request.state is not State.RUNNING:
+            return
+        life = self._life
+        request.unreachable = reason
+        life.counters.replayed += 1
+        life.log("request.replayed", request_id=request.request_id, reason=reason)
+        delay = 0.0
+        try:
+            if life.placement.all_failed(request, now):
+                delay = life.back_off(request, life.config.busy_backoff_s, now)
+        except WorkerLost as error:
+            life.fail(request, error, now)
+            return
+        life.requeue(request, now, delay)
+
+    def _end_poisoned(self, request: Request, now: float) -> bool:
+        """End a request that has killed its workers; whether it has."""
+        deadly = request.deaths >= self._life.config.poison_deaths
+        if request.done or not deadly or request.blame <= POISON_BLAME or request.progressed:
+            return False
+        text = f"{request.deaths} workers died with this request; it is not tried again"
+        self._life.fail(request, RequestPoisoned(text), now)
+        return True

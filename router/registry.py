@@ -1,12 +1,16 @@
-"""The workers: who is there, who may take work, who is finally dead.
+"""The workers: which are registered, which take new requests, which are dead.
 
-Invariant: an incarnation that was declared dead never comes back; a worker that was only
-stopped must register anew with another one. The exception is one that another router has all the
-while: then this router was cut off, and what it began anew has higher attempts. All live workers
-serve one model.
+A worker is *ready* (or draining), *suspect* or *dead*. Suspect: its connection closed, or it
+shows no heartbeat or no progress; it gets no new requests and returns by itself, with the
+same incarnation. Dead: the worker timeout passed, or a successor registered under its name.
 
-Pure: told of messages and of time, it decides states. What follows for the requests is the
-lifecycle's business.
+Invariants: a name belongs to one live worker, and a healthy one keeps it whoever else asks for
+it. An incarnation that was declared dead never returns; the exception is one that another router
+served all the while: then this router was cut off, and its replays have higher attempts. All
+live workers serve one model.
+
+Pure: fed with messages and the time, it decides states. :mod:`.recovery` decides what follows
+for the requests.
 """
 
 from __future__ import annotations
@@ -18,18 +22,19 @@ from typing import TYPE_CHECKING
 
 from ..proto.endpoints import check_endpoint
 from ..proto.errors import (
-    BatonError,
     EndpointDead,
     EndpointDraining,
     EndpointUnknown,
     InputError,
     InternalError,
     ModelMismatch,
+    NameTaken,
     ProtocolError,
 )
 from ..proto.layout import ModelCard
 from ..proto.messages import Heartbeat, Hello, RequestState, WorkerLoad
 from ..proto.versions import check_version
+from ..runtime.liveness import closed_by_peer, suspect_after
 from .latency import Latency
 
 if TYPE_CHECKING:
@@ -37,9 +42,15 @@ if TYPE_CHECKING:
     from .request import Request
 
 NO_HEARTBEAT = "no heartbeat"
-CONNECTION_LOST = "the connection was lost"
-SILENCES = (NO_HEARTBEAT, CONNECTION_LOST)
+CONNECTION_CLOSED = "its connection closed"
+SILENCES = (NO_HEARTBEAT, CONNECTION_CLOSED)
 """Reasons to declare a worker dead that may as well lie with this router."""
+ALL_SILENT_FACTOR = 6
+"""With every worker silent at once this router itself is probably cut off, and no other worker
+could take their requests: then the worker timeout is this many times as long."""
+REUNION_S = 2.0
+"""After such a silence the others are waited for so long, once the first worker is back: they all
+try to connect anew, and do not succeed at the same moment."""
 KEEP_GONE = 64
 """Dead and refused workers still listed."""
 KEEP_DEAD_INCARNATIONS = 4096
@@ -55,6 +66,7 @@ class WorkerState(Enum):
     JOINING = "joining"  # said Hello, not checked yet
     READY = "ready"
     DRAINING = "draining"  # finishes what it has
+    SUSPECT = "suspect"  # silent, stuck or disconnected; returns, or is declared dead
     REFUSED = "refused"  # does not fit the cluster
     DEAD = "dead"
 
@@ -63,11 +75,15 @@ class WorkerState(Enum):
 
 WORKER_TRANSITIONS: dict[WorkerState, frozenset[WorkerState]] = {
     WorkerState.JOINING: frozenset({WorkerState.READY, WorkerState.DRAINING, WorkerState.REFUSED}),
-    WorkerState.READY: frozenset({WorkerState.DRAINING, WorkerState.DEAD}),
-    WorkerState.DRAINING: frozenset({WorkerState.DEAD}),
+    WorkerState.READY: frozenset({WorkerState.DRAINING, WorkerState.SUSPECT}),
+    WorkerState.DRAINING: frozenset({WorkerState.SUSPECT}),
+    WorkerState.SUSPECT: frozenset({WorkerState.READY, WorkerState.DRAINING, WorkerState.DEAD}),
     WorkerState.REFUSED: frozenset(),
     WorkerState.DEAD: frozenset(),
 }
+
+
+_LIVE = frozenset({WorkerState.READY, WorkerState.DRAINING, WorkerState.SUSPECT})
 
 
 class Worker:
@@ -77,12 +93,16 @@ class Worker:
     other routers have there, as of its last heartbeat. ``recent``: tokens assigned lately, as
     of the policy's placement number ``recent_at``. ``requests``: what depends on this worker.
     ``reported``: what its last Hello said it holds. ``aborts``: attempts to be freed there, by
-    key: ``(attempt, repeat at, give up at)``. ``latency``: of first tokens at a prefill worker,
-    between tokens at a decode worker; ``dropped``: messages it could not use, by reason.
+    key: ``(attempt, repeat at, give up at)``. ``connected``: its connection stands. ``draining``:
+    it takes no new requests, now or once it is no longer suspect. ``doubted``: requests that were
+    moved when its connection closed; if it turns out to be dead, it died with them. ``latency``:
+    of first tokens at a prefill worker, between tokens at a decode worker; ``dropped``: messages
+    it could not use, by reason.
     """
 
     __slots__ = (
-        "aborts", "busy", "card", "drain_at", "dropped", "endpoint", "finished", "id",
+        "aborts", "busy", "card", "connected", "doubted", "drain_at", "draining", "dropped",
+        "endpoint", "finished", "hung_up", "id",
         "identity", "incarnation", "latency", "load", "max_batch", "others", "others_requests",
         "outstanding", "pid", "pool",
         "progress", "progress_at", "reason", "recent", "recent_at", "reported", "requests",
@@ -117,6 +137,10 @@ class Worker:
         self.aborts: dict[bytes, tuple[int, float, float]] = {}
         self.drain_at = float("inf")  # when to repeat an operator's Drain
         self.finished = False  # it was drained and has nothing left
+        self.connected = True
+        self.hung_up = False  # its process closed the connection, so it has probably ended
+        self.draining = hello.draining
+        self.doubted: list[Request] = []
 
     def enter(self, state: WorkerState, reason: str = "") -> None:
         """Change state; what the table does not allow is our own bug and raises."""
@@ -139,8 +163,8 @@ class Worker:
 
     @property
     def live(self) -> bool:
-        """Whether messages to it make sense."""
-        return self.state is WorkerState.READY or self.state is WorkerState.DRAINING
+        """Whether it is registered: it holds requests, and messages to it make sense."""
+        return self.state in _LIVE
 
 
 class Registry:
@@ -150,6 +174,7 @@ class Registry:
         self._config = config
         self._looked_at = now
         self._excused_until = now
+        self._alone_until = now  # this router hears nobody, or did until a moment ago
         self._by_identity: dict[bytes, Worker] = {}
         self._live: dict[str, Worker] = {}  # by endpoint
         self._gone: OrderedDict[str, Worker] = OrderedDict()  # dead or refused, by worker id
@@ -159,9 +184,9 @@ class Registry:
         """The model served, with the shortest context of all live workers."""
         self.ever_ready = False
         self.slots = 0
-        """Batch slots of all ready decode workers."""
+        """Batch slots of all decode workers that take requests, or will again if they return."""
         self.prefills = 0
-        """How many prefill workers are ready."""
+        """How many prefill workers do so."""
         self.reporting: list[Worker] = []
         """Live workers whose last Hello said that they hold something."""
 
@@ -238,7 +263,9 @@ class Registry:
         """
         worker = self._live.get(endpoint)
         if worker is not None:
-            if worker.state is WorkerState.DRAINING:
+            if worker.hung_up:
+                raise EndpointDead(f"worker {worker.id} at {endpoint}: {worker.reason}")
+            if worker.draining:
                 raise EndpointDraining(f"worker {worker.id} at {endpoint} is draining")
             return worker
         for gone in self._gone.values():
@@ -248,17 +275,40 @@ class Registry:
 
     # ------------------------------------------------------------------ change
 
-    def join(self, identity: bytes, hello: Hello, now: float) -> Worker:
-        """Register a worker that said Hello; raises the reason it cannot take part."""
+    def check_join(self, hello: Hello, now: float, *, idle: bool) -> list[Worker]:
+        """Check a Hello of an unknown incarnation before anything is changed for it.
+
+        Returns the workers it replaces. ``idle``: no request is here, so the model may change
+        once no worker is connected. Raises the reason why it cannot take part: EndpointDead,
+        NameTaken (ask again later), ModelMismatch, VersionMismatch, ProtocolError, InputError.
+        """
         self._check(hello)
-        worker = Worker(identity, hello, now)
+        replaced = self._replaced_by(hello)
+        for holder in replaced:
+            silent = now - holder.seen_at
+            heard = silent <= suspect_after(self._config.worker_timeout_s) or self._excused(now)
+            if holder.connected and heard and not holder.finished:
+                raise NameTaken(
+                    f"{holder.id} at {holder.endpoint} (process {holder.pid}) is connected and"
+                    f" sent a message {silent:.1f} s ago; stop it before another takes its place"
+                )
         mismatch = self.card.mismatch(hello.model) if self.card else None
+        if mismatch and idle and not any(worker.connected for worker in self._live.values()):
+            return list(self._live.values())  # none of the old model can return
         if mismatch:
             field, ours, theirs = mismatch
             reason = f"{field} is {theirs}, the cluster has {ours}"
-            worker.enter(WorkerState.REFUSED, reason)
-            self._list_gone(worker)
+            refused = Worker(b"", hello, now)
+            refused.enter(WorkerState.REFUSED, reason)
+            self._list_gone(refused)
             raise ModelMismatch(reason)
+        return replaced
+
+    def join(self, identity: bytes, hello: Hello, now: float) -> Worker:
+        """Register a worker that :meth:`check_join` let pass; whom it replaces is dead by now."""
+        if self.card is not None and self.card.mismatch(hello.model):
+            self.card = None
+        worker = Worker(identity, hello, now)
         worker.report(hello.load, self._config.name)
         worker.enter(WorkerState.DRAINING if hello.draining else WorkerState.READY)
         self._dead_incarnations.pop(worker.incarnation, None)
@@ -272,14 +322,17 @@ class Registry:
         """The same incarnation said Hello again, perhaps over another connection."""
         if worker.identity != identity:
             self._by_identity.pop(worker.identity, None)
-            self._by_identity[identity] = worker
             worker.identity = identity
+        self._by_identity[identity] = worker
+        worker.connected, worker.hung_up = True, False
         worker.reported = {r.request: r for r in hello.requests}
-        self._changed()
         worker.report(hello.load, self._config.name)
         worker.seen_at = worker.progress_at = now
+        worker.draining = worker.draining or hello.draining
+        self.clear(worker)
         if hello.draining:
             self.drain(worker)
+        self._changed()
 
     def known(self, incarnation: int) -> Worker | None:
         """The live worker of this incarnation."""
@@ -293,7 +346,7 @@ class Registry:
         """Whether this router was cut off from a worker, which another one has all the while."""
         return hello.elsewhere and self._dead_incarnations[hello.incarnation]
 
-    def replaced_by(self, hello: Hello) -> list[Worker]:
+    def _replaced_by(self, hello: Hello) -> list[Worker]:
         """Live workers whose name or endpoint a new incarnation takes over."""
         return [
             worker
@@ -304,13 +357,46 @@ class Registry:
 
     def drain(self, worker: Worker) -> None:
         """Give the worker no new work."""
+        worker.draining = True
         if worker.state is WorkerState.READY:
             worker.enter(WorkerState.DRAINING)
             self._changed()
 
+    def disconnected(self, worker: Worker, now: float) -> bool:
+        """Its connection is gone; whether its process probably is as well.
+
+        The end of a process closes its connections while it is still heard; a connection that
+        timed out, or was lost while this process paused, says nothing about the worker.
+        """
+        silent = now - worker.seen_at
+        self._by_identity.pop(worker.identity, None)
+        worker.connected = False
+        worker.hung_up = not self._excused(now) and closed_by_peer(
+            silent, self._config.worker_timeout_s
+        )
+        self.suspect(worker, CONNECTION_CLOSED)
+        return worker.hung_up
+
+    def suspect(self, worker: Worker, reason: str) -> None:
+        """Give it no new requests until it returns."""
+        if worker.state is not WorkerState.SUSPECT:
+            worker.enter(WorkerState.SUSPECT, reason)
+            self._changed()
+        worker.reason = reason
+
+    def clear(self, worker: Worker) -> bool:
+        """It is no longer suspect; false when it was not."""
+        if worker.state is not WorkerState.SUSPECT:
+            return False
+        worker.enter(WorkerState.DRAINING if worker.draining else WorkerState.READY)
+        self._changed()
+        return True
+
     def bury(self, worker: Worker, reason: str) -> None:
-        """Declare this incarnation finally dead."""
+        """Declare this incarnation dead."""
+        self.suspect(worker, reason)
         worker.enter(WorkerState.DEAD, reason)
+        worker.connected = False
         self._by_identity.pop(worker.identity, None)
         if self._live.get(worker.endpoint) is worker:
             del self._live[worker.endpoint]
@@ -320,15 +406,10 @@ class Registry:
         self._list_gone(worker)
         self._changed()
 
-    def leave_model(self) -> None:
-        """Nobody serves the model and nothing runs: the next worker may bring another."""
-        if not self._live:
-            self.card = None
-
     # ------------------------------------------------------------------ health
 
-    def beat(self, worker: Worker, beat: Heartbeat, now: float) -> None:
-        """Note a heartbeat."""
+    def beat(self, worker: Worker, beat: Heartbeat, now: float) -> bool:
+        """Note a heartbeat; whether the worker was suspect and is not any more."""
         worker.seen_at = now
         if beat.progress != worker.progress or not beat.busy:
             worker.progress_at = now
@@ -339,6 +420,7 @@ class Registry:
         worker.dropped = beat.dropped
         if beat.draining:
             self.drain(worker)
+        return self._stuck(worker, now) < self._suspect_s(worker) and self.clear(worker)
 
     def look(self, now: float) -> None:
         """To be called many times a second: so this process notices its own pauses."""
@@ -346,47 +428,81 @@ class Registry:
             self._excuse(now)
         self._looked_at = now
 
-    def excused(self, now: float) -> bool:
+    def _excused(self, now: float) -> bool:
         """Whether a connection may be lost because this process paused, not the worker."""
         return now < self._excused_until or now - self._looked_at > STALL_S
 
     def _excuse(self, now: float) -> None:
-        """Give everyone a moment to be heard."""
+        """Give every worker a moment to be heard."""
         self._excused_until = now + AFTER_STALL_S
-        config = self._config
         for worker in self._live.values():
-            seen = now + AFTER_STALL_S - config.heartbeat_timeout_s
+            seen = now + AFTER_STALL_S - self._config.worker_timeout_s
             worker.seen_at = max(worker.seen_at, seen)
-            limit = max(config.hang_floor_s, config.hang_factor * worker.step_s)
-            worker.progress_at = max(worker.progress_at, now + AFTER_STALL_S - limit)
+            progress = now + AFTER_STALL_S - self._hang_s(worker)
+            worker.progress_at = max(worker.progress_at, progress)
+
+    def doubtful(self, now: float) -> list[tuple[Worker, str]]:
+        """Workers not suspect yet that show no heartbeat or no progress, with the reason."""
+        if now < self._excused_until:
+            return []
+        found = []
+        after = suspect_after(self._config.worker_timeout_s)
+        for worker in self._live.values():
+            if worker.state is WorkerState.SUSPECT:
+                continue
+            stuck = self._stuck(worker, now)
+            if now - worker.seen_at > after:
+                found.append((worker, f"{NO_HEARTBEAT} for {now - worker.seen_at:.1f} s"))
+            elif stuck > self._suspect_s(worker):
+                found.append((worker, f"no progress for {stuck:.1f} s"))
+        return found
 
     def failing(self, now: float) -> list[tuple[Worker, str]]:
-        """Live workers that are dead by their silence or hang, with the reason."""
+        """Live workers whose worker timeout has passed, with the reason."""
         found = []
-        config = self._config
+        timeout = self._config.worker_timeout_s
+        after = suspect_after(timeout)
+        silences = [now - worker.seen_at for worker in self._live.values()]
+        if min(silences, default=0.0) > after:
+            self._alone_until = now + REUNION_S
+        alone = now < self._alone_until
         for worker in self._live.values():
-            if now - worker.seen_at > config.heartbeat_timeout_s:
-                found.append((worker, f"{NO_HEARTBEAT} for {now - worker.seen_at:.1f} s"))
-            elif worker.busy:
-                limit = max(config.hang_floor_s, config.hang_factor * worker.step_s)
-                if now - worker.progress_at > limit:
-                    found.append((worker, f"no progress for {now - worker.progress_at:.1f} s"))
+            silent, stuck = now - worker.seen_at, self._stuck(worker, now)
+            factor = ALL_SILENT_FACTOR if alone and not worker.hung_up else 1
+            if silent > timeout * factor:
+                reason = NO_HEARTBEAT if worker.connected else CONNECTION_CLOSED
+                found.append((worker, f"{reason}, silent for {silent:.1f} s"))
+            elif stuck > self._hang_s(worker) and silent <= after:
+                found.append((worker, f"no progress for {stuck:.1f} s"))
         return found
+
+    @staticmethod
+    def _stuck(worker: Worker, now: float) -> float:
+        """Seconds in which a worker that is heard has got nothing done, though it has work."""
+        return now - worker.progress_at if worker.busy else 0.0
+
+    def _suspect_s(self, worker: Worker) -> float:
+        """Longest time its step may take before that is suspect."""
+        after = suspect_after(self._config.worker_timeout_s)
+        return max(after, self._config.slow_step_factor * worker.step_s)
+
+    def _hang_s(self, worker: Worker) -> float:
+        """Longest time its step may take at all."""
+        timeout = self._config.worker_timeout_s
+        return max(timeout, self._config.slow_step_factor * worker.step_s)
 
     # ------------------------------------------------------------------ inner
 
     def _check(self, hello: Hello) -> None:
-        check_endpoint(hello.endpoint)
-        error: BatonError | None = None
         check_version(hello.version, f"worker {hello.worker}")
+        check_endpoint(hello.endpoint)
+        if hello.role not in ("prefill", "decode"):
+            raise ProtocolError(f"role is {hello.role!r}; known are prefill and decode")
         if self.is_dead(hello.incarnation) and not self._may_return(hello):
-            error = EndpointDead(
-                f"incarnation {hello.incarnation} is finally dead; register with a new one"
+            raise EndpointDead(
+                f"{hello.worker} was declared dead here and its requests were moved;"
+                " it must register again with a new incarnation"
             )
-        elif hello.role not in ("prefill", "decode"):
-            error = ProtocolError(f"role is {hello.role!r}; known are prefill and decode")
-        if error:
-            raise error
 
     def _list_gone(self, worker: Worker) -> None:
         self._gone.pop(worker.id, None)
@@ -398,8 +514,9 @@ class Registry:
     def _changed(self) -> None:
         self._ready.clear()
         self.card = shortest((worker.card for worker in self._live.values()), self.card)
-        self.slots = sum(worker.max_batch for worker in self.ready("decode"))
-        self.prefills = len(self.ready("prefill"))
+        staffed = [worker for worker in self._live.values() if not worker.draining]
+        self.slots = sum(worker.max_batch for worker in staffed if worker.role == "decode")
+        self.prefills = sum(worker.role == "prefill" for worker in staffed)
         self.reporting = [worker for worker in self._live.values() if worker.reported]
         if not self.ever_ready:
             self.ever_ready = all(self.ready(role) for role in self.roles)

@@ -95,12 +95,12 @@ class Request:
 
     __slots__ = (
         "attempt", "avoid", "backoff", "base", "blame", "bytes", "client", "context",
-        "deadline", "deaths", "decode", "decode_cost", "decode_tries", "due_at", "embeds",
-        "emitted", "followed", "foreign", "grace_until", "handed", "hashes", "heard", "key",
-        "limit", "logprobs", "losses", "lost_at", "max_new", "next", "own", "patience", "pending",
-        "pin", "pool", "prefill", "prefill_cost", "queued_tokens", "request_id", "retry_at",
-        "sent", "server", "slot", "sought", "started", "state", "strict", "submitted_at",
-        "terminal", "token_at", "unchecked", "unheard",
+        "deadline", "deaths", "decode", "decode_cost", "decode_tries", "doubts", "due_at", "embeds",
+        "emitted", "followed", "foreign", "grace_until", "handed", "hashes", "heard", "identity",
+        "key", "limit", "logprobs", "losses", "lost_at", "max_new", "next", "own", "owner",
+        "patience", "pending", "pin", "pool", "prefill", "prefill_cost", "queued_tokens",
+        "request_id", "retry_at", "sent", "server", "shunned", "slot", "sought", "started", "state",
+        "strict", "submitted_at", "terminal", "token_at", "unchecked", "unheard", "unreachable",
     )  # fmt: skip
 
     def __init__(
@@ -118,6 +118,8 @@ class Request:
         self.followed = False  # taken over from a prefill worker, and where it goes is not known
         self.state = _QUEUED
         self.client: Client | None = None
+        self.identity = b""  # the connection it was served to last
+        self.owner = b""  # the key of that connection; empty where there are no keys
         self.base = self.next = len(context.tokens)
         self.max_new = new_tokens(context)
         self.embeds = context.task == "embed"  # a vector is asked for instead of text
@@ -145,11 +147,14 @@ class Request:
         self.pending: Terminal | None = None  # waits for tokens that are missing
 
         self.deaths = 0  # workers that died with it
+        self.doubts: set[int] = set()  # incarnations that may have died with it: they hung up
         self.blame = 0.0  # each death shared among the most suspicious requests there
         self.losses = 0
         self.lost_at = 0  # what was next when it was lost the last time
         self.decode_tries = 0
         self.avoid: set[int] | None = None  # incarnations not to ask again in this round
+        self.unreachable = ""  # which pair failed it last, until it is handed over
+        self.shunned: tuple[int, ...] = ()  # the incarnations of all pairs that failed it
         self.hashes: list[bytes] | None = None
 
         self.bytes = 0  # what admission charged
@@ -191,7 +196,7 @@ class Request:
     @property
     def suspect(self) -> bool:
         """Whether it may be what killed its workers: it runs apart from others like it."""
-        return self.deaths >= SUSPECT_DEATHS and not self.progressed
+        return self.deaths + len(self.doubts) >= SUSPECT_DEATHS and not self.progressed
 
     def keep(self, run: TokenRun) -> None:
         """Remember a run that starts at ``next``."""
@@ -232,7 +237,7 @@ def context_bytes(context: WireContext) -> int:
     """Upper bound of the memory a request may take until its end, in bytes."""
     likely = context.log_probabilities
     per_token = 4 + (128 + 12 * likely if likely > 0 else 0)
-    total = RECORD_BYTES + context.tokens.nbytes + per_token * new_tokens(context)
+    total = RECORD_BYTES + context.tokens.array.nbytes + per_token * new_tokens(context)
     total += 40 * len(context.eos_token_ids)
     if context.task == "embed":
         total += 4 * MAX_EMBEDDING_SIZE

@@ -1,8 +1,9 @@
 """Finding the worker that holds a request which began at another router.
 
-Every worker is asked to hand it over (Adopt); the one that has it says its tokens, the others
-say no. While nobody looks a request moves from a prefill to a decode worker, never back: so once
-all have said no the decode workers are asked again, and a second no of all of them is the truth.
+Every worker is asked to hand it over (Adopt). The one that has it proves that a router assigned it
+(:mod:`.proofs`) and sends its tokens; the others say no. While nobody looks a request moves from a
+prefill to a decode worker, never back: so once all have said no the decode workers are asked again,
+and a second no of all of them is the truth.
 A worker that says nothing is asked again until it is dead, or the time of the search is over.
 """
 
@@ -45,7 +46,7 @@ class Search:
         sought = request.sought
         if sought is None or now >= sought.until:
             return False
-        sought.waiting = {key: one for key, one in sought.waiting.items() if one.live}
+        sought.waiting = {key: one for key, one in sought.waiting.items() if _answers(one)}
         if not sought.waiting:
             return self._second_round(request, sought, now)
         self._send(request, sought, now)
@@ -65,7 +66,8 @@ class Search:
         return self._ask(request, sought, ("decode",), now)
 
     def _ask(self, request: Request, sought: Sought, roles: tuple[str, ...], now: float) -> bool:
-        workers = [worker for worker in self._life.registry.live() if worker.role in roles]
+        live = self._life.registry.live()
+        workers = [worker for worker in live if worker.role in roles and _answers(worker)]
         sought.waiting = {worker.incarnation: worker for worker in workers}
         self._send(request, sought, now)
         return bool(workers)
@@ -75,3 +77,8 @@ class Search:
         self._life.out += [ToWorker(one.identity, adopt) for one in sought.waiting.values()]
         retry = now + self._life.config.adopt_retry_s
         self._life.wake(request, min(retry, sought.until), now)
+
+
+def _answers(worker: Worker) -> bool:
+    """Whether an answer may come; one that hung up lists what it holds if it returns."""
+    return worker.live and not worker.hung_up

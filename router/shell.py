@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from ..proto.codec import EnvelopeDecoder
-from ..proto.errors import ProtocolError
+from ..proto.errors import DecodeFailed, ProtocolError
 from ..proto.limits import MAX_DESCRIBED_BYTES
 from ..proto.messages import (
     ClientToRouter,
@@ -22,10 +22,13 @@ from ..proto.messages import (
     TerminalAck,
     WorkerToRouter,
 )
+from ..proto.salvage import SalvagingDecoder
 from ..runtime.allowed_keys import CLIENT, DECODE, OPERATOR, PREFILL
 from ..runtime.callers import Callers
 from ..runtime.channel import ChannelOptions, Frames, SendResult
+from ..runtime.liveness import connection_timeout
 from ..runtime.log import get_logger
+from ..runtime.log_limit import LogLimit
 from ..runtime.loop import Loop, Timer
 from ..runtime.outbox import Outbox
 from ..runtime.sockets import Context, RouterChannel
@@ -44,7 +47,7 @@ from .events import (
     ToWorker,
     WorkerGone,
 )
-from .gate import WorkerGate, client_refusals, without_drains
+from .gate import ANYBODY, Caller, WorkerGate, client_refusals, without_drains
 
 CLIENT_QUEUE = 64
 """Envelopes ZeroMQ may hold for one client; they are of a turn each, and their bytes count."""
@@ -76,7 +79,13 @@ class RouterShell:
         context: Context,
         doors: Doorkeeper | None = None,
     ) -> None:
-        self.core = RouterCore(config, incarnation=incarnation, files=files, now=loop.now())
+        self.core = RouterCore(
+            config,
+            incarnation=incarnation,
+            files=files,
+            now=loop.now(),
+            caller_of=self._caller_of,
+        )
         self._loop = loop
         options = ChannelOptions(
             send_hwm=CLIENT_QUEUE, heartbeat_s=1.0, heartbeat_timeout_s=CLIENT_SILENCE_S
@@ -87,18 +96,27 @@ class RouterShell:
             context, config.client_address, keys=client_door, options=options
         )
         try:
-            self.workers = RouterChannel(context, config.worker_address, keys=worker_door)
+            timeout = connection_timeout(config.worker_timeout_s)
+            self.workers = RouterChannel(
+                context,
+                config.worker_address,
+                keys=worker_door,
+                options=ChannelOptions(heartbeat_timeout_s=timeout),
+            )
         except BaseException:
             self.clients.close()
             raise
-        self._from_clients = EnvelopeDecoder[Message](ClientToRouter)
+        self._from_clients = SalvagingDecoder[Message](ClientToRouter)
         self._from_workers = EnvelopeDecoder[Message](WorkerToRouter)
         self._to_clients: Outbox[bytes] = Outbox(
             self.clients.send, self._client_unsent, MAX_DESCRIBED_BYTES
         )
-        self._to_workers: Outbox[bytes] = Outbox(self.workers.send, self._worker_unsent)
+        self._to_workers: Outbox[bytes] = Outbox(
+            self.workers.send, self._worker_unsent, on_refused=self._worker_refused
+        )
         self._held: dict[bytes, list[Message]] = {}  # of full clients, oldest first
         self._gate = WorkerGate()
+        self._log_limit = LogLimit()
         self._leave_at = float("inf")
         self._closing = False
         self._heard_worker = False
@@ -131,18 +149,32 @@ class RouterShell:
         try:
             messages = self._from_clients.decode(frames)
         except ProtocolError as error:
-            _log.warning("client.malformed", error=str(error))
-            self._perform(self.core.reject_client(identity, error))
-            return
+            self._warn("client.malformed", error=str(error))
+            messages = self._readable(identity, frames, error)
         if self.clients.callers is not None:
             messages = self._allowed_client(self.clients.callers, identity, messages)
         self._perform(self.core.from_client(identity, messages, self._loop.now()))
+
+    def _readable(self, identity: bytes, frames: Frames, error: ProtocolError) -> list[Message]:
+        """What can be read of a client's envelope; the client learns which requests cannot."""
+        salvaged = self._from_clients.salvage(frames) if type(error) is DecodeFailed else None
+        if salvaged is None:
+            self._perform(self.core.reject_client(identity, error))
+            return []
+        for request_id, wrong in salvaged.refused.items():
+            self._perform(self.core.reject_client(identity, wrong, request_id))
+        return salvaged.messages
+
+    def _warn(self, event: str, **keys: object) -> None:
+        """Log what a peer can cause at will: once, then one line with a count every few seconds."""
+        if self._log_limit.passes(event, self._loop.now(), **keys):
+            _log.warning(event, **keys)
 
     def _hear_worker(self, identity: bytes, frames: Frames) -> None:
         try:
             messages = self._from_workers.decode(frames)
         except ProtocolError as error:
-            _log.warning("worker.malformed", error=str(error))
+            self._warn("worker.malformed", error=str(error))
             self._perform(self.core.reject_worker(identity, error))
             return
         if self.workers.callers is not None:
@@ -172,11 +204,19 @@ class RouterShell:
                 entry = callers.entry_of(identity)
                 error = self._gate.refusal(callers.allowed(), entry, identity, message)
                 if error is not None:
-                    _log.warning("worker.denied", worker=message.worker, error=str(error))
+                    self._warn("worker.denied", worker=message.worker, error=str(error))
                     self._perform(self.core.reject_worker(identity, error))
                     continue
             passed.append(message)
         return passed
+
+    def _caller_of(self, identity: bytes) -> Caller:
+        callers = self.clients.callers
+        if callers is None:
+            return ANYBODY
+        entry = callers.entry_of(identity)
+        operator = entry is not None and entry.role == OPERATOR
+        return Caller(callers.key_of(identity), operator)
 
     def _client_gone(self, identity: bytes) -> None:
         self._held.pop(identity, None)
@@ -191,6 +231,8 @@ class RouterShell:
     def _tick(self) -> None:
         now = self._loop.now()
         self._count_refused()
+        for event, keys in self._log_limit.due(now):
+            _log.warning(event, **keys)
         self._perform(self.core.handle(Tick(), now))
         if self._closing:
             self._maybe_leave(now)
@@ -250,6 +292,11 @@ class RouterShell:
         else:
             self.core.dropped["to_full_worker"] += len(messages)
 
+    def _worker_refused(self, _identity: bytes, message: Message, reason: str) -> None:
+        """No envelope can carry it: a request must not wait for that until its deadline."""
+        self.core.dropped["not_encodable"] += 1
+        self._perform(self.core.not_sent(message, reason, self._loop.now()))
+
     def _client_unsent(self, identity: bytes, messages: list[Message], result: SendResult) -> None:
         if result is SendResult.UNREACHABLE:
             self._client_gone(identity)
@@ -267,7 +314,7 @@ class RouterShell:
         room = HELD_MESSAGES - len(held)
         self.core.dropped["to_slow_client"] += max(0, len(messages) - max(0, room))
         if 0 < room < len(messages):
-            _log.warning("client.does_not_read", held=HELD_MESSAGES)
+            self._warn("client.does_not_read", held=HELD_MESSAGES)
         held += messages[: max(0, room)]
 
     def _retry(self, identity: bytes) -> None:

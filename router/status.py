@@ -10,7 +10,9 @@ from collections import deque
 import msgspec
 
 from ..proto.messages import HandoffReport
+from .gate import ANYBODY, Caller
 from .lifecycle import Lifecycle
+from .pairs import FailedPair
 from .registry import Worker
 from .request import State
 
@@ -22,18 +24,19 @@ class Handoffs:
 
     def __init__(self) -> None:
         self.count = self.bytes_sent = self.bytes_received = 0
-        self._last: deque[HandoffReport] = deque(maxlen=KEEP_HANDOFFS)
+        self._last: deque[tuple[HandoffReport, bytes]] = deque(maxlen=KEEP_HANDOFFS)
 
-    def add(self, report: HandoffReport) -> None:
-        """One more handoff was committed."""
+    def add(self, report: HandoffReport, owner: bytes = b"") -> None:
+        """One more handoff was committed; ``owner``: the key of the client it was for."""
         self.count += 1
         self.bytes_sent += report.bytes_sent
         self.bytes_received += report.bytes_received
-        self._last.append(report)
+        self._last.append((report, owner))
 
-    def listed(self, most: int) -> dict[str, object]:
-        """Totals and up to ``most`` recent handoffs, the latest last."""
-        recent = list(self._last)[-most:] if most > 0 else []
+    def listed(self, most: int, caller: Caller = ANYBODY) -> dict[str, object]:
+        """Totals and up to ``most`` recent handoffs that the caller may see, the latest last."""
+        seen = [one for one, owner in self._last if caller.operator or owner == caller.key]
+        recent = seen[-most:] if most > 0 else []
         return {
             "count": self.count,
             "bytes_sent": self.bytes_sent,
@@ -60,6 +63,17 @@ def _handoff(report: HandoffReport) -> dict[str, object]:
     }
 
 
+def _failed_pair(pair: FailedPair, now: float) -> dict[str, object]:
+    return {
+        "prefill": pair.prefill,
+        "decode": pair.decode,
+        "reason": pair.reason,
+        "failures": pair.failures,
+        "failing_s": round(now - pair.since, 3),
+        "next_try_s": round(max(0.0, pair.next_try - now), 3),
+    }
+
+
 class Reporter:
     """Writes the report."""
 
@@ -68,27 +82,37 @@ class Reporter:
         self._handoffs = handoffs
         self._started_at = started_at
 
-    def report(self, handoffs: int, now: float) -> bytes:
-        """JSON text of the whole report with up to ``handoffs`` recent handoffs."""
+    def report(self, handoffs: int, now: float, caller: Caller = ANYBODY) -> bytes:
+        """JSON text of the report with up to ``handoffs`` recent handoffs.
+
+        Of single requests a caller that is no operator sees those of its own key.
+        """
         self._life.admission.roll(now)
         workers = self._life.registry.listed()
         return msgspec.json.encode(
             {
                 "workers": [_worker(worker, now) for worker in workers],
-                "handoffs": self._handoffs.listed(handoffs),
+                "handoffs": self._handoffs.listed(handoffs, caller),
+                "failed_pairs": [
+                    _failed_pair(pair, now)
+                    for pair in self._life.placement.failed_pairs.listed(now)
+                ],
                 "router": self._router(now),
             }
         )
 
     def _router(self, now: float) -> dict[str, object]:
         life = self._life
-        admission, counters = life.admission, life.counters
+        admission, counters, card = life.admission, life.counters, life.registry.card
         return {
             "name": life.config.name,
             "policy": life.config.policy.name,
             "uptime_s": round(now - self._started_at, 3),
-            "model": life.registry.card.name if life.registry.card else "",
-            "task": life.registry.card.task if life.registry.card else "",
+            "model": card.name if card else "",
+            "task": card.task if card else "",
+            "architecture": card.architecture if card else "",
+            "numerics": card.numerics if card else "",
+            "kv_dtype": card.layout.dtype if card else "",
             "clients": len(life.clients),
             "requests": {
                 "in_flight": admission.requests,
@@ -100,6 +124,7 @@ class Reporter:
                 "cancelled": counters.cancelled,
                 "refused": admission.refused,
                 "replayed": counters.replayed,
+                "moved": counters.moved,
             },
             "latency": {
                 "first_token_s": life.first_tokens.summary(now),

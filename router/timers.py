@@ -11,7 +11,7 @@ from ..proto.messages import Abort, Drain
 from .events import ToWorker
 from .lifecycle import Lifecycle
 from .recovery import Recovery
-from .registry import Worker, WorkerState
+from .registry import Worker
 from .request import NEVER, Request, State
 
 WORKERS_EVERY_S = 0.05
@@ -73,6 +73,8 @@ class Timers:
         elif now >= request.deadline:
             made = len(request.emitted)
             text = f"the deadline passed while {request.state.value}, after {made} tokens"
+            if request.unreachable:
+                text = f"{text}; {request.unreachable}"
             life.fail(request, DeadlineExceeded(text), now)
         else:
             life.cancel(request, now, "client gone")
@@ -86,10 +88,12 @@ class Timers:
         self._workers_next = now + WORKERS_EVERY_S
         for worker, reason in registry.failing(now):
             self._recovery.lose(worker, reason, now)
+        for worker, reason in registry.doubtful(now):
+            self._recovery.suspected(worker, reason, now)
         for worker in registry.live():
             if worker.aborts:
                 self._repeat_aborts(worker, now)
-            if now >= worker.drain_at and worker.state is WorkerState.DRAINING:
+            if now >= worker.drain_at and worker.draining:
                 worker.drain_at = now + self._life.config.retry_ceiling_s
                 self._life.out.append(ToWorker(worker.identity, Drain()))
 

@@ -14,6 +14,7 @@ from ..proto.errors import AccessDenied, BatonError, HandoffFailed, InternalErro
 from ..proto.messages import (
     Aborted,
     Accepted,
+    Adopt,
     Busy,
     Drained,
     HandoffReport,
@@ -31,13 +32,15 @@ from ..proto.messages import (
     Tokens,
     Welcome,
 )
+from ..proto.proofs import worker_key
 from .clients import Client
 from .events import ToClient, ToWorker
 from .latency import bucket
 from .lifecycle import Lifecycle
+from .proofs import Proofs
 from .recent import Recent
 from .recovery import Recovery
-from .registry import CONNECTION_LOST, Worker
+from .registry import Worker, WorkerState
 from .request import NEVER, Request, State
 from .status import Handoffs
 
@@ -45,6 +48,7 @@ _RUNNING = State.RUNNING
 _ASSIGNED = State.ASSIGNED
 _QUEUED = State.QUEUED
 REMEMBER_REPORTS = 4096
+REMEMBER_REFUSED = 256
 
 
 class WorkerSide:
@@ -64,15 +68,19 @@ class WorkerSide:
         self._drained = drained
         self._incarnation = incarnation
         self._reported: Recent[bytes, int] = Recent(REMEMBER_REPORTS)
+        self._refused: Recent[int, str] = Recent(REMEMBER_REFUSED)  # logged, by incarnation
+        self._proofs = Proofs(life)
         self._acknowledged: dict[bytes, list[tuple[bytes, int]]] = {}  # of this envelope
 
     def handle(self, identity: bytes, messages: Sequence[Message], now: float) -> None:
         """Take what one envelope holds."""
         by_identity = self._life.registry.by_identity
         worker = by_identity(identity)
+        if worker is not None:
+            worker.seen_at = now
         for message in messages:
             if type(message) is Hello:
-                self._join(identity, message, now)
+                self._join(identity, self._proofs.proven(message), now)
                 worker = by_identity(identity)
             elif worker is not None:
                 self._handlers[type(message)](self, worker, message, now)
@@ -83,58 +91,72 @@ class WorkerSide:
         self._acknowledged.clear()
 
     def gone(self, identity: bytes, now: float) -> None:
-        """A worker's connection was lost."""
-        registry = self._life.registry
-        worker = registry.by_identity(identity)
-        if worker is not None and not registry.excused(now):
-            reason = "drained" if worker.finished else CONNECTION_LOST
-            self._recovery.lose(worker, reason, now)
-            self._drained(worker.id)
+        """A worker's connection closed."""
+        worker = self._life.registry.by_identity(identity)
+        if worker is None:
+            return
+        if worker.finished:
+            self._recovery.lose(worker, "drained", now)
+        else:
+            self._recovery.disconnected(worker, now)
 
     # ------------------------------------------------------------------ membership
 
     def _join(self, identity: bytes, hello: Hello, now: float) -> None:
-        """A new worker, the same one again, or its successor."""
-        registry = self._life.registry
+        """A new worker, the same one again, or its successor.
+
+        Everything is checked before anything changes: a refused Hello harms no other worker.
+        """
+        registry, life = self._life.registry, self._life
         known = registry.known(hello.incarnation)
-        if known is not None:
-            if (known.id, known.role) != (hello.worker, hello.role):
-                # Else whoever knows a worker's incarnation would get what is said to it.
-                self._drop("refused_worker")
-                text = f"this incarnation is {known.role} {known.id!r}"
-                self._say(identity, Rejected(code=AccessDenied.code, message=text))
-                return
-            self._rejoin(known, identity, hello, now)
-            return
-        for old in registry.replaced_by(hello):
-            self._recovery.lose(old, "a new incarnation took its place", now)
-        returned = registry.is_dead(hello.incarnation)
-        if not self._life.admission.requests:
-            registry.leave_model()
         try:
-            worker = registry.join(identity, hello, now)
+            if known is not None:
+                self._check_known(known, hello)
+                self._rejoin(known, identity, hello, now)
+                return
+            replaced = registry.check_join(hello, now, idle=not life.admission.requests)
         except BatonError as error:
-            self._life.log("worker.refused", worker=hello.worker, reason=str(error))
+            if self._refused.get(hello.incarnation, "") != error.code:  # it asks again and again
+                self._refused.put(hello.incarnation, error.code)
+                life.log("worker.refused", worker=hello.worker, reason=str(error))
             self._drop("refused_worker")
             self._say(identity, Rejected(code=error.code, message=str(error)))
             return
-        self._life.log("worker.joined", worker=worker.id, role=worker.role, pid=worker.pid)
+        for old in replaced:
+            self._recovery.lose(old, f"replaced by process {hello.pid}", now)
+        returned = registry.is_dead(hello.incarnation)
+        worker = registry.join(identity, hello, now)
+        life.log("worker.joined", worker=worker.id, role=worker.role, pid=worker.pid)
         self._welcome(identity)
         self._recovery.introduced(worker, now, joined=not returned)
-        self._life.retry_waiting(now)
+        life.retry_waiting(now)
+
+    @staticmethod
+    def _check_known(known: Worker, hello: Hello) -> None:
+        """Raise AccessDenied for another worker that says this incarnation.
+
+        It would get what is meant for the one that has it.
+        """
+        if (known.id, known.role, known.endpoint) != (hello.worker, hello.role, hello.endpoint):
+            raise AccessDenied(f"this incarnation is {known.role} {known.id!r} at {known.endpoint}")
 
     def _rejoin(self, worker: Worker, identity: bytes, hello: Hello, now: float) -> None:
+        returned = worker.state is WorkerState.SUSPECT
         self._life.registry.rejoin(worker, identity, hello, now)
         self._welcome(identity)
         self._recovery.reintroduced(worker, now)
+        if returned:
+            self._recovery.returned(worker, now)
 
     def _welcome(self, identity: bytes) -> None:
         name = self._life.config.name
-        self._say(identity, Welcome(router=name, incarnation=self._incarnation))
+        worker = self._life.registry.by_identity(identity)
+        key = worker_key(self._life.config.key, worker.incarnation) if worker else b""
+        self._say(identity, Welcome(router=name, incarnation=self._incarnation, key=key))
 
     def _heartbeat(self, worker: Worker, beat: Heartbeat, now: float) -> None:
-        if beat.incarnation == worker.incarnation:
-            self._life.registry.beat(worker, beat, now)
+        if beat.incarnation == worker.incarnation and self._life.registry.beat(worker, beat, now):
+            self._recovery.returned(worker, now)
 
     def _on_drained(self, worker: Worker, message: Drained, _now: float) -> None:
         self._life.registry.drain(worker)
@@ -250,13 +272,21 @@ class WorkerSide:
         return TokenRun(run.request, run.attempt, request.next, run.tokens[skip:], logprobs)
 
     def _current(
-        self, worker: Worker, request: Request | None, key: bytes, attempt: int, now: float
+        self,
+        worker: Worker,
+        request: Request | None,
+        key: bytes,
+        attempt: int,
+        now: float,
+        proof: bytes = b"",
     ) -> bool:
         """Whether a worker's word counts; what it holds of a lower attempt is aborted."""
         life = self._life
         if request is None:
             self._drop("unknown_request")
             self._recovery.orphans.unknown(worker, key, attempt, now)
+            return False
+        if self._is_foreign(worker, request, attempt, now, proof):
             return False
         if request.state is State.RECOVERING and attempt >= request.attempt:
             if worker.aborts.get(key, (0,))[0] >= attempt:
@@ -281,13 +311,29 @@ class WorkerSide:
         request.attempt = attempt  # a higher one: another router knew more
         return True
 
+    def _is_foreign(
+        self, worker: Worker, request: Request, attempt: int, now: float, proof: bytes = b""
+    ) -> bool:
+        """Whether the worker has yet to prove that it was given this attempt: it is asked to.
+
+        What is said of a lower attempt has no effect on the request, so it needs no proof.
+        """
+        if request.done or attempt < request.attempt:
+            return False
+        if self._proofs.hold(worker, request, attempt, proof):
+            return False
+        self._drop("unproven")
+        if self._proofs.may_ask(worker, request, now):
+            self._say(worker.identity, Adopt(request=request.key, position=request.next))
+        return True
+
     # ------------------------------------------------------------------ ends
 
     def _terminal(self, worker: Worker, message: Terminal, now: float) -> None:
         key, attempt = message.request, message.attempt
         request = self._life.requests.get(key)
-        if request is not None and request.state is State.RECOVERING and attempt >= request.attempt:
-            self._recovery.found(request, worker, attempt, now)
+        if request is not None and self._is_foreign(worker, request, attempt, now):
+            return
         running = request is not None and (request.state is _RUNNING or request.state is _ASSIGNED)
         if request is None or not running or attempt < request.attempt:
             if not self._may_be_wanted(worker, request, key, attempt, now):
@@ -346,12 +392,17 @@ class WorkerSide:
         request = self._life.requests.get(message.request)
         if request is not None and request.done:
             return  # it ended before this word came
-        if self._current(worker, request, message.request, message.attempt, now) and request:
+        key, attempt = message.request, message.attempt
+        assigned = request is not None and worker in (request.prefill, request.decode)
+        if self._current(worker, request, key, attempt, now, message.proof) and request:
             self._life.accepted(request)
+            if not assigned:
+                self._recovery.claimed(request, worker, now)
 
     def _busy(self, worker: Worker, message: Busy, now: float) -> None:
         """No room there: choose again, and after a few tries leave the cluster some time."""
-        request = self._given_back(worker, message.request, message.attempt, now)
+        key, attempt = message.request, message.attempt
+        request = self._given_back(worker, key, attempt, now, message.proof)
         if request is None:
             return
         full = request.decode if message.decode_full else worker
@@ -366,10 +417,12 @@ class WorkerSide:
             delay = self._life.back_off(request, message.retry_after, now)
         self._life.requeue(request, now, delay)
 
-    def _given_back(self, worker: Worker, key: bytes, attempt: int, now: float) -> Request | None:
+    def _given_back(
+        self, worker: Worker, key: bytes, attempt: int, now: float, proof: bytes = b""
+    ) -> Request | None:
         """The request a prefill worker cannot go on with; else an Abort lets it rest."""
         request = self._life.requests.get(key)
-        if not self._current(worker, request, key, attempt, now) or request is None:
+        if not self._current(worker, request, key, attempt, now, proof) or request is None:
             return None
         if request.handed:
             self._life.abort_on(worker, key, attempt, request.deadline, "handed over")
@@ -399,21 +452,33 @@ class WorkerSide:
             self._recovery.lost(request, f"worker {worker.id} does not have it", now)
 
     def _peer_lost(self, worker: Worker, message: PeerLost, now: float) -> None:
+        """Its decode worker cannot be reached from there, or does not fit: use another pair."""
         request = self._given_back(worker, message.request, message.attempt, now)
         if request is None:
             return
-        avoid = request.avoid = request.avoid or set()
-        if request.decode is not None:
-            avoid.add(request.decode.incarnation)
+        decode = request.decode
         reason = f"worker {worker.id} cannot reach {message.endpoint}: {message.reason}"
-        self._recovery.lost(request, reason, now)
+        if message.refused or decode is None:
+            avoid = request.avoid = request.avoid or set()
+            if decode is not None:
+                avoid.add(decode.incarnation)
+            self._recovery.lost(request, reason, now)
+            return
+        self._life.placement.failed_pairs.failed(worker, decode, message.reason, now)
+        if not {worker.incarnation, decode.incarnation} <= {*request.shunned}:
+            request.shunned += (worker.incarnation, decode.incarnation)
+        self._recovery.unreachable(request, reason, now)
 
     def _handoff(self, worker: Worker, message: HandoffReport, now: float) -> None:
+        request = self._life.requests.get(message.request)
+        if request is not None and worker is not request.prefill:
+            self._drop("unproven")
+            return
         if self._reported.get(message.request, 0) >= message.attempt:
             return
         self._reported.put(message.request, message.attempt)
-        self._handoffs.add(message)
-        request = self._life.requests.get(message.request)
+        self._handoffs.add(message, request.owner if request is not None else b"")
+        self._passed_on(worker, message)
         if request is None or message.attempt != request.attempt or request.handed:
             return
         if request.state is _ASSIGNED:
@@ -426,6 +491,13 @@ class WorkerSide:
             self._recovery.served_by(request, decode)  # its tokens go to another router
             request.heard = True  # whoever was asked before was not this one
             self._recovery.ask_again(request, now)
+
+    def _passed_on(self, worker: Worker, message: HandoffReport) -> None:
+        """A pair that failed before may work again."""
+        pairs = self._life.placement.failed_pairs
+        decode = self._life.registry.find(message.decode) if len(pairs) else None
+        if decode is not None:
+            pairs.handed_over(worker, decode)
 
     def _moved(self, worker: Worker, message: Moved, _now: float) -> None:
         """Another router serves the request now; its workers go on."""

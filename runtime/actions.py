@@ -63,6 +63,15 @@ class Note:
     fields: dict[str, object]
 
 
+@dataclass(slots=True, frozen=True)
+class Fault:
+    """A bug of ours that ended one request and nothing else: to be logged with its traceback."""
+
+    event: str
+    error: Exception
+    fields: dict[str, object]
+
+
 def blocks_freed(request: bytes, attempt: int, heard: float, now: float) -> Note:
     """An aborted attempt holds no KV blocks here any more.
 

@@ -18,6 +18,7 @@ import zmq
 
 from ..proto.errors import InternalError
 from ..proto.limits import MAX_ARRAY_FRAMES, MAX_CONTROL_BYTES
+from .liveness import CONNECTION_HEARTBEAT_S, DEFAULT_WORKER_TIMEOUT_S, connection_timeout
 
 COPY_LIMIT = 64 << 10
 """Frames up to this many bytes are copied; above, a copy costs more than the bookkeeping."""
@@ -47,8 +48,8 @@ class ChannelOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_frames: int = MAX_ARRAY_FRAMES + 1
     send_hwm: int = 1000
     receive_hwm: int = 1000
-    heartbeat_s: float = 0.1
-    heartbeat_timeout_s: float = 0.3
+    heartbeat_s: float = CONNECTION_HEARTBEAT_S
+    heartbeat_timeout_s: float = connection_timeout(DEFAULT_WORKER_TIMEOUT_S)
 
 
 class ChannelStats(msgspec.Struct):
@@ -60,11 +61,12 @@ class ChannelStats(msgspec.Struct):
     full: int = 0  # not sent: the peer's queue is at its mark
     malformed: int = 0  # received with too many frames and dropped
     refused: int = 0  # connections whose handshake failed
+    crowded: int = 0  # connections closed because too many had said nothing yet
     intruders: int = 0  # received with another key than the identity's, and dropped
 
     def count_into(self, dropped: Counter[str], side: str) -> None:
         """Report what was not let in or could not be used, as ``SIDE_refused`` and so on."""
-        for reason in ("refused", "malformed", "intruders"):
+        for reason in ("refused", "crowded", "malformed", "intruders"):
             count = getattr(self, reason)
             if count:
                 dropped[f"{side}_{reason}"] = count

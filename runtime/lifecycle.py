@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from .log import get_logger
 from .loop import Loop
 
+STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -32,6 +34,19 @@ def on_stop_signal(loop: Loop, callback: Callable[[int], object]) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.on_signal(number, received)
+
+
+@contextmanager
+def hold_signals() -> Iterator[None]:
+    """Deliver signals that ask for the end only afterwards.
+
+    An exception of theirs in the middle of a constructor would lose what it has made so far.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def die_with_parent(parent: int, sig: int = signal.SIGTERM) -> None:

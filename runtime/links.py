@@ -1,7 +1,7 @@
 """A worker's connections to all its routers, and the batching of what it says to them.
 
-Messages of one turn to one router leave in one envelope. What cannot be sent is dropped:
-everything a worker says is repeated by its core until it is answered.
+What cannot be sent is dropped: everything a worker says is repeated by its core until it is
+answered. An end that no envelope can carry is replaced by one that says so.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import secrets
 from collections import Counter
 from collections.abc import Callable
 
-from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
-from ..proto.errors import AccessDenied, ProtocolError, VersionMismatch
-from ..proto.messages import Message, Rejected, RouterToWorker
+from ..proto.codec import EnvelopeDecoder
+from ..proto.errors import AccessDenied, LimitExceeded, ProtocolError, VersionMismatch
+from ..proto.messages import Message, Rejected, RouterToWorker, Terminal
 from .actions import FromRouter, RouterDown, RouterUp
 from .allowed_keys import ROUTER
-from .channel import Frames
+from .channel import Buffers, ChannelOptions, Frames, SendResult
 from .keyring import Keys, keys_for
+from .liveness import DEFAULT_WORKER_TIMEOUT_S, connection_timeout
 from .log import get_logger
 from .loop import Loop
+from .outbox import Outbox
 from .sockets import Context, DealerChannel
 
 _log = get_logger()
@@ -50,11 +52,12 @@ class RouterLinks:
         deliver: Callable[[LinkEvent], object],
         keys: Keys | None = None,
         dropped: Counter[str] | None = None,
+        worker_timeout_s: float = DEFAULT_WORKER_TIMEOUT_S,
     ) -> None:
         self._deliver = deliver
-        self._encoder = EnvelopeEncoder()
+        self._options = ChannelOptions(heartbeat_timeout_s=connection_timeout(worker_timeout_s))
         self._decoder: EnvelopeDecoder[RouterToWorker] = EnvelopeDecoder(RouterToWorker)
-        self._outgoing: dict[str, list[Message]] = {}
+        self._outbox: Outbox[str] = Outbox(self._send, on_refused=self._too_large)
         self._channels: dict[str, DealerChannel] = {}
         self._loop = loop
         self._context = context
@@ -72,7 +75,7 @@ class RouterLinks:
         self._connections += 1
         address = self._routers[name]
         keys = keys_for(self._keys, address, ROUTER, name)
-        channel = DealerChannel(self._context, address, identity, keys=keys)
+        channel = DealerChannel(self._context, address, identity, keys=keys, options=self._options)
         self._channels[name] = channel
         channel.attach(
             self._loop,
@@ -113,15 +116,32 @@ class RouterLinks:
 
     def send(self, router: str, message: Message) -> None:
         """Queue for the end of the turn."""
-        self._outgoing.setdefault(router, []).append(message)
+        self._outbox.put(router, message)
 
     def flush(self) -> None:
-        """Send what was queued, one envelope per router."""
-        outgoing, self._outgoing = self._outgoing, {}
-        for router, messages in outgoing.items():
-            channel = self._channels.get(router)
-            if channel is not None and channel.connected:
-                channel.send(self._encoder.encode(messages))
+        """Send what was queued to the routers that are connected."""
+        for name, channel in self._channels.items():
+            if not channel.connected:
+                self._outbox.drop(name)
+        self._outbox.flush()
+
+    def _send(self, router: str, frames: Buffers) -> SendResult:
+        channel = self._channels.get(router)
+        return SendResult.UNREACHABLE if channel is None else channel.send(frames)
+
+    def _too_large(self, router: str, message: Message, reason: str) -> None:
+        """End a request whose end cannot be sent; its client would wait for the deadline."""
+        self._dropped["not_encodable"] += 1
+        if isinstance(message, Terminal) and message.code is None:
+            terminal = Terminal(
+                request=message.request,
+                attempt=message.attempt,
+                position=message.position,
+                code=LimitExceeded.code,
+                message=reason,
+                request_id=message.request_id,
+            )
+            self._outbox.put(router, terminal)
 
     def close(self) -> None:
         """Disconnect from all routers."""

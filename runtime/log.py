@@ -108,7 +108,10 @@ def _render_json(_logger: Any, _method: str, event: dict[str, Any]) -> str:
 
 
 def _format_traceback(_logger: Any, _method: str, event: dict[str, Any]) -> dict[str, Any]:
-    if event.pop("exc_info", None):
+    error = event.pop("exc_info", None)
+    if isinstance(error, BaseException):
+        event["traceback"] = "".join(traceback.format_exception(error))
+    elif error:
         event["traceback"] = traceback.format_exc()
     return event
 

@@ -15,11 +15,15 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from ..proto.layout import ModelCard
 from ..proto.limits import PROTOCOL_VERSION
 from ..proto.messages import (
     Abort,
     Aborted,
+    Accepted,
+    Busy,
     Heartbeat,
     Hello,
     Message,
@@ -31,22 +35,32 @@ from ..proto.messages import (
     WorkerLoad,
 )
 from ..proto.outputs import TokenLogProbs
+from ..proto.proofs import reserve_ticket, same
 from .actions import Exit, Note, ToRouter
-from .attempts import Attempts
+from .attempts import Attempts, Key
+from .expiry import Expiring
+from .liveness import HEARTBEAT_S
 from .runs import runs_again
 
 HOPELESS = frozenset({"version_mismatch", "model_mismatch", "config", "access_denied"})
 """Rejections that another start would meet again."""
-FINAL = HOPELESS | {"endpoint_dead"}
-"""Rejections after which this incarnation can never serve."""
-HEARTBEAT_S = 0.2
+DECLARED_DEAD = "endpoint_dead"
+"""The rejection after which this incarnation can never serve."""
 TERMINAL_REPEAT_S = 0.5
+PROOF_KEPT_S = 60.0
+"""How long after the deadline of an attempt its proof is kept: a terminal may still wait then."""
 HELLO_PAUSE_S = 0.1
+HELLO_REPEAT_S = 1.0
+"""How long a Welcome is waited for; without it a decode worker can check no ticket."""
 DESERTED_S = 60.0
 """A router away for so long is not waited for: native clients give up in half the time, or have
 gone to another router, which has taken over what it wants."""
 DRAIN_ABSENT_S = 5.0
 """The same for what has ended, while this worker drains; a supervisor's restart takes less."""
+NAME_TAKEN = "name_taken"
+NAME_PATIENCE_S = 30.0
+"""How long a worker waits for a name that a healthy worker has, before it reports an error and
+begins a new incarnation."""
 REFUSED_PATIENCE_S = 3.0
 """How long a worker that one router has refused waits for another one to take it."""
 
@@ -130,11 +144,15 @@ class Membership:
         self._up: dict[str, None] = {}  # ordered, so that a run can be repeated
         self._welcome: set[str] = set()  # routers that have taken us
         self._refused: dict[str, tuple[float, str]] = {}  # routers that will not: since, and why
+        self._taken: dict[str, float] = {}  # routers that gave our name away: since when
         self._away: dict[str, float] = {}  # routers that are not reachable, since when
         self._pending: Attempts[_Pending] = Attempts()
         self._notices: Attempts[_Notice] = Attempts()
         self._beat_at = 0.0
         self._introduced_at = float("-inf")
+        self._hello_at: dict[str, float] = {}  # by router: when Hello was said last
+        self._proofs: Expiring[Key, bytes] = Expiring()  # of attempts a router gave to this worker
+        self._keys: dict[str, bytes] = {}  # by router: what tickets are made with
         self.draining = False
         self.dropped: Counter[str] = Counter()
         """Messages this worker could not use, by reason; heartbeats report them."""
@@ -146,6 +164,7 @@ class Membership:
     ) -> list[ToRouter]:
         """A router is reachable: introduce ourselves, then repeat its terminals."""
         self._up[router] = None
+        self._hello_at[router] = now
         me = self.identity
         ended = [
             RequestState(*key, p.terminal.position, p.prompt_length, done=True, router=p.router)
@@ -162,11 +181,21 @@ class Membership:
             model=me.model,
             max_batch=me.max_batch,
             load=load,
-            requests=requests + ended,
+            requests=[self._proven(held, now) for held in requests + ended],
             draining=self.draining,
             elsewhere=bool(self._welcome - {router}),
         )
         return [ToRouter(router, hello), *self._repeat(now, lambda p: p.router == router)]
+
+    def unanswered(self, now: float) -> list[str]:
+        """Routers that have answered the last Hello neither with Welcome nor with a refusal."""
+        return [
+            router
+            for router in self._up
+            if router not in self._welcome
+            and router not in self._refused
+            and now >= self._hello_at.get(router, now) + HELLO_REPEAT_S
+        ]
 
     def may_introduce(self, now: float) -> bool:
         """Whether a Hello asked for by a router is due, and not already under way."""
@@ -179,37 +208,85 @@ class Membership:
         """A router is gone; what it owns goes on until its deadline."""
         self._up.pop(router, None)
         self._welcome.discard(router)
+        self._taken.pop(router, None)
 
-    def welcomed(self, router: str) -> None:
-        """A router takes us."""
+    def welcomed(self, router: str, key: bytes = b"") -> None:
+        """A router takes us; ``key``: what the tickets it gives out are made with."""
         self._welcome.add(router)
         self._refused.pop(router, None)
+        self._keys[router] = key
+        self._taken.pop(router, None)
 
     @property
     def connected(self) -> int:
         """Routers reachable now."""
         return len(self._up)
 
-    def rejected(self, router: str, message: Rejected, now: float = 0.0) -> Exit | Note:
+    def rejected(
+        self, router: str, message: Rejected, now: float = 0.0
+    ) -> list[ToRouter | Note | Exit]:
         """A router refuses us; some refusals end this incarnation.
+
+        While another worker has our name we ask again with every heartbeat. A worker that drains
+        needs no new incarnation: it finishes what it has for other routers.
 
         In a rolling update another router may take what this one cannot: so the incarnation ends
         when all have refused it, or when none has taken it some time after the first refusal.
         """
         reason = message.message or message.code
-        if message.code in HOPELESS:
+        if message.code == NAME_TAKEN or (message.code == DECLARED_DEAD and self.draining):
+            if router in self._taken:
+                return []
+            self._taken[router] = now
+        elif message.code in HOPELESS:
             self._refused.setdefault(router, (now, reason))
             if len(self._refused) >= len(self.routers):
-                return Exit(reason, restart=False)
-        elif message.code in FINAL:
-            return Exit(reason, restart=True)
-        return Note("router.rejected", {"router": router, "code": message.code, "reason": reason})
+                return [Exit(reason, restart=False)]
+        elif message.code == DECLARED_DEAD:
+            return [Exit(reason, restart=True)]
+        return [Note("router.rejected", {"router": router, "code": message.code, "reason": reason})]
 
     def _given_up(self, now: float) -> list[Exit]:
-        if self._welcome or not self._refused:
+        if self._welcome:
+            return []
+        if self._taken and now >= min(self._taken.values()) + NAME_PATIENCE_S:
+            reason = f"another worker has had the name {self.identity.worker} all the while"
+            return [Exit(reason, restart=True)]
+        if not self._refused:
             return []
         since, reason = next(iter(self._refused.values()))
         return [Exit(reason, restart=False)] if now >= since + REFUSED_PATIENCE_S else []
+
+    # ------------------------------------------------------------------ proofs
+
+    def assigned(self, key: Key, proof: bytes, until: float) -> None:
+        """Keep the proof that a router gave this attempt to this worker."""
+        if proof:
+            self._proofs.put(key, proof, until + PROOF_KEPT_S)
+
+    def claim(self, router: str, key: Key, now: float) -> ToRouter:
+        """Show a router that this attempt was given to this worker."""
+        proof = self._proofs.get(key, now) or b""
+        return ToRouter(router, Accepted(request=key[0], attempt=key[1], proof=proof))
+
+    def _proven(self, held: RequestState, now: float) -> RequestState:
+        proof = self._proofs.get((held.request, held.attempt), now)
+        return msgspec.structs.replace(held, proof=proof) if proof else held
+
+    def invited(self, request: bytes, attempt: int, incarnation: int, ticket: bytes) -> bool:
+        """Whether a router sent the prefill worker ``incarnation`` here with this attempt.
+
+        A router of an earlier version gives out no keys, so there is nothing to check then.
+        """
+        keys = set(self._keys.values())
+        return b"" in keys or any(
+            same(ticket, reserve_ticket(key, request, attempt, incarnation)) for key in keys
+        )
+
+    @property
+    def can_check(self) -> bool:
+        """Whether a router has told what tickets are made with."""
+        return bool(self._keys)
 
     # ------------------------------------------------------------------ terminals
 
@@ -247,13 +324,20 @@ class Membership:
         self, router: str, key: tuple[bytes, int], messages: list[Message], now: float, until: float
     ) -> list[ToRouter]:
         """Hand an attempt back: say why until the router aborts it, at most ``until``."""
+        proof = self._proofs.get(key, now) or b""
+        messages = [
+            msgspec.structs.replace(one, proof=proof) if isinstance(one, Busy) and proof else one
+            for one in messages
+        ]
         self._notices[key] = _Notice(router, messages, until, now + TERMINAL_REPEAT_S)
         return [ToRouter(router, message) for message in messages]
 
-    def acknowledged(self, ended: list[tuple[bytes, int]]) -> None:
-        """A router has these terminals."""
-        for request, attempt in ended:
-            self._pending.pop((request, attempt), None)
+    def acknowledged(self, router: str, ended: list[tuple[bytes, int]]) -> None:
+        """A router has these terminals; those of requests of other routers stay."""
+        for key in ended:
+            pending = self._pending.get(key)
+            if pending is not None and pending.router == router:
+                del self._pending[key]
 
     def forget(self, request: bytes, attempt: int, router: str | None = None) -> None:
         """An abort makes all that was to be said of attempts up to ``attempt`` meaningless.
@@ -310,6 +394,7 @@ class Membership:
             )
             actions += [ToRouter(router, beat) for router in self._up]
         self._expire(now)
+        self._proofs.expire(now)
         actions += self._repeat(now, lambda p: now >= p.repeat_at)
         actions += self._repeat_notices(now)
         return actions
@@ -328,8 +413,13 @@ class Membership:
             del self._notices[key]
 
     def away(self, now: float, seconds: float = DESERTED_S) -> set[str]:
-        """Routers that have not been reachable for so long."""
-        return {router for router, since in self._away.items() if now >= since + seconds}
+        """Routers that have not been reachable for so long, or have given our name away.
+
+        Those moved what they had here, to another worker of our name or since they declared us
+        dead while we drain, and never acknowledge anything.
+        """
+        taken = {r for r, since in self._taken.items() if now >= since + DRAIN_ABSENT_S}
+        return {r for r, since in self._away.items() if now >= since + seconds} | taken
 
     def next_timer(self) -> float:
         """When :meth:`tick` should run."""

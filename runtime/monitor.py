@@ -13,7 +13,9 @@ HANDSHAKE_FAILURES = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES
+_EVENTS = (
+    zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES
+)
 _HEAD = struct.Struct("=Hi")
 _PROTOCOL_ERRORS = {
     int(getattr(zmq, name)): name.removeprefix("PROTOCOL_ERROR_").lower().replace("_", " ")
@@ -32,7 +34,7 @@ def describe_refusal(event: int, value: int) -> str:
 
 
 class Monitor:
-    """Reads ``(event, value)`` pairs; of a disconnect the value is the descriptor that closed."""
+    """Reads ``(event, value)`` pairs; the value of an accept or a disconnect is its descriptor."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._watched = socket

@@ -1,8 +1,9 @@
 """Collects a turn's outgoing messages and sends each peer one envelope.
 
 The cost of a hop is paid per envelope, so everything a turn has to say to a peer travels
-together, in order. A message that cannot be sent is reported and forgotten: every exchange
-of the protocol repeats itself.
+together, in order. What is more than an envelope takes is split. A message that cannot be sent is
+reported and forgotten: every exchange of the protocol repeats itself. One that is too large for
+any envelope fails alone, and nothing for this peer or another is lost with it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Generic, TypeVar
 
-from ..proto.codec import EnvelopeEncoder
+from ..proto.codec import Digest, EnvelopeEncoder
 from ..proto.limits import MAX_CONTROL_BYTES
 from ..proto.messages import Message
 from .channel import Buffers, SendResult
@@ -36,7 +37,8 @@ class Outbox(Generic[Peer]):
 
     ``send(peer, frames)`` is a channel's send; ``on_unsent(peer, messages, result)`` hears
     of what ZeroMQ did not take, all of it at once and in order. ``max_bytes``: largest
-    first frame the peers accept.
+    first frame the peers accept. ``digest``: seals the envelopes. ``on_refused(peer, message,
+    reason)`` hears of a message that no envelope can carry; it may put another one.
     """
 
     def __init__(
@@ -44,10 +46,14 @@ class Outbox(Generic[Peer]):
         send: Callable[[Peer, Buffers], SendResult],
         on_unsent: Callable[[Peer, list[Message], SendResult], object] | None = None,
         max_bytes: int = MAX_CONTROL_BYTES,
+        *,
+        digest: Digest | None = None,
+        on_refused: Callable[[Peer, Message, str], object] | None = None,
     ) -> None:
         self._send = send
         self._on_unsent = on_unsent
-        self._encoder = EnvelopeEncoder(max_bytes)
+        self._on_refused = on_refused
+        self._encoder = EnvelopeEncoder(max_bytes, digest)
         self._waiting: defaultdict[Peer, list[Message]] = defaultdict(list)
         self._latest: dict[tuple[Peer, type], int] = {}  # where in what waits
         self.pressing = False  # whether any of it should go at the next flush
@@ -102,7 +108,7 @@ class Outbox(Generic[Peer]):
         batches = deque(_batches(messages))
         while batches:
             batch = batches.popleft()
-            frames = self._encode(batch)
+            frames = self._encode(peer, batch)
             if frames is None:
                 if len(batch) > 1:  # one message must not take its neighbours with it
                     half = len(batch) // 2
@@ -119,7 +125,7 @@ class Outbox(Generic[Peer]):
         if self._on_unsent is not None:
             self._on_unsent(peer, messages, result)
 
-    def _encode(self, batch: list[Message]) -> Buffers | None:
+    def _encode(self, peer: Peer, batch: list[Message]) -> Buffers | None:
         """Frames of an envelope, or None when they are over a limit or one is no message."""
         try:
             return self._encoder.encode(batch)
@@ -128,6 +134,8 @@ class Outbox(Generic[Peer]):
                 self.unsent += 1
                 name = type(batch[0]).__name__
                 _log.error("outbox.not_encodable", message=name, reason=str(error))
+                if self._on_refused is not None:
+                    self._on_refused(peer, batch[0], f"{name} cannot be sent: {error}")
             return None
 
 

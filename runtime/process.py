@@ -1,7 +1,8 @@
 """The life of a worker process: settings in, exit code out.
 
 Exit codes: 0 drained or stopped, 1 a setting or model is wrong (a restart would not help),
-:data:`EXIT_RESTART` this incarnation is over and a new one is welcome.
+:data:`EXIT_RESTART` this incarnation is over and a new one is welcome. A worker whose incarnation
+was declared dead while it was paused begins the next one itself, with the model it has loaded.
 """
 
 from __future__ import annotations
@@ -13,21 +14,35 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
 
 import msgspec
+import zmq
 
 from ..proto.errors import BatonError
 from . import lifecycle
 from .config import load
+from .descriptors import raise_open_files
+from .keyring import KeyRing
+from .lifecycle import on_stop_signal
 from .log import configure, get_logger, never_block
+from .loop import Loop
+from .sockets import Context
+from .zap import Doorkeeper
 
 EXIT_RESTART = 4
+"""This incarnation is over; the process may begin another one, or be started again."""
 TICK_S = 0.05
 """How often a worker's core evaluates its timers."""
+SIGN_OF_LIFE = "process.alive"
+"""Log event of a supervised process, once a second from the loop that answers its sockets: the
+supervisor's evidence that the process itself runs, whatever has become of its connections."""
+SIGN_EVERY_S = 1.0
 
 Config = TypeVar("Config", bound=msgspec.Struct)
 _log = get_logger()
+_supervised = False
 
 
 def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -> int:
@@ -36,8 +51,10 @@ def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -
     A :class:`BatonError`, or too little memory, ends it with one line and exit code 1, no
     traceback.
     """
+    global _supervised
     lifecycle.limit_blas_threads(1)
     lifecycle.recycle_large_buffers()
+    raise_open_files()
     parser = argparse.ArgumentParser(prog=f"baton-{role}")
     parser.add_argument("--config", required=True, help="settings file (JSON or TOML)")
     parser.add_argument("--parent", type=int, default=0, help="end when this process ends")
@@ -47,6 +64,7 @@ def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -
         # Nothing supervises us then: going on, even to drain, would leave an orphan.
         lifecycle.die_with_parent(options.parent, signal.SIGKILL)
         never_block()
+        _supervised = True
     try:
         config = load(options.config, kind)
         process = str(getattr(config, "worker_id", getattr(config, "name", "")))
@@ -62,6 +80,71 @@ def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def show_life(loop: Loop) -> None:
+    """Write a :data:`SIGN_OF_LIFE` now and every second, if a supervisor reads it."""
+    if _supervised:
+        _log.report(SIGN_OF_LIFE)
+        loop.call_later(SIGN_EVERY_S, lambda: show_life(loop))
+
+
+class Shell(Protocol):
+    """One incarnation of a worker: its core, sockets and threads."""
+
+    exit_code: int
+
+    def start(self) -> None:
+        """Listen and begin to tick."""
+        ...
+
+    def drain(self) -> None:
+        """Finish what is here, then stop the loop."""
+        ...
+
+    def close(self) -> bool:
+        """Close the sockets; whether the compute thread has ended, so nothing uses the model."""
+        ...
+
+
+MakeShell = Callable[[Loop, Context, Doorkeeper | None], Shell]
+
+
+def run_incarnations(keys: KeyRing | None, make: MakeShell) -> int:
+    """Run a worker until it is drained, stopped or refused; returns the exit code.
+
+    ``make`` builds a shell with a new incarnation on a model that is loaded already. It is called
+    again after the routers have declared an incarnation dead, unless a step still runs.
+    """
+    while True:
+        settle()  # also frees what the last incarnation has left: descriptors, maps, buffers
+        code, ended = _run_one(keys, make)
+        if code != EXIT_RESTART or not ended:
+            return code
+        _log.warning("worker.registers_again")
+
+
+def _run_one(keys: KeyRing | None, make: MakeShell) -> tuple[int, bool]:
+    """Run one incarnation: its exit code, and whether nothing of it uses the model any more."""
+    loop, context = Loop(), zmq.Context[zmq.Socket[bytes]]()
+    doors = None if keys is None else Doorkeeper(context, keys)
+    shell = make(loop, context, doors)
+    on_stop_signal(loop, partial(_stop, loop, shell))
+    if doors is not None:
+        doors.attach(loop)
+    shell.start()
+    show_life(loop)
+    loop.run()
+    ended = shell.close()
+    context.destroy(linger=0)
+    return shell.exit_code, ended
+
+
+def _stop(loop: Loop, shell: Shell, times: int) -> None:
+    if times == 1:
+        shell.drain()
+    else:
+        loop.stop()
 
 
 class LoadProgress:

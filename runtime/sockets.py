@@ -1,8 +1,8 @@
 """The two ends of every connection: a listening RouterChannel, a connecting DealerChannel.
 
-Invariant: a peer that was heard and then died is reported once, by the socket event of its
-connection (kill: about 2 ms) or by ZMTP heartbeats (stop, partition: about 400 ms). A hung
-process answers those; only heartbeats of the application find it.
+Invariant: a peer that was heard and whose connection closed is reported once: after about 2 ms
+where its process ended, after :attr:`ChannelOptions.heartbeat_timeout_s` where it was stopped or
+cut off. A hung process still answers ZeroMQ's heartbeats; only those of the application find it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import zmq
 
 from ..proto.limits import PROTOCOL_VERSION
 from ..proto.messages import Ping
+from .admissions import MAX_SILENT, Admissions
 from .binding import bind, ipc_path
 from .callers import Callers
 from .channel import (
@@ -26,6 +27,7 @@ from .channel import (
     SendResult,
 )
 from .dealer import Context, DealerChannel
+from .descriptors import open_files, remote_address, shut_down
 from .log import get_logger
 from .loop import Loop
 from .monitor import HANDSHAKE_FAILURES, Monitor, describe_refusal
@@ -79,6 +81,7 @@ class RouterChannel(Channel):
             raise
         self._monitor = Monitor(self._socket)
         self._peers = PeerTable()
+        self._admissions = Admissions(min(MAX_SILENT, open_files() // 2))
         self.callers = None if guard is None else guard.callers
         """Whose keys the peers have; None where none are asked for."""
         self._complain_at = 0.0
@@ -172,6 +175,7 @@ class RouterChannel(Channel):
     # ------------------------------------------------------------------ disconnects
 
     def _heard(self, identity: bytes, fd: int) -> None:
+        self._admissions.settled(fd)
         if self._peers.heard(identity, fd, Loop.now()):
             self._verify(identity)
 
@@ -180,7 +184,10 @@ class RouterChannel(Channel):
         if report is None:
             return False
         event, value = report
-        if event == zmq.EVENT_DISCONNECTED:
+        if event == zmq.EVENT_ACCEPTED:
+            self._accepted(value)
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._admissions.settled(value)
             for identity in self._peers.closed(value, Loop.now()):
                 if self.callers is None:
                     self._verify(identity)
@@ -188,8 +195,23 @@ class RouterChannel(Channel):
                     self._end(identity)
         elif event & HANDSHAKE_FAILURES:
             self.stats.refused += 1
-            self._complain("socket.handshake_failed", describe_refusal(event, value))
+            reason = describe_refusal(event, value)
+            if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and not is_tcp(self.endpoint):
+                # A command of this user that only looked whether somebody listens, or was brief.
+                _log.info("socket.handshake_failed", endpoint=self.endpoint, reason=reason)
+            else:
+                self._complain("socket.handshake_failed", reason)
         return True
+
+    def _accepted(self, fd: int) -> None:
+        """Count a connection until it speaks, and close one of too many that have not."""
+        if not is_tcp(self.endpoint):
+            return  # an ipc file is this user's alone
+        crowded = self._admissions.accepted(fd, remote_address(fd), Loop.now())
+        if crowded is not None:
+            self.stats.crowded += 1
+            self._complain("socket.crowded", "too many connections that say nothing")
+            shut_down(crowded)
 
     def _verify(self, identity: bytes, attempt: int = 0) -> None:
         """Find out whether the peer behind a closed connection is gone or came back."""

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from ..proto.messages import (
     Abort,
     Adopt,
+    Assign,
     Drain,
     Drained,
     Message,
@@ -24,7 +25,9 @@ from ..proto.messages import (
     Rejected,
     RequestState,
     Share,
+    Terminal,
     TerminalAck,
+    Tokens,
     Welcome,
     WorkerLoad,
 )
@@ -119,12 +122,12 @@ class WorkerCore(ABC):
         router = event.router
         match event.message:
             case TerminalAck(requests=ended):
-                self._member.acknowledged(ended)
+                self._member.acknowledged(router, ended)
                 return self._maybe_drained()
             case Abort() as message:
                 return self._abort(router, message, now)
             case Adopt(request=request, position=position):
-                return self._adopt(router, request, position)
+                return self._claim(router, self._adopt(router, request, position), now)
             case PeerDead(incarnation=incarnation, endpoint=endpoint):
                 return self._peer_dead(endpoint, incarnation, now)
             case Drain():
@@ -134,12 +137,31 @@ class WorkerCore(ABC):
             case Rejected(code="endpoint_unknown"):
                 return self._unknown_there(router, now)
             case Rejected() as message:
-                return [self._member.rejected(router, message, now)]
-            case Welcome():
-                self._member.welcomed(router)
+                return list(self._member.rejected(router, message, now))
+            case Welcome(key=key):
+                self._member.welcomed(router, key)
                 return []
+            case Assign() as message:
+                key_ = (message.request, message.attempt)
+                self._member.assigned(key_, message.proof, now + message.deadline)
+                return self._assigned(router, message, now)
             case message:
                 return self._assigned(router, message, now)
+
+    def _claim(self, router: str, answer: list[Any], now: float) -> list[Any]:
+        """The answer to an Adopt, with the proof that what it tells was given to this worker."""
+        for action in answer:
+            if not isinstance(action, ToRouter) or action.router != router:
+                continue
+            said = action.message
+            if isinstance(said, Tokens) and said.runs:
+                said_of = (said.runs[0].request, said.runs[0].attempt)
+            elif isinstance(said, Terminal):
+                said_of = (said.request, said.attempt)
+            else:
+                continue
+            return [self._member.claim(router, said_of, now), *answer]
+        return answer
 
     # ------------------------------------------------------------------ aborts
 
@@ -166,6 +188,13 @@ class WorkerCore(ABC):
             else:
                 notes.append(blocks_freed(*key, heard, now))
         return notes
+
+    def _introduce_again(self, now: float) -> list[Any]:
+        """Say Hello again to routers whose Welcome is missing."""
+        actions: list[Any] = []
+        for router in self._member.unanswered(now):
+            actions += self._on_router_up(RouterUp(router), now)
+        return actions
 
     def _deserted(self, now: float) -> list[Any]:
         """Free what belongs to a router that has been away for long: nobody asked for it since."""

@@ -15,8 +15,7 @@ from ..client import events as client
 from ..client.core import ClientCore
 from ..proto.ids import request_key
 from ..proto.messages import Drain, Message, Submit
-from ..proto.wire import WireContext, WireSampling
-from ..router import events as routing
+from ..proto.wire import WireContext, WireSampling, WireTokens
 from .nodes import DETECT_S, Node
 from .toy_model import EOS, MAX_LENGTH
 
@@ -61,14 +60,14 @@ class Record:
         """The request as the user asks for it."""
         if self.embed:
             context = WireContext(
-                tokens=np.array(self.prompt, np.int32),
+                tokens=WireTokens(np.array(self.prompt, np.int32)),
                 max_length=len(self.prompt),
                 target_endpoint=self.endpoint,
                 task="embed",
             )
             return self._spec(context)
         context = WireContext(
-            tokens=np.array(self.prompt, np.int32),
+            tokens=WireTokens(np.array(self.prompt, np.int32)),
             max_length=MAX_LENGTH,
             sampling=WireSampling(temperature=0.0, max_new_tokens=self.max_new_tokens),
             eos_token_ids=[EOS],
@@ -146,7 +145,7 @@ class ClientNode(Node):
     def drain(self, worker: str) -> None:
         """As an operator."""
         self._tickets += 1
-        self.feed(client.Ask(self._tickets, Drain(worker=worker), 2.0))
+        self.feed(client.Ask(self._tickets, Drain(worker=worker, force=True), 2.0))
 
     # ------------------------------------------------------------------ the connection
 
@@ -225,28 +224,34 @@ class ClientNode(Node):
 
     def feed(self, event: client.Event) -> None:
         """Let the core decide and perform what it wants."""
+        said: list[Message] = []
         for action in self.core.handle(event, self.now):
             match action:
                 case client.Send(message=message):
-                    self._send(message)
+                    said.append(message)
                 case client.NewTokens():
                     self._tokens(action)
                 case client.Ended():
                     self._ended(action)
                 case client.Reconnect(address=name):
+                    said = self._send(said)
                     self._renew(name)
                 case client.Look(address=name):
                     self._look(name)
                 case _:
                     pass
+        self._send(said)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, messages: list[Message]) -> list[Message]:
+        """Send one envelope; returns the empty next one."""
         router, identity = self.router, self.identity
-        if isinstance(message, Submit) and message.request_id in self.live:
-            key = request_key(identity, message.request_id, message.serial)
-            self.cluster.watcher.named(key, self.live[message.request_id])
-        event = routing.FromClient(identity, message)  # type: ignore[arg-type]
-        self.transmit(router, lambda: router.feed(event))
+        for message in messages:
+            if isinstance(message, Submit) and message.request_id in self.live:
+                key = request_key(identity, message.request_id, message.serial)
+                self.cluster.watcher.named(key, self.live[message.request_id])
+        if messages:
+            self.transmit(router, lambda: router.hear_client(identity, messages))
+        return []
 
     def _tokens(self, action: client.NewTokens) -> None:
         record = self.live.get(action.request_id)

@@ -52,6 +52,7 @@ class Cluster:
     ) -> None:
         self.shape = shape = shape or Shape()
         self.stats: Counter[str] = Counter()
+        self.twins: list[WorkerNode[Any]] = []
         self.watcher = Watcher(self)
         self.network = Network(
             Random(seed),  # noqa: S311
@@ -125,7 +126,11 @@ class Cluster:
         """A node died: its peers notice, and it is started again after a while."""
         identity = node.identity
         self.network.after(DETECT_S, lambda: self._notice(node, identity))
-        self.network.after(self.shape.restart_s, node.start)
+        self.network.after(self.shape.restart_s, lambda: self._restart(node))
+
+    def _restart(self, node: Node) -> None:
+        if node in self.nodes:
+            node.start()
 
     def _notice(self, node: Node, identity: bytes) -> None:
         if isinstance(node, RouterNode):
@@ -185,6 +190,53 @@ class Cluster:
                 client.when_up(client.router_down)()
         elif isinstance(router, RouterNode):
             self._flap_worker(router, next(n for n in (one, other) if n is not router))
+
+    def timed_out(self, node: Node, seconds: float) -> None:
+        """Close the connections of a node stopped for ``seconds``; it connects anew later."""
+        if not (node.alive and node.stopped) or self.network.now < node.stopped_at + seconds - 1e-9:
+            return
+        for router in self.routers:
+            for worker in self.workers:
+                if node is router or node is worker:
+                    self._drop(router, worker)
+                    again = partial(self._connect_again, router, worker)
+                    node.when_up(partial(self.network.after, FLAP_S, again))()
+
+    def cut_off(self, router: RouterNode, worker: WorkerNode[Any], back: float) -> None:
+        """Nothing passed between them for so long that both closed their connection."""
+        if router.alive and worker.alive:
+            self._drop(router, worker)
+            self.network.at(back, partial(self._connect_again, router, worker))
+
+    def _drop(self, router: RouterNode, worker: WorkerNode[Any]) -> None:
+        identity = worker.identity
+        self.network.cut(router.name, worker.name)
+        router.when_up(lambda: router.worker_gone(identity))()
+        worker.when_up(lambda: worker.router_down(router))()
+
+    @staticmethod
+    def _connect_again(router: RouterNode, worker: WorkerNode[Any]) -> None:
+        worker.when_up(lambda: worker.router_up(router) if router.alive else None)()
+
+    def twin(self, worker: WorkerNode[Any]) -> None:
+        """Start another process of the same name, at an address of its own."""
+        twin = type(worker)(self, worker.name, worker.sizes)
+        twin.endpoint += f"-twin-{len(self.twins)}"
+        self._pool_of(worker).append(twin)
+        self.twins.append(twin)
+        twin.start()
+
+    def end_twins(self) -> None:
+        """The operator has found them: they end for good."""
+        for twin in self.twins:
+            twin.crash()
+            self._pool_of(twin).remove(twin)
+        self.twins.clear()
+
+    def _pool_of(self, worker: WorkerNode[Any]) -> list[Any]:
+        if isinstance(worker, PrefillNode):
+            return self.prefills
+        return self.decodes if isinstance(worker, DecodeNode) else self.embedders
 
     def _flap_worker(self, router: RouterNode, node: Node) -> None:
         if not isinstance(node, WorkerNode):

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 
+from ..runtime.liveness import DEFAULT_WORKER_TIMEOUT_S, connection_timeout
 from .cluster import Cluster
+from .network import Link
 from .nodes import Node
 from .scenarios import Scenario
 
 STOP_S = 3.0
-"""Longest time a process is stopped."""
+"""Longest time a process is stopped; the worker timeout is longer."""
+PAUSE_S = (0.3, 2.0)
+"""A pause: a container that is throttled, a host that swaps."""
+ABSENCE_S = (5.5, 9.0)
+"""Longer than the worker timeout: the worker is dead when it goes on."""
+SLOW_STEP_S = (0.3, 3.0)
+"""One step that takes much longer than predicted."""
+CONNECTION_S = connection_timeout(DEFAULT_WORKER_TIMEOUT_S)
+"""Silence after which both ends close a connection."""
+RECONNECT_S = 1.0
+"""Longest time until a connection stands again after the network is back."""
 BLOCK_S = 2.0
 """Longest time a direction is blocked."""
 
-ISOLATE_S = 3.0
-"""Longest time a router is cut off; longer than its peers wait for it."""
+CUT_S = 12.0
+"""Longest time a prefill and a decode worker cannot reach each other; several handoff timeouts."""
+ISOLATE_S = 4.0
+"""Longest time a router is cut off; longer than its clients wait for it."""
 
 
 class Storm:
@@ -32,10 +47,15 @@ class Storm:
         kinds = {
             self._crash: scenario.crashes,
             self._stop: scenario.stops,
+            self._pause: scenario.pauses,
+            self._absent: scenario.absences,
+            self._slow_step: scenario.slow_steps,
+            self._twin: scenario.twins,
             self._hang: scenario.hangs,
             self._flap: scenario.flaps,
             self._partition: scenario.partitions,
             self._isolate: scenario.isolations,
+            self._cut: scenario.cuts,
             self._drain: scenario.drains,
             self._jump: scenario.jumps,
             self._slow: scenario.slow,
@@ -50,9 +70,36 @@ class Storm:
         self._cluster.network.at(when, node.crash)
 
     def _stop(self, node: Node, when: float) -> None:
-        pause = self._random.uniform(0.05, STOP_S)
-        self._cluster.network.at(when, node.stop)
-        self._cluster.network.at(when + pause, node.resume)
+        self._stop_for(node, when, self._random.uniform(0.05, STOP_S))
+
+    def _pause(self, node: Node, when: float) -> None:
+        self._stop_for(node, when, self._random.uniform(*PAUSE_S))
+
+    def _absent(self, node: Node, when: float) -> None:
+        worker = self._random.choice(self._cluster.workers)
+        self._stop_for(worker, when, self._random.uniform(*ABSENCE_S))
+
+    def _stop_for(self, node: Node, when: float, seconds: float) -> None:
+        """SIGSTOP, and SIGCONT later; its connections time out meanwhile if that is long enough."""
+        network = self._cluster.network
+        network.at(when, node.stop)
+        if seconds > CONNECTION_S:
+            network.at(when + CONNECTION_S, lambda: self._cluster.timed_out(node, CONNECTION_S))
+        network.at(when + seconds, node.resume)
+
+    def _slow_step(self, node: Node, when: float) -> None:
+        worker = self._random.choice(self._cluster.workers)
+        seconds = self._random.uniform(*SLOW_STEP_S)
+
+        def slow() -> None:
+            worker.slow_step = seconds
+
+        self._cluster.network.at(when, slow)
+
+    def _twin(self, node: Node, when: float) -> None:
+        """A second process of a worker's name: a partition healed, or an operator's mistake."""
+        worker = self._random.choice(self._cluster.workers)
+        self._cluster.network.at(when, lambda: self._cluster.twin(worker))
 
     def _hang(self, node: Node, when: float) -> None:
         worker = self._random.choice(self._cluster.workers)
@@ -80,6 +127,20 @@ class Storm:
         network.at(when, lambda: network.blocked.update(links))
         network.at(until, lambda: network.blocked.difference_update(links))
 
+    def _cut(self, node: Node, when: float) -> None:
+        """A prefill and a decode worker lose each other, in one direction or both; nobody is told.
+
+        Early enough to last for a while: when the load ends, so do all faults.
+        """
+        cluster, random = self._cluster, self._random
+        one, other = random.choice(cluster.prefills).name, random.choice(cluster.decodes).name
+        kind = random.choice(self._scenario.cut_kinds)
+        links = _cut_links(kind, one, other)
+        start, length = when / 2, random.uniform(0.5, CUT_S)
+        cluster.network.at(start, lambda: cluster.network.blocked.update(links))
+        cluster.network.at(start + length, lambda: cluster.network.blocked.difference_update(links))
+        cluster.stats["cuts"] += 1
+
     def _isolate(self, node: Node, when: float) -> None:
         """Nothing passes between a router and one side of its sockets, or both; nobody is told."""
         cluster, random = self._cluster, self._random
@@ -92,6 +153,11 @@ class Storm:
         until = when + random.uniform(0.05, ISOLATE_S)
         cluster.network.at(when, lambda: cluster.network.blocked.update(links))
         cluster.network.at(until, lambda: cluster.network.blocked.difference_update(links))
+        if cluster.workers[0].name in names and until - when > CONNECTION_S:
+            back = until + random.uniform(0.0, RECONNECT_S)
+            for worker in cluster.workers:
+                timed_out = partial(cluster.cut_off, router, worker, back)
+                cluster.network.at(when + CONNECTION_S, timed_out)
 
     def _drain(self, node: Node, when: float) -> None:
         """By SIGTERM, or by an operator's wish at the router."""
@@ -142,3 +208,16 @@ class Storm:
         if kind == 1:
             return router, random.choice([c for c in cluster.clients if c.router is router])
         return random.choice(cluster.prefills), random.choice(cluster.decodes)
+
+
+def _cut_links(kind: str, prefill: str, decode: str) -> set[Link]:
+    """The directions in which nothing passes: KV frames have a connection of their own."""
+    control, data = (prefill, decode), (prefill + "/data", decode)
+    back = (decode, prefill)
+    return {
+        "both": {control, data, back},
+        "there": {control, data},
+        "back": {back},
+        "data": {data},
+        "control": {control},
+    }[kind]

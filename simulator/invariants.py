@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..client import events as client
-from ..proto.messages import Message, TokenRun, Tokens
+from ..proto.messages import Message, Reserve, TokenRun, Tokens
 from ..router.registry import WorkerState
 from ..router.request import Request, State
 from .toy_model import expected_tokens, expected_vector
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from .clients import Record
     from .cluster import Cluster
     from .nodes import RouterNode
-    from .workers import WorkerNode
+    from .workers import DecodeNode, WorkerNode
 
+GRANT_S = 8.0
+"""A grant that no handoff uses is freed within this time, also where its worker was stopped."""
 FINISHED = ("end_of_sequence", "maximum_length")
 LATE_S = 1.0
 """A request ends at most so long after its deadline."""
@@ -40,6 +42,7 @@ class Watcher:
         self._truth: dict[int, list[int]] = {}
         self._named: dict[bytes, list[Record]] = {}
         self._empty: set[int] = set()  # lives whose pool was empty when last looked at
+        self._unused: dict[tuple[int, int, int], float] = {}  # grants without a handoff, since when
 
     # ------------------------------------------------------------------ books
 
@@ -56,6 +59,29 @@ class Watcher:
         else:
             self._empty.add(node.incarnation)
         node.core.check_integrity()
+
+    def grants(self, node: DecodeNode) -> None:
+        """Time passed at a decode worker: no grant stays for a handoff that is over."""
+        now = self._cluster.network.now
+        before, self._unused = (
+            self._unused,
+            {grant: since for grant, since in self._unused.items() if grant[0] != node.incarnation},
+        )
+        for slot in node.receiver.ungiven():
+            if slot.reserve is None or self._is_handed_over(slot.reserve):
+                continue
+            grant = (node.incarnation, slot.index, slot.generation)
+            # A worker that was stopped could free nothing meanwhile.
+            since = self._unused[grant] = max(before.get(grant, now), node.resumed_at)
+            if now > since + GRANT_S:
+                raise Violation(f"{node.name} holds a grant of nobody for {now - since:.1f} s")
+
+    def _is_handed_over(self, reserve: Reserve) -> bool:
+        key = (reserve.request, reserve.attempt)
+        return any(
+            node.alive and node.incarnation == reserve.incarnation and key in node.sender
+            for node in self._cluster.prefills
+        )
 
     # ------------------------------------------------------------------ tokens
 

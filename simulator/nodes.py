@@ -7,7 +7,7 @@ on. Actions are performed as the real shells do: in order, messages through the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..proto.messages import Message
@@ -31,6 +31,7 @@ class Node:
         self.incarnation = 0
         self.alive = False
         self.stopped = False
+        self.stopped_at = self.resumed_at = 0.0
         self.skew = 0.0  # of this machine's clock
         self._backlog: list[Callable[[], None]] = []
 
@@ -64,11 +65,14 @@ class Node:
 
     def stop(self) -> None:
         """SIGSTOP."""
+        if not self.stopped:
+            self.stopped_at = self.cluster.network.now
         self.stopped = True
 
     def resume(self) -> None:
         """SIGCONT: what arrived meanwhile is handled now, in order."""
         self.stopped = False
+        self.resumed_at = self.cluster.network.now
         backlog, self._backlog = self._backlog, []
         for call in backlog:
             call()
@@ -119,13 +123,26 @@ class RouterNode(Node):
         for identity in list(self._held):
             self._retry(identity)
 
+    def hear_client(self, identity: bytes, messages: Sequence[Message]) -> None:
+        """An envelope of a client."""
+        self._perform(self.core.from_client(identity, messages, self.now))
+
+    def hear_worker(self, identity: bytes, messages: Sequence[Message]) -> None:
+        """An envelope of a worker."""
+        self._perform(self.core.from_worker(identity, messages, self.now))
+
     def feed(self, event: routing.Event) -> None:
         """Let the core decide, then send what it wants sent."""
-        for action in self.core.handle(event, self.now):
+        self._perform(self.core.handle(event, self.now))
+
+    def _perform(self, actions: list[routing.Action]) -> None:
+        for action in actions:
             if isinstance(action, routing.ToClient):
                 self._to_client(action.identity, action.message)
             elif isinstance(action, routing.ToWorker):
                 self.cluster.to_worker(self, action.identity, action.message)
+            elif isinstance(action, routing.Log):
+                self.cluster.stats[action.event] += 1
         self.cluster.watcher.router(self)
 
     def client_gone(self, identity: bytes) -> None:

@@ -11,7 +11,7 @@ from random import Random
 
 from .clients import ClientNode, Record
 from .cluster import Cluster
-from .faults import BLOCK_S, STOP_S, Storm
+from .faults import ABSENCE_S, BLOCK_S, STOP_S, Storm
 from .invariants import Violation, check_forgotten, check_quiet, check_request
 from .network import Aim, Faults
 from .scenarios import Scenario
@@ -79,6 +79,9 @@ class Run:
                     text = f"nothing was heard for {record.longest_wait:.1f} s"
                     raise Violation(f"{record.request_id}: {text}")
         check_quiet(cluster)
+        lost = cluster.stats["worker.dead"] + cluster.stats["exits"]
+        if scenario.harmless and lost:
+            raise Violation(f"{lost} workers were lost, and no process had ended")
         clean = not (scenario.faults.loss or scenario.faults.duplication)
         if clean and cluster.stats["bad_frames"]:
             raise Violation(f"{cluster.stats['bad_frames']} frames broke the rules of their grants")
@@ -88,7 +91,9 @@ class Run:
         scenario = self.scenario
         blocked = BLOCK_S if scenario.partitions else 0.0
         restart = scenario.shape.restart_s
-        return scenario.load_s + max(STOP_S if scenario.stops else blocked, restart)
+        absent = ABSENCE_S[1] if scenario.absences else 0.0
+        stopped = STOP_S if scenario.stops or scenario.pauses or scenario.slow_steps else blocked
+        return scenario.load_s + max(stopped, restart, absent)
 
     def _idle(self) -> None:
         """Much later: all clocks have gone on, and all timers had their turn."""
@@ -163,6 +168,7 @@ def calm(cluster: Cluster) -> None:
     """The faults stop."""
     cluster.network.faults = Faults()
     cluster.network.blocked.clear()
+    cluster.end_twins()
     for client in cluster.clients:
         if client.alive:
             client.read(reading=True)

@@ -36,14 +36,18 @@ class Scenario:
     """What happens in a run.
 
     ``load_s``: how long requests come and faults strike, ``settle_s``: how long everything may
-    take to end afterwards. Counts of faults: ``crashes``, ``stops`` (SIGSTOP), ``hangs`` (the
-    engine never finishes a step), ``flaps`` (a connection breaks), ``partitions`` (one
-    direction passes nothing for a while), ``isolations`` (nothing passes between a router and all
-    workers, all clients or both), ``drains``, ``jumps`` (a clock goes forward),
-    ``slow`` (a client reads nothing for a while), ``misfits`` (a worker comes with another
-    model). ``victims``: kinds of nodes they strike.
+    take to end afterwards. Counts of faults: ``crashes``, ``stops`` (SIGSTOP of up to 3 s),
+    ``pauses`` (0.3 to 2 s), ``absences`` (longer than the worker timeout), ``slow_steps`` (one
+    that takes up to 3 s), ``twins`` (a second process of a worker's name), ``hangs`` (the engine
+    never finishes a step), ``flaps`` (a connection breaks), ``partitions`` (one direction passes
+    nothing for a while), ``isolations`` (nothing passes between a router and all workers, all
+    clients or both), ``cuts`` (a prefill and a decode worker cannot reach each other, in one
+    direction or both; ``cut_kinds`` as in :mod:`.faults`), ``drains``, ``jumps`` (a clock goes
+    forward), ``slow`` (a client reads nothing for a while), ``misfits`` (a worker comes with
+    another model). ``victims``: kinds of nodes they strike.
     Chances per request: ``cancels``, ``pins``, ``deadlines``, ``names`` (an id used before),
     ``structured`` (answers follow a grammar, which takes a while to compile).
+    ``harmless``: no worker may be declared dead or end by itself while the faults last.
     ``wait_s``: how long a user may be without a token of a request at most.
     ``poison``: requests that kill what runs them. ``allowed``: error codes a user may see.
     """
@@ -56,10 +60,16 @@ class Scenario:
     victims: tuple[str, ...] = WORKERS
     crashes: int = 0
     stops: int = 0
+    pauses: int = 0
+    absences: int = 0
+    slow_steps: int = 0
+    twins: int = 0
     hangs: int = 0
     flaps: int = 0
     partitions: int = 0
     isolations: int = 0
+    cuts: int = 0
+    cut_kinds: tuple[str, ...] = ("both", "there", "back", "data", "control")
     drains: int = 0
     jumps: int = 0
     slow: int = 0
@@ -72,9 +82,15 @@ class Scenario:
     structured: float = 0.0
     prompt: int = 60
     answer: int = 24
+    harmless: bool = False
     wait_s: float = float("inf")
     allowed: frozenset[str] = frozenset()
 
+
+CUT_WAIT_S = 5.0
+"""A stream waits no longer where one pair of workers is cut: the handoff timeout, the pause
+between two questions, and the time of a replay."""
+CUT_ROOM = replace(TWO, routers=1, sizes=Sizes(decode_blocks=400, prefill_blocks=400))
 
 UNLUCKY = frozenset({"poisoned", "worker_lost"})
 """A request that was alone on several workers that died looks as if it had killed them."""
@@ -108,6 +124,51 @@ SCENARIOS: dict[str, Scenario] = {
     "router": Scenario(crashes=2, victims=("router",), cancels=0.1, deadlines=0.1),
     "router-noise": Scenario(crashes=2, victims=("router",), cancels=0.2, faults=NOISE),
     "stop": Scenario(stops=3, cancels=0.1, allowed=UNLUCKY),
+    # Whoever only pauses loses nothing: no process restarts, nothing is computed twice.
+    "pauses": Scenario(
+        load_s=4.0,
+        pauses=8,
+        slow_steps=4,
+        harmless=True,
+        answer=200,
+        wait_s=PATIENT_S,
+        requests=40,
+        cancels=0.1,
+        shape=Shape(sizes=Sizes(decode_blocks=200)),
+    ),
+    "pauses-all": replace(_ALL, load_s=4.0, pauses=6, slow_steps=3, flaps=4, answer=100),
+    "absent": Scenario(load_s=3.0, absences=3, cancels=0.1, answer=60, allowed=UNLUCKY),
+    "absent-all": replace(_ALL, absences=2, shape=TWO, isolations=1),
+    "twins": Scenario(load_s=2.0, twins=3, harmless=True, cancels=0.1, answer=100),
+    "twins-pauses": Scenario(load_s=4.0, twins=2, pauses=4, cancels=0.1, answer=100),
+    # Small, so that very many seeds can be played: two lives of one name, with every fault.
+    "lives": Scenario(
+        requests=3,
+        load_s=0.6,
+        twins=1,
+        harmless=True,
+        answer=12,
+        prompt=20,
+        shape=Shape(prefill=1, decode=1, clients=1),
+    ),
+    "lives-all": replace(
+        _ALL,
+        requests=3,
+        load_s=0.6,
+        crashes=1,
+        stops=1,
+        hangs=0,
+        flaps=2,
+        twins=1,
+        pauses=1,
+        absences=1,
+        answer=12,
+        prompt=20,
+        shape=Shape(prefill=1, decode=1, clients=1),
+    ),
+    "twins-all": replace(
+        _ALL, load_s=2.0, twins=2, pauses=2, absences=1, flaps=4, shape=TWO, answer=60
+    ),
     "hang": Scenario(hangs=2, cancels=0.1, allowed=UNLUCKY),
     "scarce": Scenario(shape=Shape(sizes=SCARCE), cancels=0.1, answer=40, requests=40, load_s=0.3),
     "scarce-crash": Scenario(
@@ -131,6 +192,9 @@ SCENARIOS: dict[str, Scenario] = {
     "pins": Scenario(pins=0.7, crashes=2, drains=1, stops=1, allowed=_PINNED),
     "drain": Scenario(drains=4, crashes=1, victims=("router",), cancels=0.1, answer=60),
     "rolling": Scenario(drains=6, cancels=0.1, answer=60, load_s=0.6),
+    "rolling-pauses": Scenario(
+        drains=6, pauses=10, cancels=0.1, answer=200, load_s=2.0, allowed=UNLUCKY
+    ),
     "rolling-noise": Scenario(
         drains=6, cancels=0.1, answer=60, load_s=0.6, faults=Faults(loss=0.15)
     ),
@@ -234,7 +298,16 @@ SCENARIOS: dict[str, Scenario] = {
         requests=40,
         load_s=0.3,
     ),
+    "cut-off": Scenario(
+        load_s=3.0,
+        isolations=2,
+        harmless=True,
+        cancels=0.1,
+        answer=200,
+        shape=Shape(sizes=Sizes(decode_blocks=200)),
+    ),
     "isolated": Scenario(
+        harmless=True,
         requests=40,
         load_s=4.0,
         wait_s=PATIENT_S,
@@ -243,6 +316,47 @@ SCENARIOS: dict[str, Scenario] = {
         cancels=0.1,
         deadlines=0.1,
         answer=200,
+        allowed=UNLUCKY,
+    ),
+    "cut": Scenario(
+        requests=30,
+        load_s=8.0,
+        wait_s=CUT_WAIT_S,
+        shape=CUT_ROOM,
+        cuts=1,
+        cancels=0.1,
+        pins=0.3,
+        answer=16,
+    ),
+    "cut-narrow": Scenario(
+        requests=30,
+        load_s=8.0,
+        wait_s=CUT_WAIT_S,
+        shape=replace(CUT_ROOM, sizes=replace(NARROW, decode_blocks=400, prefill_blocks=400)),
+        cuts=1,
+        prompt=100,
+        cancels=0.1,
+    ),
+    "cut-in-place": Scenario(
+        requests=30,
+        load_s=8.0,
+        wait_s=CUT_WAIT_S,
+        shape=replace(CUT_ROOM, sizes=replace(IN_PLACE, decode_blocks=400, prefill_blocks=400)),
+        cuts=1,
+        prompt=120,
+        cancels=0.3,
+    ),
+    "cuts-noise": Scenario(
+        requests=60,
+        load_s=12.0,
+        shape=replace(CUT_ROOM, sizes=Sizes()),
+        cuts=5,
+        crashes=2,
+        stops=1,
+        flaps=2,
+        cancels=0.2,
+        deadlines=0.2,
+        faults=NOISE,
         allowed=UNLUCKY,
     ),
     "failover-all": replace(

@@ -7,6 +7,7 @@ read from the pool only when it arrives, as late as a transport without a copy c
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
@@ -40,8 +41,16 @@ from ..proto.messages import (
     PeerDead,
     PrefillToDecode,
 )
-from ..router import events as routing
-from ..runtime.actions import DrainRequested, Exit, FromRouter, RouterDown, RouterUp, Tick, ToRouter
+from ..runtime.actions import (
+    DrainRequested,
+    Exit,
+    Fault,
+    FromRouter,
+    RouterDown,
+    RouterUp,
+    Tick,
+    ToRouter,
+)
 from ..runtime.attempts import Key
 from ..runtime.membership import Membership, WorkerIdentity
 from .invariants import Violation
@@ -105,6 +114,7 @@ class WorkerNode(Node, Generic[C]):
         self.card = self.make_card()
         self.endpoint = f"ipc:///simulated/{name}"
         self.hangs = self.misfit = False
+        self.slow_step = 0.0  # seconds that its next step takes longer
         self.idle_from = 0.0  # the engine has done all its steps then
 
     @abstractmethod
@@ -154,12 +164,12 @@ class WorkerNode(Node, Generic[C]):
 
     # ------------------------------------------------------------------ routers
 
-    def to_router(self, name: str, message: Message) -> None:
-        """Over this life's connection to a router."""
+    def to_router(self, name: str, messages: list[Message]) -> None:
+        """One envelope over this life's connection to a router."""
         router, identity = self.cluster.router_named(name), self.identity
-        self.cluster.watcher.to_router(self, message)
-        event = routing.FromWorker(identity, message)  # type: ignore[arg-type]
-        self.transmit(router, lambda: router.feed(event))
+        for message in messages:
+            self.cluster.watcher.to_router(self, message)
+        self.transmit(router, lambda: router.hear_worker(identity, messages))
 
     def hear_router(self, name: str, message: Message) -> None:
         """A router said something."""
@@ -188,15 +198,19 @@ class WorkerNode(Node, Generic[C]):
 
     def feed(self, event: object) -> None:
         """Let the core decide, perform what it wants, then check the books."""
+        envelopes: defaultdict[str, list[Message]] = defaultdict(list)
         for action in self.core.handle(cast(Any, event), self.now):
-            self.perform(action)
+            if isinstance(action, ToRouter):
+                envelopes[action.router].append(action.message)
+            else:
+                self.perform(action)
+        for name, messages in envelopes.items():
+            self.to_router(name, messages)
         self.cluster.watcher.worker(self)
 
     def perform(self, action: object) -> None:
         """What the shell would do, as far as both roles do it."""
-        if isinstance(action, ToRouter):
-            self.to_router(action.router, action.message)
-        elif isinstance(action, Exit) and self.alive:
+        if isinstance(action, Exit) and self.alive:
             self.cluster.stats["exits"] += 1
             self.crash()
 
@@ -206,7 +220,8 @@ class WorkerNode(Node, Generic[C]):
         A step starts when those before it are over.
         """
         network = self.cluster.network
-        seconds = network.random.uniform(0.001, 0.004) + 0.0001 * num_tokens
+        seconds = network.random.uniform(0.001, 0.004) + 0.0001 * num_tokens + self.slow_step
+        self.slow_step = 0.0
         self.idle_from = max(self.idle_from, network.now) + (HANG_S if self.hangs else seconds)
 
         def done() -> None:
@@ -497,8 +512,16 @@ class DecodeNode(EngineNode[DecodeCore]):
                 self.run(plan.num_tokens, lambda seconds: self._finish(plan, seconds))
             case decode.AbandonStep(step=step):
                 self.unwanted.add(step)
+            case Fault(error=error):
+                raise Violation(f"{self.name}: a bug of ours: {error!r}") from error
             case _:
                 super().perform(action)
+
+    def tick(self) -> None:
+        """Timers; then what no handoff uses must be on its way out."""
+        super().tick()
+        if self.alive:
+            self.cluster.watcher.grants(self)
 
     def _finish(self, plan: StepPlan, seconds: float) -> None:
         self.feed(decode.StepDone(self.execute(plan, seconds)))

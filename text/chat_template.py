@@ -70,6 +70,7 @@ class ChatTemplate:
 
         """
         check_messages(messages)
+        source = self._source(bool(tools))
         everything = {
             **self._variables,
             "messages": list(messages),
@@ -80,7 +81,7 @@ class ChatTemplate:
         }
         renderer = render if self._guard is None else self._guard.render
         try:
-            return renderer(self._source(bool(tools)), everything, self._max_output_chars)
+            return renderer(source, everything, self._max_output_chars)
         except RenderError as error:
             raise InputError(f"chat template: {error}") from None
         except (TypeError, ValueError, RecursionError) as error:
@@ -93,7 +94,7 @@ class ChatTemplate:
         if len(self._templates) == 1:
             return next(iter(self._templates.values()))
         if not self._templates:
-            raise InputError("the model has no chat template; give the prompt as text")
+            raise InputError("the model has no chat template; use generate with the prompt as text")
         raise InputError(f"the model has no default chat template, only {', '.join(self.names)}")
 
 

@@ -12,6 +12,7 @@ import json
 import resource
 import struct
 import sys
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from .sandbox import RenderError, RenderLimit, render
@@ -53,16 +54,21 @@ def read_exactly(stream: BinaryIO, size: int) -> bytes:
     return b"".join(parts)
 
 
-def serve(requests: BinaryIO, answers: BinaryIO, cpu_seconds: int) -> None:
+def serve(
+    requests: BinaryIO,
+    answers: BinaryIO,
+    cpu_seconds: int,
+    respond: Callable[[dict[str, Any]], dict[str, Any]],
+) -> None:
     """Answer requests until the input ends."""
     while len(head := read_exactly(requests, LENGTH.size)) == LENGTH.size:
         allow_cpu_seconds(cpu_seconds)
         request = json.loads(read_exactly(requests, *LENGTH.unpack(head)))
-        body = json.dumps(answer(request)).encode()
+        body = json.dumps(respond(request)).encode()
         answers.write(LENGTH.pack(len(body)) + body)
         answers.flush()
 
 
 if __name__ == "__main__":
     limit_process(int(sys.argv[1]))
-    serve(sys.stdin.buffer, sys.stdout.buffer, int(sys.argv[2]))
+    serve(sys.stdin.buffer, sys.stdout.buffer, int(sys.argv[2]), answer)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +18,10 @@ import numpy.typing as npt
 from ..proto.errors import CheckpointError, InputError
 from .chat_template import ChatTemplate, Message
 from .guarded import GuardedRenderer
+from .guarded_tokenizer import GuardedTokenizer
 from .model_files import TOKENIZER_FILES, TokenizerSettings
-
-if TYPE_CHECKING:
-    import tokenizers
+from .plain_tokenizers import is_plain
+from .tokenizer_core import LocalCore, TokenizerCore, TokenizerFailed
 
 __all__ = ["TOKENIZER_FILES", "Tokenizer"]
 
@@ -40,6 +39,7 @@ class Tokenizer:
         bos_token_id, eos_token_id, pad_token_id: their ids, or None.
         eos_token_ids: every id that ends an answer: those of ``generation_config.json`` (of
             ``config.json`` when that has none) and the tokenizer's own.
+        is_byte_level: text is the joined bytes of the tokens, so that each token decodes alone.
         special_ids: ids that ``decode`` leaves out with ``skip_special_tokens``.
         chat_template: renders messages; see :class:`ChatTemplate`.
 
@@ -47,7 +47,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        core: tokenizers.Tokenizer,
+        core: TokenizerCore,
         settings: TokenizerSettings,
         guard: GuardedRenderer | None = None,
     ) -> None:
@@ -59,9 +59,10 @@ class Tokenizer:
         self.pad_token_id = self._named_id("pad_token")
         own = () if self.eos_token_id is None else (self.eos_token_id,)
         self.eos_token_ids = frozenset((*settings.eos_token_ids, *own))
-        added = core.get_added_tokens_decoder()
-        self.added_tokens = {token.content: index for index, token in added.items()}
-        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        added = core.added_tokens
+        self.added_tokens = {token.content: token.index for token in added}
+        self.special_ids = frozenset(token.index for token in added if token.special)
+        self.is_byte_level = core.is_byte_level
         self.chat_template = ChatTemplate(settings.templates, settings.special_tokens, guard=guard)
 
     @classmethod
@@ -91,7 +92,8 @@ class Tokenizer:
 
         Args:
             files: contents of ``TOKENIZER_FILES``; other names are ignored.
-            trusted: render the chat template in this process.
+            trusted: render the chat template and tokenize in this process. Otherwise templates,
+                and tokenizers that are not plain, run in processes of their own.
             origin: what error messages call the source.
 
         Raises:
@@ -102,14 +104,19 @@ class Tokenizer:
             raise CheckpointError(f"{origin} has no tokenizer.json; give prompts as token ids")
         settings = TokenizerSettings(files, origin)
         guard = None if trusted else GuardedRenderer()
-        return cls(_load_core(files["tokenizer.json"], origin), settings, guard)
+        core = _load_core(files["tokenizer.json"], origin, trusted=trusted)
+        try:
+            return cls(core, settings, guard)
+        except TokenizerFailed as error:
+            core.close()
+            raise _unreadable(origin, error) from None
 
     # ------------------------------------------------------------------ text and ids
 
     @property
     def vocab_size(self) -> int:
         """Number of tokens with the added ones."""
-        return int(self._core.get_vocab_size(with_added_tokens=True))
+        return self._core.vocab_size
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int = 0
@@ -130,35 +137,40 @@ class Tokenizer:
                 f"a text of {len(text)} characters is more than the {max_tokens} tokens served"
             )
         try:
-            encoding = self._core.encode(text, add_special_tokens=add_special_tokens)
+            ids = self._core.encode(text, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError):
             raise InputError(
                 "the text cannot be tokenized: it is not valid Unicode (bytes that are no UTF-8?)"
             ) from None
-        return np.array(encoding.ids, dtype=np.int32)
+        except TokenizerFailed as error:
+            raise InputError(f"the text cannot be tokenized: {error}") from None
+        return np.array(ids, dtype=np.int32)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``; ids outside the vocabulary have none."""
+        """Text of ``ids``; ids outside the vocabulary have none.
+
+        Raises:
+            CheckpointError: the model's tokenizer fails on them, or takes too long.
+
+        """
         plain = [int(i) for i in ids]
-        return str(self._core.decode(plain, skip_special_tokens=skip_special_tokens))
+        try:
+            return self._core.decode(plain, skip_special_tokens=skip_special_tokens)
+        except TokenizerFailed as error:
+            raise CheckpointError(f"the model's tokenizer cannot decode: {error}") from None
 
     def token_id(self, token: str) -> int | None:
         """The id of one vocabulary entry as the vocabulary spells it."""
-        index: int | None = self._core.token_to_id(token)
-        return index
-
-    @cached_property
-    def is_byte_level(self) -> bool:
-        """Whether text is the joined bytes of the tokens, so that each token decodes alone."""
-        from tokenizers.decoders import ByteLevel
-
-        return isinstance(self._core.decoder, ByteLevel)
+        return self._core.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for in a byte-level vocabulary; none for an unknown id."""
         known = self._bytes.get(token_id)
         if known is None:
-            token = self._core.id_to_token(token_id) if token_id >= 0 else None
+            try:
+                token = self._core.id_to_token(token_id) if token_id >= 0 else None
+            except TokenizerFailed as error:
+                raise CheckpointError(f"the model's tokenizer cannot decode: {error}") from None
             known = self._bytes[token_id] = _bytes_of(token or "")
         return known
 
@@ -173,26 +185,26 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
 
     def close(self) -> None:
-        """End the process that renders foreign templates, if one runs."""
+        """End the processes of foreign templates and tokenizers, if any run."""
         self.chat_template.close()
+        self._core.close()
 
     def _named_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self.token_id(text)
 
 
-def _load_core(content: bytes, origin: str) -> tokenizers.Tokenizer:
-    # One prompt is one thread's work here; the library's own threads would also warn on fork.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    import tokenizers
-
+def _load_core(content: bytes, origin: str, *, trusted: bool) -> TokenizerCore:
+    """Raises CheckpointError."""
     try:
-        core = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-    except Exception as error:  # the library raises the bare class
-        raise CheckpointError(f"{origin}: tokenizer.json cannot be read: {error}") from None
-    core.no_truncation()
-    core.no_padding()
-    return core
+        text = content.decode("utf-8")
+        return LocalCore(text) if trusted or is_plain(content) else GuardedTokenizer(text)
+    except (TokenizerFailed, UnicodeDecodeError) as error:
+        raise _unreadable(origin, error) from None
+
+
+def _unreadable(origin: str, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{origin}: tokenizer.json cannot be read: {error}")
 
 
 def _bytes_of(token: str) -> bytes:

@@ -16,6 +16,7 @@ from ...kv_transfer.frames import BufferPool, FramePacker
 from ...kv_transfer.sender import CommitMaker, Done, Output, Send, Sender, SenderConfig, SendFrame
 from ...kv_transfer.shared_pool import PoolOwner
 from ...proto.codec import EnvelopeDecoder, EnvelopeEncoder, encode_kv_header
+from ...proto.context_maps import grown_map
 from ...proto.messages import (
     Commit,
     Committed,
@@ -25,7 +26,7 @@ from ...proto.messages import (
     GrantRef,
     Reserve,
 )
-from ...proto.wire import WireContext
+from ...proto.wire import WireContext, WireTokens
 from .wiring import IDLE_S, LAYOUT, SOCKETS, Socket, Stamp, Stamps
 
 
@@ -82,7 +83,7 @@ class Prefill:
                     self.stamp("final")
                     todo.extend(_computed(sender, (request, 1), tokens, make))
                 elif isinstance(message, Credit):
-                    todo.extend(sender.on_credit(message, 0.0))
+                    todo.extend(sender.on_credit("d", message, 0.0))
                 elif isinstance(message, Committed):
                     todo.extend(sender.on_committed(message, 0.0))
                 else:
@@ -176,12 +177,13 @@ class Prefill:
 
 
 def _commit(request: bytes, tokens: int) -> CommitMaker:
-    wire = WireContext(tokens=np.zeros(tokens, np.int32), max_length=1 << 20)
+    prompt = WireContext(tokens=WireTokens(np.zeros(tokens, np.int32)), max_length=1 << 20)
+    wire = grown_map(prompt, [1])
 
     def make(grant: GrantRef, frames: int, nbytes: int, digest: int) -> Commit:
         return Commit(
             request=request, attempt=1, grant=grant, frames=frames, bytes=nbytes,
-            digest=digest, context=wire, emitted=[1], router="r", deadline=60.0,
+            digest=digest, context=wire, router="r", deadline=60.0,
         )  # fmt: skip
 
     return make

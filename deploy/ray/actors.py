@@ -14,6 +14,7 @@ import msgspec
 
 from ...proto.errors import BatonError, ConfigError
 from ..config import ServeSettings
+from ..oom import score_like_parent
 from .controller import ControllerFacts, RayCluster
 from .member import MemberReport, Supervisor
 from .member_core import State
@@ -30,6 +31,7 @@ class PoolMember:
     def __init__(self, order: bytes) -> None:
         import ray
 
+        score_like_parent()
         read = read_order(order)
         self._host = str(ray.util.get_node_ip_address())
         self._supervisor: Supervisor | None = None
@@ -83,6 +85,7 @@ class Controller:
 
         from .api import Ray
 
+        score_like_parent()
         self._facts = ControllerFacts()
         head = str(ray.util.get_node_ip_address())
         launched = msgspec.json.decode(settings, type=ServeSettings)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ...proto.errors import ConnectionLost
-from ..launcher import ROUTER, MemberSpec
+from ..launcher import POOLS, ROUTER, MemberSpec
 from .actors import PoolMember
 from .connect import NAMESPACE
 from .member import MemberReport
@@ -18,6 +18,9 @@ from .watch import ActorGone
 
 _ON_HEAD = 0.001
 """Of the resource ``router``: however many routers there are, they are all on the head's node."""
+
+
+_LOOK_THERE = "look there for a full disk (df -h /tmp) or too little memory (free -m)"
 
 
 class Ray:
@@ -101,7 +104,13 @@ class Ray:
         if not offer:
             return f"no live node of {len(nodes)} has the resource '{role}'"
         if self._ray.available_resources().get(role, 0) < needs:
-            return f"all {len(offer)} nodes with the resource '{role}' are taken"
+            at = str((entry.get("Address") or {}).get("IPAddress") or "")
+            if at:  # it holds its node, and is not started there
+                return f"Ray has not started its actor on {at}: {_LOOK_THERE}"
+            return (
+                f"all {len(offer)} nodes with the resource '{role}' are taken, or one of them "
+                f"cannot start its actor: {_LOOK_THERE}"
+            )
         return "Ray has not started its actor yet"
 
     def request(self, bundles: dict[str, int]) -> None:
@@ -117,6 +126,11 @@ class Ray:
         """By the autoscaler's maxima; None where nodes are joined by hand."""
         config = autoscaling_config(self._ray.get_runtime_context().gcs_address)
         return None if config is None else capacity_of(config)
+
+    def nodes(self) -> dict[str, int]:
+        """By the resources of the live nodes."""
+        alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        return {role: int(sum(each.get(role, 0) for each in alive)) for role in POOLS}
 
     # ------------------------------------------------------------- the controller
 

@@ -5,24 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from ...runtime.log import get_logger
 from ...runtime.loop import Loop
-from ..launcher import MemberEnded, MemberEvent, MemberSpec, MemberStarted
+from ..hangs import HangLimits, Hangs, declared_dead
+from ..launcher import ROUTER, MemberDown, MemberEnded, MemberEvent, MemberSpec, MemberStarted
 from ..report import ClusterReport
-from .hangs import Hangs
-from .watch import MemberWatch, RayApi
+from .watch import MemberAlive, MemberWatch, RayApi, WatchEvent
 
 HANG_CHECK = 0.5
 """Seconds between looks for members that hang."""
+_log = get_logger()
 
 
 class RayBackend:
     """A ``Backend`` (see :mod:`deploy.launcher`); ``emit`` is called on ``loop``."""
 
-    def __init__(self, loop: Loop, api: RayApi, emit: Callable[[MemberEvent], object]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        api: RayApi,
+        emit: Callable[[MemberEvent], object],
+        worker_timeout: float,
+    ) -> None:
         self._loop = loop
         self._emit = emit
         self._roles: dict[str, str] = {}
-        self._hangs = Hangs()
+        self._hangs = Hangs(HangLimits(worker_timeout=worker_timeout))
         self._watch = MemberWatch(api, lambda event: loop.post(partial(self._said, event)))
         self._watch.begin()
         self._timer = loop.call_later(HANG_CHECK, self._look_for_hangs)
@@ -65,13 +73,33 @@ class RayBackend:
                 )
         return ""
 
+    def full(self, targets: dict[str, int]) -> str:
+        """See ``Backend``: the nodes that are there, unless an autoscaler can start others."""
+        nodes = self._watch.nodes
+        if self._watch.capacity is not None or nodes is None:
+            return ""
+        for role, count in targets.items():
+            if count > nodes.get(role, 0):
+                return f"the Ray cluster has {nodes.get(role, 0)} live nodes for {role} workers"
+        return ""
+
     def heard(self, router: str, report: ClusterReport) -> None:
         """See ``Backend``."""
-        self._hangs.heard(router, report, self._loop.now())
+        alive = {worker.id: worker.pid for worker in report.workers if worker.alive}
+        dead = declared_dead(report)
+        for name, reason in self._hangs.reported(router, alive, dead, self._loop.now()):
+            timeout = self._hangs.limits.worker_timeout
+            _log.warning("member.declared_dead", member=name, reason=reason, worker_timeout=timeout)
 
-    def _said(self, event: MemberEvent) -> None:
+    def _said(self, event: WatchEvent) -> None:
+        if isinstance(event, MemberAlive):
+            self._hangs.alive(event.name, self._loop.now() - event.quiet)
+            return
         if isinstance(event, MemberStarted):
-            self._hangs.started(event.name, self._roles.get(event.name, ""), event.pid)
+            router = self._roles.get(event.name) == ROUTER
+            self._hangs.started(event.name, event.pid, router=router)
+        elif isinstance(event, MemberDown):
+            self._hangs.ended(event.name)
         elif isinstance(event, MemberEnded):
             self._hangs.ended(event.name)
             self._roles.pop(event.name, None)
@@ -79,5 +107,8 @@ class RayBackend:
 
     def _look_for_hangs(self) -> None:
         self._timer = self._loop.call_later(HANG_CHECK, self._look_for_hangs)
-        for name, pid in self._hangs.hung(self._loop.now()):
-            self._watch.put(partial(self._watch.kill_child, name, pid))
+        now = self._loop.now()
+        self._hangs.forgive_pause(now)
+        for hang in self._hangs.hung(now):
+            _log.warning("member.hangs", member=hang.name, reason=hang.why)
+            self._watch.put(partial(self._watch.kill_child, hang.name, hang.pid))

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from ...proto.errors import ConfigError
+from .certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE
 from .hosts import check_node_types, check_pools, provider_settings
 from .plan import CLIENT_PORT
 
@@ -27,7 +28,7 @@ PROVIDER = "baton.deploy.ray.provider.FixedHosts"
 RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """Ray's own, read by every process of it: how long it waits for a head that is lost."""
 MAX_RECONNECT = 10**6  # seconds; Ray's timers are 32 bits of milliseconds
-_EXAMPLE_WHEEL = "baton-0.1.0-cp311-cp311-linux_x86_64.whl"
+_EXAMPLE_WHEEL = "baton_serve-0.1.0-cp311-cp311-linux_x86_64.whl"
 
 
 class FixedCluster(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +38,8 @@ class FixedCluster(msgspec.Struct, frozen=True, kw_only=True):
     always workers and the rest are taken when more are asked for. ``wheel``, ``keys`` and
     ``token``: files and a folder on the machine where `ray up` runs. ``idle_minutes``: how long a
     host stays that no worker needs. ``reconnect``: seconds for which everything serves on without
-    Ray's head before it ends. ``launch``: further words for `baton launch`.
+    Ray's head before it ends. ``tls``: a folder of certificates (:mod:`.certificates`), or empty
+    for no TLS between Ray's processes. ``launch``: further words for `baton launch`.
     """
 
     head: str
@@ -54,6 +56,7 @@ class FixedCluster(msgspec.Struct, frozen=True, kw_only=True):
     python: str = "python3.11"
     idle_minutes: float = 1.0
     reconnect: int = 3600
+    tls: str = ""
     launch: str = ""
 
 
@@ -99,6 +102,20 @@ def _replacements(cluster: FixedCluster) -> list[tuple[str, str]]:
         (_EXAMPLE_WHEEL, Path(cluster.wheel).name),
         ("python: python3.11", f"python: {_text(cluster.python)}"),
         ("|| python3.11 -m", f"|| {cluster.python} -m"),
+        *(_tls(cluster.tls) if cluster.tls else []),
+    ]
+
+
+def _tls(folder: str) -> list[tuple[str, str]]:
+    """What Ray's processes need to use TLS: the files, and where they are."""
+    place = "~/.baton/ray-tls"
+    variables = (
+        f"RAY_USE_TLS=1 RAY_TLS_CA_CERT={place}/{CA_FILE} "
+        f"RAY_TLS_SERVER_CERT={place}/{CERTIFICATE_FILE} RAY_TLS_SERVER_KEY={place}/{KEY_FILE}"
+    )
+    return [
+        ("\ninitialization_commands:", f"  {place}: {_text(folder)}\n\ninitialization_commands:"),
+        (" RAY_AUTH_MODE=token ", f" RAY_AUTH_MODE=token {variables} "),
     ]
 
 

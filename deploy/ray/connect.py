@@ -1,7 +1,10 @@
-"""Reaching a Ray cluster, or saying within ten seconds why not and what to do.
+"""Joining a Ray cluster, or raising an error that says why not and what to do.
 
 ``ray.init`` against a head that is gone blocks for minutes, and with a wrong token it tries
-for ever; so everything it would stumble over is looked at first, each look with its own limit.
+for ever; so everything it would stumble over is checked first, each check with its own limit.
+A refused connection or token ends the attempt at once. A head that accepts connections and does
+not answer is probed again for :data:`PATIENCE` seconds: a head that has just been started on a
+busy machine needs longer than one probe.
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
@@ -12,6 +15,7 @@ import platform
 import socket
 import subprocess
 import sys
+import time
 from typing import Any
 
 import msgspec
@@ -20,10 +24,17 @@ from ...proto.errors import ConfigError, ConnectionLost
 
 RAY_VERSION = "2.60.0"
 """What the extra ``ray`` pins: private parts of Ray are used, so no other will do."""
+INSTALL_RAY = f"pip install ray=={RAY_VERSION}"
 NAMESPACE = "baton"
 TCP_TIMEOUT = 2.0
+"""Seconds for the connection to the head."""
 PROBE_TIMEOUT = 7.0
-"""Seconds for the connection and for the questions to the head."""
+"""Seconds for the first probe of the head; each further probe gets twice as long, because on a
+busy machine the probe's own start (importing Ray) can take longer than that."""
+PATIENCE = 60.0
+"""Seconds for all probes of a head that accepts connections."""
+PAUSE = 0.5
+"""Seconds between a probe that failed at once and the next one."""
 PROBE = ("-m", "baton.deploy.ray.probe")
 
 
@@ -40,27 +51,26 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError as problem:
-        raise ConfigError(
-            "Ray is not installed here; install it with: pip install 'baton[ray]'"
-        ) from problem
+        raise ConfigError(f"Ray is not installed here; install it with: {INSTALL_RAY}") from problem
     if ray.__version__ != RAY_VERSION:
         raise ConfigError(
             f"Ray {ray.__version__} is installed and Baton needs {RAY_VERSION}; "
-            "install it with: pip install 'baton[ray]'"
+            f"install it with: {INSTALL_RAY}"
         )
     return ray
 
 
-def connect(wanted: str = "auto") -> Any:
-    """Join this process to the cluster at ``wanted`` (``HOST:PORT`` or ``auto``); returns ``ray``.
+def connect(wanted: str = "auto", patience: float = PATIENCE) -> Any:
+    """Join this process to the cluster at ``wanted`` (``HOST:PORT`` or ``auto``); return ``ray``.
 
-    ConfigError or ConnectionLost, each with what to do, in less than ten seconds.
+    Raises ConfigError or ConnectionLost, each with what to do: after at most ``patience`` seconds
+    where a head accepts connections without answering, otherwise within ten seconds.
     """
     ray = import_ray()
     if ray.is_initialized():
         return ray
     address = find_address(wanted)
-    facts = ask_head(address)
+    facts = ask_head(address, patience)
     check_versions(address, facts)
     check_here(address, facts)
     ray.init(
@@ -87,8 +97,37 @@ def find_address(wanted: str) -> str:
     return str(address)
 
 
-def ask_head(address: str) -> HeadFacts:
-    """The head's own word; ConnectionLost when there is none, ConfigError for the token."""
+def ask_head(address: str, patience: float = PATIENCE) -> HeadFacts:
+    """Return what the head reports; probe it for up to ``patience`` seconds.
+
+    Raises ConnectionLost if nothing listens there or no probe succeeds, ConfigError for the token.
+    """
+    _require_listener(address)
+    began = time.monotonic()
+    probes = 0
+    while True:
+        probes += 1
+        left = patience - (time.monotonic() - began)
+        try:
+            return _probe(address, min(PROBE_TIMEOUT * 2 ** (probes - 1), max(left, 1.0)))
+        except ConnectionLost as problem:
+            spent = time.monotonic() - began
+            if spent + PAUSE >= patience:
+                raise ConnectionLost(
+                    f"the Ray head at {address} accepts connections but did not answer: probed "
+                    f"{probes} times in {spent:.0f} s, last result: {problem}; see ray status and "
+                    "gcs_server.out in the logs of the head's Ray session, and run this again. If "
+                    "another service listens there, give --ray-address HOST:PORT"
+                ) from problem
+        if probes == 1:
+            sys.stderr.write(
+                f"baton: the Ray head at {address} does not answer yet; "
+                f"probing it again for up to {patience - spent:.0f} s\n"
+            )
+        time.sleep(PAUSE)
+
+
+def _require_listener(address: str) -> None:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), TCP_TIMEOUT).close()
@@ -97,15 +136,17 @@ def ask_head(address: str) -> HeadFacts:
             f"no Ray head answers at {address} ({problem}); check that it runs (ray status), "
             "the address, and that the port is open between the hosts"
         ) from problem
-    command = [sys.executable, "-P", *PROBE, address]
+
+
+def _probe(address: str, limit: float) -> HeadFacts:
+    """Ask the head once, for ``limit`` seconds. Raises as :func:`ask_head`."""
+    command = [sys.executable, "-P", *PROBE, address, f"{limit:g}"]
     try:
         done = subprocess.run(  # noqa: S603 -- our own interpreter and module
-            command, capture_output=True, timeout=PROBE_TIMEOUT, check=False
+            command, capture_output=True, timeout=limit, check=False
         )
     except subprocess.TimeoutExpired as problem:
-        raise ConnectionLost(
-            f"what listens at {address} does not answer as a Ray head; check --ray-address"
-        ) from problem
+        raise ConnectionLost(f"no answer within {limit:.0f} s") from problem
     with contextlib.suppress(msgspec.DecodeError):
         return msgspec.json.decode(done.stdout, type=HeadFacts)
     raise _refused(address, done.stderr.decode("utf-8", "replace"))
@@ -118,7 +159,7 @@ def _refused(address: str, said: str) -> ConfigError | ConnectionLost:
             "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the cluster's token file"
         )
     last = next((line for line in reversed(said.splitlines()) if line.strip()), "no message")
-    return ConnectionLost(f"the Ray head at {address} gives no answer: {last.strip()[:300]}")
+    return ConnectionLost(last.strip()[:300])
 
 
 def check_versions(address: str, facts: HeadFacts) -> None:

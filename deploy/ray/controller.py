@@ -115,7 +115,8 @@ class RayCluster:
 
     def _make_shell(self, api: ControllerApi) -> ControllerShell:
         def backend(emit: Callable[[Any], None]) -> RayBackend:
-            made = self._backend = RayBackend(self._loop, api, emit)
+            timeout = self._plan.settings.worker_timeout
+            made = self._backend = RayBackend(self._loop, api, emit, timeout)
             return made
 
         facts = Overview(backend="ray", address=self.address)

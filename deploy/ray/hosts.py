@@ -21,6 +21,7 @@ import msgspec
 from ...proto.errors import ConfigError
 from ...runtime.keyring import ALLOWED_FILE, KEY_SUFFIX
 from ...runtime.keyshares import check_share
+from .certificates import check_certificates, holds_certificates
 from .key_copies import HEAD_ROLES
 
 Pools = Mapping[str, tuple[str, ...]]
@@ -110,7 +111,8 @@ def _check_bounds(name: str, node_type: Mapping[str, Any], hosts: int) -> None:
 def check_mounts(paths: Iterable[str]) -> None:
     """ConfigError when a file to be copied to the hosts is missing, or a secret readable by others.
 
-    Secrets are the token and the files of a key folder, which must have all that a cluster needs.
+    Secrets are the token, the files of a key folder, which must have all that a cluster needs, and
+    the key of a folder of certificates.
     """
     for text in paths:
         path = Path(text).expanduser()
@@ -120,7 +122,9 @@ def check_mounts(paths: Iterable[str]) -> None:
                 "`ray get-auth-token --generate`"
             )
         if path.is_dir():
-            if (path / ALLOWED_FILE).exists() or any(path.glob(f"*{KEY_SUFFIX}")):
+            if holds_certificates(path):
+                check_certificates(path)
+            elif (path / ALLOWED_FILE).exists() or any(path.glob(f"*{KEY_SUFFIX}")):
                 check_share(path, HEAD_ROLES, None)
         elif path.suffix != ".whl" and path.stat().st_mode & 0o077:
             raise ConfigError(f"others can read {path}; chmod 600 {path}")

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...proto.errors import BatonError
 from .actors import CONTROLLER
-from .connect import NAMESPACE, connect
+from .connect import NAMESPACE, PATIENCE, connect
 
 PAUSE = 0.5
 ANSWER_TIMEOUT = 5.0
@@ -38,7 +38,7 @@ def main() -> int:
 
 def leave(until: float) -> list[str]:
     """Empty this host by ``until`` (monotonic seconds); returns the workers that are left."""
-    ray = connect()
+    ray = connect(patience=min(PATIENCE, max(1.0, until - time.monotonic())))
     host = str(ray.util.get_node_ip_address())
     _close_to_ray(ray, until - time.monotonic())
     left = ["all of them: no controller answers"]

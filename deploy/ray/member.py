@@ -13,18 +13,23 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import threading
 import traceback
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ...proto.errors import BatonError
 from ...runtime.loop import Loop
-from ..processes import Child, ProcessSpec, describe_log
+from ...runtime.process import SIGN_OF_LIFE
+from ..core import describe_end
+from ..oom_kills import LOOK_EVERY_S, OomWatch
+from ..processes import Child, ProcessSpec, describe_log, not_started
 from ..restart import RestartLimits
 from ..run_folder import RunFolder, sweep
-from .member_core import Action, Begin, Event, Exited, MemberCore, State, Stop, Tick
+from .member_core import Action, Begin, Event, Exited, MemberCore, Served, State, Stop, Tick
 
 TICK = 0.1
 """Seconds between looks at the clock."""
@@ -35,7 +40,9 @@ class MemberReport(msgspec.Struct, frozen=True, kw_only=True):
 
     ``host``: address of its node. ``supervisor`` and ``pid``: process ids of the actor and its
     child (0: none lives). ``starts``: of this actor's children. ``code``, ``reason``,
-    ``refused``: of the last exit; ``reason`` is its last error line.
+    ``refused``: of the last exit; ``reason`` is its last error line, ``why`` all that is known.
+    ``ends``: exits in a row, ``wait``: seconds until the next start. ``quiet``: seconds since the
+    child's last sign of life; None before the first.
     """
 
     name: str
@@ -49,6 +56,10 @@ class MemberReport(msgspec.Struct, frozen=True, kw_only=True):
     code: int = 0
     reason: str = ""
     refused: bool = False
+    why: str = ""
+    ends: int = 0
+    wait: float = 0.0
+    quiet: float | None = None
 
 
 class Supervisor:
@@ -71,9 +82,11 @@ class Supervisor:
         self._child: Child | None = None
         self._last_error = self._last_words = ""
         self._refused = False
+        self._why = ""
+        self._alive_at: float | None = None
         self._loop = Loop()
-        sweep()  # what a killed predecessor left
-        self._folder = RunFolder()
+        self._folder: RunFolder | None = None
+        self._oom = OomWatch()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="supervisor")
         self._thread.start()
@@ -95,6 +108,10 @@ class Supervisor:
             code=core.code,
             reason=core.reason,
             refused=core.refused,
+            why=self._why,
+            ends=core.ends,
+            wait=core.wait(self._loop.now()),
+            quiet=None if self._alive_at is None else self._loop.now() - self._alive_at,
         )
 
     def stop(self, grace: float) -> None:
@@ -117,12 +134,14 @@ class Supervisor:
         try:
             self._loop.call_later(0.0, lambda: self._decide(Begin()))
             self._loop.call_later(TICK, self._tick)
+            self._loop.call_later(LOOK_EVERY_S, self._look_for_oom)
             self._loop.run()
         except BaseException:
             traceback.print_exc()
             os._exit(1)
         finally:
-            self._folder.close()
+            if self._folder is not None:
+                self._folder.close()
             self._ended.set()
 
     def _close(self) -> None:
@@ -138,6 +157,10 @@ class Supervisor:
         self._loop.call_later(TICK, self._tick)
         self._decide(Tick())
 
+    def _look_for_oom(self) -> None:
+        self._loop.call_later(LOOK_EVERY_S, self._look_for_oom)
+        self._oom.look()
+
     def _decide(self, event: Event) -> None:
         for action in self._core.handle(event, self._loop.now()):
             self._carry_out(action)
@@ -150,13 +173,18 @@ class Supervisor:
 
     def _start(self) -> None:
         try:
+            if self._folder is None:
+                sweep()  # what a killed predecessor left
+                self._folder = RunFolder()
             path = self._folder.write(f"{self._process.name}.json", self._process.config_json())
             child = Child(self._process, path)
         except (BatonError, OSError) as problem:  # no space, no process: the child's end
-            why = f"cannot be started: {problem}"
-            self._loop.post(lambda: self._decide(Exited(1, why, refused=True)))
+            self._why = not_started(problem, Path(tempfile.gettempdir()))
+            full = isinstance(problem, OSError)  # it may be well again, so it is tried again
+            exited = Exited(1, self._why, refused=not full)
+            self._loop.post(lambda: self._decide(exited))
             return
-        self._child = child
+        self._child, self._alive_at = child, None
         self._loop.add_fd(child.stderr_fd, self._on_stderr)
         self._loop.add_fd(child.exit_fd, self._on_exit)
 
@@ -178,6 +206,7 @@ class Supervisor:
         reason = self._last_error or (self._last_words if code > 0 else "")
         refused, self._refused = self._refused, False
         self._last_error = self._last_words = ""
+        self._why = describe_end(code, reason, self._oom.evidence(code))
         self._decide(Exited(code, reason, refused))
 
     def _on_stderr(self) -> None:
@@ -192,6 +221,10 @@ class Supervisor:
 
     def _on_log(self, event: dict[str, Any]) -> None:
         """Into the actor's log; the last error is kept for the report."""
+        if event.get("event") == SIGN_OF_LIFE:
+            self._alive_at = self._loop.now()
+            self._decide(Served())
+            return
         if event.get("event") == "load.progress":
             return
         line = describe_log(event)

@@ -1,9 +1,9 @@
-"""What the supervisor of one member decides: start, start again, give up, end.
+"""What the supervisor of one member decides: start, start again, end.
 
 Pure: ``handle(event, now) -> actions``; times are seconds of one monotonic clock. It is the local
-supervisor's rule for a single child: back-off, then giving up, and no restart of what refuses its
-settings. Invariants: the child is started only while none lives; after :data:`State.ENDED`
-nothing is started any more.
+supervisor's rule for a single child: it is started again however often it ends, after growing
+waits, unless it refuses its settings at its first start. Invariants: the child is started only
+while none lives; after :data:`State.ENDED` nothing is started any more.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ class Exited:
 
 
 @dataclass(frozen=True, slots=True)
+class Served:
+    """The child runs its loop: its model is loaded and it can answer."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the child within ``grace`` seconds, and do not start it again."""
 
@@ -50,7 +55,7 @@ class Tick:
     """Time passed."""
 
 
-Event = Begin | Exited | Stop | Tick
+Event = Begin | Served | Exited | Stop | Tick
 
 
 class Action(enum.Enum):
@@ -77,12 +82,15 @@ class MemberCore:
         self._retires = retires
         self._policy = RestartPolicy(limits)
         self._due: float | None = None  # of the next start, or of the kill while stopping
+        self._served_since: float | None = None
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Decide; the actions are to be carried out in order."""
         match event:
             case Begin():
                 return self._start()
+            case Served():
+                self._served_since = now if self._served_since is None else self._served_since
             case Exited():
                 self._exited(event, now)
             case Stop(grace):
@@ -98,7 +106,7 @@ class MemberCore:
     def _start(self) -> list[Action]:
         if self._lives or self.state is State.ENDED:
             return []
-        self.state, self._due = State.RUNNING, None
+        self.state, self._due, self._served_since = State.RUNNING, None, None
         self.starts += 1
         return [Action.START]
 
@@ -110,9 +118,18 @@ class MemberCore:
         if over or (event.refused and first):
             self.state = State.ENDED
             return
-        delay = self._policy.delay(now)
-        self.state = State.ENDED if delay is None else State.WAITING
-        self._due = None if delay is None else now + delay
+        served = None if self._served_since is None else now - self._served_since
+        self.state, self._due = State.WAITING, now + self._policy.delay(served)
+
+    @property
+    def ends(self) -> int:
+        """How often in a row the child ended."""
+        return self._policy.ends
+
+    def wait(self, now: float) -> float:
+        """Seconds until the next start; 0 unless it waits for that."""
+        due = self._due if self.state is State.WAITING else None
+        return 0.0 if due is None else max(0.0, due - now)
 
     def _stop(self, until: float) -> list[Action]:
         """Asked again it asks again; the later word says until when."""

@@ -33,7 +33,8 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a new controller needs.
 
     ``revisions``: settings by revision. ``before``: the revision that a rollout was to replace, or
-    None; ``surge``: the pool that had one more for it. ``ending``: it was going down.
+    None; ``surge``: the pool that had one more for it; ``in_place``: it had no room for one more.
+    ``ending``: the cluster was going down.
     """
 
     cluster_key: str
@@ -43,6 +44,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     members: dict[str, SavedMember]
     before: int | None = None
     surge: str = ""
+    in_place: bool = False
     ending: bool = False
     served: bool = False
     """Whether all members were ready once."""
@@ -77,6 +79,7 @@ def saved_of(core: ControllerCore, cluster_key: str, revisions: dict[int, ServeS
         },
         before=None if core.rollout is None else core.rollout.before,
         surge=pools.surge,
+        in_place=pools.in_place,
         ending=core.phase not in (Phase.STARTING, Phase.SERVING),
         served=core.phase is not Phase.STARTING,
     )
@@ -103,7 +106,7 @@ def restore(core: ControllerCore, saved: Saved, actors: Iterable[str], now: floa
     if saved.served:
         core.phase = Phase.SERVING
     if saved.before is not None:
-        core.rollout = Replacement(None, saved.revision, saved.before)
+        core.rollout = Replacement(None, saved.revision, saved.before, saved.in_place)
         core.rollout.grace_before = saved.revisions[saved.before].grace
-        pools.surge = saved.surge
+        pools.surge, pools.in_place = saved.surge, saved.in_place
     return names

@@ -19,7 +19,14 @@ from typing import Any, Protocol
 
 from ...proto.errors import BatonError
 from ...runtime.log import get_logger
-from ..launcher import MemberEnded, MemberEvent, MemberSpec, MemberStarted, MemberUnplaced
+from ..launcher import (
+    MemberDown,
+    MemberEnded,
+    MemberEvent,
+    MemberSpec,
+    MemberStarted,
+    MemberUnplaced,
+)
 from .member import MemberReport
 from .member_core import State
 
@@ -74,6 +81,21 @@ class RayApi(Protocol):
     def capacity(self) -> dict[str, int] | None:
         """Most members of each role its nodes can ever hold; None: not known."""
 
+    def nodes(self) -> dict[str, int]:
+        """How many workers of each role its live nodes hold."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class MemberAlive:
+    """A member's child wrote a sign of life ``quiet`` seconds ago."""
+
+    name: str
+    quiet: float
+
+
+WatchEvent = MemberEvent | MemberAlive
+
 
 @dataclass(slots=True)
 class _Remote:
@@ -85,6 +107,7 @@ class _Remote:
     asked_at: float = 0.0
     report: MemberReport | None = None
     said: tuple[int, int] = (0, 0)  # (supervisor, pid) of the last MemberStarted
+    down_said: tuple[int, int] = (0, 0)  # (supervisor, starts) of the last MemberDown
     waits_for: str = ""
     waits_since: float = 0.0
     waits_said: str = ""
@@ -97,7 +120,7 @@ class _Remote:
 class MemberWatch:
     """See the module docstring; ``emit`` is called on the watching thread."""
 
-    def __init__(self, api: RayApi, emit: Callable[[MemberEvent], object]) -> None:
+    def __init__(self, api: RayApi, emit: Callable[[WatchEvent], object]) -> None:
         self._api = api
         self._emit = emit
         self._remotes: dict[str, _Remote] = {}
@@ -105,6 +128,8 @@ class MemberWatch:
         self._over = threading.Event()
         self.capacity: dict[str, int] | None = None
         """See :meth:`RayApi.capacity`; as last read."""
+        self.nodes: dict[str, int] | None = None
+        """See :meth:`RayApi.nodes`; as last read, None before."""
         self._capacity_at = 0.0
         self._thread = threading.Thread(target=self._run, name="ray", daemon=True)
 
@@ -149,6 +174,7 @@ class MemberWatch:
 
     def _read_capacity(self) -> None:
         self.capacity = self._api.capacity()
+        self.nodes = self._api.nodes()
 
     def start(self, spec: MemberSpec) -> None:
         """See ``Backend.start``."""
@@ -215,6 +241,17 @@ class MemberWatch:
         elif report.pid and remote.said != (report.supervisor, report.pid):
             remote.said = (report.supervisor, report.pid)
             self._emit(MemberStarted(name, report.host, report.pid))
+        elif report.state is State.WAITING and report.starts:
+            self._say_down(remote, report)
+        if report.pid and report.quiet is not None:
+            self._emit(MemberAlive(name, report.quiet))
+
+    def _say_down(self, remote: _Remote, report: MemberReport) -> None:
+        ended = (report.supervisor, report.starts)
+        if remote.down_said != ended:
+            remote.down_said = ended
+            down = MemberDown(remote.spec.name, report.why, report.wait, report.ends)
+            self._emit(down)
 
     def _say_unplaced(self, remote: _Remote, now: float) -> None:
         """Say what it waits for once that has not changed for a while: hosts come one by one."""

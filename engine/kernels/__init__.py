@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .backend import Backend
+
+BUILD_KERNELS = (
+    "install a C compiler (such as gcc) and Python's headers, then build Baton again: make setup "
+    "in a checkout, or pip install --force-reinstall --no-deps FOLDER"
+)
+"""How to get the compiled kernels."""
 
 
 def load_backend(name: str = "auto", *, isa: str | None = None) -> Backend:
@@ -31,3 +38,32 @@ def load_backend(name: str = "auto", *, isa: str | None = None) -> Backend:
     from .reference import NumpyBackend
 
     return NumpyBackend()
+
+
+def compiled_kernels_problem() -> str:
+    """Why the compiled kernels cannot be loaded here; empty if they can."""
+    if importlib.util.find_spec(f"{__name__}._cpu") is None:
+        return "they were not built when Baton was installed"
+    try:
+        load_backend("cpu")
+    except (ImportError, ValueError) as problem:
+        return str(problem)
+    return ""
+
+
+def kernels_title(numerics: str) -> str:
+    """Kernel set of a numerics fingerprint for people: ``cpu-1-avx512/F32`` is ``C, avx512``."""
+    kind, *parts = numerics.partition("/")[0].split("-")
+    match kind, parts:
+        case "cpu", [_, instructions]:
+            return f"C, {instructions}"
+        case "numpy", [version, _]:
+            return f"NumPy {version}"
+        case "cuda", [target, *_]:
+            return f"CUDA, {target}"
+    return numerics
+
+
+def weights_dtype(numerics: str) -> str:
+    """Dtypes of the weights in a numerics fingerprint: ``BF16`` of ``cpu-1-avx512/BF16``."""
+    return numerics.partition("/")[2].partition("/")[0]

@@ -89,16 +89,19 @@ class BertModel(PipelineModel, KVCacheMixin):
         self._unrotated[:, : config.head_dim // 2] = 1.0
         self._space = Workspace(backend)
 
-    def prepare_initial_token_inputs(self, contexts: Sequence[Chunk]) -> ModelInputs:
+    def prepare_initial_token_inputs(self, context_batch: Sequence[Chunk]) -> ModelInputs:
         """Not how an encoder is fed: its pipeline lays texts out over memory of its own."""
         raise NotImplementedError("an encoder has no KV memory that outlives a batch")
 
-    def prepare_next_token_inputs(self, next_tokens: I32, prev_inputs: ModelInputs) -> ModelInputs:
+    def prepare_next_token_inputs(
+        self, next_tokens: I32, prev_model_inputs: ModelInputs
+    ) -> ModelInputs:
         """An encoder has no next token."""
         raise NotImplementedError("an encoder has no next token")
 
-    def execute(self, inputs: ModelInputs) -> ModelOutputs:
-        """Hidden states ``[R, hidden]`` of the wanted rows behind the last layer."""
+    def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
+        """Hidden states ``[R, hidden]`` of the wanted rows after the last layer."""
+        inputs = model_inputs
         space, config = self._space, self.config
         rows, hidden = len(inputs.tokens), config.hidden_size
         words, places = space.rows("words", rows, hidden), space.rows("delta", rows, hidden)

@@ -111,28 +111,31 @@ class Decoder(PipelineModel, KVCacheMixin):
     # ------------------------------------------------------------------ what pipelines call
 
     def load_kv_manager(
-        self, session: Backend, available_bytes: int, allocate: Allocate = aligned_zeros
+        self, session: Backend, available_cache_memory: int, allocate: Allocate = aligned_zeros
     ) -> KVManager:
         """As the mixin's; inputs prepared from now on are for its pool."""
-        manager = super().load_kv_manager(session, available_bytes, allocate)
+        manager = super().load_kv_manager(session, available_cache_memory, allocate)
         self._pool = manager.pool
         return manager
 
-    def prepare_initial_token_inputs(self, contexts: Sequence[Chunk]) -> ModelInputs:
+    def prepare_initial_token_inputs(self, context_batch: Sequence[Chunk]) -> ModelInputs:
         """Rows of the chunks, over the KV memory loaded."""
         if self._pool is None:
             raise ValueError("no KV memory was loaded")
-        return lay_out(contexts, self._pool)
+        return lay_out(context_batch, self._pool)
 
-    def prepare_next_token_inputs(self, next_tokens: I32, prev_inputs: ModelInputs) -> ModelInputs:
-        """One row behind the last of each sequence."""
-        return lay_out_next(next_tokens, prev_inputs)
+    def prepare_next_token_inputs(
+        self, next_tokens: I32, prev_model_inputs: ModelInputs
+    ) -> ModelInputs:
+        """One row after the last of each sequence."""
+        return lay_out_next(next_tokens, prev_model_inputs)
 
-    def execute(self, inputs: ModelInputs) -> ModelOutputs:
+    def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
         """Logits of the wanted rows; without a head their hidden states."""
-        wanted = narrowed(inputs)
-        rows = uploaded(inputs, self.backend)
-        return self.forward(rows, rows if wanted is inputs else uploaded(wanted, self.backend))
+        wanted = narrowed(model_inputs)
+        rows = uploaded(model_inputs, self.backend)
+        every = wanted is model_inputs
+        return self.forward(rows, rows if every else uploaded(wanted, self.backend))
 
     def forward(self, inputs: ModelInputs, wanted: ModelInputs) -> ModelOutputs:
         """:meth:`execute` over uploaded rows: it reads no array on the host.
@@ -149,14 +152,14 @@ class Decoder(PipelineModel, KVCacheMixin):
 
     def compute_log_probabilities(
         self,
-        inputs: ModelInputs,
-        outputs: ModelOutputs,
+        model_inputs: ModelInputs,
+        model_outputs: ModelOutputs,
         next_tokens: Sequence[int],
         batch_top_n: Sequence[int],
         batch_echo: Sequence[bool],
     ) -> list[TokenLogProbs | None]:
         """Log-softmax of the logits, as the sampler gives it; prompts are not echoed."""
-        logits = outputs.next_token_logits
+        logits = model_outputs.next_token_logits
         if logits is None or any(batch_echo):
             raise NotImplementedError("log-probabilities are those of drawn tokens alone")
         rows = zip(logits, next_tokens, batch_top_n, strict=True)

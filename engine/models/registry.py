@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ...proto.context_maps import context_to_run
 from ...proto.contexts import TextContext
 from ...proto.errors import CheckpointError
 from ...proto.ids import RequestID
+from ...proto.requests import check_kind
 from ...proto.wire import WireContext
 from ..checkpoint import Checkpoint
 from ..embedding_config import EMBED, GENERATE, EmbeddingSettings
@@ -110,8 +112,9 @@ def read_context(
 
     Raises InputError or ValueError for one that cannot be run.
     """
+    check_kind(wire)  # a text context would leave the images of another kind out
     entry = ARCHITECTURES.get(architecture, _PLAIN)
-    context = entry.context.from_wire(wire, request_id, emitted)
+    context = context_to_run(wire, request_id, emitted, entry.context)
     for validate in entry.validators:
         validate(context)
     return context

@@ -1,7 +1,7 @@
 """How models are run: the interfaces of contexts.md, and the pipelines workers compute with."""
 
+from ...proto.generators import AudioGenerator, EmbeddingsGenerator, EmbeddingsOutput
 from .embeddings import EmbeddingsPipeline
-from .generators import AudioGenerator, EmbeddingsGenerator, EmbeddingsOutput
 from .model import KVCacheMixin, KVManager, ModelInputs, ModelOutputs, PipelineModel
 from .text_generation import TextGenerationPipeline, token_steps
 

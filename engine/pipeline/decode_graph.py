@@ -30,7 +30,7 @@ class GraphModel(Protocol):
 
     vocab_size: int
 
-    def execute(self, inputs: ModelInputs) -> ModelOutputs:
+    def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
         """Run rows that are on the host."""
         ...
 

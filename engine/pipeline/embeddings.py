@@ -12,11 +12,12 @@ from itertools import pairwise
 import numpy as np
 
 from ...proto.contexts import TextContext
+from ...proto.generators import EmbeddingsOutput
 from ...proto.ids import RequestID
 from ...proto.layout import KVLayout
+from ...proto.validators import has_images
 from ..embedding_config import EmbeddingSettings
 from ..plan import Chunk
-from .generators import EmbeddingsOutput
 from .model import F32, I32, PipelineModel, lay_out, make_pool
 
 _SMALLEST_NORM = np.float32(1e-12)
@@ -38,8 +39,8 @@ class EmbeddingsPipeline:
     def encode(self, batch: Mapping[RequestID, TextContext]) -> dict[RequestID, EmbeddingsOutput]:
         """The vectors of the batch; left out are contexts the model cannot take.
 
-        Those are empty ones, longer ones than it serves, ids outside its vocabulary, and what
-        gives values that are no numbers.
+        Those are empty ones, longer ones than it serves, contexts with images, ids outside its
+        vocabulary, and what gives values that are no numbers.
         """
         texts = {r: c.tokens.all.astype(np.int32) for r, c in batch.items() if self._fits(c)}
         if not texts:
@@ -60,6 +61,8 @@ class EmbeddingsPipeline:
         }
 
     def _fits(self, context: TextContext) -> bool:
+        if has_images(context):
+            return False
         tokens = context.tokens.all
         if not 0 < len(tokens) <= self.model.max_length:
             return False

@@ -73,11 +73,11 @@ class PipelineModel(ABC):
     weights_bytes: int
 
     @abstractmethod
-    def execute(self, inputs: ModelInputs) -> ModelOutputs:
+    def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
         """Run the rows; ValueError for ids, positions or blocks out of range."""
 
     @abstractmethod
-    def prepare_initial_token_inputs(self, contexts: Sequence[Chunk]) -> ModelInputs:
+    def prepare_initial_token_inputs(self, context_batch: Sequence[Chunk]) -> ModelInputs:
         """Lay chunks of contexts out as rows.
 
         A chunk is the snapshot of a context that another thread may read while the context
@@ -85,16 +85,18 @@ class PipelineModel(ABC):
         """
 
     @abstractmethod
-    def prepare_next_token_inputs(self, next_tokens: I32, prev_inputs: ModelInputs) -> ModelInputs:
+    def prepare_next_token_inputs(
+        self, next_tokens: I32, prev_model_inputs: ModelInputs
+    ) -> ModelInputs:
         """One row for the next token of each sequence; its block table must have room for it.
 
-        ``next_tokens``: int32 ``[S]``, in the order of ``prev_inputs``.
+        ``next_tokens``: int32 ``[S]``, in the order of ``prev_model_inputs``.
         """
 
     def compute_log_probabilities(
         self,
-        inputs: ModelInputs,
-        outputs: ModelOutputs,
+        model_inputs: ModelInputs,
+        model_outputs: ModelOutputs,
         next_tokens: Sequence[int],
         batch_top_n: Sequence[int],
         batch_echo: Sequence[bool],
@@ -129,22 +131,22 @@ class KVCacheMixin:
 
     kv_layout: KVLayout
 
-    def estimate_kv_cache_size(self, available_bytes: int) -> int:
-        """Bytes of the whole blocks that ``available_bytes`` hold."""
+    def estimate_kv_cache_size(self, available_cache_memory: int) -> int:
+        """Bytes of the whole blocks that ``available_cache_memory`` hold."""
         block = self.kv_layout.block_bytes * self.kv_layout.num_layers
-        return max(0, available_bytes) // block * block
+        return max(0, available_cache_memory) // block * block
 
     def load_kv_manager(
-        self, session: Backend, available_bytes: int, allocate: Allocate = aligned_zeros
+        self, session: Backend, available_cache_memory: int, allocate: Allocate = aligned_zeros
     ) -> KVManager:
         """KV memory on the device of ``session``; what models of one modality have one of.
 
         ``allocate`` gives the memory. Raises ValueError when not even a block fits.
         """
         layout = self.kv_layout
-        size = self.estimate_kv_cache_size(available_bytes)
+        size = self.estimate_kv_cache_size(available_cache_memory)
         if not size:
-            raise ValueError(f"{available_bytes} bytes hold no KV block")
+            raise ValueError(f"{available_cache_memory} bytes hold no KV block")
         blocks = size // (layout.block_bytes * layout.num_layers)
         shape = (layout.num_layers, blocks, *layout.block_shape)
         return KVManager(layout, session.kv_pool(shape, allocate))

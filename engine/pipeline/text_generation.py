@@ -23,6 +23,7 @@ from ...proto.errors import BatonError, InternalError, error_from_code
 from ...proto.ids import RequestID
 from ...proto.outputs import TextGenerationOutput
 from ...proto.status import GenerationStatus
+from ...proto.validators import validate_text_only
 from ..events import Failed
 from ..plan import Chunk, OnLayers, Sampled, StepPlan, StepResult, abandoned_step, realized
 from ..step_loop import StepLoop
@@ -77,8 +78,11 @@ class TextGenerationPipeline:
         tokens; one that finds no KV memory waits and may get none. Contexts of earlier calls
         that are not in the batch rest, and keep of their KV what the prefix cache keeps.
         Raises the error of the first context that fails, once all others are done; what they
-        got is in the next call's outputs.
+        got is in the next call's outputs. InputError before anything is computed when a context
+        has images, which a text model cannot see.
         """
+        for context in batch.values():
+            validate_text_only(context)
         loop = self._loop = self._loop or StepLoop(self)
         for request_id in self._keys.keys() - batch.keys():
             loop.abort(self._keys.pop(request_id))

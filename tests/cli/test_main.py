@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -8,9 +9,11 @@ import pytest
 
 from baton.cli import demo, doctor, status
 from baton.cli.command import VERBS, asked_verbs, build_parser, main
-from baton.deploy.config import ServeSettings
+from baton.cli.settings import GROUPS
+from baton.deploy.config import CHOICES, ServeSettings, demo_model_folder
 from baton.deploy.report import (
     ClusterReport,
+    FailedPairRecord,
     HandoffRecord,
     HandoffTotals,
     LatencyReport,
@@ -66,46 +69,77 @@ def test_serve_help_names_every_setting_and_the_precedence(capsys):
     text = capsys.readouterr().out
     for field in ServeSettings.__struct_fields__:
         assert field == "model" or f"--{field.replace('_', '-')}" in text
+    for heading in GROUPS:
+        assert f"\n{heading}:\n" in text
+    for choices in CHOICES.values():
+        assert f"{{{','.join(choices)}}}" in text
+    assert "TEXT" not in text
     assert "Precedence" in text
     assert "BATON_" in text
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("command", "words", "complaint"),
     [
-        [],
-        ["juggle"],
-        ["serve", "--prefill", "two"],
-        ["drain"],
-        ["generate", "x", "--top-k", "y"],
-        ["generate", "x", "--max-new-tokens", "1" + "0" * 20],
-        ["generate", "x", "--deadline", "nan"],
-        ["status", "--timeout", "-1"],
-        ["status", "--handoffs", "-1"],
-        ["drain", "decode-0", "--wait-timeout", "nan"],
-        ["wait-ready", "--prefill", "-1"],
+        ("", "juggle", "no command 'juggle'"),
+        ("", "stats", "no command 'stats'; did you mean status?"),
+        ("", "--verion", "no option --verion; did you mean --version?"),
+        (" serve", "--prefil 2", "no option --prefil; did you mean --prefill?"),
+        (" drain", "--wiat", "no option --wiat; did you mean --wait?"),
+        (" drain", "", "missing WORKER"),
+        (" down", "now", "unexpected argument 'now'"),
+        (" serve", "--decode", "--decode: expected one argument"),
+        (" serve", "--prefill two", "--prefill: 'two' is not a whole number, 0 or more"),
+        (" launch", "--kv-blocks -1", "--kv-blocks: '-1' is not a whole number, 0 or more"),
+        (" serve", "--kv-blocks 1e3", "--kv-blocks: '1e3' is not a whole number, 0 or more"),
+        (" serve", "--grace long", "--grace: 'long' is not a number of seconds, 0 or more"),
+        (" serve", "--transport udp", "--transport: must be one of ipc, tcp, not 'udp'"),
+        (" launch", "--backend numpy", "--backend: must be one of local, ray, not 'numpy'"),
+        (" generate", "x --top-k y", "--top-k: 'y' is not a whole number"),
+        (" generate", f"x --seed {2**80}", f"--seed: '{2**80}' is too large"),
+        (" chat", "--temperature hot", "--temperature: 'hot' is not a number"),
+        (" embed", "x --deadline nan", "--deadline: 'nan' is not a number of seconds, 0 or more"),
+        (" status", "--timeout -1", "--timeout: '-1' is not a number of seconds, 0 or more"),
+        (" status", "--handoffs -1", "--handoffs: '-1' is not a whole number, 0 or more"),
     ],
 )
-def test_bad_usage_is_2(arguments, capsys):
+def test_bad_usage_is_2_and_one_line_of_flag_value_and_what_was_expected(
+    command, words, complaint, capsys
+):
     with pytest.raises(SystemExit) as end:
-        main(arguments)
+        main([*command.split(), *words.split()])
     assert end.value.code == 2
-    assert "usage: baton" in capsys.readouterr().err
+    hint = "" if complaint.endswith("?") else f"; see baton{command} --help"
+    assert capsys.readouterr() == ("", f"baton{command}: {complaint}{hint}\n")
+
+
+@pytest.mark.parametrize("words", [[], ["--debug"]])
+def test_no_command_at_all_shows_the_commands(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    shown = capsys.readouterr().err
+    assert [name for name in VERBS if name not in shown] == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "complaint"),
     [
-        (["serve", "--decode", "0"], 2, "decode must be at least 1"),
-        (["serve", "--policy", "dice"], 2, "known are"),
-        (["serve", "--grace", "inf"], 2, "grace must be a finite number"),
-        (["serve", "--kv-blocks", "1" + "0" * 20], 2, "kv_blocks must be at most"),
+        (["serve", "--decode", "0"], 2, "--decode must be at least 1"),
+        (["serve", "--grace", "inf"], 2, "--grace must be a finite number"),
+        (["serve", "--kv-blocks", "1" + "0" * 12], 2, "--kv-blocks must be at most"),
         (["serve", "--address", "tcp://0.0.0.0:7000"], 2, "refusing to listen"),
         (["serve", "--address", "pigeon://x"], 2, "tcp://, ipc://"),
         (["serve", "--address", "ipc://@x"], 2, "is no file"),
         (["serve", "--address", "ipc://*"], 2, "is no file"),
         (["serve", "--address", "ipc:///no/such/folder/s.sock"], 2, "does not exist"),
-        (["serve", "/no/such/model"], 1, "no such model folder"),
+        (["serve", "/no/such/model"], 2, "no model folder /no/such/model"),
+        (["serve", "/no/such/model", "--dry-run"], 2, "no model folder /no/such/model"),
+        (["generate", "x", "--json-schema", "/no/such/file"], 2, "cannot read /no/such/file"),
+        (["generate", "x", "--json-schema", __file__], 2, "test_main.py is not JSON: "),
+        (["scale", "decod=2"], 2, "no pool 'decod'; the pools are prefill and decode"),
+        (["scale", "decode=-1"], 2, "'-1' is not a number of workers"),
+        (["rollout", "grac=1"], 2, "no setting 'grac'; did you mean grace?"),
         (["serve", "--config", "/no/such/file.toml"], 2, "cannot read"),
         (["serve", "--run-dir", "/no/such/folder"], 2, "cannot make a run folder"),
         (["status", "--address", "nonsense"], 2, "must start with"),
@@ -113,7 +147,7 @@ def test_bad_usage_is_2(arguments, capsys):
         (["wait-ready", "--timeout", "0.1"], 1, "baton serve"),
         (["drain", "decode-0", "--timeout", "0.1"], 1, "baton serve"),
         (["generate", "hello", "--timeout", "0.1"], 1, "baton serve"),
-        (["generate", ""], 1, "prompt is empty"),
+        (["generate", ""], 2, "prompt is empty"),
     ],
 )
 def test_errors_are_one_line_with_an_exit_code(arguments, code, complaint, address, capsys):
@@ -122,6 +156,51 @@ def test_errors_are_one_line_with_an_exit_code(arguments, code, complaint, addre
     assert complaint in err
     assert err.startswith("baton: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [[], ["--dry-run"]])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_tokenizer_is_found_before_anything_starts(name, words, tmp_path, capsys):
+    model = shutil.copytree(demo_model_folder(), tmp_path / "model")
+    (model / name).write_text('{"cut": tru')
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    assert main(["serve", str(model), f"--run-dir={run_dir}", *words]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"baton: {model}: {name} ")
+    assert err.count("\n") == 1
+    assert list(run_dir.iterdir()) == []
+
+
+def test_a_variable_that_sets_nothing_is_named_with_the_closest_that_does(
+    address, monkeypatch, capsys
+):
+    monkeypatch.setenv("BATON_PREFIL", "2")
+    monkeypatch.setenv("BATON_ZZZZ", "2")
+    monkeypatch.setenv("BATON_SERVICE_PORT", "7070")  # Kubernetes, for a service called baton
+    monkeypatch.setenv("BATON_PORT_7070_TCP_ADDR", "10.0.0.1")
+    monkeypatch.setenv("BATON_GRACE", "5")
+    monkeypatch.setenv("BATON_SHARED_ARRAYS", "off")
+    monkeypatch.setenv("BATON_SHARED_ARRAYS_KEY", "one cluster")
+    main(["status", "--timeout", "0"])
+    assert capsys.readouterr().err.splitlines()[:-1] == [
+        "baton: warning: BATON_PREFIL has no effect; did you mean BATON_PREFILL?",
+        "baton: warning: BATON_ZZZZ has no effect",
+    ]
+
+
+def test_a_package_that_is_not_installed_is_named():
+    code = (
+        "import sys; sys.modules['zmq'] = None; sys.argv = ['baton', 'doctor'];"
+        "from baton.cli.__main__ import main; sys.exit(main())"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    said = "baton: the Python package pyzmq is missing: pip install pyzmq\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", said)
 
 
 def test_debug_shows_the_error_itself(address):
@@ -210,6 +289,15 @@ def test_status_table_shows_workers_and_handoffs():
         assert part in text
     states = dict(line.split()[:2] for line in text.splitlines() if line.startswith("decode-"))
     assert states == {"decode-0": "ready", "decode-1": "left", "decode-2": "dead"}
+
+
+def test_status_names_pairs_of_workers_that_cannot_reach_each_other():
+    pair = FailedPairRecord(
+        prefill="prefill-0", decode="decode-1", reason="no answer", failures=3, failing_s=12.2,
+        next_try_s=4.4,
+    )  # fmt: skip
+    text = "\n".join(status.describe(ClusterReport(failed_pairs=[pair])))
+    assert "prefill-0 -> decode-1: unreachable, 12 s, 3 requests moved, next try in 4 s" in text
 
 
 def test_status_shows_waiting_times_and_what_was_dropped_when_there_is_any():

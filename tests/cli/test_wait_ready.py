@@ -24,8 +24,26 @@ class Router:
         return {"workers": workers, "handoffs": {}, "router": {"task": task}}
 
 
-def waited(router, decode=None, timeout=5.0):
-    return wait_ready(router, 1, decode, timeout)
+def waited(router, decode=None, timeout=5.0, **options):
+    return wait_ready(router, None, decode, timeout, **options)
+
+
+def test_it_waits_for_all_that_the_controller_wants_unless_told_otherwise():
+    def wanted():
+        return {"prefill": 1, "decode": 2}
+
+    states = ((0, 0), (1, 1), (1, 2))
+    assert waited(Router("generate", *states), expected=wanted)["decode"] == 2
+    assert waited(Router("generate", *states), decode=1, expected=wanted)["decode"] == 1
+    with pytest.raises(ConnectionLost, match="1 of 1 prefill and 1 of 2 decode"):
+        waited(Router("generate", (1, 1)), timeout=0.05, expected=wanted)
+
+
+def test_a_controller_that_answers_only_later_counts_from_then_on():
+    wanted = {"prefill": 2, "decode": 1}
+    answers = iter((None, wanted, wanted))
+    ready = waited(Router("generate", (1, 0), (1, 1), (2, 1)), expected=lambda: next(answers))
+    assert ready == wanted
 
 
 def test_a_text_model_needs_a_decode_worker_unless_told_otherwise():

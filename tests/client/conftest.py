@@ -173,7 +173,14 @@ class Worker(OnThread):
 
     def hello(self) -> None:
         held = [
-            RequestState(key, p.assign.attempt, p.position, p.prompt, p.status is not None)
+            RequestState(
+                key,
+                p.assign.attempt,
+                p.position,
+                p.prompt,
+                p.status is not None,
+                proof=p.assign.proof,
+            )
             for key, p in self.running.items()
         ]
         self.say(
@@ -224,7 +231,12 @@ class Worker(OnThread):
         if playback is None:
             self.say(Aborted(request=message.request, attempt=0))
             return
+        assign = playback.assign
+        self.say(Accepted(request=assign.request, attempt=assign.attempt, proof=assign.proof))
         skip = message.position - playback.prompt
+        assign = playback.assign
+        key, attempt, proof = message.request, assign.attempt, assign.proof
+        self.say(Accepted(request=key, attempt=attempt, proof=proof))
         self.run(message.request, playback, message.position, playback.generated[skip:])
         if playback.status is not None:
             self.finish(message.request, playback)

@@ -165,6 +165,10 @@ def test_questions(cluster, run):
     async def main():
         async with AsyncClient(cluster.address) as client:
             description, status = await asyncio.gather(client.describe(), client.status())
-            return description.card.name, len(status["workers"]), await client.drain("decode-0")
+            return (
+                description.card.name,
+                len(status["workers"]),
+                await client.drain("decode-0", force=True),
+            )
 
     assert run(main()) == ("demo", 2, "draining")

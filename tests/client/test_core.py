@@ -72,9 +72,9 @@ def spec(request_id="r", deadline=None, prompt=3):
 class Bench:
     """A core with a clock, and what it did."""
 
-    def __init__(self, *addresses, connected=True):
+    def __init__(self, *addresses, connected=True, reconnect_timeout=30.0):
         addresses = addresses or ("ipc:///x",)
-        self.core = ClientCore(*addresses, connect_timeout=5.0, reconnect_timeout=30.0)
+        self.core = ClientCore(*addresses, connect_timeout=5.0, reconnect_timeout=reconnect_timeout)
         self.now = 100.0
         if connected:
             self.do(Connected(ME))
@@ -286,7 +286,8 @@ class Network:
 def test_any_loss_repetition_and_reordering_gives_the_same_stream(block):
     """The user sees tokens 0 to 19 once, in order, and then one end."""
     for seed in range(block * 50, block * 50 + 50):
-        network, bench, seen, ends = Network(seed), Bench(), [], 0
+        # Patient: of what is said and answered on this network half is lost.
+        network, bench, seen, ends = Network(seed), Bench(reconnect_timeout=300.0), [], 0
         actions = bench.do(Start(spec()))
         for _ in range(2000):
             for action in actions:
@@ -346,6 +347,68 @@ def test_a_rejected_message_ends_its_request():
     bench.do(Start(spec()))
     bench.hear(Rejected(code="input", message="no", request_id="r"))
     assert isinstance(bench.ended[0].error, InputError)
+
+
+def test_a_rejection_without_a_name_ends_what_has_no_answer_and_nothing_else():
+    bench = Bench()
+    bench.open()
+    bench.do(Start(spec("resumed")))
+    key = request_key(ME, "resumed", 2)
+    bench.hear(Submitted(request_id="resumed", request=key, secret=SECRET))
+    bench.hear(Tokens(runs=[TokenRun(key, 1, 5, [3])]))  # behind a gap
+    assert messages(bench.actions, Resume)
+    bench.do(Start(spec("new")))
+    bench.do(Ask(1, Status(), 5.0))
+    bench.hear(Rejected(code="decode_failed", message="not a valid message"))
+    assert {end.request_id: type(end.error) for end in bench.ended} == {
+        "resumed": DecodeFailed,
+        "new": DecodeFailed,
+    }
+    assert not any(isinstance(action, Answered) for action in bench.actions)
+    bench.run(3, [7])
+    assert bench.tokens == [7], "the open one goes on"
+
+
+def answering_pings(bench, seconds):
+    """Ends and cancels while the router answers pings alone."""
+    ends, cancels = [], []
+    for _ in range(int(seconds * 2)):
+        bench.hear(Pong())
+        done = bench.later(0.5, step=0.25)
+        ends += [action for action in done if isinstance(action, Ended)]
+        cancels += messages(done, Cancel)
+    return ends, cancels
+
+
+@pytest.mark.parametrize("asked", ["submit", "resume"])
+def test_a_request_that_is_never_answered_ends_although_the_router_is_there(asked):
+    bench = Bench()
+    if asked == "submit":
+        bench.do(Start(spec()))
+    else:
+        bench.open()
+        bench.run(5, [3])  # behind a gap: Resume
+    assert answering_pings(bench, 29) == ([], [])
+    (end,), cancels = answering_pings(bench, 2)
+    assert isinstance(end.error, ConnectionLost) and len(cancels) == 1
+    assert "neither accepted nor refused the request within 30 s (reconnect_timeout)" in str(
+        end.error
+    )
+    assert not bench.core.active
+
+
+def test_a_request_without_a_deadline_ends_after_the_longest_one():
+    bench = Bench()
+    bench.open()
+    for _ in range(86_400 // 20):
+        bench.now += 20.0
+        bench.hear(Submitted(request_id="r", request=KEY, secret=SECRET))
+        bench.do(Tick())
+        assert not bench.ended
+    bench.now += 3.0
+    bench.do(Tick())
+    (end,) = bench.ended
+    assert isinstance(end.error, DeadlineExceeded) and "86400 s" in str(end.error)
 
 
 def test_a_version_mismatch_ends_everything():
@@ -489,7 +552,7 @@ def test_a_stopped_request_says_nothing_more():
     bench = Bench()
     bench.open()
     bench.do(Stop("r"))
-    assert bench.sent == [Cancel(request_id="r", request=KEY, serial=1)]
+    assert bench.sent == [Cancel(request_id="r", request=KEY, serial=1, secret=SECRET)]
     bench.run(3, [1])
     assert not bench.actions
     bench.hear(Terminal(request=KEY, status="cancelled"))
@@ -611,6 +674,7 @@ def test_questions_are_repeated_and_expire():
     assert isinstance(bench.sent[0], Status)
     (answered,) = [a for a in bench.later(0.5) if isinstance(a, Answered)]
     assert isinstance(answered.answer, ConnectionLost)
+    assert "the question for the status within 2.5 s (timeout)" in str(answered.answer)
 
 
 def test_a_router_without_workers_is_asked_again():

@@ -164,7 +164,7 @@ def start_cluster(tmp_path_factory):
     def start(prefill=1, decode=2, model=None, **settings) -> Cluster:
         # Only a test that stops a worker wants it to be missed at once: on a busy machine
         # others may have to wait longer than a second for a processor.
-        settings = {"kv_memory": "32MiB", "stats_interval": 0, "silence": 10.0, **settings}
+        settings = {"kv_memory": "32MiB", "stats_interval": 0, "worker_timeout": 10.0, **settings}
         cluster = Cluster(tmp_path_factory.mktemp("c"), prefill, decode, model, settings)
         started.append(cluster)
         return cluster

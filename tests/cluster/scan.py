@@ -53,7 +53,7 @@ def events_of(peer: RawPeer) -> set[int]:
 def check_garbage(port: int) -> None:
     """Whatever bytes come, nothing but the start of ZeroMQ's greeting goes back."""
     draw = random.Random(port)
-    message = b"BT\x02" + msgspec.msgpack.encode([{"type": "Status"}])
+    message = b"BT\x03" + msgspec.msgpack.encode([{"type": "Status"}])
     zmtp = b"\xff" + bytes(8) + b"\x7f"
     sent = [
         b"\0", b"GET / HTTP/1.1\r\n\r\n", message, draw.randbytes(64), draw.randbytes(100_000),

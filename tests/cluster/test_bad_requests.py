@@ -70,8 +70,7 @@ BAD_SAMPLING = {
 for _field, _values in BAD_SAMPLING.items():
     for _value in _values:
         _sampling = WireSampling(**{_field: _value})
-        _shown = "stop string" if _field == "stop" else _field
-        BAD_CONTEXTS[f"{_field}={_value!r:.12}"] = (wire(sampling=_sampling), _shown)
+        BAD_CONTEXTS[f"{_field}={_value!r:.12}"] = (wire(sampling=_sampling), _field)
 
 
 def refusal(peer: RawPeer, submit: Submit) -> dict:
@@ -121,7 +120,7 @@ def test_the_router_refuses_a_wrong_submit(running, fields, code, message):
         ([-1], "outside the vocabulary"),
         ([1 << 40], "does not fit 32 bits"),
         ([0.5], "must be integers"),
-        ([[5]], "one-dimensional"),
+        (np.ones((1, 2), int), "one-dimensional"),
         ([5] * CONTEXT, "prompt has 2048 tokens"),
     ],
 )

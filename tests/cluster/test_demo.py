@@ -50,3 +50,21 @@ def test_an_interrupted_demo_is_silent_and_leaves_nothing(tmp_path_factory, mome
         _, said = demo.communicate(timeout=60)
     assert (demo.returncode, said) == (130, "")
     assert list(folder.iterdir()) == []
+
+
+def test_a_demo_whose_output_nobody_reads_any_more_ends_in_silence(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("d")
+    demo = subprocess.Popen(
+        [sys.executable, "-P", "-m", "baton.cli", "demo"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=command_environment(folder),
+    )
+    with demo:
+        next(line for line in demo.stdout if "starting" in line)
+        demo.stdout.close()
+        said = demo.stderr.read()
+    assert (demo.wait(60), said) == (0, "")
+    assert list(folder.iterdir()) == []

@@ -54,7 +54,9 @@ def test_drained_workers_finish_what_they_have_and_leave(cluster):
     assert last > later[0].started, "nothing ran on the drained worker any more"
     assert {(stream.prefill, stream.decode) for stream in later} == {("prefill-1", "decode-1")}
     wait_until(lambda: set(running.pids()) == {"router", "prefill-1", "decode-1"}, what="the end")
-    assert asyncio.run(command(running, "drain", "prefill-1", "--wait")) == 0
+    assert asyncio.run(command(running, "drain", "prefill-1", "--wait")) == 1
+    assert set(running.pids()) == {"router", "prefill-1", "decode-1"}
+    assert asyncio.run(command(running, "drain", "prefill-1", "--force", "--wait")) == 0
     wait_until(lambda: set(running.pids()) == {"router", "decode-1"}, what="the end")
     with running.client() as client:
         assert client.status()["router"]["requests"]["replayed"] == 0

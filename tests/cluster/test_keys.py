@@ -5,6 +5,7 @@ The sockets are those the kernel lists for the cluster's processes; no setting s
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections import Counter
@@ -28,6 +29,7 @@ from baton.proto.messages import (
     Release,
     Submit,
 )
+from baton.proto.proofs import reserve_ticket, worker_key
 from baton.proto.sampling import SamplingParams
 from baton.proto.wire import WireContext
 from baton.runtime.keyfiles import add_key, make_folder
@@ -94,6 +96,12 @@ def ports_of(running) -> dict[str, list[int]]:
         for port in listening_ports(pid):
             found.setdefault(names.get(pid, str(pid)), []).append(port)
     return found
+
+
+def cluster_key(running) -> bytes:
+    """What only its routers know."""
+    (config,) = running.folder.rglob("router.json")
+    return bytes.fromhex(json.loads(config.read_text())["cluster_key"])
 
 
 def dropped(running) -> dict[str, int]:
@@ -307,6 +315,9 @@ def test_blocks_for_another_workers_grant_are_refused(running, folder):
     reserve = msgspec.structs.replace(
         _sample("Reserve"), request=os.urandom(16), incarnation=ours, hashes=[], num_tokens=8
     )
+    theirs = worker_key(cluster_key(running), running.workers()["decode-0"]["incarnation"])
+    ticket = reserve_ticket(theirs, reserve.request, reserve.attempt, ours)
+    reserve = msgspec.structs.replace(reserve, ticket=ticket)
     with RawPeer(decode, keys=keys_of(folder, "prefill-9", "decode-0")) as owner:
         owner.send(*_sealed(opened))
         owner.send(*_sealed(reserve))
@@ -327,7 +338,10 @@ def test_blocks_for_another_workers_grant_are_refused(running, folder):
 
                 wait_until(lambda: grown().total() >= 3)
                 assert grown().get("decode-0 data_access_denied", 0) == foreign, (file, grown())
-        owner.send(*_sealed(Release(request=reserve.request, attempt=reserve.attempt)))
+        release = Release(
+            request=reserve.request, attempt=reserve.attempt, incarnation=ours, ticket=ticket
+        )
+        owner.send(*_sealed(release))
         owner.hear_until(lambda message: message["type"] == "Released")
 
 

@@ -17,7 +17,7 @@ WORK = jobs(16, prompt=700, new=500)
 @pytest.fixture(scope="module")
 def pools(shared_cluster):
     """Two prefill and two decode workers; small chunks, so that prefill takes its time."""
-    settings = {"kv_memory": "64MiB", "chunk_budget": 64, "silence": 1.0}
+    settings = {"kv_memory": "64MiB", "chunk_budget": 64, "worker_timeout": 1.0}
     return shared_cluster(prefill=2, decode=2, **settings)
 
 
@@ -40,7 +40,8 @@ def no_blocks_used(cluster) -> bool:
 
 def lost_requests(cluster) -> int:
     with cluster.client() as client:
-        return client.status()["router"]["requests"]["replayed"]
+        counts = client.status()["router"]["requests"]
+        return counts["replayed"] + counts["moved"]
 
 
 def report(what: str, streams: list[Stream]) -> None:

@@ -87,7 +87,7 @@ def test_ctrl_c_at_a_terminal_reaches_the_supervisor_alone(tmp_path_factory):
             while part := terminal.read(1 << 16):
                 said += part
     assert b"draining" in said
-    assert b"starting it again" not in said
+    assert b"restarting in" not in said
     assert serve.wait(30) == 0
     assert list(folder.iterdir()) == []
 
@@ -225,7 +225,12 @@ def test_the_verbs_find_a_cluster_by_the_users_default_address(start_cluster, tm
         dry = baton(folder, "serve", "--dry-run")
         assert dry.returncode == 0, dry.stderr
         assert "decode-0" in baton(folder, "status").stdout
-        drained = baton(folder, "drain", "decode-0")
+        refused = baton(folder, "drain", "decode-0")
+        assert refused.returncode != 0
+        assert (
+            "decode must keep at least 1 ready worker, and decode-0 is the last" in refused.stderr
+        )
+        drained = baton(folder, "drain", "decode-0", "--force")
         assert (drained.returncode, drained.stdout) == (0, "decode-0: draining\n")
         unknown = baton(folder, "drain", "decode-9")
         assert unknown.returncode == 1

@@ -39,9 +39,10 @@ def next_line(running) -> int:
 
 
 def test_loading_is_shown_for_every_worker(running):
-    lines = [line for line in running.text().splitlines() if line.startswith("loading  ")]
     for name in ("prefill-0", "decode-0", "decode-1"):
-        assert any(re.search(name + r" \[#{12}\] (\d\S+ \S+)/\1", line) for line in lines)
+        line = rf"^{name} loaded \d\S+ MiB of weights in [\d.]+ s$"
+        assert re.search(line, running.text(), re.MULTILINE)
+    assert "loading" not in running.text()  # a bar is for a terminal
 
 
 def test_the_figures_of_status_and_line_add_up(running):
@@ -100,7 +101,7 @@ def test_a_child_that_ends_again_and_again_is_started_later_each_time(running):
     for delay in ("0.5", "1.0"):
         pid = running.pids()["decode-1"]
         os.kill(pid, signal.SIGKILL)
-        sentence = f"decode-1 ended (killed by signal 9); starting it again in {delay} s"
+        sentence = f"decode-1 ended (killed by signal 9); restarting in {delay} s"
         wait_until(lambda said=sentence: said in running.text(), what=sentence)
         running.wait_replaced("decode-1", pid)
 
@@ -119,9 +120,25 @@ def baton(running, *arguments: str) -> subprocess.CompletedProcess:
 def test_waiting_for_workers_says_who_is_there(running):
     ready = baton(running, "wait-ready", "--decode=2")
     assert (ready.returncode, ready.stdout) == (0, "ready: 1 prefill, 2 decode\n")
+    ready = baton(running, "wait-ready", "--admin", f"ipc://{running.folder}/nobody")
+    assert (ready.returncode, ready.stdout) == (0, "ready: 1 prefill, 2 decode\n")
+    assert "--prefill and --decode" in ready.stderr
     missing = baton(running, "wait-ready", "--prefill=1", "--decode=3", "--timeout=2")
     assert missing.returncode == 1
     assert missing.stderr == (
         "baton: not ready after 2 s: 1 of 1 prefill and 2 of 3 decode workers are; "
         "see baton status\n"
     )
+
+
+def test_waiting_without_a_number_waits_for_every_worker_there_should_be(running):
+    pid = running.pids()["decode-1"]
+    os.kill(pid, signal.SIGKILL)
+    with running.client() as client:
+
+        def missed():
+            return [w["state"] for w in client.status()["workers"] if w["pid"] == pid] != ["ready"]
+
+        wait_until(missed, what="the router to miss it")
+    ready = baton(running, "wait-ready")
+    assert (ready.returncode, ready.stdout, ready.stderr) == (0, "ready: 1 prefill, 2 decode\n", "")

@@ -110,6 +110,22 @@ def wrong_tries(cluster) -> int:
     return cluster.text().count("architecture is Qwen3ForCausalLM")
 
 
+def test_workers_are_replaced_in_place_under_load_without_one_more(pools, undisturbed):
+    before = pids(pools)
+    most: list[int] = []
+
+    def replace() -> None:
+        with admin(pools) as client:
+            for answer in client.ask(RollOut(in_place=True), wait=90.0):
+                most.append(len(pids(pools)))
+                last = answer.text
+        assert last == "4 of 4 replaced"
+
+    check(under_load(pools.address, WORK, replace), undisturbed)
+    assert max(most) == len(before) == 4
+    assert not set(pids(pools).values()) & set(before.values())
+
+
 def test_two_routers_are_replaced_one_after_the_other_under_load(cluster, undisturbed):
     pair = cluster(prefill=1, decode=2, kv_memory="64MiB", grace=20.0, routers=2)
     before = pids(pair)

@@ -265,8 +265,10 @@ def test_text_mappings_and_contexts_say_the_same(client):
     def answer(prompt, sampling, **options):
         return tokens(list(client.generate(prompt, sampling, **options)))
 
-    expected = answer(PROMPT, params(1), json_schema=SCHEMA)
-    assert answer(PROMPT, params(1), json_schema=json.dumps(SCHEMA)) == expected
+    # A context is complete; beside a text, what is not set is the model's default.
+    complete = params(1, temperature=0.8, top_p=0.95, top_k=-1)
+    expected = answer(PROMPT, complete, json_schema=SCHEMA)
+    assert answer(PROMPT, complete, json_schema=json.dumps(SCHEMA)) == expected
     model = client.describe().card
     ids = client._model().tokenizer.encode(PROMPT)
     context = TextContext(
@@ -274,7 +276,7 @@ def test_text_mappings_and_contexts_say_the_same(client):
         tokens=ids,
         eos_token_ids=set(model.eos_token_ids),
         json_schema=json.dumps(SCHEMA),
-        sampling_params=params(1),
+        sampling_params=complete,
     )
     assert answer(context, None) == expected
 

@@ -99,17 +99,22 @@ def test_a_malformed_endpoint(client, endpoint, fallback):
 
 
 def kill(running, name: str) -> dict:
-    """Kill a worker; returns what it was once the router knows of its death."""
+    """Kill a worker; returns what it was once the router has seen its connection close."""
     victim = running.workers()[name]
     os.kill(victim["pid"], signal.SIGKILL)
-    wait_until(lambda: running.workers().get(name, {}).get("state") == "dead", what="its death")
+
+    def seen() -> bool:
+        worker = running.workers().get(name, {})
+        return worker.get("state") != "ready" or worker["pid"] != victim["pid"]
+
+    wait_until(seen, what="its end")
     return victim
 
 
 @pytest.mark.parametrize("name", ["decode-0", "prefill-1"])
 def test_a_dead_worker_until_its_successor_comes(running, client, name):
     victim = kill(running, name)
-    with pytest.raises(EndpointDead, match=f"{name} .* is dead"):
+    with pytest.raises(EndpointDead, match=f"{name} .*: its connection closed"):
         ask(client, job(victim["endpoint"]))
     assert ask(client, job(victim["endpoint"], fallback=True)).tokens == CASE.greedy
     running.wait_replaced(name, victim["pid"])

@@ -1,7 +1,7 @@
 """A man in the middle of a ZeroMQ connection over a Unix socket, who may damage what passes.
 
 He takes the place of a listening socket's file, so neither process knows of him, reads the
-frames of ZMTP 3 on their way to the listener, and passes everything else on as it is.
+frames of ZMTP 3 in both directions, and passes everything on.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ def keep(body: bytearray, more: bool) -> None:
 
 
 class WireTap:
-    """Between everyone who connects to ``path`` from now on, and its listener."""
+    """Between everyone who connects to ``path`` from now on, and its listener.
 
-    def __init__(self, path: Path) -> None:
-        self.hand: Hand = keep
+    ``hand`` sees what goes to the listener, ``back`` what it answers.
+    """
+
+    def __init__(self, path: Path, hand: Hand = keep, back: Hand = keep) -> None:
+        self.hand, self.back = hand, back
         self.frames = 0
         self._path, self._real = path, path.with_name(path.name + ".real")
         path.rename(self._real)
@@ -54,11 +57,11 @@ class WireTap:
                 far = socket.socket(socket.AF_UNIX)
                 far.connect(str(self._real))
                 self._open += [near, far]
-                for pump, ends in ((self._forward, (near, far)), (copy, (far, near))):
-                    threading.Thread(target=pump, args=ends, daemon=True).start()
+                for ends in ((near, far, True), (far, near, False)):
+                    threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
 
-    def _forward(self, near: socket.socket, far: socket.socket) -> None:
-        """Towards the listener, frame by frame."""
+    def _pass_on(self, near: socket.socket, far: socket.socket, forward: bool) -> None:
+        """One direction of a connection, frame by frame."""
         with contextlib.suppress(OSError), near.makefile("rb") as stream:
             for _ in range(GREETING):  # both sides wait for each other within it
                 far.sendall(stream.read(1))
@@ -67,15 +70,7 @@ class WireTap:
                 size = stream.read(8 if flags & LONG else 1)
                 body = bytearray(stream.read(int.from_bytes(size, "big")))
                 if not flags & COMMAND:
-                    self.frames += 1
-                    self.hand(body, bool(flags & MORE))
+                    self.frames += forward
+                    (self.hand if forward else self.back)(body, bool(flags & MORE))
                 far.sendall(head + size + body)
             far.shutdown(socket.SHUT_RDWR)
-
-
-def copy(source: socket.socket, target: socket.socket) -> None:
-    """Pass bytes on until the source ends."""
-    with contextlib.suppress(OSError):
-        while data := source.recv(1 << 16):
-            target.sendall(data)
-        target.shutdown(socket.SHUT_RDWR)

@@ -29,7 +29,9 @@ def test_serving_on_the_cpu_imports_nothing_of_cuda():
 def test_without_cupy_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not cuda_is_available()
-    with pytest.raises(ConfigError, match=r"^the CUDA device needs CuPy: pip install 'baton\[cuda"):
+    with pytest.raises(
+        ConfigError, match=r"^--device cuda needs CuPy: pip install 'cupy-cuda13x\[ctk"
+    ):
         CupyDevice()
 
 

@@ -20,7 +20,8 @@ from baton.engine.runner import Runner, RunnerConfig, load_runner
 from baton.prefill_worker.config import PrefillWorkerConfig
 from baton.prefill_worker.shell import PrefillShell
 from baton.proto.ids import new_incarnation
-from baton.proto.messages import Assign, Message, PoolTicket, Terminal, Tokens
+from baton.proto.messages import Assign, Message, PoolTicket, Terminal, Tokens, Welcome
+from baton.proto.proofs import reserve_ticket
 from baton.proto.sampling import SamplingParams
 from baton.proto.wire import WireContext, WireSampling
 from baton.runtime.actions import FromRouter
@@ -31,6 +32,8 @@ from baton.runtime.sockets import RouterChannel
 from .conftest import SHAPE
 from .host_device import HostDevice
 
+KEY = b"k" * 16
+"""What a router would have told the decode worker, to check tickets with."""
 GREEDY = SamplingParams(temperature=0, max_new_tokens=5, ignore_eos=True)
 
 
@@ -75,6 +78,8 @@ class Workers:
             runners[0], self.member("prefill", control, runners[0]), control, self.loop,
             self.context, ticket,
         )  # fmt: skip
+        welcome = Welcome(router="router", incarnation=1, key=KEY)
+        self.decode.feed(FromRouter("router", welcome))
         for shell in (self.prefill, self.decode):
             shell._links.send = lambda _router, message: self.hear(message)  # type: ignore[method-assign]
             shell.start()
@@ -106,9 +111,12 @@ class Workers:
                 sampling=WireSampling(temperature=0.0),
                 ignore_eos=True,
             )
+            request = bytes([number]) * 16
+            incarnation = self.prefill._member.identity.incarnation
             assign = Assign(
-                request=bytes([number]) * 16, attempt=1, request_id=f"r{number}", context=context,
+                request=request, attempt=1, request_id=f"r{number}", context=context,
                 decode=self.decode._control.endpoint, deadline=60.0,
+                ticket=reserve_ticket(KEY, request, 1, incarnation),
             )  # fmt: skip
             self.prefill.feed(FromRouter("router", assign))
         self.loop.call_later(60.0, self.loop.stop)

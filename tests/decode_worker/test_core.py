@@ -26,6 +26,7 @@ from baton.engine.plan import Sampled, StepPlan, StepResult, abandoned_step
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.step_time import StepTime
 from baton.kv_transfer.receiver import Receiver, ReceiverConfig
+from baton.proto.context_maps import grown_map
 from baton.proto.errors import CapacityError, InputError, InternalError, SchemaTooComplex
 from baton.proto.hashing import block_hashes, cache_salt
 from baton.proto.layout import KVLayout, ModelCard
@@ -33,6 +34,7 @@ from baton.proto.limits import PROTOCOL_VERSION
 from baton.proto.messages import (
     Abort,
     Aborted,
+    Accepted,
     Adopt,
     Busy,
     Commit,
@@ -60,11 +62,14 @@ from baton.proto.messages import (
     Released,
     Reserve,
     Share,
+    Stale,
     Terminal,
     TerminalAck,
     Tokens,
+    Welcome,
 )
-from baton.proto.outputs import TokenLogProbs
+from baton.proto.outputs import LogProbabilities, TokenLogProbs
+from baton.proto.proofs import reserve_ticket
 from baton.proto.wire import WireContext, WireSampling
 from baton.runtime.actions import (
     DrainRequested,
@@ -94,6 +99,7 @@ CARD = ModelCard(
 KEY, OTHER = b"r" * 16, b"s" * 16
 ROUTER, PEER = "router", b"prefill-0:5"
 PROMPT = 10
+WORKER_KEY, PROOF = b"k" * 16, b"p" * 16
 
 
 def make_context(prompt: int = PROMPT, new: int = 8) -> WireContext:
@@ -105,6 +111,10 @@ def make_context(prompt: int = PROMPT, new: int = 8) -> WireContext:
     )
 
 
+def ticket(key: bytes = KEY, attempt: int = 1, incarnation: int = 5) -> bytes:
+    return reserve_ticket(WORKER_KEY, key, attempt, incarnation)
+
+
 def hashes_of(tokens: int) -> list[bytes]:
     return block_hashes(np.arange(1, tokens + 1, dtype=np.int32), 4, cache_salt("toy", ""))
 
@@ -112,7 +122,7 @@ def hashes_of(tokens: int) -> list[bytes]:
 class Bench:
     """A core on a clock that tests move; what it does, sorted."""
 
-    def __init__(self, blocks: int = 64, **receiver) -> None:
+    def __init__(self, blocks: int = 64, *, welcomed: bool = True, **receiver) -> None:
         me = WorkerIdentity("decode-0", "decode", 9, 1, "ipc:///d", "default", CARD, 8)
         self.member = Membership(me, (ROUTER, "router-2"))
         self.cache = PagedCache(blocks, LAYOUT.block_size)
@@ -133,6 +143,8 @@ class Bench:
         self.other: list[object] = []
         self.serial = 0
         self.feed(RouterUp(ROUTER))
+        if welcomed:
+            self.hear(Welcome(router=ROUTER, incarnation=3, key=WORKER_KEY))
         self.take(Hello)
 
     def feed(self, event) -> None:
@@ -192,6 +204,7 @@ class Bench:
             growth=4,
             serial=self.serial,
             deadline=60.0,
+            ticket=ticket(key, attempt),
             **fields,
         )
         self.ask(message)
@@ -213,11 +226,14 @@ class Bench:
         settings = {
             "request": grant.request,
             "attempt": grant.attempt,
-            "context": make_context(tokens, fields.pop("new", 8)),
-            "emitted": [42],
+            "context": grown_map(
+                fields.pop("context", None) or make_context(tokens, fields.pop("new", 8)),
+                fields.pop("emitted", [42]),
+            ),
             "router": ROUTER,
             "deadline": 60.0,
             "prefill": "prefill-0",
+            "proof": PROOF,
         }
         frames, nbytes, digest = manifest
         message = Commit(
@@ -263,6 +279,62 @@ def bench() -> Bench:
 
 
 # ------------------------------------------------------------------ from Reserve to the end
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ticket": b""},
+        {"ticket": ticket(OTHER)},
+        {"ticket": ticket(attempt=2)},
+        {"incarnation": 6},
+        {"attempt": 7},
+    ],
+    ids=str,
+)
+def test_a_reserve_takes_the_ticket_of_its_sender_and_attempt(bench, wrong):
+    """Without it nothing is taken, nothing of others is touched and nothing is remembered."""
+    bench.run()
+    used = bench.cache.pool.used
+    good = Reserve(
+        request=KEY, attempt=2, incarnation=5, hashes=[], num_tokens=4, growth=4, serial=99,
+        deadline=60.0, ticket=ticket(attempt=2),
+    )  # fmt: skip
+    change = {"ticket": ticket()} if wrong == {"ticket": ticket(attempt=2)} else wrong
+    bench.ask(msgspec.structs.replace(good, **change))
+    assert len(bench.to_peer(Aborted)) == 1 and not bench.to_peer(Grant)
+    assert bench.cache.pool.used == used
+    bench.step()
+    assert bench.streamed() == [(10, 42), (11, 43)]
+    bench.ask(good)
+    assert bench.to_peer(Grant), "the right one is let in afterwards"
+
+
+def test_a_release_of_another_sender_changes_nothing(bench):
+    bench.reserve()
+    (grant,) = bench.to_peer(Grant)
+    bench.ask(Release(request=KEY, attempt=9, incarnation=6, ticket=ticket(incarnation=5)))
+    bench.ask(Release(request=KEY, attempt=1, grant=grant.grant, incarnation=6))
+    assert len(bench.to_peer(Released)) == 2
+    bench.commit(grant, bench.send(grant))
+    assert bench.to_peer(Committed), "the grant stands"
+    bench.reserve(attempt=2)
+    assert bench.to_peer(Grant), "no later attempt was buried"
+
+
+def test_a_grant_takes_no_commit_of_another_request(bench):
+    bench.reserve()
+    (grant,) = bench.to_peer(Grant)
+    bench.commit(grant, bench.send(grant), request=OTHER)
+    assert bench.to_peer(Stale) and not bench.take(Tokens)
+
+
+def test_blocks_are_granted_once_a_router_has_welcomed_the_worker(bench):
+    fresh = Bench(welcomed=False)
+    fresh.reserve()
+    assert fresh.to_peer(Busy) and not fresh.to_peer(Grant)
+    fresh.later(2.0)
+    assert fresh.take(Hello), "the missing Welcome is asked for"
 
 
 def test_a_whole_life(bench):
@@ -492,7 +564,9 @@ def test_adopt_says_the_tokens_again_and_moves_the_request(bench):
     bench.said.clear()
     bench.routers.clear()
     bench.hear(Adopt(request=KEY, position=11), "router-2")
-    assert [(r, type(m)) for r, m in bench.routers] == [(ROUTER, Moved), ("router-2", Tokens)]
+    said = [(r, type(m)) for r, m in bench.routers]
+    assert said == [("router-2", Accepted), (ROUTER, Moved), ("router-2", Tokens)]
+    assert bench.one(Accepted) == Accepted(request=KEY, attempt=1, proof=PROOF)
     assert bench.streamed() == [(11, 43)]
     bench.routers.clear()
     bench.step()
@@ -521,7 +595,7 @@ def test_an_end_that_was_taken_over_outlasts_an_abort_of_the_router_before(bench
     bench.hear(Abort(request=KEY, attempt=1))
     bench.said.clear()
     bench.hear(Adopt(request=KEY, position=11), "router-2")
-    assert [type(m) for m in bench.said] == [Tokens, Terminal]
+    assert [type(m) for m in bench.said] == [Accepted, Tokens, Terminal]
 
 
 def test_heartbeats_say_what_each_router_has_here(bench):
@@ -555,7 +629,8 @@ def test_adopt_of_an_ended_request_repeats_tokens_and_terminal(bench):
     bench.step()
     bench.said.clear()
     bench.hear(Adopt(request=KEY, position=11), "router-2")
-    assert [type(m) for m in bench.said] == [Moved, Tokens, Terminal]
+    assert [type(m) for m in bench.said] == [Accepted, Moved, Tokens, Terminal]
+    assert bench.one(Accepted).proof == PROOF
     assert bench.streamed() == [(11, 43), (12, 43)]
 
 
@@ -569,11 +644,12 @@ def draw(bench, number: int) -> None:
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_adopt_says_log_probabilities_again(bench, ended):
-    first = TokenLogProbs.of(0.0, {})
+    new = 5 if ended else 8
+    first = {PROMPT: LogProbabilities([0.0], [{}])}
+    context = msgspec.structs.replace(make_context(PROMPT - 2, new), _log_probabilities_data=first)
     bench.reserve()
     (grant,) = bench.to_peer(Grant)
-    fields = {"emitted": [41, 42, 42], "logprobs": [first], "new": 5 if ended else 8}
-    bench.commit(grant, bench.send(grant), tokens=PROMPT - 2, **fields)
+    bench.commit(grant, bench.send(grant), context=context, emitted=[41, 42, 42])
     draw(bench, 1)
     draw(bench, 2)
     assert len(bench.take(Terminal)) == ended
@@ -693,19 +769,21 @@ def test_anyone_may_ask_who_listens(bench):
 
 def test_a_released_grant_is_free(bench):
     bench.reserve()
-    bench.ask(Release(request=KEY, attempt=1))
+    bench.ask(Release(request=KEY, attempt=1, incarnation=5, ticket=ticket()))
     assert bench.to_peer(Released)
     assert bench.cache.pool.used == 0
 
 
 def test_a_prefill_worker_that_stays_away_holds_no_blocks():
-    bench = Bench(absence=1.0, lease=100.0)
+    bench = Bench(timeout=1.0, lease=100.0)
     bench.reserve()
+    bench.later(0.1)
     bench.feed(PeerGone(PEER))
     bench.later(0.5)
     assert bench.to_peer(Ping)
-    bench.ask(Pong())
-    bench.later(2.0)
+    for _ in range(4):
+        bench.ask(Pong())
+        bench.later(0.5)
     assert bench.cache.pool.used  # it was there all the time
     bench.feed(PeerGone(PEER))
     bench.later(1.1)
@@ -901,7 +979,7 @@ def end_by_abort(bench, grant):
 
 
 def end_by_release(bench, grant):
-    bench.ask(Release(request=KEY, attempt=1, grant=grant.grant))
+    bench.ask(Release(request=KEY, attempt=1, grant=grant.grant, incarnation=5))
 
 
 def end_by_death(bench, grant):

@@ -11,10 +11,21 @@ from baton.decode_worker.events import FromPeer, RunStep, ToPeer
 from baton.engine.cache import PagedCache
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.kv_transfer.receiver import Receiver, ReceiverConfig
+from baton.proto.context_maps import grown_map
 from baton.proto.layout import KVLayout, ModelCard
-from baton.proto.messages import Commit, Committed, Grant, KVFrame, Reserve, Terminal, Tokens
+from baton.proto.messages import (
+    Commit,
+    Committed,
+    Grant,
+    KVFrame,
+    Reserve,
+    Terminal,
+    Tokens,
+    Welcome,
+)
+from baton.proto.proofs import reserve_ticket
 from baton.proto.wire import WireContext, WireSampling
-from baton.runtime.actions import RouterUp, ToRouter
+from baton.runtime.actions import Fault, FromRouter, RouterUp, ToRouter
 from baton.runtime.membership import Membership, WorkerIdentity
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=4)
@@ -29,6 +40,7 @@ CARD = ModelCard(
     layout=LAYOUT,
 )
 REQUEST, PEER = b"r" * 16, b"prefill"
+WORKER_KEY = b"k" * 16
 
 
 class Decode:
@@ -46,12 +58,14 @@ class Decode:
         member = Membership(me, ("router",))
         self.core = DecodeCore(member, self.scheduler, self.receiver, "ipc:///data", 1 << 20)
         self.core.handle(RouterUp("router"), 0.0)
+        welcome = Welcome(router="router", incarnation=3, key=WORKER_KEY)
+        self.core.handle(FromRouter("router", welcome), 0.0)
 
     def hand_over(self, **change: object) -> list[object]:
         """A handoff of ten tokens up to its Commit, which is ``change``\\ d; messages said."""
         reserve = Reserve(
             request=REQUEST, attempt=1, incarnation=5, hashes=[], num_tokens=10, growth=4,
-            deadline=60.0,
+            deadline=60.0, ticket=reserve_ticket(WORKER_KEY, REQUEST, 1, 5),
         )  # fmt: skip
         (action,) = self.core.handle(FromPeer(PEER, reserve), 0.0)
         assert isinstance(action, ToPeer) and isinstance(action.message, Grant)
@@ -66,7 +80,7 @@ class Decode:
         )  # fmt: skip
         commit = Commit(
             request=REQUEST, attempt=1, grant=grant, frames=1, bytes=size, digest=99,
-            context=context, emitted=[3], router="router", deadline=60.0,
+            context=grown_map(context, [3]), router="router", deadline=60.0,
         )  # fmt: skip
         self.actions = self.core.handle(
             FromPeer(PEER, msgspec.structs.replace(commit, **change)), 1.0
@@ -82,14 +96,17 @@ def test_a_request_taken_over_runs():
 
 
 def context(**fields):
-    return WireContext(tokens=np.arange(10, dtype=np.int32), **{"max_length": 40, **fields})
+    return WireContext(**{"tokens": np.arange(10, dtype=np.int32), "max_length": 40, **fields})
 
 
 WRONG = {
-    "emitted id": {"emitted": [1 << 20]},
-    "sampling": {"context": context(sampling=WireSampling(temperature=-1.0))},
-    "no room": {"context": context(max_length=10)},
-    "salt": {"context": context(cache_salt=b"\xff")},
+    "generated id": {"context": grown_map(context(), [1 << 20])},
+    "prompt id": {"context": grown_map(context(tokens=np.array([1 << 20] * 10, np.int32)), [3])},
+    "sampling": {"context": grown_map(context(sampling=WireSampling(temperature=-1.0)), [3])},
+    "no room": {"context": grown_map(context(max_length=10), [3])},
+    "windows": {
+        "context": msgspec.structs.replace(grown_map(context(), [3]), _carried_end=5),
+    },
 }
 
 
@@ -103,14 +120,18 @@ def test_what_cannot_run_ends_at_once_and_leaves_nothing(name):
     decode.core.check_integrity()
 
 
-def test_an_unforeseen_fault_ends_the_request_as_well(monkeypatch):
+def test_a_bug_of_ours_ends_the_request_for_good_and_is_told_with_its_traceback(monkeypatch):
+    """The router runs a failed handoff again, on up to eight pairs: the bug is on all of them."""
     decode = Decode()
 
     def broken(_sequence):
-        raise RuntimeError("broken")
+        raise KeyError("broken")
 
     monkeypatch.setattr(decode.scheduler, "adopt", broken)
     terminal = next(m for m in decode.hand_over() if isinstance(m, Terminal))
-    assert terminal.code == "handoff_failed" and "broken" in terminal.message
+    assert terminal.code == "internal" and "KeyError: 'broken'" in terminal.message
+    (fault,) = [action for action in decode.actions if isinstance(action, Fault)]
+    assert fault.error.__traceback__ is not None and fault.fields["request"] == REQUEST.hex()
+    assert decode.core._member.dropped == {"internal_error": 1}
     assert decode.cache.pool.used == 0
     decode.core.check_integrity()

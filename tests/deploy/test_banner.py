@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 
 from baton.deploy import banner
+from baton.deploy.config import ServeSettings
 from baton.deploy.core import Say
-from baton.deploy.report import ClusterReport, WorkerReport, parse_report
+from baton.deploy.report import ClusterReport, RouterReport, WorkerReport, parse_report
 from baton.proto.errors import DecodeFailed
 
 
@@ -52,6 +53,41 @@ def test_banner_names_pools_blocks_address_and_security():
         assert part in text
 
 
+def test_banner_names_architecture_kernels_dtypes_and_threads():
+    facts = banner.BannerFacts(
+        version="0", model="m", address="ipc://a", transport="zmq", security="local"
+    )
+
+    def lines(**router):
+        return banner.startup(facts, ClusterReport(router=RouterReport(**router)))[2:4]
+
+    assert lines(
+        architecture="Qwen3ForCausalLM", numerics="cpu-4-amx/BF16/rope-9000", kv_dtype="float32"
+    ) == [
+        "  engine     Qwen3ForCausalLM, weights BF16, KV cache float32",
+        "  kernels    C, amx; one compute thread per worker",
+    ]
+    assert lines(
+        architecture="BertModel", numerics="numpy-2.4.6-float32/F32/mean", task="embed"
+    ) == [
+        "  engine     BertModel, weights F32",
+        "  kernels    NumPy 2.4.6; one compute thread per worker",
+    ]
+    assert lines(
+        architecture="LlamaForCausalLM", numerics="cuda-sm_90-3-bf16/BF16", kv_dtype="bfloat16"
+    ) == [
+        "  engine     LlamaForCausalLM, weights BF16, KV cache bfloat16",
+        "  kernels    CUDA, sm_90",
+    ]
+
+
+def test_nobody_who_chose_the_numpy_kernels_is_warned_of_them(monkeypatch):
+    monkeypatch.setattr(banner, "compiled_kernels_problem", lambda: "not built")
+    assert banner.kernels_warning(ServeSettings(backend="numpy")) == ""
+    assert banner.kernels_warning(ServeSettings(device="cuda")) == ""
+    assert "not built" in banner.kernels_warning(ServeSettings())
+
+
 def test_banner_warns_when_no_whole_context_fits_a_worker():
     def lines(context):
         facts = banner.BannerFacts(
@@ -71,8 +107,8 @@ def test_every_sentence_formats(what):
 
 
 def test_load_progress_bar():
-    line = banner.load_progress([("decode-0", 6 << 20, 12 << 20), ("decode-1", 0, 0)])
-    assert "decode-0 [######......] 6.0 MiB/12.0 MiB" in line
+    line = banner.load_progress([("decode-0", 5 << 20, 6 << 20), ("decode-1", 1 << 20, 6 << 20)])
+    assert line == "loading  [######......] 6.0 MiB/12.0 MiB  decode-0, decode-1"
 
 
 def test_a_report_with_unknown_keys_is_read_and_garbage_is_a_typed_error():

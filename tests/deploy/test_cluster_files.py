@@ -2,6 +2,7 @@
 
 import copy
 import importlib.resources
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -12,6 +13,7 @@ import baton.deploy.ray.leave
 from baton.cli.command import build_parser, main
 from baton.cli.down import _SPARE_S as DOWN_SPARE_S
 from baton.deploy.pools import ControllerLimits
+from baton.deploy.ray import ports
 from baton.deploy.ray.cluster_file import (
     RECONNECT_VARIABLE,
     FixedCluster,
@@ -20,6 +22,9 @@ from baton.deploy.ray.cluster_file import (
     write_cluster_file,
 )
 from baton.proto.errors import ConfigError
+from baton.runtime.keyfiles import make_folder
+from baton.runtime.keyring import KeyRing
+from baton.runtime.keyshares import write_share
 
 FILES = Path(str(importlib.resources.files("baton.deploy.ray")))
 LAUNCHABLE = {"on-premises.yaml"}
@@ -30,7 +35,7 @@ CLUSTER = FixedCluster(
     head="10.1.0.1",
     prefill=("10.1.0.2", "10.1.0.3"),
     decode=("10.1.0.4",),
-    wheel="/tmp/baton-9.9.9-cp311-cp311-linux_x86_64.whl",
+    wheel="/tmp/baton_serve-9.9.9-cp311-cp311-linux_x86_64.whl",
     name="my lab: one",
     user="root",
     reconnect=86400,
@@ -74,7 +79,7 @@ def test_ray_derives_the_same_pools_from_the_kubernetes_file(with_ray):
         _derive_autoscaling_config_from_ray_cr as derive,
     )
 
-    cluster, service = yaml.safe_load_all((FILES / "kuberay/raycluster.yaml").read_text())
+    cluster, service, *_ = yaml.safe_load_all((FILES / "kuberay/raycluster.yaml").read_text())
     types = derive(cluster)["available_node_types"]
     for pool in ("prefill", "decode"):
         assert types[pool]["resources"].items() >= {pool: 1, "GPU": 1}.items()
@@ -144,6 +149,110 @@ def test_in_a_cloud_a_workers_node_keeps_the_keys_of_its_pool_alone(name, pool, 
     assert {path.name for path in keys.iterdir()} == ours
 
 
+def texts():
+    """Every cluster file, those in the wheel and one that is written, by name."""
+    found = {name: (FILES / name).read_text() for name in NAMES}
+    return {**found, "written": write_cluster_file(CLUSTER)}
+
+
+@pytest.mark.parametrize("name", [*NAMES, "written"])
+def test_a_nodes_environment_turns_rays_memory_monitor_off(name, tmp_path):
+    commands = re.findall(r"^  - (echo 'export .*)$", texts()[name], re.MULTILINE)
+    (tmp_path / ".baton").mkdir()
+    script = "; ".join([*commands, ". ~/.baton/env", "env"])
+    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        ["bash", "-ec", script], env=environment, capture_output=True, text=True, check=True
+    )
+    found = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    assert found["RAY_memory_monitor_refresh_ms"] == "0" and found["RAY_AUTH_MODE"] == "token"
+    assert found["BATON_ADDRESS"].endswith(":7070")
+    assert found["BATON_KEYS"] == f"{tmp_path}/.baton/keys"
+
+
+@pytest.mark.parametrize("name", [*NAMES, "written"])
+def test_every_ray_start_of_a_file_names_all_its_ports(name):
+    starts = re.findall(r"ray start .*", texts()[name])
+    assert len(starts) == 2
+    for start in starts:
+        assert f"--port={ports.GCS}" in start or f":{ports.GCS} " in start
+        found = {key: int(value) for key, value in re.findall(r"--(\S+-port)=(\d+)", start)}
+        assert found == ports.START_OPTIONS
+
+
+def pods():
+    """The Ray containers of the manifest for Kubernetes with their groups, and its policies."""
+    yaml = pytest.importorskip("yaml", reason="needs Ray's YAML: make test-deploy")
+    documents = list(yaml.safe_load_all((FILES / "kuberay/raycluster.yaml").read_text()))
+    spec = documents[0]["spec"]
+    groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+    policies = [d["spec"] for d in documents if d["kind"] == "NetworkPolicy"]
+    return [(group, group["template"]["spec"]["containers"][0]) for group in groups], policies
+
+
+def test_every_ray_pod_has_fixed_ports_its_own_probes_and_no_memory_monitor():
+    groups, _ = pods()
+    assert len(groups) == 3
+    agent = ports.NODE_PORTS["dashboard-agent-listen-port"]
+    for group, container in groups:
+        found = {k: int(v) for k, v in group["rayStartParams"].items() if k.endswith("-port")}
+        assert found == ports.START_OPTIONS
+        assert {"name": "RAY_memory_monitor_refresh_ms", "value": "0"} in container["env"]
+        for probe in ("livenessProbe", "readinessProbe"):
+            assert container[probe]["httpGet"] == {"path": "/api/healthz", "port": agent}
+    text = (FILES / "kuberay/raycluster.yaml").read_text()
+    assert "KubeRay operator 1.6 or later" in text
+
+
+def test_policies_open_rays_ports_to_pods_of_the_cluster_alone():
+    _, policies = pods()
+    rules = [(policy["podSelector"], rule) for policy in policies for rule in policy["ingress"]]
+
+    def ranges(source):
+        return sorted(
+            (port["port"], port.get("endPort", port["port"]))
+            for selected, rule in rules
+            if selected == {"matchLabels": {"ray.io/cluster": "baton"}}
+            and any(source in peer for peer in rule["from"])
+            for port in rule["ports"]
+        )
+
+    assert ranges("podSelector") == ports.between_hosts()
+    assert ranges("namespaceSelector") == [(port, port) for port in sorted(ports.metrics())]
+    open_to_all = [rule["ports"] for _, rule in rules if "from" not in rule]
+    assert open_to_all == [[{"protocol": "TCP", "port": 7070}]]
+
+
+def test_a_pod_makes_keys_that_are_accepted_of_what_kubernetes_mounts(tmp_path):
+    """A pod's volumes as Kubernetes makes them with fsGroup: an emptyDir of mode 2777, a secret
+    whose files are links to files that the group can read."""
+    text = (FILES / "kuberay/raycluster.yaml").read_text()
+    (command,) = re.findall(r'command: \[sh, -c, "(umask .*)"\]', text)
+    make_folder(tmp_path / "all")
+    secret, mount = tmp_path / "secret", tmp_path / "baton"
+    write_share(tmp_path / "all", secret / "..2026_11_22", ["decode"])
+    (secret / "..data").symlink_to("..2026_11_22")
+    for file in (secret / "..data").iterdir():
+        file.chmod(0o640)
+        (secret / file.name).symlink_to(f"..data/{file.name}")
+    mount.mkdir()
+    mount.chmod(0o2777)
+    command = command.replace("/mnt/keys", str(secret)).replace("/home/ray/.baton", str(mount))
+    for _ in range(2):  # a restarted pod keeps the volume
+        subprocess.run(["sh", "-c", command], check=True)
+    assert KeyRing(mount / "keys", "decode").role == "decode"
+    assert (mount / "keys").stat().st_mode & 0o777 == 0o700
+    for path, mode, said in (
+        (mount / "keys", 0o2777, "others may write to it"),
+        (mount / "keys/decode.key", 0o640, "others may use it"),
+    ):
+        before = path.stat().st_mode
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match=said):
+            KeyRing(mount / "keys", "decode")
+        path.chmod(before)
+
+
 def test_on_kubernetes_each_group_of_pods_mounts_a_secret_of_its_own():
     text = (FILES / "kuberay/raycluster.yaml").read_text()
     assert re.findall(r"secretName: ([a-z-]+)", text) == [
@@ -185,11 +294,11 @@ def test_a_file_for_hosts_of_ones_own_reads_back_as_what_it_was_written_from(wit
     }
     assert config["available_node_types"]["prefill"]["max_workers"] == 2
     assert config["available_node_types"]["decode"]["max_workers"] == 1
-    name = "baton-9.9.9-cp311-cp311-linux_x86_64.whl"
+    name = "baton_serve-9.9.9-cp311-cp311-linux_x86_64.whl"
     assert config["file_mounts"][f"~/.baton/wheel/{name}"] == f"/tmp/{name}"
     assert any(f"~/.baton/wheel/{name}" in command for command in config["setup_commands"])
     assert any(f" {RECONNECT_VARIABLE}=86400 " in c for c in config["setup_commands"])
-    assert "baton-0.1.0" not in (tmp_path / "c.yaml").read_text()
+    assert "baton_serve-0.1.0" not in (tmp_path / "c.yaml").read_text()
 
 
 def test_hosts_that_cannot_be_are_refused_when_the_file_is_written():
@@ -207,10 +316,10 @@ def test_hosts_that_cannot_be_are_refused_when_the_file_is_written():
 
 
 def test_the_wheel_is_found_from_every_folder(tmp_path, monkeypatch, capsys):
-    (tmp_path / "baton-9.9.9-py3-none-any.whl").touch()
+    (tmp_path / "baton_serve-9.9.9-py3-none-any.whl").touch()
     monkeypatch.chdir(tmp_path)
     assert main(["keygen", str(tmp_path / "keys")]) == 0
     words = ["--head=10.0.0.1", "--prefill=10.0.0.2", "--decode=10.0.0.3"]
     words.append(f"--keys={tmp_path / 'keys'}")
-    assert main(["ray-config", *words, "--wheel=baton-9.9.9-py3-none-any.whl"]) == 0
-    assert f": {tmp_path}/baton-9.9.9-py3-none-any.whl" in capsys.readouterr().out
+    assert main(["ray-config", *words, "--wheel=baton_serve-9.9.9-py3-none-any.whl"]) == 0
+    assert f": {tmp_path}/baton_serve-9.9.9-py3-none-any.whl" in capsys.readouterr().out

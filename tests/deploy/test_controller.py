@@ -1,7 +1,8 @@
 import pytest
 
 from baton.deploy.core import Phase
-from baton.deploy.launcher import MemberEnded, MemberUnplaced
+from baton.deploy.health import problems
+from baton.deploy.launcher import MemberDown, MemberEnded, MemberUnplaced
 from baton.deploy.members import Stage
 from baton.deploy.orders import (
     Answer,
@@ -133,6 +134,19 @@ def test_a_worker_whose_host_leaves_drains_and_another_takes_its_place():
     assert names(world, "decode") == {"decode-1", "decode-2"}
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_the_last_worker_that_serves_a_role_is_drained_only_by_force(force):
+    world = serving(decode=2)
+    world.processes["decode-0"].lost = True
+    world.report("router")
+    ticket = world.ticket()
+    world.operator.add("decode-1")
+    world.feed(Drain(ticket, "decode-1", force=force))
+    assert (world.processes["decode-1"].drained_at is None) != force
+    assert world.outcomes.get(ticket) is (None if force else Outcome.FAILED)
+    assert world.core.pools.targets["decode"] == 2 - force
+
+
 def test_a_worker_drained_through_a_router_is_not_replaced_either():
     world = serving()
     world.processes["decode-0"].drained_at = world.now
@@ -251,6 +265,32 @@ def test_a_rollout_replaces_everybody_with_one_on_top(routers):
     assert {p.revision for p in world.processes.values()} == {1}
     assert len(world.processes) == 5 + len(routers)
     assert world.core.last_rollout.startswith("finished: ")
+
+
+def test_a_rollout_in_place_never_has_more_workers_than_wanted_and_one_less_at_most():
+    world = serving(prefill=1, decode=3)
+    ticket = world.ticket()
+    world.feed(Rollout(ticket, 1, in_place=True))
+    counts, ready = [], []
+    for _ in range(60):
+        world.settle(1)
+        counts.append(sum(p.role == "decode" for p in world.processes.values()))
+        ready.append(world.core.pools.ready("decode"))
+    assert world.outcomes[ticket] is Outcome.DONE
+    assert {p.revision for p in world.processes.values()} == {1}
+    assert (max(counts), min(ready), max(ready)) == (3, 2, 3)
+    assert not world.core.pools.in_place
+
+
+def test_a_rollout_in_place_that_fails_starts_the_missing_worker_as_it_was():
+    world = serving(decode=2)
+    ticket = world.ticket()
+    world.bad.add(("decode", 1))
+    world.feed(Rollout(ticket, 1, in_place=True))
+    world.settle(60)
+    assert world.outcomes[ticket] is Outcome.FAILED
+    assert len(world.serving("decode")) == 2
+    assert {p.revision for p in world.processes.values() if p.role == "decode"} == {0}
 
 
 def test_a_rollout_that_cannot_start_its_first_member_leaves_all_as_it_was():
@@ -391,15 +431,57 @@ def test_a_second_signal_kills():
     assert all(p.stopping for p in world.processes.values())
 
 
-def test_a_worker_that_ends_too_often_ends_the_cluster_or_is_replaced():
+@pytest.mark.parametrize("name", ["decode-0", "router"])
+def test_a_process_that_ends_again_and_again_never_ends_a_cluster_that_served(name):
     world = serving()
-    world.crash(world.processes["decode-0"], for_good=True)
+    for ends in range(1, 61):
+        world.feed(MemberDown(name, "killed by signal 9", 5.0, ends))
+        assert world.core.phase is Phase.SERVING
+        (problem,) = problems(world.core.pools, world.now + 2.0)
+        assert problem == f"{name} is down: killed by signal 9; restart {ends} in 3.0 s"
+        world.start_again(world.processes[name])
+    assert world.said.count("restarting") == 60
+    world.settle(5)
+    assert world.said.count("back") == 1
+    assert problems(world.core.pools, world.now) == []
+
+
+def test_before_the_cluster_ever_served_crashes_end_it_with_the_reason():
+    world = World(1)
+    world.go_on(world.processes["decode-0"])
+    for ends in range(1, 6):
+        world.feed(MemberDown("decode-0", "no such device", 0.5, ends))
+    assert world.core.phase is Phase.STARTING
+    world.feed(MemberDown("decode-0", "no such device", 0.5, 6))
     assert world.core.phase is Phase.STOPPING
+    assert world.said[-1] == "gave_up"
+    world.settle(5)
+    assert world.ended == 1
+
+
+def test_a_worker_that_crashes_again_and_again_is_replaced_where_there_are_other_hosts():
     world = serving(replace=True)
+    world.crash(world.processes["decode-0"], for_good=False, ends=6)
+    assert world.processes["decode-0"].stopping
+    world.settle(5)
+    assert len(world.serving("decode")) == 2
+    assert "replacing" in world.said
+
+
+def test_a_worker_that_cannot_start_again_is_replaced():
+    world = serving()
     world.crash(world.processes["decode-0"], for_good=True)
     assert world.core.phase is Phase.SERVING
     world.settle(5)
     assert len(world.serving("decode")) == 2
+
+
+def test_a_router_that_does_not_answer_its_controller_is_named():
+    world = serving()
+    world.now += 12.0
+    assert problems(world.core.pools, world.now) == [
+        "router has not answered the controller for 12 s"
+    ]
 
 
 def test_only_what_every_router_sees_is_ready():

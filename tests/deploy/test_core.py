@@ -1,19 +1,23 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.deploy.banner import sentence
 from baton.deploy.core import (
     Add,
+    Alive,
     Ended,
     Exited,
     Kill,
     Remove,
     Reported,
+    Restarting,
     Say,
     Start,
     SupervisorCore,
     Terminate,
     Tick,
 )
+from baton.deploy.hangs import Declared
 
 WORKERS = ("prefill-0", "decode-0", "decode-1")
 PIDS = {"router": 10, "prefill-0": 11, "decode-0": 12, "decode-1": 13}
@@ -35,14 +39,10 @@ def serving(routers=("router",)) -> SupervisorCore:
     return core
 
 
-def said(actions):
-    return [a.what for a in actions if isinstance(a, Say)]
-
-
 def test_a_killed_worker_comes_back_after_its_delay():
     core = serving()
     actions = core.handle(Exited("decode-0", -9), 2.0)
-    assert said(actions) == ["restarting"]
+    assert actions == [Restarting("decode-0", "killed by signal 9", 0.5, 1)]
     assert core.next_wakeup() == 2.5
     assert core.handle(Tick(), 2.4) == []
     assert core.handle(Tick(), 2.5) == [Start("decode-0")]
@@ -54,15 +54,28 @@ def test_the_router_comes_back_too_whatever_its_exit_code():
     assert core.handle(Tick(), 2.6) == [Start("router")]
 
 
-def test_too_many_exits_are_the_end_with_the_reason():
-    core, now = serving(), 2.0
-    for _ in range(5):
-        core.handle(Exited("decode-0", 1), now)
-        now += 8.0
+def test_a_worker_that_ends_again_and_again_is_restarted_for_ever_after_growing_waits():
+    core, now, waits = serving(), 2.0, []
+    for _ in range(10):
+        (restarting,) = core.handle(Exited("decode-0", 1, "no such device"), now)
+        waits.append(restarting.seconds)
+        now += restarting.seconds
         assert core.handle(Tick(), now) == [Start("decode-0")]
-    actions = core.handle(Exited("decode-0", 1, "out of memory"), now)
-    assert actions == [Ended("decode-0", 1, "out of memory")]
-    assert core.handle(Add("decode-0"), now) == [Start("decode-0")]
+        core.started("decode-0", 12)
+    assert waits == [0.5, 1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert (restarting.ends, restarting.why) == (10, "no such device")
+
+
+def test_after_a_life_that_served_the_wait_is_short_and_after_a_long_one_the_first():
+    core, now = serving(), 2.0
+    for _ in range(8):
+        (restarting,) = core.handle(Exited("decode-0", -9), now)
+        now += restarting.seconds
+        core.handle(Tick(), now)
+        core.started("decode-0", 12)
+        core.handle(Reported("router", ALIVE), now)
+    assert restarting.seconds == 5.0
+    assert core.handle(Exited("decode-0", -9), now + 60.0)[0].seconds == 0.5
 
 
 def test_bad_settings_are_not_tried_again():
@@ -73,14 +86,13 @@ def test_bad_settings_are_not_tried_again():
 
 def test_a_refusal_of_one_that_could_run_is_tried_again():
     core = serving()
-    assert said(core.handle(Exited("decode-0", 1, "address in use", refused=True), 2.0)) == [
-        "restarting"
-    ]
+    (restarting,) = core.handle(Exited("decode-0", 1, "address in use", refused=True), 2.0)
+    assert restarting == Restarting("decode-0", "address in use", 0.5, 1)
 
 
 def test_one_that_ends_before_it_was_ever_seen_is_tried_again():
     core = begun()
-    assert said(core.handle(Exited("decode-0", 0), 0.3)) == ["restarting"]
+    assert isinstance(core.handle(Exited("decode-0", 0), 0.3)[0], Restarting)
 
 
 def test_a_drained_worker_is_not_started_again():
@@ -124,12 +136,14 @@ def test_a_stopped_worker_is_killed_once_and_restarted():
     core, now = serving(), 1.0
     lost = {k: v for k, v in ALIVE.items() if k != "decode-0"}
     kills = []
-    while now < 6.0:
+    dead = {"decode-0": Declared(PIDS["decode-0"], "no heartbeat for 5.0 s")}
+    while now < 15.0:
         now += 0.25
-        actions = core.handle(Reported("router", lost), now)
+        actions = core.handle(Reported("router", lost, dead), now)
         kills += [a for a in actions if isinstance(a, Kill)]
     assert kills == [Kill("decode-0")]
-    assert said(core.handle(Exited("decode-0", -9), now)) == ["restarting"]
+    (restarting,) = core.handle(Exited("decode-0", -9), now)
+    assert "no heartbeat for 5.0 s; no sign of life for 10." in restarting.why
 
 
 def test_a_worker_that_one_router_of_two_hears_is_not_killed():
@@ -140,17 +154,6 @@ def test_a_worker_that_one_router_of_two_hears_is_not_killed():
         assert core.handle(Reported("router-1", ALIVE), now) == []
 
 
-def test_workers_get_time_to_register_with_a_new_router():
-    core = serving()
-    core.handle(Exited("router", -9), 50.0)
-    core.handle(Tick(), 50.5)
-    core.started("router", 99)
-    for now in (51.0, 52.0, 53.0, 53.9):
-        assert core.handle(Reported("router", {}), now) == []
-    actions = core.handle(Reported("router", {}), 54.0)
-    assert [a.name for a in actions if isinstance(a, Kill)] == list(WORKERS)
-
-
 def test_a_silent_router_is_killed_but_not_after_our_own_pause():
     core, now = serving(), 1.0
     while now < 10.5:
@@ -159,6 +162,37 @@ def test_a_silent_router_is_killed_but_not_after_our_own_pause():
     assert core.handle(Tick(), 11.0)[-1] == Kill("router")
     core = serving()
     assert core.handle(Tick(), 500.0) == []
+
+
+def test_a_router_that_shows_life_is_not_killed_however_long_its_answers_are_missing():
+    core, now = serving(), 1.0
+    while now < 300.0:
+        now += 0.5
+        assert core.handle(Alive("router"), now) == []
+
+
+def test_a_kill_is_explained_by_what_the_system_says_of_it():
+    core = serving()
+    exited = Exited("decode-0", -9, "a last error", evidence="(out of memory: ...)")
+    (restarting,) = core.handle(exited, 6.2)
+    assert restarting.why == (
+        "killed by signal 9 (out of memory: ...); its last error was: a last error"
+    )
+
+
+def test_a_worker_declared_dead_says_so_when_it_ends():
+    core = serving()
+    dead = {"decode-0": Declared(PIDS["decode-0"], "no heartbeat for 5.0 s")}
+    said = [Say("declared_dead", "decode-0", "no heartbeat for 5.0 s", 5.0)]
+    assert core.handle(Reported("router", {}, dead), 6.0) == said
+    assert sentence(said[0]) == (
+        "decode-0 was declared dead: no heartbeat for 5.0 s (--worker-timeout 5)"
+    )
+    assert core.handle(Reported("router", {}, dead), 6.1) == []  # said once
+    (restarting,) = core.handle(Exited("decode-0", 4, "declared dead by every router"), 6.2)
+    assert restarting.why == (
+        "declared dead: no heartbeat for 5.0 s; declared dead by every router"
+    )
 
 
 NAMES = st.sampled_from(list(PIDS))
@@ -186,7 +220,7 @@ def test_no_child_starts_twice_and_each_ends_once(steps):
 
     def carry_out(actions):
         for action in actions:
-            if isinstance(action, Say):
+            if isinstance(action, (Say, Restarting)):
                 continue
             assert action.name in known
             if isinstance(action, Start):

@@ -98,11 +98,11 @@ def test_settings_reach_every_process():
         chunk_budget=0,
         max_batch=3,
         policy="round_robin",
-        silence=7.5,
+        worker_timeout=7.5,
     )
     router, prefill, decode = (spec.config for spec in plan.processes)
     assert router.policy.name == "round_robin"
-    assert (router.heartbeat_timeout_s, router.hang_floor_s) == (7.5, 7.5)
+    assert router.worker_timeout_s == 7.5
     assert prefill.token_budget == 0
     assert decode.max_batch == 3
     assert prefill.runner == decode.runner
@@ -162,10 +162,10 @@ def test_the_printed_plan_hides_the_key():
     assert "prefill-0" in text
 
 
-@pytest.mark.parametrize("silence", [0.2, -1.0, float("inf"), float("nan")])
-def test_a_silence_that_cannot_be_is_refused(silence):
-    with pytest.raises(ConfigError, match=r"silence must be at least 0\.5 seconds"):
-        check(ServeSettings(silence=silence))
+@pytest.mark.parametrize("timeout", [0.2, -1.0, float("inf"), float("nan")])
+def test_a_worker_timeout_that_cannot_be_is_refused(timeout):
+    with pytest.raises(ConfigError, match=r"worker_timeout must be at least 0\.5 seconds"):
+        check(ServeSettings(worker_timeout=timeout))
 
 
 def test_an_unknown_policy_is_refused():

@@ -1,27 +1,74 @@
-from baton.deploy.progress import INTERVAL, LoadProgress
+import os
+import pty
+import re
+
+import pytest
+
+from baton.deploy.progress import INTERVAL, MOMENT, LoadProgress
+from baton.deploy.terminal import Terminal
+
+END = "a loaded 1.0 MiB of weights in 3.0 s"
+MIB = 1 << 20
 
 
-def test_shows_now_and_then_and_at_the_end():
+def test_in_a_log_there_is_one_line_when_it_takes_long_and_one_at_the_end():
     lines, now = [], [0.0]
     progress = LoadProgress(lines.append, lambda: now[0])
-    for name in ("a", "b"):
-        progress.update(name, 0, 100)
-    assert lines == []
-    now[0] = INTERVAL
-    progress.update("a", 50, 100)
-    progress.update("b", 60, 100)
-    assert len(lines) == 1
-    progress.update("a", 100, 100)
-    progress.update("b", 100, 100)
-    progress.update("b", 100, 100)
-    assert len(lines) == 2
+    for second in range(4):
+        now[0] = float(second)
+        progress.update("a", second * MIB // 3, MIB)
+        progress.update("a", second * MIB // 3, MIB) if second < 3 else None
+    assert MOMENT <= 1.0
+    assert lines == ["a loads 1.0 MiB of weights", END]
 
 
-def test_a_worker_that_ended_no_longer_counts():
+def test_loading_that_takes_a_moment_is_one_line():
     lines = []
     progress = LoadProgress(lines.append, lambda: 0.0)
+    for done in (0, MIB // 2, MIB):
+        progress.update("a", done, MIB)
+    assert lines == ["a loaded 1.0 MiB of weights in 0.0 s"]
+
+
+def test_a_worker_that_ended_begins_anew():
+    lines, now = [], [0.0]
+    progress = LoadProgress(lines.append, lambda: now[0])
     progress.update("a", 1, 2)
     progress.forget("a")
-    progress.update("b", 2, 2)
-    assert len(lines) == 1
-    assert "a " not in lines[0].removeprefix("loading")
+    now[0] = 7.0
+    progress.update("a", 1, 2)
+    progress.update("a", 2, 2)
+    assert lines == ["a loaded 0.0 KiB of weights in 0.0 s"]
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    """The ends of a terminal of 40 columns: what reads it, and what is to be standard output."""
+    ours, theirs = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    with os.fdopen(theirs, "w") as stream, os.fdopen(ours, "rb", 0) as reader:
+        yield reader, stream
+
+
+def test_on_a_terminal_a_bar_is_drawn_over_and_gone_at_the_end(screen, monkeypatch):
+    output, stream = screen
+    monkeypatch.setattr("sys.stdout", stream)
+    now = [0.0]
+    terminal = Terminal()
+    progress = LoadProgress(terminal, lambda: now[0])
+    for done in (0, MIB // 2, MIB // 2, MIB):
+        now[0] += INTERVAL
+        for name in ("a", "a-worker-with-a-long-name"):
+            progress.update(name, done, MIB)
+    terminal("ready")
+    terminal.flush()
+    said = os.read(output.fileno(), 1 << 16).decode().replace("\r\n", "\n")
+    assert "[######......]" in said
+    assert said.count("\n") == 3
+    drawn = [part.rpartition("\r\x1b[K")[2] for part in said.rstrip("\n").split("\n")]
+    assert [line.partition(" of ")[0] for line in drawn] == [
+        "a loaded 1.0 MiB", "a-worker-with-a-long-name loaded 1.0 MiB", "ready",
+    ]  # fmt: skip
+    bars = [part for part in re.split(r"\r\x1b\[K|\n", said) if "loading" in part]
+    assert max(len(bar) for bar in bars) == 39

@@ -42,10 +42,10 @@ def test_an_added_worker_is_as_large_as_the_others(roster):
         ({"routers": 2}, ConfigError, "cannot change routers; launch"),
         ({"address": "ipc:///x"}, ConfigError, "cannot change address"),
         ({"max_batch": 0}, ConfigError, "max_batch must be at least 1"),
-        ({"max_batch": "many"}, ConfigError, "settings: "),
+        ({"max_batch": "many"}, ConfigError, "max_batch is 'many', not a whole number"),
         ({"colour": "red"}, ConfigError, "colour"),
         ({"policy": "random"}, ConfigError, "policy"),
-        ({"model": "/no/such"}, CheckpointError, "/no/such"),
+        ({"model": "/no/such"}, ConfigError, "/no/such"),
     ],
 )
 def test_what_cannot_be_changes_nothing(roster, changes, error, words):

@@ -9,7 +9,7 @@ import random
 from baton.deploy.config import ServeSettings
 from baton.deploy.controller import ControllerCore
 from baton.deploy.core import Phase
-from baton.deploy.launcher import ROUTER, MemberEnded, MemberStarted, MemberUnplaced
+from baton.deploy.launcher import ROUTER, MemberDown, MemberEnded, MemberStarted, MemberUnplaced
 from baton.deploy.members import Stage
 from baton.deploy.orders import (
     Answer,
@@ -135,6 +135,9 @@ class World:
         match action:
             case StartMember(name):
                 assert name not in self.processes, f"{name} twice"
+                there = [p for p in self.processes.values() if p.role == action.role]
+                if self.core.pools.in_place and action.role != ROUTER:
+                    assert len(there) < self.core.pools.targets[action.role], "no room for it"
                 self.pid += 1
                 self.processes[name] = Process(action, self.pid)
             case DrainMember(name):
@@ -182,7 +185,8 @@ class World:
             process.drained_at = self.now
             if process.name not in self.operator:
                 left = len(self.serving(process.role))
-                assert left >= self.core.pools.targets[process.role], "drained below the target"
+                least = self.core.pools.targets[process.role] - self.core.pools.in_place
+                assert left >= least, "drained below the target"
 
     def stop(self, process: Process) -> None:
         known = self.is_seen(process)
@@ -206,7 +210,7 @@ class World:
         else:
             process.ready = True
 
-    def crash(self, process: Process, *, for_good: bool) -> None:
+    def crash(self, process: Process, *, for_good: bool, ends: int = 0) -> None:
         for view in self.seen.values():
             view.pop(process.name, None)
         if process.role == ROUTER:
@@ -214,6 +218,13 @@ class World:
         if for_good:
             self.end(process, MemberEnded(process.name, -9, "crashed"))
             return
+        process.ready = False
+        ends = ends or self.rng.randint(1, 8)
+        self.feed(MemberDown(process.name, "crashed", 0.5, ends))
+        if not process.stopping:
+            self.start_again(process)
+
+    def start_again(self, process: Process) -> None:
         self.pid += 1
         process.pid, process.ready, process.left = self.pid, False, False
         process.lost = False
@@ -283,7 +294,8 @@ class World:
             revision = self.core.pools.revision + self.rng.randint(1, 3)
             if self.rng.random() < 0.3 and revision not in self.revisions():
                 self.bad.add(revision)
-            self.feed(Rollout(self.ticket(), revision))
+            in_place = self.rng.random() < 0.4
+            self.feed(Rollout(self.ticket(), revision, in_place=in_place))
 
     def revisions(self) -> set[int]:
         return {p.revision for p in self.processes.values()} | {0}

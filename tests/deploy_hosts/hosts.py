@@ -18,6 +18,8 @@ from pathlib import Path
 SUBNET = "10.77.0"
 OUTSIDE = f"{SUBNET}.254"
 _TOOLS = ("ip", "nsenter", "rsync", "setpriv", "ssh", "ssh-keygen", "sshd", "unshare")
+_LISTEN = "0A"
+_LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
 _REAPER = "import signal as s; s.signal(s.SIGCHLD, s.SIG_IGN)\nwhile 1: s.pause()"
 
 
@@ -94,6 +96,17 @@ class Host:
             pid: line for pid, line in found.items() if not line.startswith(("sshd", "nsenter"))
         }
 
+    def listening(self) -> set[int]:
+        """TCP ports that other machines may reach: those of listeners beyond the loopback."""
+        found = set()
+        for name in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{self.pid}/net/{name}").read_text().splitlines()[1:]:
+                local, state = line.split()[1], line.split()[3]
+                address, _, port = local.rpartition(":")
+                if state == _LISTEN and address not in _LOOPBACK:
+                    found.add(int(port, 16))
+        return found
+
     def close(self) -> None:
         """End everything in it."""
         self._parent.kill()
@@ -104,9 +117,16 @@ class Host:
 class Lab:
     """``count`` hosts at 10.77.0.1 and up, and ``outside``, a machine that is none of them."""
 
-    def __init__(self, folder: Path, count: int, keep: list[Path]) -> None:
+    def __init__(
+        self, folder: Path, count: int, keep: list[Path], everywhere: list[Path] | None = None
+    ) -> None:
+        """``keep``: paths in the machine's /tmp and home that ``outside`` sees too.
+
+        ``everywhere``: the same for all hosts.
+        """
         self.folder, self.hosts = folder, []
-        machine_wide = [Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve()]
+        prefixes = [Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve()]
+        machine_wide = [*prefixes, *(everywhere or [])]
         self.key = folder / "id"
         _check("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.key))
         _check("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "host_key"))
@@ -138,6 +158,16 @@ class Lab:
     def unplug(self, number: int, *, plugged: bool = False) -> None:
         """Cut (or mend) the wire of a host."""
         self._in_outside(f"ip link set v{number} {'up' if plugged else 'down'}")
+
+    def lose_packets(self, source: int, target: int, *, lost: bool = True) -> None:
+        """Lose (or pass again) what a host sends to another one; nobody is told.
+
+        The packets go out to a hardware address that nobody has.
+        """
+        where = f"{self.hosts[target - 1].address} dev eth0"
+        change = f"replace {where} lladdr 02:00:00:00:00:99 nud permanent"
+        done = self.hosts[source - 1].run(f"ip neigh {change if lost else f'del {where}'}")
+        assert done.returncode == 0, done.stdout
 
     def wait_ssh(self) -> None:
         """Until every host takes a login."""

@@ -7,10 +7,16 @@ are namespaces; requests come from outside, with keys, over the router's socket.
 import json
 import os
 import re
+import shutil
 import signal
+import subprocess
+import zipfile
 from pathlib import Path
 
 import pytest
+
+from baton.deploy.oom import WORKER_MARGIN, score_adjustment
+from baton.deploy.ray import ports
 
 from .cluster import RayCluster, wait_until
 
@@ -18,7 +24,12 @@ pytestmark = [pytest.mark.deploy, pytest.mark.timeout(240)]
 
 HEAD, PREFILL, DECODE, SPARE, ADDED = "h1", "h2", "h3", "h4", "h5"
 IN_FLIGHT = 24
-WINDOW = b"RAY_gcs_rpc_server_reconnect_timeout_s=900"
+ENVIRONMENT = {b"RAY_gcs_rpc_server_reconnect_timeout_s=900", b"RAY_memory_monitor_refresh_ms=0"}
+# The new head does not answer for longer than the first probe of `baton launch` takes.
+SLOW_HEAD = (
+    "P=$(pgrep -x gcs_server) && kill -STOP $P && "
+    '{ setsid sh -c "sleep 9; kill -CONT $P" >/dev/null 2>&1 </dev/null & }'
+)
 # Greedy requests of several lengths, all at once; prints tokens, and how each ended.
 ASK = """
 import json, sys
@@ -54,7 +65,7 @@ def cluster(lab, wheel):
         decode=(addresses[2], addresses[3]),
         idle_minutes=0.05,
         reconnect=900,
-        launch="--kv-memory 64MiB --silence 8 --decode-max 3 --prefill-max 1",
+        launch="--kv-memory 64MiB --worker-timeout 8 --decode-max 3 --prefill-max 1",
     )
     done = cluster.up()
     assert done.returncode == 0, done.stdout
@@ -124,6 +135,51 @@ def test_a_host_has_the_keys_of_what_runs_there_and_no_others(cluster):
     assert cluster.outside_run("ls /tmp | grep baton-keys- || true").stdout == ""
 
 
+def test_every_port_that_a_host_opens_is_one_that_firewall_rules_name(cluster):
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    low, high = ports.WORKER_PORTS.values()
+    node = {22, *ports.NODE_PORTS.values(), *range(low, high + 1)}
+    head = {*node, ports.GCS, ports.CLIENT, *ports.METRICS.values(), 7070, 7170}
+    worker = {*node, *range(first, last + 1)}  # Baton's own, which let listed keys in alone
+    for host, known in zip(cluster.lab.hosts, (head, worker, worker), strict=False):
+        found = host.listening()
+        assert found >= {22, ports.NODE_PORTS["node-manager-port"]} and found <= known, host.name
+
+
+def test_the_kernel_would_kill_workers_before_what_manages_them(cluster):
+    for host, members in cluster.members().items():
+        usual = score_adjustment(cluster.raylets()[host])
+        for name, pid in members.items():
+            margin = 0 if name == "router" else WORKER_MARGIN
+            assert score_adjustment(pid) == usual + margin, name
+    running = cluster.lab.hosts[0].processes().items()
+    actors = [pid for pid, line in running if line.startswith(("ray::Controller", "ray::Pool"))]
+    assert len(actors) == 2 and {score_adjustment(pid) for pid in actors} == {usual}
+
+
+def test_firewall_rules_keep_strangers_from_ray_and_let_clients_in(cluster, expected):
+    """The rules stay for the tests after this one."""
+    nft = shutil.which("nft", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    if nft is None:
+        pytest.skip("needs nft")
+    *_, decode = pools = [host.address for host in cluster.lab.hosts]
+    words = f"--head {pools[0]} --prefill {pools[1]} --decode {','.join(pools[2:])}"
+    rules = cluster.outside_run(f"baton ray-config --firewall {words}").stdout
+    assert decode in rules
+    for host in cluster.lab.hosts:
+        command = ["nsenter", "--target", str(host.pid), "--net", nft, "-f", "-"]
+        subprocess.run(command, input=rules, text=True, check=True)
+
+    def reached(port):
+        try_it = f"timeout 2 bash -c '</dev/tcp/{pools[0]}/{port}' 2>/dev/null"
+        return cluster.outside_run(try_it).returncode == 0
+
+    assert reached(22) and reached(7070)
+    closed = [ports.GCS, *ports.NODE_PORTS.values()]
+    assert [port for port in closed if reached(port)] == []
+    assert answers(ask(cluster)) == expected
+
+
 def test_requests_from_outside_give_the_tokens_of_a_local_cluster(cluster, expected):
     assert len(expected) == IN_FLIGHT and all(len(tokens) == 64 for tokens in expected)
     assert answers(ask(cluster)) == expected
@@ -190,6 +246,40 @@ def test_a_host_is_added_to_a_pool_of_a_running_cluster(cluster, expected):
     assert cluster.members() == members and answers(ask(cluster)) == expected
 
 
+def newer(wheel, folder):
+    """The same wheel as the next release: another version, everything else as it was."""
+    path = folder / wheel.name.replace("0.1.0", "0.1.1")
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(path, "w") as new:
+        for name in old.namelist():
+            data = old.read(name)
+            if name == "baton/__init__.py" or name.endswith((".dist-info/METADATA", "/RECORD")):
+                data = data.replace(b"0.1.0", b"0.1.1")
+            new.writestr(name.replace("0.1.0.dist-info", "0.1.1.dist-info"), data)
+    return path
+
+
+def test_a_new_wheel_reaches_every_host_while_requests_go_on(cluster, wheel, expected):
+    """Hosts that run get it by `baton install`, those that join later by the cluster file."""
+    release = newer(wheel, cluster.lab.folder)
+    before = cluster.members()
+    text = cluster.file.read_text().replace(str(wheel), str(release))
+    cluster.file.write_text(text.replace(wheel.name, release.name))
+    done = cluster.up("--no-restart")
+    assert done.returncode == 0, done.stdout
+
+    nodes = [host for host in cluster.lab.hosts if host.name in cluster.raylets()]
+
+    def versions():
+        return [host.run(". ~/.bashrc; baton --version").stdout.split()[-1] for host in nodes]
+
+    assert versions() == ["0.1.1", *["0.1.0"] * (len(nodes) - 1)]
+    said = cluster.on_head(f"baton install ~/.baton/wheel/{release.name}", timeout=120)
+    assert said.splitlines()[-1] == "next: baton rollout --wait", said
+    assert said.count(": 0.1.1 installed\n") == len(nodes)
+    assert versions() == ["0.1.1"] * len(nodes)
+    assert cluster.members() == before and answers(ask(cluster)) == expected
+
+
 def test_a_host_that_leaves_is_emptied_first(cluster, expected_long):
     """What a pod's preStop runs, with requests in flight."""
     before = replayed(cluster)
@@ -214,13 +304,19 @@ def test_without_rays_head_requests_go_on_and_ray_up_mends_it(cluster, expected)
     (gcs,) = [pid for pid, line in running if line.split()[0].endswith("/gcs_server")]
     for host in (cluster.lab.hosts[0], cluster.lab.hosts[1]):
         raylet = cluster.raylets()[host.name]
-        assert WINDOW in Path(f"/proc/{raylet}/environ").read_bytes().split(b"\0")
+        assert set(Path(f"/proc/{raylet}/environ").read_bytes().split(b"\0")) >= ENVIRONMENT
     before = cluster.members()
     os.kill(gcs, signal.SIGKILL)
     assert answers(ask(cluster)) == expected
     assert cluster.members() == before
+    text = cluster.file.read_text()
+    cluster.file.write_text(
+        text.replace("  - baton launch ", f"  - {SLOW_HEAD}\n  - baton launch ")
+    )
     done = cluster.up()
+    cluster.file.write_text(text)
     assert done.returncode == 0, done.stdout
+    assert "does not answer yet; probing it again" in done.stdout
     assert cluster.verb("wait-ready --prefill 1 --decode 1").startswith("ready: ")
     assert answers(ask(cluster)) == expected
 

@@ -33,7 +33,7 @@ def inside() -> bool:
     """Whether this process lives in the namespaces of ``in_namespaces``."""
     with contextlib.suppress(OSError):
         first = Path("/proc/1/cmdline").read_bytes().split(b"\0")
-        return "BATON_TEST_BED" in os.environ and b"bed" in first
+        return "RAY_TEST_BED" in os.environ and b"bed" in first
     return False
 
 

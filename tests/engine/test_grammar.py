@@ -22,6 +22,7 @@ from baton.engine.runner import RunnerConfig, load_runner
 from baton.engine.sampler import sample
 from baton.engine.scheduler import SchedulerConfig
 from baton.engine.sequence import Sequence
+from baton.proto.context_maps import context_to_run, request_map
 from baton.proto.contexts import TextContext
 from baton.proto.errors import BatonError, InputError, InternalError
 from baton.proto.limits import MAX_JSON_SCHEMA_CHARS, MAX_JSON_SCHEMA_DEPTH
@@ -413,8 +414,8 @@ def test_a_context_without_a_schema_needs_nothing():
 def test_what_a_context_needs():
     ctx = context(json_schema=INTEGER)
     assert grammar_task(ctx) == task(INTEGER)
-    wire = ctx.to_wire()
-    again = TextContext.from_wire(wire, emitted=[9, 10])
+    wire = request_map(ctx)
+    again = context_to_run(wire, emitted=[9, 10])
     assert grammar_task(again) == task(INTEGER, emitted=[9, 10])
 
 

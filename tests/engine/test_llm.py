@@ -7,6 +7,7 @@ kernels, since a matrix product of OpenBLAS depends on the number of its rows.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,6 +76,17 @@ def test_end_token_and_stop_token_end_a_request() -> None:
     stopped = engine.generate([prompt(9, 1)], stop)[0]
     assert stopped.tokens.generated.tolist() == free[: free.index(free[5]) + 1]
     assert stopped.status == "end_of_sequence"
+
+
+def test_unset_parameters_are_the_models(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DATA / "llama", folder)
+    (folder / "generation_config.json").write_text('{"do_sample": false, "max_new_tokens": 5}')
+    engine = LLMEngine(load(str(folder)))
+    context = engine.generate([prompt(9, 1)], SamplingParams(ignore_eos=True))[0]
+    greedy = LLMEngine(load()).generate([prompt(9, 1)], GREEDY)[0]
+    assert context.tokens.generated.tolist() == greedy.tokens.generated[:5].tolist()
+    assert context.status == "maximum_length"
 
 
 def test_failures_are_typed_and_hurt_nobody_else() -> None:

@@ -181,3 +181,17 @@ def test_a_top_k_beyond_any_request_counts_as_the_largest(tmp_path):
 def test_bad_generation_config(tmp_path, content):
     with pytest.raises(CheckpointError):
         generation_of(tmp_path, content)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["num_hidden_layers", "vocab_size", "hidden_size", "head_dim", "max_position_embeddings"],
+)
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "BertModel"])
+def test_an_absurd_size_is_refused_before_anything_is_made_of_it(tmp_path, name, architecture):
+    """A billion layers made lists of a billion entries."""
+    if architecture == "BertModel" and name == "head_dim":
+        pytest.skip("a BERT has none")
+    write(tmp_path, architectures=[architecture], **{name: 1 << 40})
+    with pytest.raises(CheckpointError, match=name):
+        load_model_config(tmp_path)

@@ -7,6 +7,7 @@ import numpy as np
 from baton.engine.cache import Allocation, PagedCache
 from baton.kv_transfer.receiver import Receiver, ReceiverConfig
 from baton.kv_transfer.sender import Sender, SenderConfig
+from baton.proto.context_maps import grown_map
 from baton.proto.layout import KVLayout
 from baton.proto.messages import Commit, GrantRef, Reserve
 from baton.proto.wire import WireContext
@@ -68,8 +69,7 @@ def commit(grant: GrantRef, frames: int, nbytes: int, digest: int, attempt: int 
         frames=frames,
         bytes=nbytes,
         digest=digest,
-        context=context(),
-        emitted=[3],
+        context=grown_map(context(), [3]),
         router="router-0",
         deadline=60.0,
     )

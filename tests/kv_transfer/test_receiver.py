@@ -17,6 +17,7 @@ from baton.kv_transfer.receiver import (
     check_receiver,
 )
 from baton.kv_transfer.sender import SendFrame
+from baton.proto.context_maps import grown_map
 from baton.proto.errors import ProtocolError
 from baton.proto.messages import (
     Aborted,
@@ -28,7 +29,6 @@ from baton.proto.messages import (
     KVFrame,
     Ping,
     Refused,
-    Rejected,
     Release,
     Released,
     Revoke,
@@ -41,6 +41,7 @@ from helpers import (
     PEER,
     REQUEST,
     commit,
+    context,
     make_receiver,
     make_sender,
     reserve,
@@ -137,7 +138,7 @@ def test_credit_of_a_lost_grant_is_written_off_on_both_sides():
     raised = [o.message for o in deliver(receiver, sent)]  # none is beyond what is granted
     assert [f.nbytes for f in sent] == [128]
     assert [c.credit for c in raised] == [384]
-    outputs = sender.on_credit(raised[0], 1.0)
+    outputs = sender.on_credit("ipc://d", raised[0], 1.0)
     sent += [o.frame for o in outputs if isinstance(o, SendFrame)]
     assert deliver(receiver, sent[1:])
     sender.check_integrity()
@@ -293,8 +294,19 @@ def test_dead_prefill_frees_its_grants_only():
     assert store.used > 0
     receiver.peer_dead(5)
     assert store.used == 0
+
+
+def test_a_prefill_worker_that_one_router_declared_dead_serves_the_others():
+    """Whether it lives is for routers to decide: the ticket of its Reserve says that one has."""
+    receiver, store = make_receiver()
+    grant_of(receiver)
+    receiver.peer_dead(5)
+    receiver.abort(REQUEST, 1, 0.0, 600.0)
+    (late,) = receiver.on_reserve(PEER, reserve(attempt=1), 0.0)
+    assert isinstance(late.message, Aborted), "the attempt that was moved takes no blocks"
+    assert store.used == 0
     (reply,) = receiver.on_reserve(PEER, reserve(attempt=2), 0.0)
-    assert (type(reply.message), reply.message.code) == (Rejected, "endpoint_dead")
+    assert isinstance(reply.message, Grant)
 
 
 def test_no_blocks_is_busy_and_takes_none():
@@ -519,7 +531,14 @@ def test_an_implausible_reserve_takes_nothing(change):
 
 
 @pytest.mark.parametrize(
-    "change", [{"frames": 1 << 40}, {"frames": 7}, {"emitted": []}, {"emitted": [3, 4]}], ids=str
+    "change",
+    [
+        {"frames": 1 << 40},
+        {"frames": 7},
+        {"context": context()},
+        {"context": grown_map(context(), [3, 4])},
+    ],
+    ids=["many frames", "other frames", "nothing generated", "a token more"],
 )
 def test_a_commit_that_cannot_fit_its_grant_fails_and_frees(change):
     receiver, store = make_receiver()
@@ -570,18 +589,82 @@ def test_a_quiet_grant_is_named_again_so_that_one_given_up_unheard_is_released()
     assert receiver.tick(10.0) == []
 
 
+def pass_time(receiver: Receiver, now: float, until: float) -> float:
+    """Ticks as often as a shell's."""
+    while now < until:
+        now += 0.05
+        receiver.tick(now)
+    return now
+
+
 def test_a_peer_whose_connection_broke_is_called_and_keeps_its_grant_when_it_answers():
-    receiver, store = make_receiver(absence=5.0, lease=100.0)
+    receiver, store = make_receiver(timeout=5.0, lease=100.0)
     grant_of(receiver)
+    assert receiver.tick(0.9) == []
     receiver.peer_gone(PEER, 1.0)
     assert [type(o.message) for o in receiver.tick(1.1)] == [Ping]
     assert receiver.tick(1.2) == []
-    receiver.peer_heard(PEER)
-    receiver.tick(7.0)
+    now = pass_time(receiver, 1.2, 5.9)
+    receiver.peer_heard(PEER, now)
+    now = pass_time(receiver, now, 6.5)
     assert store.used
-    receiver.peer_gone(PEER, 8.0)
-    receiver.tick(13.1)
+    receiver.peer_gone(PEER, now)
+    now = pass_time(receiver, now, 11.4)
+    assert store.used
+    pass_time(receiver, now, 11.7)
     assert store.used == 0
+
+
+def test_the_time_this_worker_was_stopped_does_not_end_a_grant():
+    """The sender's words arrived meanwhile, and timers are looked at before they are read."""
+    receiver, store = make_receiver(timeout=3.0, lease=100.0)
+    grant_of(receiver)
+    now = pass_time(receiver, 0.0, 1.5)  # it has been asked by now
+    receiver.tick(now + 10.0)
+    assert store.used
+    receiver.peer_heard(PEER, now + 10.0)
+    pass_time(receiver, now + 10.0, now + 12.0)
+    assert store.used
+
+
+@pytest.mark.parametrize("filling", [False, True])
+def test_a_silent_sender_is_asked_and_given_up(filling):
+    """Nothing it sends arrives, and its connection seems to stand."""
+    receiver, store = make_receiver(timeout=3.0, lease=100.0)
+    grant = grant_of(receiver)
+    if filling:
+        deliver(receiver, frames_for(grant)[:1])
+    now, asked = 0.0, 0
+    while now < 3.9:
+        now += 0.05
+        asked += len(receiver.tick(now))
+        assert store.used
+    assert asked > 3
+    for _ in range(10):
+        now += 0.05
+        receiver.tick(now)
+    assert store.used == 0
+    assert receiver.locate(frames_for(grant)[0]) is None, "a late frame is stale"
+
+
+def test_a_revoked_grant_of_a_silent_sender_that_writes_itself_stays_until_its_fence():
+    receiver, store = make_receiver(timeout=3.0, device=True)
+    grant = grant_of(receiver)
+    pass_time(receiver, 0.0, 10.0)
+    assert store.used, "nobody knows whether it still writes"
+    receiver.on_fence(Fence(grant=grant.grant))
+    assert store.used == 0
+
+
+def test_grants_follow_their_sender_to_its_new_connection():
+    receiver, store = make_receiver(timeout=3.0, lease=100.0)
+    grant_of(receiver)
+    receiver.peer_gone(PEER, 1.0)
+    receiver.peer_moved(5, b"prefill-0:2")
+    for tenth in range(10, 80):
+        receiver.peer_heard(b"prefill-0:2", tenth / 10)
+        receiver.tick(tenth / 10)
+    assert store.used
 
 
 def test_a_sender_that_asks_gets_new_credit_for_what_was_lost():

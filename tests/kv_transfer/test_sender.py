@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -131,7 +132,7 @@ def test_nothing_is_sent_beyond_credit_and_commit_waits_for_all_frames():
     out = pack(sender, sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0))
     assert len(frames(out)) == 2
     assert sender.finish(KEY, maker, 0.0) == []
-    out = pack(sender, sender.on_credit(Credit(grant=REF, credit=BIG), 0.0))
+    out = pack(sender, sender.on_credit(ENDPOINT, Credit(grant=REF, credit=BIG), 0.0))
     assert len(frames(out)) == 4
     assert isinstance(out[-1], Send)
     assert isinstance(out[-1].message, Commit)
@@ -200,7 +201,7 @@ def test_refused_frames_wait_for_credit_the_other_side_has_written_off():
     )  # fmt: skip
     assert frames(pack(sender, sender.on_refused(refused, 0.1))) == []
     sender.check_integrity()
-    out = pack(sender, sender.on_credit(Credit(grant=REF, credit=BIG + 128), 0.2))
+    out = pack(sender, sender.on_credit(ENDPOINT, Credit(grant=REF, credit=BIG + 128), 0.2))
     assert [f.index for f in frames(out)] == [1]
 
 
@@ -234,10 +235,12 @@ def test_repeated_frames_keep_to_the_credit():
         request=REQUEST, attempt=1, grant=REF, code="frames_missing", frames=[0, 1], round=1
     )
     first = message.bytes // message.frames
-    sender._of(REF).credit = message.bytes
+    sender._of(ENDPOINT, REF).credit = message.bytes
     out = pack(sender, sender.on_refused(refused, 0.1))
     assert not frames(out)
-    out = pack(sender, sender.on_credit(Credit(grant=REF, credit=message.bytes + 2 * first), 0.2))
+    out = pack(
+        sender, sender.on_credit(ENDPOINT, Credit(grant=REF, credit=message.bytes + 2 * first), 0.2)
+    )
     assert len(frames(out)) == 2
 
 
@@ -254,11 +257,46 @@ def test_a_lost_credit_is_asked_for_by_repeating_the_reserve():
 def test_a_peer_without_credit_is_waited_for_as_long_as_it_answers():
     sender = started(credit=LAYOUT.block_bytes, frame_bytes=LAYOUT.block_bytes)
     pack(sender, sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0))
-    grant = Grant(request=REQUEST, attempt=1, grant=REF, cached_tokens=0, credit=LAYOUT.block_bytes)
+    size = LAYOUT.block_bytes
+    grant = Grant(
+        request=REQUEST, attempt=1, grant=REF, cached_tokens=0, credit=size, counted=size
+    )  # all that was sent has arrived
     for second in range(1, 20):
         assert isinstance(sender.tick(second)[0], Send)
         assert sender.on_grant(ENDPOINT, grant, second + 0.1) == []
     assert [isinstance(o, Failed) for o in sender.tick(30.0)] == [False, True]
+
+
+def test_a_peer_that_answers_while_no_frame_arrives_is_given_up():
+    size = LAYOUT.block_bytes
+    sender = started(credit=size, frame_bytes=size)
+    pack(sender, sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0))
+    for tenth in range(1, 30):
+        counted = tenth // 6 * size  # frames written off as lost get new credit
+        grant = Grant(
+            request=REQUEST, attempt=1, grant=REF, cached_tokens=0,
+            credit=counted + size, counted=counted, arrived=0,
+        )  # fmt: skip
+        assert not any(isinstance(o, Failed) for o in sender.tick(tenth / 10))
+        sender.on_grant(ENDPOINT, grant, tenth / 10)
+    (failed,) = [o for o in sender.tick(3.3) if isinstance(o, Failed)]
+    assert failed.lost_peer
+
+
+def test_frames_of_another_handoff_that_arrive_keep_one_waiting():
+    """They share a connection: its own frames may be behind those."""
+    size = LAYOUT.block_bytes
+    sender = started(credit=size, frame_bytes=size)
+    pack(sender, sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0))
+    other = msgspec.structs.replace(reserve(10), request=b"o" * 16)
+    sender.start(ENDPOINT, 0, other, 0.0)
+    ref = GrantRef(77, 1, 0)
+    grant = Grant(request=b"o" * 16, attempt=1, grant=ref, cached_tokens=0, credit=size)
+    sender.on_grant(ENDPOINT, grant, 0.0)
+    sender.ready((b"o" * 16, 1), layer_end=2, token_end=10, last=True, now=0.0)
+    for second in range(1, 6):
+        sender.on_credit(ENDPOINT, Credit(grant=ref, credit=(second + 1) * size), second)
+        assert not any(isinstance(o, Failed) for o in sender.tick(second + 0.5))
 
 
 def test_time_spent_computing_is_no_silence():
@@ -387,7 +425,7 @@ def being_read() -> Sender:
         lambda s: s.on_stale(Stale(request=REQUEST, attempt=1, grant=REF)),
         lambda s: s.on_gone(*KEY),
         lambda s: s.on_revoke(ENDPOINT, Revoke(grant=REF)),
-        lambda s: s.no_data_path(ENDPOINT, "no connection"),
+        lambda s: s.unreachable(ENDPOINT, "no connection"),
         lambda s: s.tick(1000.0),
     ],
 )

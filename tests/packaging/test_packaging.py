@@ -1,5 +1,7 @@
 """The layout that lets top-level folders be imported as ``baton.*``, and what gets installed."""
 
+import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -8,9 +10,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from baton import DISTRIBUTION
+
+HERE = Path(__file__)
+ROOT = HERE.parents[2]
 LINKS = ROOT / "src" / "baton"
 RAY_DATA = {".sh", ".txt", ".yaml"}
+SPOKEN = {".md", ".py", *RAY_DATA}
 
 
 def package_folders():
@@ -60,6 +66,34 @@ def test_an_install_holds_every_module_kernel_source_and_model_file(tmp_path):
     assert expected_files() - built == set()
 
 
+def test_without_a_compiler_the_build_goes_on_and_says_what_that_means(tmp_path):
+    folders = [f"--build-lib={tmp_path}", f"--build-temp={tmp_path}"]
+    built = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", *folders],
+        cwd=ROOT, env={**os.environ, "CC": "/bin/false"},
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "the C kernels were not built" in built.stderr
+    assert "slow NumPy kernels" in built.stderr
+    assert "C compiler" in built.stderr
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_pip_is_never_told_to_install_another_projects_distribution():
+    """The import name is baton; on the package index that name is another project's."""
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"] == DISTRIBUTION
+    wrong = re.compile(r"(?<![\w-])baton\[|(?<![\w-])baton-[*\d]\S*\.whl")
+    folders = [ROOT / name for name in (*package_folders(), "docs", "tests")]
+    files = [*ROOT.glob("*.md"), *(p for folder in folders for p in folder.rglob("*"))]
+    named = {
+        str(file.relative_to(ROOT)): found.group()
+        for file in files
+        if (file.suffix in SPOKEN or file.name == "Dockerfile") and file != HERE
+        if (found := wrong.search(file.read_text()))
+    }
+    assert named == {}
+
+
 def test_the_lock_is_hashed_and_names_no_index_and_no_torch():
     lock = (ROOT / "requirements.lock").read_text()
     for word in ("://", "--index", "--find-links", "--extra", "torch", "cupy"):
@@ -91,6 +125,8 @@ def test_nodes_install_what_the_lock_and_the_ray_extra_say():
     wanted = {requirement.split(">=")[0] for requirement in project["dependencies"]}
     assert wanted <= set(nodes)
     assert [f"ray=={nodes['ray']}"] == project["optional-dependencies"]["ray"]
+    assert project["optional-dependencies"]["cuda"] == ["cupy-cuda13x[ctk]>=14"]
+    assert {"cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cublas"} <= set(nodes)  # ctk brings them
     assert {name: nodes[name] for name in nodes if name in lock} == {
         name: lock[name] for name in nodes if name in lock
     }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from typing import TypeVar
+from pathlib import Path
+from typing import TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -25,6 +27,7 @@ from baton.prefill_worker.events import (
     Disconnect,
     FromPeer,
     LayersDone,
+    NotSent,
     Packed,
     PackFrame,
     PeerDown,
@@ -33,6 +36,7 @@ from baton.prefill_worker.events import (
     StepDone,
     ToPeer,
 )
+from baton.proto.codec import EnvelopeDecoder
 from baton.proto.errors import CapacityError, InputError
 from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.messages import (
@@ -44,6 +48,8 @@ from baton.proto.messages import (
     Busy,
     Commit,
     Committed,
+    Credit,
+    DecodeToPrefill,
     DeviceTicket,
     Drained,
     GrammarSpec,
@@ -71,6 +77,7 @@ from baton.proto.messages import (
     Terminal,
     TerminalAck,
     Tokens,
+    Welcome,
 )
 from baton.proto.outputs import TokenLogProbs
 from baton.proto.wire import WireContext, WireSampling
@@ -115,6 +122,11 @@ def make_context(prompt: int = 10, new: int | None = 8) -> WireContext:
     )
 
 
+def generated(commit):
+    """The tokens behind the prompt in the context of a commit."""
+    return commit.context.tokens.array[commit.context.prompt_length :].tolist()
+
+
 class Bench:
     """A core on a clock that tests move; what it does, sorted."""
 
@@ -136,12 +148,18 @@ class Bench:
         self.peers: list[tuple[str, Message]] = []
         self.plans: list[StepPlan] = []
         self.other: list[object] = []
+        self.unreachable: set[str] = set()  # decode workers that answer no Ping
         self.feed(RouterUp(ROUTER))
+        self.hear(Welcome(router=ROUTER, incarnation=3, key=b"k" * 16))
         self.take(Hello)
 
     def feed(self, event) -> None:
+        pongs = []
         for action in self.core.handle(event, self.now):
             match action:
+                case ToPeer(endpoint=endpoint, message=Ping(nonce=nonce)):
+                    if endpoint not in self.unreachable:
+                        pongs.append(FromPeer(endpoint, Pong(nonce=nonce)))
                 case ToRouter(router=router, message=message):
                     self.said.append(message)
                     self.routers.append((router, message))
@@ -155,6 +173,8 @@ class Bench:
                 case _:
                     self.other.append(action)
         self.core.check_integrity()
+        for pong in pongs:
+            self.feed(pong)
 
     def take(self, kind: type[M]) -> list[M]:
         """Messages of one kind to routers, taken out."""
@@ -288,7 +308,7 @@ def test_a_whole_life(bench):
     run = bench.one(Tokens).runs[0]
     assert (run.request, run.attempt, run.position, run.tokens) == (KEY, 1, 10, [42])
     commit = bench.commit()
-    assert (commit.emitted, commit.router) == ([42], ROUTER)
+    assert (generated(commit), commit.router) == ([42], ROUTER)
     assert commit.bytes == 3 * 2 * LAYOUT.block_bytes
     assert bench.cache.pool.used == 3  # kept until the other side owns them
     bench.committed(commit)
@@ -464,7 +484,7 @@ def test_a_replay_goes_on_behind_what_was_streamed(bench):
     bench.step()
     run = bench.one(Tokens).runs[0]
     assert (run.attempt, run.position) == (2, 12)
-    assert bench.commit().emitted == [50, 51, 42]
+    assert generated(bench.commit()) == [50, 51, 42]
 
 
 def test_a_context_that_cannot_run_is_accepted_and_ended(bench):
@@ -774,7 +794,8 @@ def test_adopt_repeats_the_tokens_and_moves_the_request(bench):
     bench.take(Tokens)
     bench.routers.clear()
     bench.hear(Adopt(request=KEY, position=10), "router-2")
-    assert [(r, type(m)) for r, m in bench.routers] == [(ROUTER, Moved), ("router-2", Tokens)]
+    said = [(r, type(m)) for r, m in bench.routers]
+    assert said == [("router-2", Accepted), (ROUTER, Moved), ("router-2", Tokens)]
     assert bench.one(Tokens).runs[0].tokens == [42]
 
 
@@ -819,7 +840,7 @@ def test_adopt_of_an_ended_request_repeats_tokens_and_terminal(bench):
     bench.step()
     bench.said.clear()
     bench.hear(Adopt(request=KEY, position=10))
-    assert [type(m) for m in bench.said] == [Tokens, Terminal]
+    assert [type(m) for m in bench.said] == [Accepted, Tokens, Terminal]
 
 
 @pytest.mark.parametrize("new", [8, 1])
@@ -869,13 +890,32 @@ def test_a_final_rejection_ends_the_process(bench, code, restart):
     assert action.restart is restart
 
 
-def test_an_incarnation_that_decode_workers_know_as_dead_ends(bench):
-    """A router that was restarted since does not know it, and would give it work for ever."""
+def test_only_a_router_can_declare_a_prefill_worker_dead(bench):
+    """A decode worker that refuses it fails as its peer, and ends nothing else."""
     bench.assign()
-    bench.feed(PeerUp(DECODE))
+    bench.open()
     bench.answer(Rejected(code="endpoint_dead", message="finally dead"))
-    (action,) = bench.did(Exit)
-    assert action.restart
+    assert not bench.did(Exit)
+    lost = bench.one(PeerLost)
+    assert (lost.request, lost.reason, lost.refused) == (KEY, "finally dead", False)
+
+
+def test_a_draining_worker_that_was_declared_dead_ends_and_does_not_return(bench):
+    """A new incarnation would take work again, and SIGTERM comes only once."""
+    bench.feed(RouterUp("router-2"))
+    bench.hear(Welcome(router="router-2", incarnation=4), "router-2")
+    bench.assign()
+    bench.assign(key=SECOND, router="router-2")
+    bench.open()
+    bench.feed(DrainRequested())
+    bench.hear(Rejected(code="endpoint_dead", message="declared dead"))
+    bench.later(6.0)
+    assert not bench.did(Exit)
+    assert [held.router for held in bench.core._held()] == ["router-2"]
+    bench.hear(Abort(request=SECOND, attempt=1), "router-2")
+    for release in bench.to_peer(Release):
+        bench.answer(Released(request=release.request, attempt=release.attempt))
+    assert bench.core.is_drained
 
 
 def test_pings_are_answered(bench):
@@ -956,6 +996,148 @@ def test_a_decode_worker_of_another_version_is_given_up_at_once(bench):
     lost = bench.one(PeerLost)
     assert (lost.endpoint, lost.reason) == (DECODE, "version 4, not 2")
     assert bench.one(Busy).decode_full
+
+
+def test_a_request_whose_commit_no_envelope_can_carry_ends(bench):
+    commit = bench.handing_over()
+    bench.feed(NotSent(DECODE, commit, "Commit cannot be sent: too large"))
+    terminal = bench.one(Terminal)
+    assert (terminal.code, terminal.message) == (
+        "limit_exceeded", "Commit cannot be sent: too large",
+    )  # fmt: skip
+    (release,) = bench.to_peer(Release)
+    assert release.grant == commit.grant
+    bench.feed(NotSent(DECODE, Ping(), "odd"))
+
+
+# ------------------------------------------------------------------ nothing passes between the two
+
+
+def first(found: list[M]) -> M:
+    """What is given back is repeated until the router acts upon it."""
+    assert all(message == found[0] for message in found)
+    return found[0]
+
+
+def hand_over(bench, state: str) -> None:
+    """Bring a handoff into one of its states."""
+    bench.assign()
+    if state == "connecting":
+        return
+    bench.feed(PeerUp(DECODE))
+    if state == "opening":
+        return
+    bench.open()
+    if state == "reserving":
+        return
+    ref = bench.grant()
+    if state == "granted":
+        return
+    if state == "sending":  # without credit for all of its frames
+        bench.sender._of(DECODE, ref).credit = 0
+    bench.step()
+    assert bool(bench.to_peer(Commit)) == (state == "committing")
+
+
+HANDOFFS = ["connecting", "opening", "reserving", "granted", "sending", "committing"]
+
+
+@pytest.mark.parametrize("state", HANDOFFS)
+def test_a_decode_worker_that_answers_nothing_is_given_up_in_every_state(bench, state):
+    hand_over(bench, state)
+    bench.unreachable.add(DECODE)
+    bench.later(2.9)
+    assert not bench.take(PeerLost)
+    bench.later(0.7)  # it is asked twice a second
+    lost = first(bench.take(PeerLost))
+    assert (lost.endpoint, lost.request) == (DECODE, KEY)
+    assert first(bench.take(Busy)).decode_full
+    while bench.plans:
+        bench.step()
+    bench.assert_empty()
+    bench.later(0.6)
+    bench.take(PeerLost)
+    bench.assign(key=SECOND)
+    assert bench.one(PeerLost).request == SECOND, "the next one need not wait for that"
+
+
+@pytest.mark.parametrize("state", HANDOFFS[2:])
+def test_a_decode_worker_that_sends_and_hears_nothing_is_given_up(bench, state):
+    """Packets pass from it to here only: its own questions and news arrive as ever."""
+    hand_over(bench, state)
+    bench.unreachable.add(DECODE)
+    for _ in range(36):
+        bench.answer(Ping())
+        bench.answer(Credit(grant=GrantRef(9, 1, 0), credit=0))
+        bench.later(0.1)
+    assert first(bench.take(PeerLost)).endpoint == DECODE
+
+
+def test_a_flapping_connection_does_not_prolong_the_wait(bench):
+    hand_over(bench, "committing")
+    for _ in range(7):
+        bench.feed(PeerDown(DECODE))
+        bench.later(0.25)
+        bench.feed(PeerUp(DECODE))
+        bench.later(0.25)
+    assert first(bench.take(PeerLost)).endpoint == DECODE
+
+
+def test_a_decode_worker_with_a_long_queue_is_waited_for_while_it_answers(bench):
+    hand_over(bench, "committing")
+    bench.later(30.0)
+    assert not bench.take(PeerLost)
+
+
+def test_the_time_this_worker_was_stopped_does_not_count(bench):
+    hand_over(bench, "committing")
+    bench.unreachable.add(DECODE)
+    bench.later(0.6)
+    bench.unreachable.clear()  # the answers arrived meanwhile and are read after the tick
+    bench.now += 10.0
+    bench.feed(Tick())
+    bench.later(0.6)
+    assert not bench.take(PeerLost)
+
+
+def test_a_healed_path_is_used_again(bench):
+    hand_over(bench, "reserving")
+    bench.unreachable.add(DECODE)
+    bench.later(4.0)
+    bench.take(PeerLost)
+    bench.unreachable.clear()
+    bench.later(0.6)
+    bench.to_peer(Reserve)
+    bench.assign(attempt=2)
+    assert bench.to_peer(Reserve)
+
+
+def test_a_lost_link_is_closed_when_nobody_has_wanted_it_for_a_minute(bench):
+    hand_over(bench, "reserving")
+    bench.unreachable.add(DECODE)
+    bench.later(62.0)
+    assert not bench.did(Disconnect)
+    bench.later(2.0)
+    assert [a.endpoint for a in bench.did(Disconnect)] == [DECODE]
+
+
+def test_frames_that_never_arrive_end_the_handoff(bench):
+    """The decode worker answers all the while: only its data connection passes nothing."""
+    hand_over(bench, "granted")
+    bench.step()
+    for number in range(1, 8):
+        (commit, *_) = bench.to_peer(Commit)
+        bench.to_peer(Commit)
+        bench.later(0.5)
+        refused = Refused(
+            request=KEY, attempt=1, grant=commit.grant, code="frames_missing",
+            frames=list(range(commit.frames)), credit=BIG + number * commit.bytes,
+            counted=BIG, arrived=0, round=number,
+        )  # fmt: skip
+        bench.answer(refused)
+        if number * 0.5 < 3.0:
+            assert not bench.take(PeerLost)
+    assert "no KV frame" in first(bench.take(PeerLost)).reason
 
 
 # ------------------------------------------------------------------ KV frames that cannot go
@@ -1216,7 +1398,7 @@ def queue(bench: Bench, **waited: float) -> list[bytes]:
     """Prompts that wait for the link, and for how long they did elsewhere before."""
     for number, (name, seconds) in enumerate(waited.items()):
         context = make_context(10)
-        context.tokens[:] = number + 1  # no prefix is shared
+        context.tokens.array[:] = number + 1  # no prefix is shared
         bench.assign(key=name.encode() * 16, waited=seconds, context=context)
     return [name.encode() * 16 for name in waited]
 
@@ -1269,7 +1451,7 @@ def test_what_is_cached_need_not_be_computed_in_time():
     bench.assign(key=b"x" * 16)
     (first,) = bench.to_peer(Reserve)
     other = make_context(80)
-    other.tokens[:] = 5
+    other.tokens.array[:] = 5
     bench.assign(key=b"o" * 16, waited=1.65, context=other)
     bench.assign(key=b"c" * 16, waited=1.65, context=prompt)
     bench.grant(first)
@@ -1294,3 +1476,34 @@ def test_slots_are_all_given_where_no_time_is_to_be_kept():
     for number in range(6):
         bench.assign(key=bytes([number]) * 16, shape={"prompt": 80})
     assert len(bench.to_peer(Reserve)) == 4
+
+
+GOLDEN = Path(__file__).parents[1] / "proto" / "golden"
+ROGUE = "ipc:///decode-1"
+
+
+@pytest.mark.parametrize("kind", sorted(get_args(DecodeToPrefill), key=lambda kind: kind.__name__))
+def test_a_decode_worker_changes_nothing_about_handoffs_to_another(bench, kind):
+    """It has a link of its own, and says every message about another's request and grant."""
+    bench.assign(key=b"o" * 16, decode=ROGUE)
+    bench.open(endpoint=ROGUE)
+    (own,) = bench.to_peer(Reserve)
+    ref = bench.computing()
+    about = {
+        "request": KEY, "attempt": 1, "grant": ref, "credit": BIG, "counted": 0, "frames": [],
+        "code": "handoff_failed", "nonce": 0,
+    }  # fmt: skip
+    raw = json.loads((GOLDEN / "envelopes.json").read_text())[kind.__name__]["least"]
+    decoder = EnvelopeDecoder[Message](DecodeToPrefill)
+    (least,) = decoder.decode([bytes.fromhex(frame) for frame in raw])
+    known = {name: about[name] for name in kind.__struct_fields__ if name in about}
+    said = msgspec.structs.replace(least, **known)
+    bench.answer(said, ROGUE)
+    bench.step()
+    commit = bench.commit()
+    bench.answer(said, ROGUE)
+    bench.take(HandoffReport)
+    bench.committed(commit)
+    assert bench.one(HandoffReport).request == KEY
+    assert not bench.take(Busy)
+    assert own.request == b"o" * 16

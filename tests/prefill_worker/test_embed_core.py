@@ -286,13 +286,13 @@ def test_another_router_can_take_a_request_over():
     worker = Worker()
     worker.assign(1)
     messages = worker.hear(Adopt(request=key(1), position=4), router="other")
-    assert kinds(messages) == [Moved, Tokens]
-    assert messages[1].runs[0].tokens == []
+    assert kinds(messages) == [Accepted, Moved, Tokens]
+    assert messages[2].runs[0].tokens == []
     worker.finish()
     assert worker.said[-1].router == "other"
     again = worker.hear(Adopt(request=key(1), position=4))
-    assert kinds(again) == [Moved, Terminal]
-    assert again[1].embedding is not None
+    assert kinds(again) == [Accepted, Moved, Terminal]
+    assert again[2].embedding is not None
     assert kinds(worker.hear(Adopt(request=key(9), position=1))) == [Aborted]
 
 

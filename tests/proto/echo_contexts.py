@@ -5,8 +5,6 @@ import sys
 import zmq
 
 from baton.proto import (
-    ContextDecoder,
-    ContextEncoder,
     PixelContext,
     TextContext,
     msgpack_numpy_decoder,
@@ -15,7 +13,8 @@ from baton.proto import (
 
 
 def main(endpoint):
-    encode, decode = ContextEncoder(), ContextDecoder()
+    encode = msgpack_numpy_encoder().frames
+    decode = msgpack_numpy_decoder(TextContext | PixelContext, copy=False)
     encode_map = msgpack_numpy_encoder(use_shared_memory=True, shared_memory_threshold=4000)
     decode_map = msgpack_numpy_decoder(TextContext | PixelContext, copy=False)
     socket = zmq.Context().socket(zmq.REP)

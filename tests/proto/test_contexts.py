@@ -14,6 +14,7 @@ from baton.proto import (
     TextContext,
     TokenBuffer,
 )
+from baton.proto.context_maps import context_to_run, request_map
 from baton.proto.outputs import TokenLogProbs
 
 ACTIVE = GenerationStatus.ACTIVE
@@ -396,27 +397,27 @@ class TestWire:
             target_endpoint="tcp://host:1",
             cache_salt="tenant",
         )
-        wire = ctx.to_wire()
-        assert wire.tokens.dtype == np.int32
-        assert TextContext.from_wire(wire, "r") == ctx
+        wire = request_map(ctx)
+        assert wire.tokens.array.dtype == np.int32
+        assert context_to_run(wire, "r") == ctx
 
     def test_generated_tokens_do_not_travel_as_prompt(self):
         ctx = context()
         ctx.update(5)
         ctx.reset()
-        assert ctx.to_wire().tokens.tolist() == [1, 2, 3, 4]
+        assert request_map(ctx).tokens.array.tolist() == [1, 2, 3, 4]
 
     @pytest.mark.parametrize("token", [1 << 31, -(1 << 31) - 1, (1 << 32) + 5])
     def test_ids_that_are_not_int32_are_no_request(self, token):
         with pytest.raises(InputError, match="int32"):
-            context(tokens=[1, token, 3]).to_wire()
+            request_map(context(tokens=[1, token, 3]))
         ctx = context()
         ctx.update(token)
-        assert ctx.to_wire().tokens.tolist() == [1, 2, 3, 4]
+        assert request_map(ctx).tokens.array.tolist() == [1, 2, 3, 4]
 
     def test_emitted_tokens_count_as_generated_and_delivered(self):
-        wire = context(eos_sequences=[[5, 6, 7]]).to_wire()
-        ctx = TextContext.from_wire(wire, RequestID("r"), emitted=[5, 6])
+        wire = request_map(context(eos_sequences=[[5, 6, 7]]))
+        ctx = context_to_run(wire, RequestID("r"), emitted=[5, 6])
         assert (ctx.prompt_length, len(ctx.tokens), ctx.tokens.active_length) == (4, 6, 6)
         assert ctx.status is ACTIVE
         ctx.update(7)
@@ -436,19 +437,19 @@ class TestWire:
         ],
     )
     def test_status_comes_from_the_tokens(self, fields, emitted, status):
-        wire = context(**fields).to_wire()
-        assert TextContext.from_wire(wire, emitted=emitted).status is status
+        wire = request_map(context(**fields))
+        assert context_to_run(wire, emitted=emitted).status is status
 
     def test_a_read_only_prompt_is_copied(self):
-        wire = context().to_wire()
-        wire.tokens.flags.writeable = False
-        ctx = TextContext.from_wire(wire)
+        wire = request_map(context())
+        wire.tokens.array.flags.writeable = False
+        ctx = context_to_run(wire)
         ctx.tokens.overwrite_last_token(9)
-        assert wire.tokens.tolist() == [1, 2, 3, 4]
+        assert wire.tokens.array.tolist() == [1, 2, 3, 4]
 
     def test_lists_are_not_shared_with_the_message(self):
-        wire = context(eos_sequences=[[7]]).to_wire()
-        one, two = TextContext.from_wire(wire), TextContext.from_wire(wire)
+        wire = request_map(context(eos_sequences=[[7]]))
+        one, two = context_to_run(wire), context_to_run(wire)
         one.eos_sequences[0].append(8)
         assert two.eos_sequences == wire.eos_sequences == [[7]]
 

@@ -28,6 +28,7 @@ from baton.proto import (
     msgpack_numpy_encoder,
     reserve_token_space_for_batch,
 )
+from baton.proto.context_maps import context_to_run
 from baton.proto.layout import KVLayout, ModelCard
 
 EOS, ACTIVE = GenerationStatus.END_OF_SEQUENCE, GenerationStatus.ACTIVE
@@ -224,7 +225,7 @@ def test_v17_min_p_combines_with_any_top_k(top_k):
 
 def test_v18_ignore_eos_hides_the_models_ids_and_not_the_users():
     params = SamplingParams(ignore_eos=True, stop_token_ids=[5])
-    ctx = TextContext.from_wire(build_wire_context([1, 3], CARD, params, stop_sequences=[[6, 7]]))
+    ctx = context_to_run(build_wire_context([1, 3], CARD, params, stop_sequences=[[6, 7]]))
     assert (ctx.eos_token_ids, ctx.eos_sequences) == ({2}, [[5], [6, 7]])
     ctx.update(2)
     assert ctx.status is ACTIVE

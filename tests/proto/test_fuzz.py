@@ -82,13 +82,13 @@ def feed_one(decode, data):
 @given(st.lists(st.binary(max_size=200), max_size=3), st.binary(max_size=100))
 def test_random_bytes(frames, body):
     feed(frames)
-    feed([b"BT\x02" + body, *frames])
-    feed([b"BS\x02" + body, *frames])
-    sealed = b"BS\x02" + envelope_digest([body, *frames]).to_bytes(8, "little")
+    feed([b"BT\x03" + body, *frames])
+    feed([b"BS\x03" + body, *frames])
+    sealed = b"BS\x03" + envelope_digest([body, *frames]).to_bytes(8, "little")
     feed([sealed + body, *frames])
     feed_one(decode_kv_header, body)
-    feed_one(decode_kv_header, b"BK\x02" + body)
-    feed_one(decode_kv_header, b"BK\x02" + crc32(body).to_bytes(4, "little") + body)
+    feed_one(decode_kv_header, b"BK\x03" + body)
+    feed_one(decode_kv_header, b"BK\x03" + crc32(body).to_bytes(4, "little") + body)
     feed_one(MAPS, body)
 
 
@@ -147,17 +147,17 @@ def text(value):
 
 def flood(kind, field, unit, count):
     """One message whose ``field`` is a list of ``count`` times ``unit``."""
-    head = b"BT\x02\x91\x82" + text("type") + text(kind) + text(field)
+    head = b"BT\x03\x91\x82" + text("type") + text(kind) + text(field)
     return head + b"\xdd" + count.to_bytes(4, "big") + unit * count
 
 
-TOKENS = b"BT\x02\x91\x82" + text("type") + text("Tokens") + text("runs") + b"\x91\x95\xc4\0\1\0"
+TOKENS = b"BT\x03\x91\x82" + text("type") + text("Tokens") + text("runs") + b"\x91\x95\xc4\0\1\0"
 COUNT = 40_000
 FLOODS = {
-    "empty maps as messages": b"BT\x02\xdc\xff\xff" + b"\x80" * 65535,
+    "empty maps as messages": b"BT\x03\xdc\xff\xff" + b"\x80" * 65535,
     "empty maps as an unknown field": flood("Ping", "later", b"\x80", COUNT),
     "empty maps as stop sequences": flood("Submit", "context", b"\x80", COUNT),
-    "smallest messages": b"BT\x02\xdc\xff\xff" + (b"\x81" + text("type") + text("Ping")) * 65535,
+    "smallest messages": b"BT\x03\xdc\xff\xff" + (b"\x81" + text("type") + text("Ping")) * 65535,
     "empty runs": flood("Tokens", "runs", b"\x94\xc4\0\1\0\x90", COUNT),
     "short runs": flood("Tokens", "runs", b"\x94\xc4\0\1\0\x92\xcd\1\1\xcd\1\1", COUNT),
     "file names": flood("Describe", "files", b"\xa2ab", COUNT),
@@ -250,7 +250,7 @@ def test_memory_of_floods_in_every_place_of_every_message(unit):
     assert len(forms) > 300
     for name, data in floods(unit).items():
         for raw, at in forms:
-            body = b"BT\x02" + msgspec.msgpack.encode([placed(raw, at, data)])
+            body = b"BT\x03" + msgspec.msgpack.encode([placed(raw, at, data)])
             peak = peak_bytes(lambda body=body: feed([body]))
             assert peak < 32 * len(body) + (1 << 20), (raw["type"], at, name)
 
@@ -305,7 +305,7 @@ def test_memory_of_claimed_sizes():
     """A length that is only claimed costs nothing."""
 
     def claim_of(kind, field, header):
-        return b"BT\x02\x91\x82" + text("type") + text(kind) + text(field) + header
+        return b"BT\x03\x91\x82" + text("type") + text(kind) + text(field) + header
 
     claims = [
         TOKENS + b"\xdd\x7f\xff\xff\xff",

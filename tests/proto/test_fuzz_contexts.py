@@ -1,11 +1,16 @@
 """Hostile bytes at the decoders of whole contexts: typed errors and little memory.
 
-How long they take, the codec's benchmark says.
+How long hostile contexts take, the codec's benchmark says.
 """
 
+import contextlib
+import dataclasses
 import importlib.util
 import random
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -14,19 +19,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.proto import (
-    ContextDecoder,
-    ContextEncoder,
     DecodeFailed,
     GenerationOutput,
     LimitExceeded,
     LogProbabilities,
     PixelContext,
+    RequestID,
+    SamplingParams,
     TextContext,
     TextGenerationOutput,
+    TokenBuffer,
     VersionMismatch,
     msgpack_numpy_decoder,
     msgpack_numpy_encoder,
 )
+from baton.proto.wire import AnyWireContext
 
 
 def _load(name):
@@ -41,7 +48,8 @@ CONTEXTS = _load("sample_contexts").CONTEXTS
 _fuzz = _load("test_fuzz")
 floods, mutated, peak_bytes = _fuzz.floods, _fuzz.mutated, _fuzz.peak_bytes
 ALLOWED = (DecodeFailed, LimitExceeded, VersionMismatch)
-encode, decode = ContextEncoder(), ContextDecoder(copy=True)
+encode = msgpack_numpy_encoder().frames
+decode = msgpack_numpy_decoder(TextContext | PixelContext)
 MAPS = [
     msgpack_numpy_decoder(kind, copy=copy)
     for kind in (TextContext | PixelContext, np.ndarray, GenerationOutput, TextGenerationOutput)
@@ -76,24 +84,23 @@ def feed_map(message):
 @given(st.lists(st.binary(max_size=100), max_size=3), st.binary(max_size=100))
 def test_random_bytes(frames, body):
     feed(frames)
-    feed([b"BT\x02" + body, *frames])
+    feed([body, *frames])
     feed_map(body)
 
 
 def test_mutated_contexts():
+    """Also beside their arrays; what is understood is a context that can go on."""
     rng = random.Random(11)
     wires = [[bytes(frame) for frame in encode(make())] for make in CONTEXTS.values()]
-    maps = [msgpack_numpy_encoder()(make()) for make in CONTEXTS.values()]
     understood = 0
-    for _ in range(150):
-        for frames, message in zip(wires, maps, strict=True):
-            at = 3 if rng.random() < 0.9 else 0
-            changed = [frames[0][:at] + mutated(rng, frames[0][at:]), *frames[1:]]
+    for _ in range(300):
+        for frames in wires:
+            head = frames[0][: rng.choice([200, 600, 3000, len(frames[0])])]
+            changed = [mutated(rng, head) + frames[0][len(head) :], *frames[1:]]
             if rng.random() < 0.1:
                 changed.append(rng.randbytes(8))
-            head = message[: rng.choice([200, 600, 3000, len(message)])]
             understood += feed(changed)
-            understood += feed_map(mutated(rng, head) + message[len(head) :])
+            understood += feed_map(changed[0])
     assert understood > 100, "the mutations should not all be caught at the door"
 
 
@@ -118,12 +125,14 @@ def text(value):
 COUNT, UNITS = _fuzz.COUNT, _fuzz.UNITS
 
 
-def fields_of(raw, path=()):
-    """Paths of all fields of a message."""
-    for key, value in raw.items():
-        yield (*path, key)
-        if isinstance(value, dict) and all(isinstance(k, str) for k in value):
-            yield from fields_of(value, (*path, key))
+def paths(kind, path=()):
+    """Paths of all fields of a struct, through the structs in it."""
+    for field in msgspec.structs.fields(kind):
+        at = (*path, field.encode_name)
+        yield at
+        for part in (field.type, *get_args(field.type)):
+            if isinstance(part, type) and issubclass(part, msgspec.Struct):
+                yield from paths(part, at)
 
 
 def at_end(path, data):
@@ -135,35 +144,23 @@ def at_end(path, data):
 
 @pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
 def test_memory_of_floods_in_every_field(unit):
-    """No field of a context, in either form, becomes much larger than its bytes."""
-    forms, seen = [], {("type",)}
-    for name in ("text under_way", "vision under_way", "speech speaking", "pixel painting"):
-        raw = msgspec.msgpack.decode(msgpack_numpy_encoder()(CONTEXTS[name]()), strict=False)
-        kind = b"\x82" + text("type") + text(raw["type"])
-        for path in fields_of(raw):
-            if path not in seen:
-                forms.append((kind, path, feed_map))
-                seen.add(path)
-        (raw,) = msgspec.msgpack.decode(bytes(encode(CONTEXTS[name]())[0])[3:], strict=False)
-        outer = b"BT\x02\x91\x82" + text("type") + text("ContextSnapshot")
-        tagged = outer + text("context") + b"\x82" + text("type") + text(raw["context"]["type"])
-        for path in fields_of(raw):
-            if ("frames", *path) in seen:
-                continue
-            seen.add(("frames", *path))
-            inside = path[0] == "context" and len(path) > 1
-            forms.append((tagged if inside else outer, path[inside:], lambda data: feed([data])))
+    """No field of a context becomes much larger than its bytes."""
+    forms, seen = [], set()
+    for form in get_args(AnyWireContext):
+        kind = b"\x82" + text("type") + text(form.__struct_config__.tag)
+        forms += [(kind, path) for path in paths(form) if path not in seen]
+        seen |= set(paths(form))
+    assert {("tokens", "array", "shape"), ("sampling_params", "stop")} < seen
     for name, flood in floods(unit).items():
-        for kind, path, give in forms:
+        for kind, path in forms:
             data = kind + at_end(path, flood)[1:]
-            peak = peak_bytes(lambda give=give, data=data: give(data))
+            peak = peak_bytes(lambda data=data: feed_map(data))
             assert peak < FACTOR * len(data) + MARGIN, (path, name)
 
 
 def test_memory_of_queued_log_probabilities():
-    """As numbers, in the frames of a whole context."""
-    context = TextContext(max_length=1 << 30, tokens=[1])
-    for tops in ([{1: -1.0}, {}], [{}] * 50, [dict.fromkeys(range(20), -1.0)]):
+    context = TextContext(max_length=1 << 30, tokens=[1] * 10_000)
+    for tops in ([{1: -1.0}, {}], [dict.fromkeys(range(20), -1.0)]):
         context._log_probabilities_data = {i: LogProbabilities([-1.0], tops) for i in range(9000)}
         frames = [bytes(frame) for frame in encode(context)]
         assert decode(frames) == context
@@ -247,3 +244,117 @@ def test_sizes_that_are_only_claimed_cost_nothing(shape):
     for more in ({"__np__": True, "data": bytes(16)}, {"__shm__": True, "name": "nothing"}):
         message = msgspec.msgpack.encode({"shape": shape, "dtype": "<f4", **more})
         assert peak_bytes(lambda message=message: feed_map(message)) < 100_000
+
+
+@pytest.mark.parametrize("unit", [b"\x80", b"\x81\xa4seed\x05"], ids=["empty", "a seed"])
+@pytest.mark.parametrize("kind", [np.ndarray, SamplingParams])
+def test_memory_of_declared_lists(kind, unit):
+    decoders = [msgpack_numpy_decoder(form) for form in (list[kind], list[list[kind]])]
+    for count in (30_000, 1_000_000):
+        flat = b"\xdd" + count.to_bytes(4, "big") + unit * count
+        nested = b"\xdd" + (count // 2).to_bytes(4, "big") + (b"\x92" + 2 * unit) * (count // 2)
+        for one, message in zip(decoders, (flat, nested), strict=True):
+
+            def give(one=one, message=message):
+                with pytest.raises((DecodeFailed, LimitExceeded)):
+                    one(message)
+
+            assert peak_bytes(give) < FACTOR * len(message) + MARGIN
+
+
+@dataclasses.dataclass
+class Plain:
+    """Somebody's own class, whose fields all have defaults."""
+
+    number: int = 0
+    numbers: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class WithArray:
+    array: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(100))
+    plain: Plain | None = None
+
+
+class Struct(msgspec.Struct):
+    number: int = 0
+    numbers: list[int] = []
+
+
+@dataclasses.dataclass
+class Holder:
+    plain: dict[int, Plain]
+    ids: list[RequestID] = dataclasses.field(default_factory=list)
+
+
+T = TypeVar("T")
+
+DECLARED = [
+    list[RequestID], dict[RequestID, int], set[RequestID], tuple[RequestID, ...],
+    list[Plain], dict[int, Plain], list[tuple[int, Plain]], list[Plain | None],
+    list[WithArray], list[Struct], dict[str, Struct], list[Holder], Holder,
+    list[SamplingParams], list[np.ndarray], list[TextContext], list[TokenBuffer],
+    list[int], list[str], dict[int, int],
+]  # fmt: skip
+
+
+def record_floods(size):
+    """Messages of about ``size`` bytes with as many values as fit, of records above all."""
+    pack = msgspec.msgpack.encode
+    values = [b"\x80", b"\0", b"\x92\0\x80", pack({"plain": {}}), pack({"value": ""})]
+    values += [pack({"numbers": []}), pack({"plain": {}, "ids": []})]
+    for value in values:
+        count, pairs = size // len(value), size // (len(value) + 5)
+        keyed = b"".join(b"\xce" + key.to_bytes(4, "big") + value for key in range(pairs))
+        row = b"\xdd" + count.to_bytes(4, "big") + value * count
+        table = b"\xdf" + pairs.to_bytes(4, "big") + keyed
+        yield from (row, table, b"\x81" + text("plain") + table)
+        yield b"\x82" + text("plain") + b"\x80" + text("ids") + row
+
+
+@pytest.mark.parametrize("declared", DECLARED, ids=str)
+def test_memory_and_time_of_declared_types(declared):
+    decode = msgpack_numpy_decoder(declared)
+
+    def give(message):
+        with contextlib.suppress(DecodeFailed, LimitExceeded):
+            decode(message)
+
+    # A decoder whose work grows with the square of the records needs minutes of CPU for one.
+    for message in record_floods(1_000_000):
+        started = time.thread_time()
+        give(message)
+        assert time.thread_time() - started < 20
+    for message in record_floods(100_000):
+        peak = peak_bytes(lambda message=message: give(message))
+        assert peak < FACTOR * len(message) + MARGIN
+
+
+@dataclasses.dataclass
+class Result(Generic[T]):
+    result: T
+
+
+def test_records_are_read_in_every_kind_of_container():
+    ids = [RequestID("a"), RequestID("b")]
+    encoded = msgpack_numpy_encoder()(ids)
+    assert msgpack_numpy_decoder(set[RequestID])(encoded) == set(ids)
+    assert msgpack_numpy_decoder(Sequence[RequestID])(encoded) == ids
+    assert msgpack_numpy_decoder(tuple[RequestID, ...])(encoded) == tuple(ids)
+    results = {"a": Result(ids[0]), "b": Result(ids[1])}
+    for declared in (dict[str, Result[RequestID]], Mapping[str, Result[RequestID]]):
+        assert msgpack_numpy_decoder(declared)(msgpack_numpy_encoder()(results)) == results
+
+
+def test_long_lists_of_records_are_read():
+    asked = {n: Holder({n: Plain(n, [n])}, [RequestID(), RequestID("a")]) for n in range(300)}
+    assert msgpack_numpy_decoder(dict[int, Holder])(msgpack_numpy_encoder()(asked)) == asked
+    ids = [RequestID() for _ in range(20_000)]
+    assert msgpack_numpy_decoder(list[RequestID])(msgpack_numpy_encoder()(ids)) == ids
+    sent = [Struct(n, [n]) for n in range(2000)]
+    assert msgpack_numpy_decoder(list[Struct])(msgpack_numpy_encoder()(sent)) == sent
+
+
+def test_long_lists_of_sampling_parameters_are_read():
+    asked = [SamplingParams(seed=seed, max_new_tokens=9) for seed in range(3000)]
+    assert msgpack_numpy_decoder(list[SamplingParams])(msgpack_numpy_encoder()(asked)) == asked

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from baton.proto import RequestID
-from baton.proto.ids import context_digest, new_incarnation, request_key, resume_secret
+from baton.proto.context_maps import context_digest
+from baton.proto.ids import new_incarnation, request_key, resume_secret
 from baton.proto.wire import WireContext, WireSampling
 
 

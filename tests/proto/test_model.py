@@ -18,8 +18,6 @@ from hypothesis import strategies as st
 
 from baton.proto import (
     FUTURE_TOKEN,
-    ContextDecoder,
-    ContextEncoder,
     GenerationStatus,
     ImageMetadata,
     LogProbabilities,
@@ -33,6 +31,7 @@ from baton.proto import (
     msgpack_numpy_encoder,
     update_batch,
 )
+from baton.proto.context_maps import context_to_run, request_map
 
 
 class Refused(Exception):
@@ -404,7 +403,8 @@ def start_context(rng):
     return ctx, model
 
 
-ENCODE, DECODE = ContextEncoder(), ContextDecoder()
+ENCODE = msgpack_numpy_encoder().frames
+DECODE = msgpack_numpy_decoder(TextContext | PixelContext, copy=False)
 ENCODE_MAP, DECODE_MAP = msgpack_numpy_encoder(), msgpack_numpy_decoder(TextContext | PixelContext)
 
 
@@ -686,7 +686,7 @@ def test_a_rebuilt_context_continues_like_the_one_that_went_on(seed):
             ctx.update(rng.choice([7, 8, 50, 51]))
         emitted = ctx.generated_tokens.tolist()
         ctx.to_generation_output()
-        again = TextContext.from_wire(ctx.to_wire(), ctx.request_id, emitted)
+        again = context_to_run(request_map(ctx), ctx.request_id, emitted)
         assert (again.status, again.prompt_length) == (ctx.status, ctx.prompt_length)
         assert again.tokens.all.tolist() == ctx.tokens.all.tolist()
         while not ctx.is_done and len(ctx.tokens) < 60:

@@ -43,6 +43,8 @@ NAMES = [
     "SchedulerResult",
     "TextGenerationInputs",
     "BatchType",
+    "AudioGenerator",
+    "EmbeddingsGenerator",
 ]
 EARLIER = {
     "TextContext": """start_idx active_idx end_idx current_length active_length all_tokens

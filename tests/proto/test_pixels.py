@@ -53,8 +53,8 @@ def test_steps_update_and_reset():
 
 def test_output_is_one_png_once_the_latents_are_pixels():
     ctx = context(request_id="r")
-    ctx.update(np.zeros((4, 6, 3), np.float32))
-    with pytest.raises(ValueError, match="decoded to uint8 first"):
+    ctx.update(np.zeros(6, np.float32))
+    with pytest.raises(ValueError, match="Expected 2D or 3D array"):
         ctx.to_generation_output()
     ctx.update(np.zeros((4, 6, 3), np.uint8))
     ctx.update_status(GenerationStatus.END_OF_SEQUENCE)
@@ -63,6 +63,22 @@ def test_output_is_one_png_once_the_latents_are_pixels():
     (content,) = output.output
     assert (content.type, content.format) == ("output_image", "png")
     assert base64.b64decode(content.image_data) == encode_png(np.zeros((4, 6, 3), np.uint8))
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+def test_latents_of_floats_from_0_to_1_are_pixels(kind):
+    steps = np.arange(256).reshape(16, 16)
+    ctx = PixelContext(tokens=TokenBuffer(np.array([1])), latents=(steps / 255).astype(kind))
+    (content,) = ctx.to_generation_output().output
+    assert base64.b64decode(content.image_data) == encode_png(steps.astype(np.uint8))
+
+
+@pytest.mark.parametrize("value", [-0.01, 1.01, np.nan, np.inf])
+def test_latents_that_no_decoder_has_seen_are_refused(value):
+    latents = np.zeros((4, 6, 3), np.float32)
+    latents[1, 2, 0] = value
+    with pytest.raises(InputError, match="from 0 to 1"):
+        PixelContext(tokens=[1], latents=latents).to_generation_output()
 
 
 def test_value_equality_and_wrapping():

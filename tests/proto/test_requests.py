@@ -10,6 +10,7 @@ from baton.proto import (
     build_wire_context,
     check_wire_context,
 )
+from baton.proto.context_maps import request_map
 from baton.proto.errors import TaskMismatch
 from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.requests import build_embed_context, check_emitted, check_wire_shape
@@ -57,8 +58,8 @@ class TestBuild:
     @pytest.mark.parametrize("dtype", [np.int64, np.uint16, np.int32])
     def test_any_integers_become_int32(self, dtype):
         wire = build(np.array([1, 2, 3], dtype))
-        assert wire.tokens.dtype == np.int32
-        assert wire.tokens.tolist() == [1, 2, 3]
+        assert wire.tokens.array.dtype == np.int32
+        assert wire.tokens.array.tolist() == [1, 2, 3]
 
     @pytest.mark.parametrize(
         ("tokens", "message"),
@@ -143,7 +144,7 @@ class TestCheck:
     ids=lambda context: type(context).__name__,
 )
 def test_other_kinds_are_refused_while_no_model_takes_them(context):
-    wire = context.to_wire()
+    wire = request_map(context)
     for check in (check_wire_shape, lambda wire: check_wire_context(wire, CARD)):
         with pytest.raises(InputError, match=f"takes a {type(context).__name__}, only text"):
             check(wire)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ from baton.proto import (
     msgpack_numpy_encoder,
     shared_memory,
 )
-from baton.proto.shared_memory import SegmentStore, open_segment, sweep_dead_owners
+from baton.proto.shared_memory import SegmentStore, sweep_dead_owners
 
 pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory here")
 
@@ -199,22 +200,127 @@ def test_names_and_sizes_are_checked(message, error):
         decode(message)
 
 
-def test_a_segment_smaller_than_said_or_of_another_kind_is_refused(store):
+@pytest.fixture
+def planted():
+    """Makes a file in shared memory, as any process of this user can."""
+    made = []
+
+    def plant(name, size=20_000, mode=0o600):
+        path = Path("/dev/shm") / name
+        made.append(path)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+        os.posix_fallocate(file, 0, size)
+        os.close(file)
+        return path
+
+    yield plant
+    for path in made:
+        path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+@pytest.mark.parametrize("owned", [True, False])
+def test_a_file_that_no_encoder_made_is_refused(store, planted, owned, copy):
+    owner, random = store._token if owned else "f" * 16, "0123456789abcdef"
+    names = [
+        f"somebody-{random}",
+        f"baton-arrays-{owner}-{random}",
+        f"baton-arrays-{owner}-{random}-{random}",
+    ]
+    for name in names:
+        planted(name)
+        with pytest.raises(DecodeFailed):
+            msgpack_numpy_decoder(np.ndarray, copy=copy)(named(name))
+
+
+def test_a_name_is_good_for_its_own_size_and_owner_alone(store):
     name = msgspec.msgpack.decode(encode(ARRAY))["name"]
-    for copy in (True, False):
-        with pytest.raises(DecodeFailed, match="bytes instead"):
-            open_segment(name, (5001,), np.dtype("<f4"), 20004, copy=copy)
-    pipe = Path("/dev/shm") / f"baton-arrays-{store._token}-pipe"
-    os.mkfifo(pipe)
-    link = pipe.with_name(pipe.name + "-link")
-    link.symlink_to("/etc/hostname")
-    try:
-        for path in (pipe, link):
-            with pytest.raises(DecodeFailed):
-                decode(named(path.name, (1,), "|u1"))
-    finally:
-        pipe.unlink()
-        link.unlink()
+    for shape in ((50, 99), (50, 101)):
+        with pytest.raises(DecodeFailed, match="no encoder"):
+            decode(named(name, shape))
+    other = SegmentStore()
+    with pytest.raises(DecodeFailed, match="no encoder"):
+        decode(named(name.replace(store._token, other._token)))
+    other.close()
+    assert np.array_equal(decode(named("/" + name)), ARRAY)
+
+
+@pytest.mark.parametrize("change", ["mode", "size", "sparse", "link", "pipe", "owner's mode"])
+def test_a_segment_that_somebody_changed_is_refused(store, change):
+    name = msgspec.msgpack.decode(encode(ARRAY))["name"]
+    path = Path("/dev/shm") / name
+    owner = Path("/dev/shm") / f"baton-arrays-{store._token}.owner"
+    if change == "mode":
+        path.chmod(0o640)
+    elif change == "owner's mode":
+        owner.chmod(0o644)
+    elif change in ("size", "sparse"):
+        os.truncate(path, 0)
+        os.truncate(path, ARRAY.nbytes if change == "sparse" else ARRAY.nbytes - 1)
+    else:
+        path.unlink()
+        path.symlink_to("/etc/hostname") if change == "link" else os.mkfifo(path)
+    for codec in (decode, view):
+        with pytest.raises(DecodeFailed):
+            codec(named(name))
+
+
+def test_a_small_message_cannot_take_much_memory(store, monkeypatch):
+    """Neither by the size of an array nor by naming one array again and again."""
+    tracemalloc.start()
+    for codec in (decode, view):
+        with pytest.raises(LimitExceeded, match="shared memory"):
+            codec(named(f"baton-arrays-{store._token}-{'0' * 16}-{'0' * 16}", (1 << 28,)))
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    monkeypatch.setattr(shared_memory, "MAX_SHARED_BYTES", 3 * ARRAY.nbytes)
+    one = msgspec.msgpack.decode(encode(ARRAY))
+    arrays = msgpack_numpy_decoder(list[np.ndarray])
+    for _ in range(2):  # every message has the whole limit
+        assert len(arrays(msgspec.msgpack.encode([one] * 3))) == 3
+        with pytest.raises(LimitExceeded, match="shared memory"):
+            arrays(msgspec.msgpack.encode([one] * 4))
+
+
+def test_an_encoder_puts_no_more_there_than_a_decoder_takes(store, monkeypatch):
+    monkeypatch.setattr(shared_memory, "MAX_SHARED_BYTES", 2 * ARRAY.nbytes)
+    for _ in range(2):
+        message = encode([ARRAY, ARRAY, ARRAY])
+        forms = [sorted(item)[0] for item in msgspec.msgpack.decode(message)]
+        assert forms == ["__shm__", "__shm__", "__np__"]
+        for array in msgpack_numpy_decoder(list[np.ndarray])(message):
+            assert np.array_equal(array, ARRAY)
+
+
+def test_shared_memory_can_be_refused(store, monkeypatch):
+    message = encode(ARRAY)
+    refusing = msgpack_numpy_decoder(np.ndarray, use_shared_memory=False)
+    for codec in (refusing, pickle.loads(pickle.dumps(refusing))):
+        with pytest.raises(DecodeFailed, match="refused"):
+            codec(message)
+    assert np.array_equal(refusing(msgpack_numpy_encoder()(ARRAY)), ARRAY)
+
+
+@pytest.mark.parametrize("value", ["off", "0", "no", "of"])
+def test_an_operator_refuses_shared_memory_for_a_whole_process(store, monkeypatch, value):
+    message = encode(ARRAY)
+    monkeypatch.setenv("BATON_SHARED_ARRAYS", value)
+    with pytest.raises(DecodeFailed, match="BATON_SHARED_ARRAYS"):
+        decode(message)
+    assert msgspec.msgpack.decode(encode(ARRAY))["__np__"]
+    for value in ("", "on"):
+        monkeypatch.setenv("BATON_SHARED_ARRAYS", value)
+        assert np.array_equal(decode(message), ARRAY)
+
+
+def test_a_name_of_another_cluster_is_refused(store, monkeypatch):
+    monkeypatch.setenv("BATON_SHARED_ARRAYS_KEY", "one cluster \udcff")  # any bytes
+    message = encode(ARRAY)
+    assert np.array_equal(decode(message), ARRAY)
+    for key in ("another", ""):
+        monkeypatch.setenv("BATON_SHARED_ARRAYS_KEY", key)
+        with pytest.raises(DecodeFailed, match="no encoder"):
+            decode(message)
 
 
 def test_encoders_and_decoders_pickle_with_their_parameters(store):

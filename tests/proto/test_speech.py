@@ -9,6 +9,7 @@ from baton.proto import (
     msgpack_numpy_decoder,
     msgpack_numpy_encoder,
 )
+from baton.proto.context_maps import context_to_run, request_map
 from baton.proto.equality import same
 
 ACTIVE, EOS = GenerationStatus.ACTIVE, GenerationStatus.END_OF_SEQUENCE
@@ -119,7 +120,7 @@ def test_equality_is_by_value_without_the_room():
     two._block_counter = 1
     assert (one._speech_token_size, two._speech_token_size) == (640, 512)
     assert one == two
-    assert TTSContext.from_wire(one.to_wire(), "r") == one
+    assert context_to_run(request_map(one), "r") == one
 
 
 @pytest.mark.parametrize("count", [0, 3, 127, 128, 200])

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from baton.proto import ImageMetadata, InputError, TextAndVisionContext, TokenBuffer
+from baton.proto.context_maps import context_to_run, request_map
 from baton.proto.hashing import block_hashes
 from baton.proto.images import image_key
 
@@ -268,8 +269,8 @@ class TestPrefixKeys:
 
 def test_wire_form_of_the_request():
     ctx = context((5, 9), (15, 19), extra_model_args={"grid": np.arange(3)}, request_id="r")
-    wire = ctx.to_wire()
+    wire = request_map(ctx)
     assert wire.__struct_config__.tag == "TextAndVisionContext"
-    assert TextAndVisionContext.from_wire(wire, "r") == ctx
-    again = TextAndVisionContext.from_wire(wire, "r", emitted=[3, 4])
+    assert context_to_run(wire, "r") == ctx
+    again = context_to_run(wire, "r", emitted=[3, 4])
     assert (again.prompt_length, again.image_idx, len(again.tokens)) == (24, 0, 26)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from baton.proto.ids import request_key
 from baton.proto.layout import KVLayout, ModelCard
@@ -31,19 +32,19 @@ from baton.proto.messages import (
     TokenRun,
     Tokens,
 )
+from baton.proto.proofs import assignment_proof
 from baton.proto.wire import WireContext, WireSampling
 from baton.router.config import RouterConfig
 from baton.router.core import RouterCore
 from baton.router.events import (
     ClientGone,
-    FromClient,
-    FromWorker,
     Log,
     Tick,
     ToClient,
     ToWorker,
     WorkerGone,
 )
+from baton.router.request import State
 
 M = TypeVar("M", bound=Message)
 
@@ -93,7 +94,25 @@ class Played:
 
     def say(self, *messages: Message) -> None:
         for message in messages:
-            self.bench.feed(FromWorker(self.identity, message))
+            self.bench.hear(self.identity, self._proven(message))
+
+    def _proven(self, message: Message) -> Message:
+        """As a worker says it: with the proofs that came with what it holds."""
+        if isinstance(message, Hello):
+            held = [replace(one, proof=self.proof(one)) for one in message.requests]
+            return replace(message, requests=held)
+        return message
+
+    def proof(self, held: RequestState | TokenRun | Terminal) -> bytes:
+        """That a router of this cluster gave it the attempt."""
+        key, incarnation = self.bench.config.key, self.hello.incarnation
+        return assignment_proof(key, held.request, held.attempt, incarnation)
+
+    def adopt(self, *messages: Tokens | Terminal) -> None:
+        """Answer an Adopt: the proof comes before what is said."""
+        first = messages[0].runs[0] if isinstance(messages[0], Tokens) else messages[0]
+        proof = self.proof(first)
+        self.say(Accepted(request=first.request, attempt=first.attempt, proof=proof), *messages)
 
     def beat(self, progress: int = 0, **fields: Any) -> None:
         self.say(Heartbeat(incarnation=self.hello.incarnation, progress=progress, **fields))
@@ -105,12 +124,21 @@ class Played:
         self.say(Accepted(request=assign.request, attempt=assign.attempt))
 
     def tokens(self, key: bytes, position: int, *tokens: int, attempt: int = 1) -> None:
-        self.say(Tokens(runs=[TokenRun(key, attempt, position, list(tokens))]))
+        self._tell(key, Tokens(runs=[TokenRun(key, attempt, position, list(tokens))]))
 
     def end(self, key: bytes, position: int, attempt: int = 1, **fields: Any) -> None:
         if "code" not in fields:
             fields.setdefault("status", "end_of_sequence")
-        self.say(Terminal(request=key, attempt=attempt, position=position, **fields))
+        self._tell(key, Terminal(request=key, attempt=attempt, position=position, **fields))
+
+    def _tell(self, key: bytes, message: Tokens | Terminal) -> None:
+        """A worker that this router did not choose has been asked, and answers so."""
+        request = self.bench.core.life.requests.get(key)
+        server = None if request is None else request.server
+        if request is not None and request.state is State.RECOVERING and server is None:
+            self.adopt(message)
+        else:
+            self.say(message)
 
     def report(self, assign: Assign, nbytes: int = 100) -> None:
         self.say(
@@ -144,14 +172,21 @@ class Bench:
     # ------------------------------------------------------------------ events
 
     def feed(self, event: Any) -> None:
-        for action in self.core.handle(event, self.now):
+        self._perform(self.core.handle(event, self.now))
+
+    def hear(self, identity: bytes, *messages: Message) -> None:
+        """An envelope of a worker."""
+        self._perform(self.core.from_worker(identity, messages, self.now))
+
+    def _perform(self, actions: list[Any]) -> None:
+        for action in actions:
             if isinstance(action, ToClient | ToWorker):
                 self.sent[action.identity].append(action.message)
             else:
                 self.logs.append(action)
 
     def client(self, message: Message, identity: bytes = b"client") -> None:
-        self.feed(FromClient(identity, message))
+        self._perform(self.core.from_client(identity, [message], self.now))
 
     def client_gone(self, identity: bytes = b"client") -> None:
         self.feed(ClientGone(identity))

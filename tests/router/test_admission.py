@@ -278,3 +278,30 @@ def test_only_known_text_files_leave_the_model_folder(tmp_path):
         read_text_files(str(tmp_path), 1)
     with pytest.raises(ConfigError, match="not a folder"):
         read_text_files(str(tmp_path / "missing"), 1)
+
+
+def test_a_link_out_of_the_model_folder_is_not_handed_out(tmp_path):
+    secret, folder = tmp_path / "secret", tmp_path / "model"
+    secret.write_text("of the host")
+    folder.mkdir()
+    (folder / "chat_template.jinja").symlink_to(secret)
+    with pytest.raises(ConfigError, match="is a link to"):
+        read_text_files(str(folder), 100)
+
+
+def test_links_within_the_folder_and_into_a_hub_caches_blobs_are_followed(tmp_path):
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "rev"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    (blobs / "hash").write_text("{}")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/hash")
+    (snapshot / "other").write_text("t")
+    (snapshot / "chat_template.jinja").symlink_to("other")
+    (tmp_path / "latest").symlink_to(snapshot)
+    files = {"tokenizer.json": b"{}", "chat_template.jinja": b"t"}
+    for folder in (snapshot, tmp_path / "latest"):
+        assert read_text_files(str(folder), 100) == files
+    (snapshot / "tokenizer_config.json").symlink_to("../../snapshots/../secret")
+    (tmp_path / "secret").write_text("s")
+    with pytest.raises(ConfigError, match="outside"):
+        read_text_files(str(snapshot), 100)

@@ -27,7 +27,9 @@ from baton.proto.messages import (
 )
 from baton.proto.outputs import TokenLogProbs
 from baton.proto.wire import WireSampling
+from baton.router.core import RouterCore
 from baton.router.events import ClientFull, ClientWritable
+from baton.router.gate import Caller
 from baton.router.lifecycle import TAKEOVER
 
 
@@ -37,7 +39,7 @@ def test_a_whole_life(bench):
     submitted = bench.one(b"client", Submitted)
     assert (submitted.request, submitted.request_id, len(submitted.secret)) == (key, "r", 16)
     assign = bench.one(prefill, Assign)
-    assert assign.decode == assign.context.target_endpoint == decode.endpoint
+    assert assign.decode == decode.endpoint
     assert assign.decode_incarnation == decode.hello.incarnation
     assert 599 < assign.deadline <= 600
     prefill.accept(assign)
@@ -154,14 +156,6 @@ def test_a_request_submitted_before_any_worker_is_checked_when_the_model_is_know
     assert bench.find(Assign)[1].request_id == "good"
 
 
-def test_a_short_prompt_does_not_keep_its_envelope_alive(bench, context):
-    bench.pair()
-    envelope = np.arange(100_000, dtype=np.int32) % 1000
-    shared = msgspec.structs.replace(context(), tokens=envelope[:20])
-    key = bench.submit(context=shared)
-    assert bench.core.life.requests[key].context.tokens.base is None
-
-
 # ------------------------------------------------------------------ cancel and departure
 
 
@@ -209,6 +203,59 @@ def test_cancel_of_nothing_and_of_anothers_request(bench):
     assert bench.one(b"stranger", Terminal).status == "cancelled"
     assert not bench.terminals(key, b"owner")
     assert bench.core.unfinished == 1
+
+
+def test_an_absent_clients_request_is_ended_with_its_secret_alone(make_bench):
+    """A request's key is no secret: workers, logs and operators see it."""
+    bench = make_bench(resume_window_s=30.0)
+    bench.pair()
+    key, _ = bench.run()
+    secret = bench.one(b"client", Submitted).secret
+    bench.client_gone()
+    for wrong in (b"", b"?" * 16):
+        bench.client(Cancel(request=key, secret=wrong), b"stranger")
+    assert bench.core.unfinished == 1
+    bench.client(Cancel(request=key, secret=secret), b"client, on another connection")
+    assert bench.core.unfinished == 0
+
+
+def test_the_end_of_an_absent_clients_request_is_kept_for_that_client(make_bench):
+    bench = make_bench(resume_window_s=30.0)
+    prefill, _ = bench.pair()
+    key, _ = bench.run()
+    submitted = bench.one(b"client", Submitted)
+    bench.client_gone()
+    prefill.end(key, 10)
+    bench.client(FinalAck(requests=[key]), b"stranger")
+    bench.client(bench.resume_message(submitted, []), b"again")
+    assert bench.one(b"again", Terminal).status == "end_of_sequence"
+
+
+def test_a_client_sees_its_own_requests_and_no_paths(make_bench):
+    keys = {b"client": b"K1", b"second": b"K1", b"other": b"K2"}
+    bench = make_bench(model_folder="/secret/place/tiny")
+    bench.core = RouterCore(
+        bench.config, incarnation=77, now=bench.now,
+        caller_of=lambda who: Caller(keys.get(who, b"K3"), operator=who == b"operator"),
+    )  # fmt: skip
+    prefill, _ = bench.pair()
+    mine, assign = bench.run()
+    prefill.report(assign)
+    theirs, assign = bench.run(identity=b"other")
+    prefill.report(assign)
+    seen = {
+        b"second": {mine}, b"other": {theirs}, b"stranger": set(), b"operator": {mine, theirs},
+    }  # fmt: skip
+    for who, expected in seen.items():
+        bench.client(Status(), who)
+        report = bench.one(who, StatusReport).report
+        listed = msgspec.json.decode(report)["handoffs"]["last"]
+        assert {bytes.fromhex(one["request"]) for one in listed} == expected
+        assert all((key.hex().encode() in report) == (key in expected) for key in (mine, theirs))
+        assert b"/secret" not in report
+        bench.client(Describe(), who)
+        folder = bench.one(who, Described).folder
+        assert folder == ("/secret/place/tiny" if who == b"operator" else "tiny")
 
 
 def test_a_vanished_client_frees_its_blocks_at_once(bench):
@@ -488,7 +535,8 @@ def test_status_is_the_promised_object(bench):
     report = msgspec.json.decode(bench.one(b"client", StatusReport).report)
     workers = {worker["id"]: worker for worker in report["workers"]}
     assert workers["prefill-0"]["state"] == "ready"
-    assert workers["decode-0"]["state"] == "dead"
+    assert workers["decode-0"]["state"] == "suspect"
+    assert workers["decode-0"]["reason"] == "its connection closed"
     for field in (
         "role", "pid", "endpoint", "incarnation", "kv_blocks_total", "kv_blocks_used",
         "requests_running", "requests_waiting", "prefix_hit_tokens",
@@ -541,10 +589,40 @@ def test_who_can_be_drained_is_said_in_one_line(served):
         "no worker 'nobody'; known are decode-0, decode-1, prefill-0, prefill-1"
     )
     served.workers[1].gone()
+    served.advance(5.2)
     served.client(Drain(worker="ipc:///run/decode-0"), b"operator")
     answer = served.one(b"operator", Drained)
     assert (answer.worker, answer.code) == ("ipc:///run/decode-0", "endpoint_dead")
-    assert answer.message == "worker decode-0 is dead: the connection was lost"
+    assert answer.message == "worker decode-0 is dead: its connection closed, silent for 5.0 s"
+
+
+def test_a_suspect_worker_that_is_the_last_is_drained_only_by_force(bench):
+    """It paused for a second: without it no request is served once it has returned."""
+    prefill, decode = bench.pair()
+    for _ in range(24):
+        bench.advance(0.05, beats=False)
+        prefill.beat()
+    bench.client(Drain(worker="decode-0"), b"operator")
+    assert bench.one(b"operator", Drained).code == "input"
+    decode.beat()
+    _, assign = bench.run()
+    assert assign.decode == decode.endpoint
+
+
+def test_the_last_ready_worker_of_a_role_is_drained_only_by_force(served):
+    served.client(Drain(worker="decode-0"), b"operator")
+    assert served.one(b"operator", Drained).message == "draining"
+    served.client(Drain(worker="decode-1"), b"operator")
+    answer = served.one(b"operator", Drained)
+    assert answer.code == "input"
+    assert answer.message == (
+        "decode must keep at least 1 ready worker, and decode-1 is the last: add another "
+        "(baton scale decode=2), or drain it all the same (--force)"
+    )
+    last = next(w for w in served.workers if w.id == "decode-1")
+    assert not served.take(last, Drain)
+    served.client(Drain(worker="decode-1", force=True), b"operator")
+    assert served.one(b"operator", Drained).message == "draining"
 
 
 def test_a_worker_is_drained_by_its_endpoint_too(served):

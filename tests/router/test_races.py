@@ -91,6 +91,7 @@ def test_prefill_dies_half_way(served):
     assert second is not first
     assert again.attempt == 2
     assert again.emitted == []
+    served.advance(5.2)
     for worker in served.workers:
         if worker is not first:
             dead = served.one(worker, PeerDead)
@@ -98,12 +99,13 @@ def test_prefill_dies_half_way(served):
 
 
 def test_higher_attempt_while_the_old_prefill_was_only_stopped(served):
-    """It wakes up later: its incarnation stays dead, its words for the old attempt do not pass."""
+    """It goes on after its death: its incarnation stays dead, its old attempt passes no token."""
     key, _assign = served.run()
     first = next(w for w in served.workers if key in _requests(served, w, "prefill"))
     first.gone()
     second, again = served.find(Assign)
     second.accept(again)
+    served.advance(5.2)
     first.tokens(key, 10, 999)
     assert served.one(first, Rejected).code == "endpoint_unknown"
     first.say(first.hello)
@@ -231,6 +233,9 @@ def test_router_dies_between_assign_and_commit(make_bench):
     decode = new.join("decode")
     assert new.one(prefill, Adopt).position == 10
     decode.tokens(key, 10, 5)
+    assert not new.streamed(key), "the decode worker has proven nothing"
+    assert new.one(decode, Adopt).position == 10
+    decode.adopt(Tokens(runs=[TokenRun(key, 1, 10, [5])]))
     decode.tokens(key, 11, 6)
     decode.end(key, 12)
     assert new.streamed(key) == [(10, 5), (11, 6)]

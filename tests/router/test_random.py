@@ -11,6 +11,7 @@ import random
 from collections import deque
 
 import pytest
+from msgspec.structs import replace
 
 from baton.proto.ids import request_key
 from baton.proto.messages import (
@@ -24,6 +25,7 @@ from baton.proto.messages import (
     FinalAck,
     Heartbeat,
     PeerLost,
+    Rejected,
     RequestState,
     Submitted,
     Terminal,
@@ -31,7 +33,7 @@ from baton.proto.messages import (
     TokenRun,
     Tokens,
 )
-from baton.router.events import ClientFull, ClientWritable, FromWorker, WorkerGone
+from baton.router.events import ClientFull, ClientWritable, WorkerGone
 
 PROMPT = 10
 CLIENTS = (b"a", b"b", b"c")
@@ -63,7 +65,8 @@ class Party:
 
     def start(self) -> None:
         self.jobs, self.ended, self.aborted = {}, {}, {}
-        self.alive = True
+        self.alive, self.paused = True, False
+        self.inbox: list = []  # while it is paused
         self.played = self.world.bench.join(self.role, self.number)
 
     def say(self, message) -> None:
@@ -71,11 +74,11 @@ class Party:
         chance = self.world.random.random()
         if chance < self.world.loss:
             return
-        event = FromWorker(self.played.identity, message)
+        event = (self.played.identity, message)
         if chance > 1 - self.world.loss:
             self.world.late.append(event)
         else:
-            self.world.bench.feed(event)
+            self.world.bench.hear(*event)
             if chance > 1 - 2 * self.world.loss:
                 self.world.late.append(event)
 
@@ -106,10 +109,32 @@ class Party:
                     self.run_tokens(job, position, job.position)
                 else:
                     self.say(Aborted(request=key, attempt=0))
+            case Rejected(code="endpoint_unknown"):
+                self.say_hello()
+            case Rejected(code="endpoint_dead"):
+                self.start()
             case TerminalAck(requests=ended):
                 for key, attempt in ended:
                     if key in self.ended and self.ended[key][0].attempt == attempt:
                         del self.ended[key]
+
+    def say_hello(self) -> None:
+        held = [RequestState(j.key, j.attempt, j.position, PROMPT) for j in self.jobs.values()]
+        held += [
+            RequestState(j.key, j.attempt, j.position, PROMPT, True) for j, _ in self.ended.values()
+        ]
+        self.played.say(replace(self.played.hello, requests=held))
+
+    def wake(self) -> None:
+        """Go on, over the connection that it had or a new one."""
+        self.paused = False
+        inbox, self.inbox = self.inbox, []
+        for message in inbox:
+            self.hear(message)
+        if self.played.identity == b"":
+            self.world.connections += 1
+            self.played.identity = b"connection %d" % self.world.connections
+            self.say_hello()
 
     def assigned(self, message: Assign) -> None:
         key, attempt = message.request, message.attempt
@@ -196,6 +221,7 @@ class World:
         self.cancelled: set[bytes] = set()
         self.full: set[bytes] = set()
         self.full_for = 0
+        self.connections = 0
 
     def by_endpoint(self, endpoint: str) -> Party | None:
         return next((p for p in self.parties if p.alive and p.played.endpoint == endpoint), None)
@@ -207,7 +233,8 @@ class World:
             (6, self.submit), (12, self.work), (6, self.pass_time), (2, self.cancel),
             (2, self.deliver_late), (1, self.kill), (2, self.restart), (1, self.leave),
             (1, self.slow), (2, self.read_again), (5, self.acknowledge), (2, self.submit_again),
-            (2, self.resume), (1, self.hello_again),
+            (2, self.resume), (1, self.hello_again), (2, self.pause), (3, self.wake),
+            (1, self.disconnect),
         ]  # fmt: skip
         weights = [weight for weight, _ in happenings]
         self.random.choices([f for _, f in happenings], weights)[0]()
@@ -241,14 +268,14 @@ class World:
 
     def work(self) -> None:
         for party in self.parties:
-            if party.alive:
+            if party.alive and not party.paused:
                 party.work()
 
     def pass_time(self) -> None:
         for party in self.parties:
-            if party.alive:
+            if party.alive and not party.paused:
                 beat = Heartbeat(incarnation=party.played.hello.incarnation, progress=0)
-                self.bench.feed(FromWorker(party.played.identity, beat))
+                self.bench.hear(party.played.identity, beat)
         self.bench.advance(self.random.choice((0.05, 0.3, 0.6)), beats=False)
         self.full_for += bool(self.full)
         if self.full_for > 5:  # a terminal is not kept for ever
@@ -265,13 +292,32 @@ class World:
             index = self.random.randrange(len(self.late))
             event = self.late[index]
             del self.late[index]
-            self.bench.feed(event)
+            self.bench.hear(*event)
 
     def kill(self) -> None:
         party = self.random.choice(self.parties)
         if party.alive and self.random.random() < 0.4:
             party.alive = False
             self.bench.feed(WorkerGone(party.played.identity))
+
+    def pause(self) -> None:
+        party = self.random.choice(self.parties)
+        party.paused = party.alive
+
+    def wake(self) -> None:
+        for party in self.parties:
+            if party.alive and party.paused:
+                party.wake()
+                return
+
+    def disconnect(self) -> None:
+        """What was on its way is lost; it connects anew at once, or stays away for a while."""
+        party = self.random.choice(self.parties)
+        if party.alive and party.played.identity:
+            self.bench.feed(WorkerGone(party.played.identity))
+            party.played.identity, party.inbox, party.paused = b"", [], True
+            if self.random.random() < 0.5:
+                party.wake()
 
     def restart(self) -> None:
         for party in self.parties:
@@ -281,16 +327,8 @@ class World:
 
     def hello_again(self) -> None:
         party = self.random.choice(self.parties)
-        if party.alive:
-            held = [RequestState(j.key, j.attempt, j.position, PROMPT) for j in party.jobs.values()]
-            held += [
-                RequestState(j.key, j.attempt, j.position, PROMPT, True)
-                for j, _ in party.ended.values()
-            ]
-            hello = party.played.hello
-            fields = {f: getattr(hello, f) for f in hello.__struct_fields__}
-            fields["requests"] = held
-            self.bench.feed(FromWorker(party.played.identity, type(hello)(**fields)))
+        if party.alive and not party.paused:
+            party.say_hello()
 
     def leave(self) -> None:
         if self.random.random() < 0.2:
@@ -335,8 +373,10 @@ class World:
 
     def worker_hears(self, identity: bytes, message) -> None:
         for party in self.parties:
-            mine = party.alive and party.played.identity == identity
-            if mine and self.random.random() >= self.loss:
+            mine = party.alive and identity and party.played.identity == identity
+            if mine and party.paused:
+                party.inbox.append(message)
+            elif mine and self.random.random() >= self.loss:
                 party.hear(message)
 
     def client_hears(self, identity: bytes, message) -> None:
@@ -381,6 +421,10 @@ class World:
             assert request.slot >= 0, "a request nobody will look at again"
             assert request.next == request.base + len(request.emitted)
             assert (request.state.value == "queued") == (request.key in life.queued)
+            for incarnation in request.doubts:
+                worker = life.registry.known(incarnation)
+                assert worker is not None and worker.hung_up, "a doubt that nobody resolves"
+                assert request in worker.doubted
         for worker in life.registry.live():
             assert worker.outstanding >= 0
             for key, request in worker.requests.items():
@@ -402,6 +446,7 @@ class World:
         self.read_again()
         for _ in range(8):
             self.restart()
+            self.wake()
         for _ in range(150):
             self.work()
             self.pass_time()
@@ -417,7 +462,9 @@ class World:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_random_interleavings(make_bench, seed):
-    world = World(make_bench(max_attempts=10_000, poison_deaths=10_000), seed)
+    deadly = {} if seed % 2 else {"poison_deaths": 10_000}
+    bench = make_bench(max_attempts=10_000, worker_timeout_s=1.5 + seed % 3, **deadly)
+    world = World(bench, seed)
     for _ in range(150):
         world.step()
     world.finish()

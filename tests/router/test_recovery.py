@@ -121,7 +121,8 @@ def test_what_an_earlier_life_assigned_is_let_go_while_the_request_waits(bench):
     bench.join("decode")
     key = bench.submit()
     assert bench.core.life.requests[key].state.value == "queued"
-    draining.say(Busy(request=key, attempt=3, decode_full=True))
+    proof = draining.proof(held(attempt=3, key=key))
+    draining.say(Busy(request=key, attempt=3, decode_full=True, proof=proof))
     assert bench.one(draining, Abort).attempt == 3
     _, assign = bench.join("prefill", 1), bench.find(Assign)[1]
     assert assign.attempt == 4
@@ -232,7 +233,7 @@ def test_a_death_is_said_again_a_few_times(served):
     first = next(w for w in served.workers if w.hello.role == "prefill")
     other = next(w for w in served.workers if w.hello.role == "decode")
     first.gone()
-    served.advance(10.0)
+    served.advance(15.0)
     dead = served.take(other, PeerDead)
     assert {m.incarnation for m in dead} == {first.hello.incarnation}
     assert 2 <= len(dead) <= 4

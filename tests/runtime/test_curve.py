@@ -14,9 +14,11 @@ from zmq.utils import z85
 
 from baton.proto.errors import ConfigError
 from baton.runtime import dealer, keyring, zap
+from baton.runtime.admissions import Admissions
 from baton.runtime.allowed_keys import AllowedKeys, KeyEntry
 from baton.runtime.callers import Callers
 from baton.runtime.channel import SendResult
+from baton.runtime.descriptors import raise_open_files
 from baton.runtime.keyfiles import add_key, make_folder, retire, revoke, rotate
 from baton.runtime.keyring import KeyRing
 from baton.runtime.monitor import HANDSHAKE_FAILURES
@@ -99,6 +101,26 @@ def drawn() -> tuple[bytes, bytes]:
 
 
 # ------------------------------------------------------------------------------ who gets in
+
+
+def test_strangers_that_say_nothing_do_not_keep_others_out(
+    loop, drive, other_context, folder, server
+):
+    """Each takes a descriptor until ZeroMQ gives its handshake up."""
+    raise_open_files()
+    server.channel._admissions = Admissions(64)
+    port = int(server.channel.endpoint.rpartition(":")[2])
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
+    drive.until(lambda: server.channel.stats.crowded >= 136)
+    keys = KeyRing(folder, "client").connecting("router")
+    peer = Peer(loop, other_context, server.channel.endpoint, keys)
+    drive.until(lambda: peer.channel.connected)
+    peer.channel.send([b"hi"])
+    drive.until(lambda: peer.heard)
+    assert len(server.channel._admissions) <= 64
+    for one in silent:
+        one.close()
+    peer.channel.close()
 
 
 @pytest.mark.parametrize("role", ["client", "operator"])

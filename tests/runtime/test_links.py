@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from baton.proto.messages import Ping
+import numpy as np
+
+from baton.proto.codec import EnvelopeDecoder
+from baton.proto.messages import Ping, Terminal, WorkerToRouter
 from baton.runtime.actions import RouterDown, RouterUp
 from baton.runtime.links import RouterLinks
 from baton.runtime.sockets import RouterChannel
@@ -53,5 +56,65 @@ def test_what_a_router_says_in_vain_is_counted(loop, drive, context, tmp_path):
 
     links = RouterLinks(loop, context, {"r": address}, b"worker:1", deliver, dropped=dropped)
     drive.until(lambda: dropped["router_decode_failed"] == 1)
+    links.close()
+    router.close()
+
+
+def test_a_turn_larger_than_an_envelope_is_split_and_reaches_every_router(
+    loop, drive, context, tmp_path
+):
+    """As after a new Hello, with 1,100 embeddings that were not acknowledged."""
+    heard: dict[str, list] = {"a": [], "b": []}
+    decoder = EnvelopeDecoder(WorkerToRouter)
+    routers = {}
+    for name, messages in heard.items():
+        routers[name] = RouterChannel(context, f"ipc://{tmp_path}/{name}")
+        routers[name].attach(
+            loop, lambda _, frames, messages=messages: messages.extend(decoder.decode(frames))
+        )
+    ups: list[str] = []
+
+    def deliver(event) -> None:
+        if isinstance(event, RouterUp):
+            ups.append(event.router)
+
+    addresses = {name: router.endpoint for name, router in routers.items()}
+    links = RouterLinks(loop, context, addresses, b"worker:1", deliver)
+    drive.until(lambda: len(ups) == 2)
+    vector = np.ones(4096, np.float32)
+    for number in range(1100):
+        name = number.to_bytes(16, "little")
+        links.send("a", Terminal(request=name, attempt=1, status="active", embedding=vector))
+    links.send("a", Ping(nonce=1))
+    links.send("b", Ping(nonce=2))
+    links.flush()
+    drive.until(lambda: len(heard["a"]) == 1101 and heard["b"] == [Ping(nonce=2)])
+    assert [int.from_bytes(m.request, "little") for m in heard["a"][:-1]] == list(range(1100))
+    links.close()
+    for router in routers.values():
+        router.close()
+
+
+def test_an_end_that_no_envelope_can_carry_becomes_an_error(loop, drive, context, tmp_path):
+    heard: list = []
+    decoder = EnvelopeDecoder(WorkerToRouter)
+    router = RouterChannel(context, f"ipc://{tmp_path}/router")
+    router.attach(loop, lambda _, frames: heard.extend(decoder.decode(frames)))
+    ups: list[object] = []
+    dropped: Counter[str] = Counter()
+    links = RouterLinks(
+        loop, context, {"r": router.endpoint}, b"worker:1", ups.append, dropped=dropped
+    )
+    drive.until(lambda: RouterUp("r") in ups)
+    request = b"r" * 16
+    links.send("r", Terminal(request=request, attempt=3, message="x" * (17 << 20)))
+    links.send("r", Ping(nonce=1))
+    links.flush()
+    drive.until(lambda: len(heard) == 2)
+    ends = [message for message in heard if isinstance(message, Terminal)]
+    assert [(end.request, end.attempt, end.code) for end in ends] == [
+        (request, 3, "limit_exceeded")
+    ]
+    assert dropped == {"not_encodable": 1}
     links.close()
     router.close()

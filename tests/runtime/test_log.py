@@ -39,6 +39,17 @@ def test_a_traceback_stays_on_one_line(capsys):
     assert "ValueError: broken" in json.loads(lines[0])["traceback"]
 
 
+def test_an_error_that_was_caught_elsewhere_is_logged_with_its_traceback(capsys):
+    log.configure("decode", "d0")
+    try:
+        raise KeyError("lost")
+    except KeyError as caught:
+        error = caught
+    log.get_logger().error("worker.fault", exc_info=error)
+    text = json.loads(capsys.readouterr().err)["traceback"]
+    assert "KeyError: 'lost'" in text and "test_log.py" in text
+
+
 def test_level_and_human_format(capsys):
     log.configure("router", "r0", level="warning", human=True)
     log.get_logger().info("quiet")

@@ -131,7 +131,7 @@ def test_hellos_asked_for_are_not_many(member):
     [("endpoint_dead", True), ("version_mismatch", False), ("model_mismatch", False)],
 )
 def test_some_rejections_end_the_process(code, restart):
-    action = make("one").rejected("one", Rejected(code=code, message="because"))
+    (action,) = make("one").rejected("one", Rejected(code=code, message="because"))
     assert action == Exit("because", restart)
 
 
@@ -152,15 +152,15 @@ def test_what_one_router_refuses_another_may_take(member):
     up(member)
     up(member, "two")
     member.welcomed("two")
-    assert isinstance(member.rejected("one", MISMATCH, 1.0), Note)
+    assert isinstance(member.rejected("one", MISMATCH, 1.0)[0], Note)
     assert not exits(member, 100.0)
     member.down("two")
     assert exits(member, 101.0) == [Exit("4, not 2", restart=False)]
 
 
 def test_a_worker_no_router_takes_ends(member):
-    assert isinstance(member.rejected("one", MISMATCH, 1.0), Note)
-    assert member.rejected("two", MISMATCH, 1.1) == Exit("4, not 2", restart=False)
+    assert isinstance(member.rejected("one", MISMATCH, 1.0)[0], Note)
+    assert member.rejected("two", MISMATCH, 1.1) == [Exit("4, not 2", restart=False)]
 
 
 def test_a_refused_worker_waits_a_while_for_the_other_router(member):
@@ -177,7 +177,7 @@ def test_a_router_that_takes_a_worker_after_all_has_not_refused_it(member):
 
 
 def test_other_rejections_are_noted(member):
-    action = member.rejected("one", Rejected(code="decode_failed", message="x"))
+    (action,) = member.rejected("one", Rejected(code="decode_failed", message="x"))
     assert isinstance(action, Note)
 
 
@@ -191,7 +191,9 @@ def test_a_terminal_is_repeated_until_acknowledged(member):
     assert [a.message for a in tick(member, 0.6)] == [terminal()]
     assert tick(member, 0.7) == []
     assert [a.message for a in tick(member, 1.2)] == [terminal()]
-    member.acknowledged([(KEY, 1), (b"unknown", 1)])
+    member.acknowledged("two", [(KEY, 1)])
+    assert member.unacknowledged, "it is not the other router's"
+    member.acknowledged("one", [(KEY, 1), (b"unknown", 1)])
     assert tick(member, 5.0) == []
     assert member.unacknowledged == 0
 
@@ -239,7 +241,7 @@ def test_a_router_that_came_back_in_time_hears_its_terminals(member):
 
 def test_an_acknowledgement_of_another_attempt_changes_nothing(member):
     end(member, attempt=2)
-    member.acknowledged([(KEY, 1)])
+    member.acknowledged("one", [(KEY, 1)])
     assert member.has_ended(KEY, 2)
     assert not member.has_ended(KEY, 1)
 

@@ -140,6 +140,26 @@ def test_a_message_over_a_limit_spares_its_neighbours(monkeypatch, capsys):
     assert "not_encodable" in capsys.readouterr().err
 
 
+def test_what_no_envelope_can_carry_is_told_and_something_else_may_take_its_place():
+    wire, refused = Wire(), []
+    small = Cancel(request_id="instead")
+
+    def on_refused(peer, message, reason):
+        refused.append((peer, message.request_id, reason))
+        outbox.put(peer, small)
+
+    outbox = Outbox(wire.send, max_bytes=1000, on_refused=on_refused)
+    for peer in (b"a", b"b"):
+        outbox.put(peer, Cancel(request_id="x" * (2000 if peer == b"a" else 10)))
+        outbox.put(peer, Ping(nonce=7))
+    outbox.flush()
+    ((peer, _, reason),) = refused
+    assert peer == b"a" and "Cancel cannot be sent" in reason
+    sent = [(peer, message) for peer, messages in wire.sent for message in messages]
+    assert (b"a", small) in sent and (b"a", Ping(nonce=7)) in sent
+    assert [m for p, m in sent if p == b"b"] == [Cancel(request_id="x" * 10), Ping(nonce=7)]
+
+
 def test_a_number_that_cannot_be_encoded_spares_other_messages_and_peers(capsys):
     wire = Wire()
     outbox = Outbox(wire.send)

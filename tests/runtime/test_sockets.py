@@ -251,22 +251,32 @@ def test_too_many_frames_are_dropped_and_counted(loop, drive, context, tmp_path)
     assert len(server.heard) == 1 and server.channel.stats.malformed == 1
 
 
-@pytest.mark.parametrize(
-    ("sent", "words"),
-    [
-        (b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(47), "mechanism mismatch"),
-        (b"", "ended within the handshake: "),
-    ],
-)
-def test_a_refused_connection_is_told_in_words(loop, drive, context, tmp_path, capsys, sent, words):
+def test_a_connection_that_breaks_the_protocol_is_told_in_words(
+    loop, drive, context, tmp_path, capsys
+):
     server = Server(loop, context, f"ipc://{tmp_path}/s")
     with posix.socket(posix.AF_UNIX) as stranger:
         stranger.connect(str(tmp_path / "s"))
-        stranger.sendall(sent)
-    drive.until(lambda: server.channel.stats.refused)
+        stranger.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(47))
+        drive.until(lambda: server.channel.stats.refused)
     said = capsys.readouterr().err
-    assert "socket.handshake_failed" in said
-    assert words in said
+    assert "socket.handshake_failed" in said and "mechanism mismatch" in said
+
+
+def test_a_connection_that_ends_in_the_handshake_is_a_warning_on_tcp_alone(
+    loop, drive, context, tmp_path, capsys
+):
+    """On an ipc file it is a command of the same user, such as one that looks who listens."""
+    local = Server(loop, context, f"ipc://{tmp_path}/s")
+    with posix.socket(posix.AF_UNIX) as brief:
+        brief.connect(str(tmp_path / "s"))
+    drive.until(lambda: local.channel.stats.refused)
+    assert capsys.readouterr().err == ""
+    server = Server(loop, context, "tcp://127.0.0.1:0")
+    port = int(server.channel.endpoint.rsplit(":", 1)[1])
+    posix.create_connection(("127.0.0.1", port)).close()
+    drive.until(lambda: server.channel.stats.refused)
+    assert "ended within the handshake: " in capsys.readouterr().err
 
 
 def test_noise_on_the_port_leaves_the_socket_working(loop, drive, context):

@@ -11,10 +11,11 @@ from baton.client.routers import Routers
 from baton.decode_worker.core import DecodeCore, GrantStore
 from baton.decode_worker.grammars import Grammars
 from baton.engine.scheduler import Scheduler
+from baton.kv_transfer import receiver
 from baton.kv_transfer.credit import CreditPool
 from baton.kv_transfer.frames import FrameWriter
 from baton.kv_transfer.receiver import Receiver, Reply
-from baton.kv_transfer.sender import Sender
+from baton.kv_transfer.sender import HandoffState, Sender
 from baton.prefill_worker.embed_core import BatchDone, EmbedCore
 from baton.proto.codec import EnvelopeDecoder
 from baton.proto.messages import Committed, Drain, TokenRun, Tokens
@@ -22,6 +23,7 @@ from baton.router.client_side import ClientSide
 from baton.router.lifecycle import Lifecycle
 from baton.router.orphans import Orphans
 from baton.router.recovery import Recovery
+from baton.router.registry import Registry
 from baton.router.request import NEVER, State
 from baton.router.worker_side import WorkerSide
 from baton.runtime.membership import Membership
@@ -39,6 +41,7 @@ def around(monkeypatch, owner, name, make):
 
 def generation_not_raised_and_digest_not_compared(monkeypatch):
     monkeypatch.setattr(Receiver, "_manifest_agrees", lambda self, slot, commit: True)
+    monkeypatch.setattr(receiver, "_another", lambda held, commit: False)
 
     def make(original):
         def free(self, slot):
@@ -276,15 +279,47 @@ def last_token_dropped_when_an_end_is_adopted(monkeypatch):
     around(monkeypatch, Membership, "adopt", make)
 
 
-def losses_not_counted(monkeypatch):
+def deaths_not_counted(monkeypatch):
     def make(original):
-        def lost(self, request, reason, now):
-            request.losses = request.deaths = 0
-            original(self, request, reason, now)
+        return lambda self, there: None
 
-        return lost
+    around(monkeypatch, Recovery, "_blame", make)
 
-    around(monkeypatch, Recovery, "lost", make)
+
+def newcomers_take_any_name(monkeypatch):
+    """Two lives of one name then bury each other in turn."""
+
+    def make(original):
+        def check_join(self, hello, now, *, idle):
+            for worker in self.live():
+                worker.finished = True
+            return original(self, hello, now, idle=idle)
+
+        return check_join
+
+    around(monkeypatch, Registry, "check_join", make)
+
+
+def suspects_are_dead(monkeypatch):
+    """A pause of a second is taken for death."""
+
+    def make(original):
+        def suspected(self, worker, reason, now):
+            self.lose(worker, reason, now)
+
+        return suspected
+
+    around(monkeypatch, Recovery, "suspected", make)
+
+
+def lost_connections_are_deaths(monkeypatch):
+    def make(original):
+        def disconnected(self, worker, now):
+            self.lose(worker, "the connection closed", now)
+
+        return disconnected
+
+    around(monkeypatch, Recovery, "disconnected", make)
 
 
 def drain_asked_once(monkeypatch):
@@ -383,6 +418,30 @@ def a_step_is_abandoned_while_somebody_waits_for_it(monkeypatch):
     monkeypatch.setattr(Scheduler, "take_unwanted", take_unwanted)
 
 
+def the_timeout_runs_while_frames_are_sent_alone(monkeypatch):
+    def make(original):
+        def unreachable(self, endpoint, reason):
+            others = {
+                key: handoff
+                for key, handoff in self._live.items()
+                if handoff.state is not HandoffState.SENDING
+            }
+            for key in others:
+                del self._live[key]
+            try:
+                return original(self, endpoint, reason)
+            finally:
+                self._live.update(others)
+
+        return unreachable
+
+    around(monkeypatch, Sender, "unreachable", make)
+
+
+def frames_that_never_arrive_are_sent_again_and_again(monkeypatch):
+    monkeypatch.setattr(Sender, "_nothing_arrives", lambda self, handoff, now: False)
+
+
 def a_client_stays_with_its_router(monkeypatch):
     monkeypatch.setattr(Routers, "move", lambda self, now: self.current)
 
@@ -406,11 +465,18 @@ LATE = Scenario(
 )
 DEAF = replace(SCENARIOS["scarce-crash"], faults=Faults(loss=0.15))
 LONELY = replace(SCENARIOS["failover"], shape=replace(SCENARIOS["failover"].shape, restart_s=9.0))
-CROWDED = replace(SCENARIOS["embed"], load_s=0.1, cancels=0.5)
+CROWDED = replace(SCENARIOS["embed"], load_s=0.1, cancels=0.7, requests=200)
+
+
+def cut_by(*kinds: str) -> Scenario:
+    """One pair of workers is cut in one of these ways, for longer than a stream may wait."""
+    return replace(SCENARIOS["cut-narrow"], cut_kinds=kinds, load_s=14.0)
+
+
 BEFORE_DOUBT_S = 9.0
 """What is stuck goes on once its client doubts, after 10 s: so nobody may wait so long."""
 PLANTS = [
-    (generation_not_raised_and_digest_not_compared, LATE, 10),
+    (generation_not_raised_and_digest_not_compared, LATE, 60),
     (checksum_not_checked, "noise", 5),
     (digest_not_verified, "damage", 10),
     (credit_beyond_the_window, "narrow", 5),
@@ -429,7 +495,10 @@ PLANTS = [
     (lost_assign_not_repeated, "noise", 5),
     (acknowledged_before_it_is_owned, "noise", 5),
     (last_token_dropped_when_an_end_is_adopted, "noise", 5),
-    (losses_not_counted, "poison", 3),
+    (deaths_not_counted, "poison", 3),
+    (newcomers_take_any_name, "twins", 3),
+    (suspects_are_dead, "pauses", 3),
+    (lost_connections_are_deaths, "cut-off", 3),
     (drain_asked_once, "rolling-noise", 10),
     (ends_are_kept_for_clients_that_never_come, "noise", 5),
     (orphans_have_no_time_of_grace, "orphans", 5),
@@ -444,6 +513,8 @@ PLANTS = [
     (matcher_not_shown_prefills_token, "structured", 3),
     (grammar_of_an_ended_handoff_compiles_on, "structured", 5),
     (a_client_stays_with_its_router, LONELY, 5),
+    (the_timeout_runs_while_frames_are_sent_alone, cut_by("both", "there"), 12),
+    (frames_that_never_arrive_are_sent_again_and_again, cut_by("data"), 12),
     (tokens_of_a_taken_over_request_begin_anew, "failover", 10),
 ]
 

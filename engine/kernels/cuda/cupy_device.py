@@ -20,11 +20,18 @@ from .sources import cuda_source
 _PLAIN_SHARED_BYTES = 48 * 1024
 _PIECE = 2 << 20
 _OPTIONS = ("-std=c++17",)
+INSTALL_CUPY = "pip install 'cupy-cuda13x[ctk]'"
+"""With ``ctk`` it brings NVRTC, which compiles the kernels."""
+
+
+def cupy_is_installed() -> bool:
+    """Whether there is CuPy, which may still find no GPU."""
+    return importlib.util.find_spec("cupy") is not None
 
 
 def cuda_is_available() -> bool:
     """Whether CuPy is installed and finds a GPU; never raises."""
-    if importlib.util.find_spec("cupy") is None:
+    if not cupy_is_installed():
         return False
     import cupy  # pyright: ignore[reportMissingImports]
 
@@ -79,8 +86,8 @@ class CupyDevice:
     """
 
     def __init__(self, ordinal: int = 0, source: Callable[[str], str] = cuda_source) -> None:
-        if importlib.util.find_spec("cupy") is None:
-            raise ConfigError("the CUDA device needs CuPy: pip install 'baton[cuda]'")
+        if not cupy_is_installed():
+            raise ConfigError(f"--device cuda needs CuPy: {INSTALL_CUPY}")
         if not cuda_is_available():
             raise ConfigError("CuPy finds no CUDA device: no GPU, or its driver is missing or old")
         import cupy  # pyright: ignore[reportMissingImports]

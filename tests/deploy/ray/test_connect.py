@@ -1,5 +1,6 @@
 """Why a Ray cluster cannot be joined, said in time; no Ray is needed to be told."""
 
+import re
 import socket
 import sys
 import time
@@ -23,7 +24,7 @@ def test_the_version_is_the_one_that_the_extra_pins():
 
 def test_without_ray_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install 'baton\[ray\]'"):
+    with pytest.raises(ConfigError, match=rf"pip install ray=={connect.RAY_VERSION}$"):
         connect.import_ray()
 
 
@@ -39,15 +40,45 @@ def test_nobody_at_the_address(address):
         connect.ask_head(address)
 
 
-def test_something_else_at_the_address(monkeypatch):
-    """It takes the connection and never says a word."""
-    monkeypatch.setattr(connect, "PROBE_TIMEOUT", 0.5)
-    monkeypatch.setattr(connect, "PROBE", ("-c", "import time; time.sleep(60)"))
+@pytest.fixture
+def listener():
+    """Address of a socket that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        began = time.monotonic()
-        with pytest.raises(ConnectionLost, match="does not answer as a Ray head"):
-            connect.ask_head(f"127.0.0.1:{server.getsockname()[1]}")
-    assert time.monotonic() - began < 10
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_listener_that_never_answers_is_probed_until_patience_ends(monkeypatch, listener):
+    monkeypatch.setattr(connect, "PROBE_TIMEOUT", 0.2)
+    monkeypatch.setattr(connect, "PROBE", ("-c", "import time; time.sleep(60)"))
+    began = time.monotonic()
+    with pytest.raises(ConnectionLost) as lost:
+        connect.ask_head(listener, patience=2.0)
+    assert 1.5 <= time.monotonic() - began < 10
+    said = re.fullmatch(r"(.*) probed (\d+) times in (\d+) s, last result: (.*)", str(lost.value))
+    assert said and int(said[2]) > 1 and said[4].startswith("no answer within ")
+    assert "give --ray-address" in said[4]
+
+
+FLAKY = """
+import pathlib, sys, time
+seen = pathlib.Path({seen!r})
+with seen.open("a") as file:
+    file.write("x")
+tries = len(seen.read_text())
+if tries == 1:
+    time.sleep(60)
+if tries == 2:
+    sys.exit("RuntimeError: the head is still starting")
+print('{{"ray_version": "1", "python_version": "2", "nodes": []}}')
+"""
+
+
+def test_a_head_that_answers_at_the_third_probe_is_joined(monkeypatch, capsys, listener, tmp_path):
+    script = FLAKY.format(seen=str(tmp_path / "seen"))
+    monkeypatch.setattr(connect, "PROBE_TIMEOUT", 1.0)
+    monkeypatch.setattr(connect, "PROBE", ("-c", script))
+    assert connect.ask_head(listener) == HeadFacts("1", "2", [])
+    assert capsys.readouterr().err.count("does not answer yet; probing it again") == 1
 
 
 @pytest.mark.parametrize(
@@ -59,11 +90,11 @@ def test_something_else_at_the_address(monkeypatch):
         ("", ConnectionLost, "no message"),
     ],
 )
-def test_what_the_head_refuses(monkeypatch, said, error, words):
+def test_what_the_head_refuses(monkeypatch, listener, said, error, words):
     script = f"import sys; sys.stderr.write({said!r}); sys.exit(1)"
     monkeypatch.setattr(connect, "PROBE", ("-c", script))
-    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(error, match=words):
-        connect.ask_head(f"127.0.0.1:{server.getsockname()[1]}")
+    with pytest.raises(error, match=words):
+        connect.ask_head(listener, patience=0.0 if error is ConnectionLost else 60.0)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,14 @@ import msgspec
 import pytest
 
 from baton.deploy.addresses import free_ports
+from baton.deploy.admin import DrainWorker, RollOut
+from baton.deploy.admin_client import AdminClient
 from baton.deploy.config import ServeSettings
 from baton.deploy.orders import Down, Scale
 from baton.deploy.ray.controller import RayCluster
 from baton.deploy.ray.member import Supervisor
 from baton.deploy.ray.placing import order_of, place, read_order
-from baton.proto.errors import ConfigError
+from baton.proto.errors import ConfigError, RequestFailed
 
 pytestmark = pytest.mark.cluster
 
@@ -25,6 +27,7 @@ class NoRay:
         self.saved: bytes | None = None
         self.requested: dict[str, int] = {}
         self.last_words: str | None = None
+        self.autoscaled: dict[str, int] | None = {"router": 1, "prefill": 2, "decode": 2}
 
     def create(self, spec):
         if spec.name not in self.members:
@@ -57,7 +60,10 @@ class NoRay:
         self.requested = bundles
 
     def capacity(self):
-        return {"router": 1, "prefill": 2, "decode": 2}
+        return self.autoscaled
+
+    def nodes(self):
+        return {"prefill": 1, "decode": 1}
 
     def load(self):
         return self.saved
@@ -77,7 +83,7 @@ class Running:
 
     def __init__(self, ray, settings):
         self.cluster = RayCluster(settings, ray, "here")
-        self.thread = threading.Thread(target=self.cluster.run)
+        self.thread = threading.Thread(target=self.cluster.run, daemon=True)
         self.thread.start()
 
     def feed(self, event):
@@ -152,6 +158,28 @@ def test_workers_of_a_host_that_leaves_are_followed_by_others(ray, settings):
     wait_for(lambda: running.ready() == after, "others to be ready")
     # the others may be ready before the actors of those that left are gone
     wait_for(lambda: sorted(ray.members) == after, "those that left to be gone")
+    running.feed(Down())
+    running.thread.join(40)
+    assert not running.thread.is_alive()
+
+
+def test_without_a_spare_node_a_rollout_is_refused_at_once_and_goes_in_place(ray, settings):
+    ray.autoscaled = None
+    running = Running(ray, settings)
+    wait_for(lambda: running.ready() == ["decode-0", "prefill-0", "router"], "all to be ready")
+    before = {name: member.report().pid for name, member in ray.members.items()}
+    with AdminClient(settings.admin, timeout=20.0) as client:
+        with pytest.raises(
+            RequestFailed, match=r"no room for one more prefill worker, .*--in-place"
+        ):
+            list(client.ask(RollOut()))
+        with pytest.raises(RequestFailed, match="decode must keep at least 1 ready worker"):
+            list(client.ask(DrainWorker(worker="decode-0")))
+        said = list(client.ask(RollOut(in_place=True), wait=60.0))
+    assert said[-1].text == "3 of 3 replaced"
+    after = {name: member.report().pid for name, member in ray.members.items()}
+    assert set(after) == set(before)
+    assert not set(after.values()) & set(before.values())
     running.feed(Down())
     running.thread.join(40)
     assert not running.thread.is_alive()

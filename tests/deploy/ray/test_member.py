@@ -1,5 +1,6 @@
 """The supervisor of one member with real processes, without Ray."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,13 +12,14 @@ import msgspec
 import pytest
 
 from baton.deploy.processes import ProcessSpec
+from baton.deploy.ray import member
 from baton.deploy.ray.member import Supervisor
 from baton.deploy.ray.member_core import State
 from baton.deploy.restart import RestartLimits
 
 pytestmark = pytest.mark.cluster
 
-LIMITS = RestartLimits(restarts=5, first_delay=0.05, max_delay=0.1)
+LIMITS = RestartLimits(first_delay=0.05, max_delay=0.1)
 
 
 class NoConfig(msgspec.Struct):
@@ -172,3 +174,17 @@ def test_the_child_dies_with_a_killed_supervisor(module, tmp_path, monkeypatch):
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def test_a_full_disk_is_named_and_the_start_is_tried_again(supervise, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(member, "RunFolder", full)
+    supervisor = supervise()
+    report = wait_for(lambda: (r := supervisor.report()).ends >= 2 and r, "two tries")
+    assert report.state is not State.ENDED
+    assert "the disk of " in report.why
+    assert " is full (No space left on device)" in report.why
+    monkeypatch.undo()
+    assert running(supervisor)

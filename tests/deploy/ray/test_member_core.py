@@ -2,10 +2,19 @@
 
 import pytest
 
-from baton.deploy.ray.member_core import Action, Begin, Exited, MemberCore, State, Stop, Tick
+from baton.deploy.ray.member_core import (
+    Action,
+    Begin,
+    Exited,
+    MemberCore,
+    Served,
+    State,
+    Stop,
+    Tick,
+)
 from baton.deploy.restart import RestartLimits
 
-LIMITS = RestartLimits(restarts=2, window=60.0, first_delay=0.5, max_delay=1.0)
+LIMITS = RestartLimits(first_delay=0.5, max_delay=60.0)
 
 
 def begun(**options) -> MemberCore:
@@ -23,15 +32,20 @@ def test_a_crash_is_followed_by_a_start_after_the_delay():
     assert (core.state, core.starts, core.code) == (State.RUNNING, 2, -9)
 
 
-def test_it_gives_up_after_too_many_crashes():
-    core, now = begun(), 0.0
-    for _ in range(LIMITS.restarts):
-        core.handle(Exited(-11, "why"), now)
-        now += 2.0
+@pytest.mark.parametrize(
+    ("serves", "waits"), [(False, [0.5, 1, 2, 4, 8, 16]), (True, [0.5, 1, 2, 4, 5, 5])]
+)
+def test_crashes_are_followed_by_starts_for_ever_after_growing_waits(serves, waits):
+    core, now, seen = begun(), 0.0, []
+    for _ in waits:
+        if serves:
+            core.handle(Served(), now)
+        core.handle(Exited(-11, "why"), now + 0.1)
+        seen.append(core.wait(now + 0.1))
+        now += 0.1 + core.wait(now + 0.1)
         assert core.handle(Tick(), now) == [Action.START]
-    assert core.handle(Exited(-11, "why"), now) == []
-    assert core.handle(Tick(), now + 100) == []
-    assert (core.state, core.code, core.reason) == (State.ENDED, -11, "why")
+    assert seen == pytest.approx(waits)
+    assert (core.state, core.ends, core.reason) == (State.RUNNING, 6, "why")
 
 
 @pytest.mark.parametrize("refused", [True, False])

@@ -4,12 +4,18 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from baton.deploy.launcher import MemberEnded, MemberSpec, MemberStarted, MemberUnplaced
+from baton.deploy.launcher import (
+    MemberDown,
+    MemberEnded,
+    MemberSpec,
+    MemberStarted,
+    MemberUnplaced,
+)
 from baton.deploy.processes import ProcessSpec
 from baton.deploy.ray import watch
 from baton.deploy.ray.member import MemberReport
 from baton.deploy.ray.member_core import State
-from baton.deploy.ray.watch import ActorGone, MemberWatch
+from baton.deploy.ray.watch import ActorGone, MemberAlive, MemberWatch
 from baton.proto.errors import ConnectionLost
 from baton.router.config import RouterConfig
 
@@ -59,6 +65,9 @@ class FakeRay:
     def capacity(self):
         return None
 
+    def nodes(self):
+        return {"prefill": 1, "decode": 2}
+
 
 def spec(name="decode-0"):
     config = RouterConfig(client_address="ipc:///a", worker_address="ipc:///b")
@@ -106,6 +115,16 @@ def test_a_start_is_said_once_and_again_for_another_process(world):
     ray.reports["decode-0"] = report(pid=12, supervisor=2)  # the same number on another host
     assert cycle() == [MemberStarted("decode-0", "h", 12)]
     assert ray.made == 1
+
+
+def test_a_crash_is_said_once_with_its_cause_and_the_wait(world):
+    ray, _, cycle = world
+    ray.reports["decode-0"] = report(pid=11, quiet=0.3)
+    assert cycle() == [MemberStarted("decode-0", "h", 11), MemberAlive("decode-0", 0.3)]
+    down = report(State.WAITING, pid=0, starts=3, why="killed by signal 9", wait=1.8, ends=3)
+    ray.reports["decode-0"] = down
+    assert cycle() == [MemberDown("decode-0", "killed by signal 9", 1.8, 3)]
+    assert cycle() == []
 
 
 def test_an_actor_that_is_being_restarted_is_asked_again(world):

@@ -10,10 +10,12 @@ import pytest
 from baton.engine.embedding_config import EmbeddingSettings, load_embedding_settings
 from baton.engine.models.registry import ARCHITECTURES, Architecture, read_context
 from baton.engine.runner import RunnerConfig, load_embedder, load_runner
+from baton.proto.context_maps import request_map
 from baton.proto.contexts import TextContext
 from baton.proto.errors import CheckpointError, ConfigError, InputError
 from baton.proto.ids import RequestID
 from baton.proto.tokens import TokenBuffer
+from baton.proto.vision import TextAndVisionContext
 from baton.proto.wire import WireContext
 
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -83,7 +85,10 @@ def test_progress_counts_layers():
 def test_what_cannot_be_embedded_is_left_out_and_the_others_are_not():
     pipeline = load().pipeline
     texts = {"good": [5, 6], "id": [5, 96], "negative": [-1], "long": [5] * 101}
-    found = pipeline.encode({RequestID(n): context(t, n) for n, t in texts.items()})
+    batch = {RequestID(n): context(t, n) for n, t in texts.items()}
+    image = np.zeros((3, 2, 2), np.float32)
+    seen = TextAndVisionContext(max_length=9, tokens=[5, 6], pixel_values=(image,))
+    found = pipeline.encode(batch | {RequestID("image"): seen})
     assert [request_id.value for request_id in found] == ["good"]
     assert pipeline.encode({}) == {}
 
@@ -225,3 +230,12 @@ def test_the_registry_says_which_context_and_which_checks(monkeypatch):
     monkeypatch.setitem(ARCHITECTURES, "Own", Architecture(validators=(refuse,)))
     with pytest.raises(InputError, match="no thanks"):
         read_context("Own", wire, name)
+
+
+@pytest.mark.parametrize("emitted", [(), (5,)])
+def test_a_worker_refuses_a_request_of_another_kind(emitted):
+    seen = TextAndVisionContext(
+        max_length=9, tokens=[1, 2], pixel_values=(np.zeros((3, 2, 2), np.float32),)
+    )
+    with pytest.raises(InputError, match="only text"):
+        read_context("LlamaForCausalLM", request_map(seen), RequestID("r"), emitted)

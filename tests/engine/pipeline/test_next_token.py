@@ -17,11 +17,13 @@ from baton.engine.pipeline.model import lay_out, lay_out_next
 from baton.engine.plan import Chunk, SampleSpec
 from baton.engine.runner import RunnerConfig, load_runner
 from baton.proto.contexts import TextContext
-from baton.proto.errors import CapacityError
+from baton.proto.errors import CapacityError, InputError
+from baton.proto.images import ImageMetadata
 from baton.proto.outputs import TextGenerationOutput
 from baton.proto.sampling import SamplingParams
 from baton.proto.status import GenerationStatus
 from baton.proto.tokens import TokenBuffer
+from baton.proto.vision import TextAndVisionContext
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "checkpoints"
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
@@ -215,3 +217,39 @@ def test_kv_memory_is_whole_blocks():
     with pytest.raises(ValueError, match="no KV block"):
         model.load_kv_manager(model.backend, block - 1)
     assert model.estimate_memory_footprint() > 0
+
+
+IMAGE = np.zeros((3, 2, 2), np.float32)
+IMAGES = [
+    {"images": [ImageMetadata(start_idx=1, end_idx=3, pixel_values=IMAGE)]},
+    {"pixel_values": (IMAGE,)},
+]
+
+
+@pytest.mark.parametrize("images", IMAGES)
+def test_a_text_model_refuses_images_before_anything_is_generated(images):
+    pipeline = load().pipeline
+    text = context([5, 6, 7], 3)
+    seen = TextAndVisionContext(
+        max_length=9, tokens=[5, 9, 9, 6], vision_token_ids=[9], sampling_params=GREEDY, **images
+    )
+    with pytest.raises(InputError, match="takes no images"):
+        pipeline.next_token(batch_of(text, seen))
+    assert [len(c.tokens) for c in (text, seen)] == [3, 4]
+    assert not text.tokens.processed_length
+    again = context([5, 6, 7], 3)
+    outputs = pipeline.next_token(batch_of(text), 3) | load().pipeline.next_token(
+        batch_of(again), 3
+    )
+    assert outputs[text.request_id].tokens == outputs[again.request_id].tokens
+    engine = LLMEngine(load())
+    with pytest.raises(InputError, match="takes no images"):
+        engine.add(seen)
+
+
+def test_a_vision_context_without_images_is_a_text(reference):
+    (prompt, greedy), *_ = prompts(reference)
+    seen = TextAndVisionContext(
+        max_length=len(prompt) + 2, tokens=prompt, vision_token_ids=[9], sampling_params=GREEDY
+    )
+    assert load().pipeline.next_token(batch_of(seen), 2)[seen.request_id].tokens == greedy[:2]

@@ -12,8 +12,8 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.contexts import TextContext
-from ...proto.ids import RequestID
+from .contexts import TextContext
+from .ids import RequestID
 
 F32 = npt.NDArray[np.float32]
 C_contra = TypeVar("C_contra", bound=TextContext, contravariant=True)

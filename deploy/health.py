@@ -1,0 +1,44 @@
+"""What a serving cluster lacks: members that are down, slow to answer or without a host.
+
+Pure: from the controller's members to sentences for operators. A cluster of which anything is
+listed here serves on and is *degraded*.
+"""
+
+from __future__ import annotations
+
+from .launcher import POOLS, ROUTER
+from .members import Member, Stage
+from .pools import Pools
+
+OK, DEGRADED = "ok", "degraded"
+SILENT_S = 5.0
+"""A router that has not answered its controller for so long is named."""
+
+
+def problems(pools: Pools, now: float) -> list[str]:
+    """One sentence for each member that should serve and does not; empty: all is well."""
+    found = [text for member in pools.members if (text := _problem(member, now))]
+    for role in POOLS:
+        missing = pools.targets[role] - len(pools.members.active(role))
+        wait = pools.held(role, now)
+        if missing > 0 and wait > 0:
+            found.append(f"{role}: {missing} to be started in {wait:.1f} s, after a loss")
+    return found
+
+
+def _problem(member: Member, now: float) -> str:
+    if not member.active:
+        return ""
+    if member.cause and member.restart_at:
+        wait = max(0.0, member.restart_at - now)
+        return f"{member.name} is down: {member.cause}; restart {member.ends} in {wait:.1f} s"
+    if member.cause:
+        return f"{member.name} starts again: its last process ended ({member.cause})"
+    if member.waits_for:
+        return f"{member.name} waits for a host: {member.waits_for}"
+    if member.stage is Stage.STARTING and member.was_ready:
+        return f"{member.name} is being looked for" if member.unseen else f"{member.name} restarts"
+    silent = now - member.heard_at
+    if member.role == ROUTER and member.stage is Stage.READY and silent >= SILENT_S:
+        return f"{member.name} has not answered the controller for {silent:.0f} s"
+    return ""

@@ -1,0 +1,573 @@
+"""Contexts and their maps (:mod:`.wire`): one into the other, and maps as bytes.
+
+Arrays of some KiB and more may lie beside the map, as frames of their own that it numbers from 1
+(:mod:`.arrays`), so they are not copied. Grammar state does not travel: replaying the tokens
+rebuilds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import UNSET
+
+from .arrays import Array, ArrayReader, Frame, array_map, read_array
+from .contexts import TextContext
+from .errors import DecodeFailed, InputError
+from .ids import KEY_BYTES, RequestID
+from .images import ImageMetadata
+from .log_prob_maps import read_queued
+from .pixels import PixelContext
+from .sampling import SamplingParams
+from .speech import TTSContext, no_tokens, roomy
+from .status import GenerationStatus
+from .tokens import TokenBuffer
+from .vision import TextAndVisionContext
+from .wire import (
+    AnyWireContext,
+    WireContext,
+    WireImage,
+    WirePixelContext,
+    WireRange,
+    WireRequestID,
+    WireSpeechContext,
+    WireTokens,
+    WireVisionContext,
+    fresh_state,
+)
+
+Context = TextContext | PixelContext
+Int32 = npt.NDArray[np.int32]
+
+_set = msgspec.structs.force_setattr
+
+# --------------------------------------------------------------------------- to a map
+
+
+def to_map(context: Context) -> WireContext:
+    """A context as it is, in the middle of its generation too.
+
+    InputError for what cannot travel (logits processors), TypeError for another class.
+    """
+    make = _MAKERS.get(type(context))
+    if make is None:
+        raise TypeError(f"a {type(context).__name__} is no registered kind of context")
+    return make(context)
+
+
+def request_map(context: TextContext) -> WireContext:
+    """The request a context came from: its prompt, and nothing generated or processed.
+
+    InputError for what cannot travel (logits processors, ids that are not int32).
+    """
+    prompt = context.tokens.ids()[: context.prompt_length]
+    ids: Int32 = prompt.astype(np.int32, copy=False)
+    if ids is not prompt and not np.array_equal(ids, prompt):
+        raise InputError("a token id of the prompt is not int32 and cannot be sent")
+    if type(context) is not TextContext:
+        return msgspec.structs.replace(to_map(context), tokens=WireTokens(ids), **_FRESH)
+    # The usual kind: what says how far a context is has its default.
+    return WireContext(
+        tokens=WireTokens(ids),
+        max_length=context.max_length,
+        request_id=WireRequestID(context.request_id.value),
+        sampling=context.sampling_params.to_wire(),
+        model_name=context.model_name,
+        eos_token_ids=sorted(context.eos_token_ids),
+        eos_sequences=[list(sequence) for sequence in context.eos_sequences],
+        log_probabilities=context.log_probabilities,
+        log_probabilities_echo=context.log_probabilities_echo,
+        ignore_eos=context.ignore_eos,
+        json_schema=context.json_schema,
+        target_endpoint=context.target_endpoint,
+        cache_salt=context.cache_salt,
+        lora_name=context.lora_name,
+        task=context.task,
+    )
+
+
+def grown_map(wire: WireContext, generated: Sequence[int]) -> WireContext:
+    """The map of a request behind whose prompt these tokens were generated."""
+    prompt = wire.tokens.array
+    ids = np.concatenate([prompt, np.array(generated, np.int64)]).astype(prompt.dtype)
+    tokens = WireTokens(ids, _prompt_length=len(prompt))
+    return msgspec.structs.replace(wire, tokens=tokens, _is_initial_prompt=False)
+
+
+_PROGRESS = (
+    "status",
+    "_log_probabilities_data",
+    "_is_initial_prompt",
+    "_draft_offset",
+    "_prompt_length",
+    "_carried_start",
+    "_carried_end",
+    "_committed_idx",
+    "_cache_seq_id",
+)
+"""What tells a context in the middle of its generation from the request it came from."""
+_FRESH = {f.name: f.default for f in msgspec.structs.fields(WireContext) if f.name in _PROGRESS}
+
+
+def _text_values(context: TextContext) -> dict[str, Any]:
+    tokens = context.tokens
+    prompt = context._prompt_length
+    return {
+        "tokens": _token_map(tokens),
+        "max_length": context.max_length,
+        "request_id": WireRequestID(context.request_id.value),
+        "sampling": context.sampling_params.to_wire(),
+        "model_name": context.model_name,
+        "eos_token_ids": sorted(context.eos_token_ids),
+        "eos_sequences": [list(sequence) for sequence in context.eos_sequences],
+        "log_probabilities": context.log_probabilities,
+        "log_probabilities_echo": context.log_probabilities_echo,
+        "ignore_eos": context.ignore_eos,
+        "json_schema": context.json_schema,
+        "target_endpoint": context.target_endpoint,
+        "cache_salt": context.cache_salt,
+        "lora_name": context.lora_name,
+        "task": context.task,
+        "status": context.status,
+        "_log_probabilities_data": context._log_probabilities_data or None,
+        "_is_initial_prompt": context._is_initial_prompt,
+        "_draft_offset": context._draft_offset,
+        "_prompt_length": -1 if prompt == tokens.prompt_length else prompt,
+        "_carried_start": context._carried_start,
+        "_carried_end": context._carried_end,
+        "_committed_idx": context._committed_idx,
+        "_cache_seq_id": context._cache_seq_id,
+    }
+
+
+def _text_map(context: TextContext) -> WireContext:
+    return WireContext(**_text_values(context))
+
+
+def _vision_map(context: TextAndVisionContext) -> WireContext:
+    return WireVisionContext(
+        **_text_values(context),
+        vision_token_ids=context.vision_token_ids,
+        images=[
+            WireImage(image.start_idx, image.end_idx, image.pixel_values, image.image_hash)
+            for image in context.images
+        ],
+        pixel_values=list(context.pixel_values),
+        extra_model_args=context.extra_model_args,
+        _pixels_encoded=context._pixels_encoded,
+    )
+
+
+def _speech_map(context: TTSContext) -> WireContext:
+    prompt, speech = context.audio_prompt_tokens, context.speech_tokens
+    return WireSpeechContext(
+        **_text_values(context),
+        audio_prompt_tokens=prompt if prompt.size else None,
+        buffer_speech_tokens=context.buffer_speech_tokens,
+        audio_buffer=context.audio_buffer,
+        prev_samples_beyond_offset=context.prev_samples_beyond_offset,
+        streaming=context.streaming,
+        _speech_tokens=speech if speech.size else None,
+        decoded_index=context.decoded_index,
+        _block_counter=context._block_counter,
+        _arrival_time=context._arrival_time,
+        audio_generation_status=context.audio_generation_status,
+    )
+
+
+def _pixel_map(context: PixelContext) -> WireContext:
+    arrays = {name: getattr(context, name) for name in _FLOATS}
+    fields: dict[str, Any] = {name: getattr(context, name) for name in _PIXELS}
+    fields |= {name: _maybe_token_map(getattr(context, name)) for name in _BUFFERS}
+    fields |= {name: array for name, array in arrays.items() if array.shape != (0,)}
+    return WirePixelContext(
+        tokens=_token_map(context.tokens),
+        request_id=WireRequestID(context.request_id.value),
+        status=context.status,
+        **fields,
+    )
+
+
+_BUFFERS = ("tokens_2", "negative_tokens", "negative_tokens_2")
+_FLOATS = ("timesteps", "sigmas", "latents", "latent_image_ids")
+_PIXELS = (
+    "model_name",
+    "mask",
+    "extra_params",
+    "height",
+    "width",
+    "num_inference_steps",
+    "guidance_scale",
+    "guidance",
+    "true_cfg_scale",
+    "num_warmup_steps",
+    "num_images_per_prompt",
+)
+"""Fields that are one and the same in an image request and its map."""
+
+_MAKERS: dict[type, Callable[[Any], WireContext]] = {
+    TextContext: _text_map,
+    TextAndVisionContext: _vision_map,
+    TTSContext: _speech_map,
+    PixelContext: _pixel_map,
+}
+"""The registry: what is not in it does not leave."""
+
+
+def _token_map(tokens: TokenBuffer) -> WireTokens:
+    ids = tokens.ids()
+    length, start, end, offset, first, last, prompt, chunked = state = tokens.state()
+    if state == [length, 0, length, 0, length, length, length, 0]:  # nothing happened to it
+        return WireTokens(ids)
+    return WireTokens(
+        ids, WireRange(start, end), offset, WireRange(first, last), prompt, UNSET, chunked != 0
+    )
+
+
+def _maybe_token_map(tokens: TokenBuffer | None) -> WireTokens | None:
+    return None if tokens is None else _token_map(tokens)
+
+
+# --------------------------------------------------------------------------- from a map
+
+
+def from_map(wire: WireContext, kind: type[TextContext] = TextContext) -> Context:
+    """The context of a map. InputError or ValueError where its fields contradict each other.
+
+    ``kind``: the class for a text request. Arrays are those of the map; tokens are widened, and
+    so copied, at their first use.
+    """
+    # Field by field takes a third of the time that the constructor does with all of them.
+    context: TextContext
+    if type(wire) is WireContext:
+        context = object.__new__(kind)
+    elif isinstance(wire, WirePixelContext):
+        return _pixel_context(wire)
+    elif isinstance(wire, WireVisionContext):
+        context = object.__new__(TextAndVisionContext)
+        _take_vision(context, wire)
+    elif isinstance(wire, WireSpeechContext):
+        context = object.__new__(TTSContext)
+        _take_speech(context, wire)
+    else:
+        context = object.__new__(kind)
+    _take_text(context, wire)
+    context.__post_init__()
+    check_progress(context)
+    return context
+
+
+def context_to_run(
+    wire: WireContext,
+    request_id: RequestID | str | None = None,
+    emitted: Sequence[int] = (),
+    kind: type[TextContext] = TextContext,
+) -> TextContext:
+    """The context a worker continues; errors as :func:`from_map`.
+
+    ``emitted``: tokens generated and delivered before (a replay). They stand behind the
+    tokens of the map, count as generated, are not delivered again, and end the context if the
+    last one does. ``max_new_tokens`` lowers ``max_length``.
+    """
+    context = from_map(wire, kind)
+    if not isinstance(context, TextContext):
+        raise InputError("an image request has no text to generate")
+    params = context.sampling_params
+    if request_id is not None:
+        context.request_id = RequestID(request_id) if isinstance(request_id, str) else request_id
+    if params.max_new_tokens is not None:
+        longest = context.prompt_length + params.max_new_tokens
+        context.max_length = min(context.max_length, longest)
+    context.ignore_eos = context.ignore_eos or params.ignore_eos
+    if emitted:
+        _append(context, emitted)
+    return context
+
+
+def _append(context: TextContext, emitted: Sequence[int]) -> None:
+    """Put tokens that were delivered before behind a prompt."""
+    if context.tokens.generated_length or not context.is_initial_prompt:
+        raise InputError("emitted tokens can only follow a context that has none")
+    tokens = np.concatenate([context.tokens.ids(), np.array(emitted, np.int64)], dtype=np.int64)
+    context.tokens = TokenBuffer(tokens)
+    last = context._status_at(len(tokens), int(emitted[-1]), len(tokens))
+    context.status = last or GenerationStatus.ACTIVE
+
+
+def check_progress(context: TextContext) -> None:
+    """Raise InputError for a state that no sequence of updates and resets leads to."""
+    tokens, prompt = context.tokens, context._prompt_length
+    length, start, end = tokens._length, context._carried_start, context._carried_end
+    first, last = tokens._completion_start, tokens._completion_end
+    if not 0 < prompt <= tokens._prompt:
+        raise InputError(f"a prompt of {prompt} tokens in a context of {length}")
+    if last > length or (first < prompt and first != last):
+        raise InputError(f"undelivered tokens [{first}, {last}) were not generated")
+    if start or end:
+        follows = end == first or (first == last and end <= length)
+        if not prompt <= start <= end or not follows:
+            raise InputError(f"undelivered tokens [{start}, {end}) were not generated")
+    for position in context._log_probabilities_data:
+        if not 0 <= position < length:
+            raise InputError(f"log-probabilities of position {position} of {length} tokens")
+
+
+def _take_text(context: TextContext, wire: WireContext) -> None:
+    request_id = wire.request_id
+    queued = wire._log_probabilities_data
+    context.type = type(context).__name__
+    context.max_length = wire.max_length
+    context.tokens = token_buffer(wire.tokens)
+    context.request_id = RequestID() if request_id is None else RequestID(request_id.value)
+    context.sampling_params = SamplingParams.from_wire(wire.sampling)
+    context.eos_token_ids = set(wire.eos_token_ids)
+    context.eos_sequences = [list(sequence) for sequence in wire.eos_sequences]
+    context.log_probabilities = wire.log_probabilities
+    context.log_probabilities_echo = wire.log_probabilities_echo
+    context.ignore_eos = wire.ignore_eos
+    context.json_schema = wire.json_schema
+    context.model_name = wire.model_name
+    context.target_endpoint = wire.target_endpoint
+    context.lora_name = wire.lora_name
+    context.cache_salt = wire.cache_salt
+    context.task = wire.task
+    context.status = wire.status
+    context._matcher = None
+    context._log_probabilities_data = {} if queued is None else dict(queued)
+    context._is_initial_prompt = wire._is_initial_prompt
+    context._draft_offset = wire._draft_offset
+    context._prompt_length = wire._prompt_length
+    context._carried_start = wire._carried_start
+    context._carried_end = wire._carried_end
+    context._committed_idx = wire._committed_idx
+    context._cache_seq_id = wire._cache_seq_id
+
+
+def _take_vision(context: TextAndVisionContext, wire: WireVisionContext) -> None:
+    context.vision_token_ids = list(wire.vision_token_ids)
+    context.images = [
+        ImageMetadata(
+            start_idx=image.start_idx,
+            end_idx=image.end_idx,
+            pixel_values=image.pixel_values,
+            image_hash=image.image_hash,
+        )
+        for image in wire.images
+    ]
+    context.pixel_values = tuple(wire.pixel_values)
+    context._pixels_encoded = wire._pixels_encoded
+    context.extra_model_args = dict(wire.extra_model_args)
+
+
+def _take_speech(context: TTSContext, wire: WireSpeechContext) -> None:
+    speech = no_tokens() if wire._speech_tokens is None else wire._speech_tokens
+    size, end = wire._speech_token_size, wire._speech_token_end_idx
+    if speech.ndim != 1 or speech.dtype.kind not in "iu":
+        raise InputError(f"speech tokens are {speech.dtype} of shape {speech.shape}")
+    if size not in (None, len(speech)) or (end is not None and end > len(speech)):
+        raise InputError(f"{size} speech tokens that end at {end}, but {len(speech)} came")
+    room = roomy(speech if end is None else speech[:end])
+    context.audio_prompt_tokens = _or_empty(wire.audio_prompt_tokens, np.int32)
+    context.buffer_speech_tokens = wire.buffer_speech_tokens
+    context.audio_buffer = wire.audio_buffer
+    context.prev_samples_beyond_offset = wire.prev_samples_beyond_offset
+    context.streaming = wire.streaming
+    context._speech_token_size = len(room)
+    context._speech_token_end_idx = len(speech) if end is None else end
+    context._speech_tokens = room
+    context.decoded_index = wire.decoded_index
+    context._block_counter = wire._block_counter
+    if wire._arrival_time is not None:
+        context._arrival_time = wire._arrival_time
+    else:
+        context._arrival_time = 0.0
+    context.audio_generation_status = wire.audio_generation_status
+    if wire.decoded_index > context._speech_token_end_idx:
+        raise InputError(f"{wire.decoded_index} of {len(speech)} speech tokens are audio")
+
+
+def _pixel_context(wire: WirePixelContext) -> PixelContext:
+    request_id = wire.request_id
+    buffers = {name: getattr(wire, name) for name in _BUFFERS}
+    fields: dict[str, Any] = {name: getattr(wire, name) for name in _PIXELS}
+    fields |= {name: sent if sent is None else token_buffer(sent) for name, sent in buffers.items()}
+    fields |= {name: _or_empty(getattr(wire, name), np.float32) for name in _FLOATS}
+    return PixelContext(
+        tokens=token_buffer(wire.tokens),
+        request_id=RequestID() if request_id is None else RequestID(request_id.value),
+        status=wire.status,
+        **fields,
+    )
+
+
+def token_buffer(sent: WireTokens) -> TokenBuffer:
+    """The buffer of a map; ValueError where its windows contradict each other."""
+    return TokenBuffer.from_state(sent.array, sent.state() or fresh_state(len(sent.array)))
+
+
+def _or_empty(array: Array | None, dtype: type[np.generic]) -> Array:
+    return np.zeros(0, dtype) if array is None else array
+
+
+# --------------------------------------------------------------------------- bytes
+
+
+class MapEncoder:
+    """Encodes maps and arrays; one instance per thread."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_object)
+        self._frames: list[Frame] | None = None
+
+    def packed(self, value: WireContext | Array) -> tuple[Frame, Sequence[Frame]]:
+        """The map and its large arrays, as views: leave them unchanged until it is sent.
+
+        A context keeps it, and what it came as is used again.
+        """
+        known = value.packed if isinstance(value, WireContext) else None
+        if known is None:
+            frames: list[Frame] = [b""]
+            self._frames = frames
+            try:
+                body = self._encoder.encode(value)
+            finally:
+                self._frames = None  # keeps no array alive
+            known = body, frames[1:]
+            if isinstance(value, WireContext):
+                vars(value)["packed"] = known
+        return known
+
+    def inline(self, wire: WireContext | Array) -> bytes:
+        """The map with all arrays inside."""
+        return self._encoder.encode(wire)
+
+    def _encode_object(self, value: object) -> object:
+        if isinstance(value, np.ndarray):
+            return array_map(value, self._frames)
+        if isinstance(value, np.generic):
+            return value.item()
+        raise TypeError(f"{type(value).__name__} cannot be part of a message")
+
+
+_decode_map = msgspec.msgpack.Decoder(AnyWireContext).decode
+
+
+def read_map(raw: Frame, frames: Sequence[Frame] = (), base: int = 0) -> tuple[WireContext, int]:
+    """A context's map, arrays in place, and how many of the frames behind ``base`` it took.
+
+    Its bytes are copied, so that it keeps no envelope alive, and kept, to be forwarded as they
+    came; frames are not copied. Shared memory is refused. Raises ProtocolError or an error of
+    msgspec.
+    """
+    body = bytes(raw)
+    wire = _decode_map(body)
+    tokens = wire.tokens
+    sent: Any = tokens.array
+    if (
+        type(wire) is WireContext
+        and wire._log_probabilities_data is None
+        and tokens._current_length is UNSET
+        and sent.frame <= 1
+        and not sent.shm
+    ):  # the usual kind: its tokens are its only array
+        _set(tokens, "array", read_array(sent, frames, base))
+        used = sent.frame
+    else:
+        reader = ArrayReader(frames, base)
+        put_arrays(wire, reader)
+        used = reader.used()
+    vars(wire)["packed"] = body, frames[base + 1 : base + 1 + used] if used else ()
+    return wire, used
+
+
+def put_arrays(wire: WireContext, reader: ArrayReader) -> None:
+    """Put arrays, and queued log-probabilities, where a decoded map has what they came as."""
+    put_tokens(wire.tokens, reader)
+    if wire._log_probabilities_data is not None:
+        _set(wire, "_log_probabilities_data", read_queued(wire._log_probabilities_data))
+    kind = type(wire)
+    if kind is not WireContext:
+        for name in _ARRAY_FIELDS[kind]:
+            if (value := getattr(wire, name)) is not None:
+                _set(wire, name, _with_arrays(value, reader))
+
+
+def put_tokens(tokens: WireTokens, reader: ArrayReader) -> None:
+    """Put the array of a decoded token buffer in its place, without room behind the tokens."""
+    array: Any = tokens.array
+    array = reader.read(array)
+    length = tokens._current_length
+    if length is not UNSET:
+        if length > len(array):
+            raise DecodeFailed(f"{length} tokens, but {len(array)} came")
+        array = array[:length]  # others send the room behind the tokens
+        _set(tokens, "_current_length", UNSET)
+    _set(tokens, "array", array)
+
+
+def _with_arrays(value: Any, reader: ArrayReader) -> Any:
+    kind = type(value)
+    if kind is dict:
+        for name, item in value.items():  # only values change, so the dict can stay
+            value[name] = reader.read(item)
+    elif kind is list:
+        value[:] = [_with_arrays(item, reader) for item in value]
+    elif kind is WireImage:
+        _set(value, "pixel_values", reader.read(value.pixel_values))
+    elif kind is WireTokens:
+        put_tokens(value, reader)
+    else:
+        return reader.read(value)
+    return value
+
+
+_ARRAY_FIELDS: dict[type[WireContext], tuple[str, ...]] = {
+    WireVisionContext: ("images", "pixel_values", "extra_model_args"),
+    WireSpeechContext: (
+        "audio_prompt_tokens",
+        "buffer_speech_tokens",
+        "audio_buffer",
+        "_speech_tokens",
+    ),
+    WirePixelContext: (
+        "mask",
+        "tokens_2",
+        "negative_tokens",
+        "negative_tokens_2",
+        "extra_params",
+        "timesteps",
+        "sigmas",
+        "latents",
+        "latent_image_ids",
+        "guidance",
+    ),
+}
+"""Where the other kinds hold arrays, besides ``tokens``."""
+
+
+# --------------------------------------------------------------------------- digest
+
+
+def _array_content(obj: object) -> object:
+    if isinstance(obj, np.ndarray):
+        flat = np.ascontiguousarray(obj)
+        return [flat.dtype.str, list(flat.shape), flat.data.cast("B") if flat.size else b""]
+    raise TypeError(f"{type(obj).__name__} has no place in a context digest")
+
+
+_CONTENT = msgspec.msgpack.Encoder(enc_hook=_array_content)
+
+
+def context_digest(wire: WireContext, *options: str | bool | None) -> bytes:
+    """16-byte digest of everything that decides a request's continuation.
+
+    ``options``: what travels beside the context (pool, pin, fallback). Two submissions of
+    one id with equal digests are the same request.
+    """
+    content = _CONTENT.encode((wire, options))
+    return blake2b(content, digest_size=KEY_BYTES, person=b"baton-context").digest()

@@ -1,0 +1,115 @@
+"""Which processes hang, and which are only not seen."""
+
+from baton.deploy.hangs import Declared, Hangs
+
+LOST: dict[str, int] = {}
+SEEN = {"decode-0": 10}
+DEAD = {"decode-0": Declared(10, "no heartbeat for 5.0 s")}
+STUCK = {"decode-0": Declared(10, "no progress for 5.0 s", stuck=True)}
+
+
+def watch(hangs, start, end, alive, dead=(), *, signs=(), router="router", step=0.2):
+    """Reports from ``start`` to ``end``, and signs of life of ``signs``; returns what hung."""
+    found, now = [], start
+    while now <= end:
+        for name in signs:
+            hangs.alive(name, now)
+        hangs.reported(router, alive, dict(dead), now)
+        found += [hang.name for hang in hangs.hung(now)]
+        now += step
+    return found
+
+
+def begun() -> Hangs:
+    hangs = Hangs()
+    hangs.started("router", 1, router=True)
+    hangs.started("decode-0", 10, router=False)
+    return hangs
+
+
+def test_a_worker_that_the_router_lost_and_that_shows_no_life_hangs():
+    hangs = begun()
+    assert watch(hangs, 0, 2, SEEN, signs=["decode-0"]) == []
+    assert watch(hangs, 2.2, 11.5, LOST, DEAD) == []
+    assert watch(hangs, 11.6, 20, LOST, DEAD) == ["decode-0"]
+
+
+def test_a_worker_that_shows_life_gets_a_minute_to_find_the_router_again():
+    hangs = begun()
+    watch(hangs, 0, 2, SEEN)
+    assert watch(hangs, 2.2, 61, LOST, DEAD, signs=["decode-0"]) == []
+    assert watch(hangs, 61, 63, LOST, DEAD, signs=["decode-0"]) == ["decode-0"]
+
+
+def test_a_worker_that_is_heard_and_makes_no_progress_hangs():
+    hangs = begun()
+    watch(hangs, 0, 2, SEEN, signs=["decode-0"])
+    assert watch(hangs, 2.2, 11.5, LOST, STUCK, signs=["decode-0"]) == []
+    assert watch(hangs, 11.6, 13, LOST, STUCK, signs=["decode-0"]) == ["decode-0"]
+
+
+def test_a_worker_that_loads_does_not_hang():
+    assert watch(begun(), 0, 60, LOST) == []
+
+
+def test_a_restarted_worker_begins_anew():
+    hangs = begun()
+    watch(hangs, 0, 2, SEEN)
+    hangs.started("decode-0", 11, router=False)
+    assert watch(hangs, 2.2, 60, LOST) == []
+    watch(hangs, 60, 61, {"decode-0": 11})
+    assert watch(hangs, 61, 75, SEEN) == ["decode-0"]
+
+
+def test_a_router_that_was_away_blames_no_worker():
+    hangs = begun()
+    watch(hangs, 0, 2, SEEN, signs=["decode-0"])
+    assert watch(hangs, 59, 61.5, LOST, signs=["decode-0"]) == []
+
+
+def test_a_new_router_blames_no_worker_and_is_not_blamed():
+    hangs = begun()
+    watch(hangs, 0, 2, SEEN)
+    hangs.started("router", 2, router=True)
+    assert hangs.hung(60) == []
+    assert watch(hangs, 60, 62.5, LOST, signs=["decode-0"]) == []
+
+
+def test_a_router_hangs_when_neither_answers_nor_signs_of_life_come():
+    hangs = begun()
+    watch(hangs, 0, 2, SEEN)
+    hangs.alive("router", 8)
+    hangs.alive("decode-0", 8)
+    assert hangs.hung(17.9) == []
+    assert [hang.name for hang in hangs.hung(18)] == ["router"]
+    assert hangs.hung(30) == []
+
+
+def test_a_router_that_shows_life_never_hangs():
+    hangs = begun()
+    watch(hangs, 0, 2, SEEN)
+    for second in range(2, 1000):
+        hangs.alive("router", second)
+        assert hangs.hung(second) == []
+
+
+def test_a_pause_of_the_supervisor_itself_is_no_silence_of_others():
+    hangs = begun()
+    watch(hangs, 0, 2, SEEN)
+    hangs.forgive_pause(2)
+    hangs.forgive_pause(500)
+    assert hangs.hung(500) == []
+
+
+def test_one_of_two_routers_may_be_away():
+    hangs = begun()
+    hangs.started("router-1", 3, router=True)
+    watch(hangs, 0, 2, SEEN)
+    assert watch(hangs, 0, 9, SEEN, router="router-1") == []
+
+
+def test_what_has_ended_does_not_hang():
+    hangs = begun()
+    watch(hangs, 0, 2, SEEN)
+    hangs.ended("decode-0")
+    assert watch(hangs, 2.2, 20, LOST) == []

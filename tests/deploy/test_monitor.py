@@ -1,0 +1,119 @@
+"""The supervisor's connection to a router, when the network between them fails."""
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import msgspec
+import pytest
+import zmq
+
+from baton.deploy.addresses import free_ports
+from baton.deploy.config import demo_model_folder
+from baton.deploy.monitor import StatusMonitor
+from baton.router.config import RouterConfig
+from baton.runtime.loop import Loop
+
+pytestmark = pytest.mark.integration
+
+
+class Wire:
+    """Forwards tcp connections. ``cut``: those that stand fall silent, and nobody closes them."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self._open: list[socket.socket] = [self._listening]
+        self._generation = 0
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def cut(self) -> None:
+        self._generation += 1
+
+    def close(self) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+        for each in self._open:
+            each.close()
+
+    def _accept(self) -> None:
+        while not self._over.is_set():
+            if not select.select([self._listening], [], [], 0.05)[0]:
+                continue
+            ours, _ = self._listening.accept()
+            theirs = socket.create_connection(("127.0.0.1", self._target))
+            self._open += [ours, theirs]
+            for ends in ((ours, theirs), (theirs, ours)):
+                thread = threading.Thread(target=self._forward, args=(*ends, self._generation))
+                self._threads.append(thread)
+                thread.start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket, generation: int) -> None:
+        while not self._over.is_set() and generation == self._generation:
+            if select.select([source], [], [], 0.02)[0]:
+                with contextlib.suppress(OSError):
+                    data = source.recv(1 << 16)
+                    if data and generation == self._generation:
+                        sink.sendall(data)
+                        continue
+                return
+
+
+@pytest.fixture
+def router(tmp_path):
+    """The port of a real router."""
+    clients, workers = free_ports(2)
+    config = RouterConfig(
+        client_address=f"tcp://127.0.0.1:{clients}",
+        worker_address=f"tcp://127.0.0.1:{workers}",
+        model_folder=str(demo_model_folder()),
+    )
+    path = tmp_path / "router.json"
+    path.write_bytes(msgspec.json.encode(config))
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "baton.router", "--config", str(path)],
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    until = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < until:
+        with contextlib.suppress(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", clients)).close()
+            break
+        time.sleep(0.02)
+    yield clients
+    process.kill()
+    process.wait()
+
+
+def test_a_router_answers_again_after_its_network_was_lost(router):
+    loop, context, wire = Loop(), zmq.Context(), Wire(router)
+    heard: list[float] = []
+    lost_at: list[float] = []
+
+    def on_report(_report: object) -> None:
+        heard.append(time.monotonic())
+        if len(heard) == 3:
+            lost_at.append(heard[-1])
+            wire.cut()
+        if lost_at and heard[-1] > lost_at[0] + 0.5:
+            loop.stop()
+
+    monitor = StatusMonitor(loop, context, f"tcp://127.0.0.1:{wire.port}", on_report)
+    loop.call_later(30.0, loop.stop)
+    loop.run()
+    monitor.close()
+    context.destroy(linger=0)
+    loop.close()
+    wire.close()
+    assert lost_at, "the router never answered"
+    assert lost_at[0] + 0.5 < heard[-1] < lost_at[0] + 8.0

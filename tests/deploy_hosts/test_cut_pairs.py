@@ -1,0 +1,65 @@
+"""One prefill and one decode worker that cannot reach each other, on hosts of their own.
+
+The workers live and reach the router all the while. Ray has no part in this: the processes are
+started as ``baton serve`` starts them, each on its host.
+"""
+
+import os
+import subprocess
+
+import pytest
+
+from .cluster import wait_until
+from .hosts import missing
+from .plain import DECODE, PREFILL, STREAMS, PlainCluster, answers_undisturbed, result
+
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(420)]
+
+CUT_S = float(os.environ.get("BATON_CUT_SECONDS", "60"))
+AFTER_S = 25.0
+LONGEST_WAIT_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    if why := missing():
+        pytest.skip(why)
+    cluster = PlainCluster(tmp_path_factory.mktemp("cut"))
+    try:
+        cluster.wait_ready()
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture(scope="module")
+def expected(cluster):
+    return answers_undisturbed(cluster)
+
+
+@pytest.mark.parametrize("lost", ["both", "to the decode worker", "to the prefill worker"])
+def test_streams_go_on_while_one_pair_of_workers_is_cut(cluster, expected, lost):
+    there, back = (PREFILL, DECODE), (DECODE, PREFILL)
+    ways = {"both": [there, back], "to the decode worker": [there]}.get(lost, [back])
+    replayed = cluster.status()["router"]["requests"]["replayed"]
+    running = cluster.streams(CUT_S + AFTER_S)
+    pairs = []
+    for way in ways:
+        cluster.lab.lose_packets(*way)
+    try:
+        subprocess.run(["sleep", str(CUT_S)], check=True)
+        pairs = cluster.status()["failed_pairs"]
+    finally:
+        for way in ways:
+            cluster.lab.lose_packets(*way, lost=False)
+    found = result(running)
+    status = cluster.status()
+    print("longest waits:", found["waits"], "pair:", pairs)
+    assert found["waits"][-1][0] <= LONGEST_WAIT_S, found["waits"]
+    assert found["answers"] == expected
+    assert [(pair["prefill"], pair["decode"]) for pair in pairs] == [("prefill-0", "decode-0")]
+    assert all(worker["state"] == "ready" for worker in status["workers"])
+    moved = status["router"]["requests"]["replayed"] - replayed
+    assert 1 <= moved <= 2 * STREAMS, "after the first ones the pair is only tried now and then"
+    wait_until(lambda: not cluster.status()["failed_pairs"], "the pair to be forgotten")
+    assert all(not worker["kv_blocks_used"] for worker in cluster.status()["workers"])

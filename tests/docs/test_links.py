@@ -1,0 +1,45 @@
+"""Links in Markdown files lead to existing files and headings; each decision has its own number."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CODE_BLOCK = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+OUTSIDE = ("http://", "https://", "mailto:")
+
+
+def pages() -> list[Path]:
+    """The Markdown files of the project; what was built or installed beside it is left out."""
+    made = {"build", "dist", "src"}
+    folders = [f for f in ROOT.iterdir() if f.is_dir() and f.name not in made and f.name[0] != "."]
+    return [*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments of a page's headings, as GitHub makes them."""
+    text = CODE_BLOCK.sub("", page.read_text("utf-8"))
+    headings = re.findall(r"^#+ +(.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_leads_somewhere():
+    broken = []
+    for page in pages():
+        for link in LINK.findall(CODE_BLOCK.sub("", page.read_text("utf-8"))):
+            if link.startswith(OUTSIDE):
+                continue
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert broken == []
+
+
+def test_each_decision_has_a_number_of_its_own_in_name_and_title():
+    names = sorted(path.name for path in (ROOT / "docs/decisions").glob("*.md"))
+    titles = [(ROOT / "docs/decisions" / name).read_text("utf-8").split(".")[0] for name in names]
+    assert titles == [f"# {number}" for number in range(1, len(names) + 1)]
+    assert [name[:4] for name in names] == [f"{number:04}" for number in range(1, len(names) + 1)]

@@ -1,0 +1,31 @@
+"""Log lines that others can cause: the first at once, then one with a count."""
+
+from baton.runtime.log_limit import LogLimit
+
+
+def test_a_burst_is_two_lines_with_every_occurrence():
+    limit = LogLimit(interval_s=10.0)
+    passed = [limit.passes("bad", 100.0 + n / 100, error=str(n)) for n in range(500)]
+    assert passed == [True] + [False] * 499
+    assert limit.due(109.9) == []
+    assert limit.due(110.0) == [("bad", {"error": "499", "count": 499})]
+    assert limit.due(119.0) == []
+
+
+def test_a_flood_is_one_line_in_each_interval():
+    limit = LogLimit(interval_s=10.0)
+    lines = 0
+    for second in range(60):
+        for _ in range(10):
+            lines += limit.passes("bad", float(second))
+        lines += len(limit.due(float(second)))
+    assert lines == 1 + 5
+
+
+def test_after_a_quiet_interval_the_next_one_passes_at_once():
+    limit = LogLimit(interval_s=10.0)
+    assert limit.passes("bad", 0.0)
+    assert limit.passes("other", 1.0)
+    assert limit.due(10.0) == []
+    assert limit.passes("bad", 12.0)
+    assert not limit.passes("other", 10.5)

@@ -1,0 +1,127 @@
+"""Tokenizer files nobody vouches for: whatever they do, one typed error in bounded time."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from baton.proto.errors import CheckpointError, InputError
+from baton.text import tokenizer as module
+from baton.text.guarded_tokenizer import GuardedTokenizer
+from baton.text.plain_tokenizers import LLAMA_3, QWEN, is_plain
+from baton.text.tokenizer import Tokenizer
+from baton.text.tokenizer_core import LocalCore, TokenizerFailed
+
+from .conftest import DEMO_FOLDER
+
+DEMO = (DEMO_FOLDER / "tokenizer.json").read_text()
+GROWING = {
+    "type": "Sequence",
+    "normalizers": [
+        {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000} for _ in range(4)
+    ],
+}
+BACKTRACKING = {
+    "type": "Split", "behavior": "Isolated", "invert": False,
+    "pattern": {"Regex": r"^(([a-z])+.)+[A-Z]([a-z])+$"},
+}  # fmt: skip
+REPEATED = {
+    "type": "TemplateProcessing", "special_tokens": {},
+    "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 1000,
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+}  # fmt: skip
+PANICS = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+
+
+def changed(**parts: object) -> str:
+    return json.dumps(json.loads(DEMO) | parts)
+
+
+def split(pattern: str) -> dict[str, object]:
+    return {
+        "type": "Split", "behavior": "Isolated", "invert": False, "pattern": {"Regex": pattern},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("parts", "plain"),
+    [
+        ({}, True),
+        ({"normalizer": {"type": "NFC"}}, True),
+        ({"pre_tokenizer": split(LLAMA_3)}, True),
+        ({"pre_tokenizer": split(QWEN)}, True),
+        ({"normalizer": GROWING}, False),
+        ({"pre_tokenizer": BACKTRACKING}, False),
+        ({"post_processor": {"type": "Sequence", "processors": [REPEATED, REPEATED]}}, False),
+        ({"normalizer": PANICS}, False),
+        ({"normalizer": {"type": "Unheard"}}, False),
+        ({"decoder": [1]}, False),
+        ({"model": {"type": "WordPiece", "max_input_chars_per_word": 10**9}}, False),
+    ],
+    ids=str,
+)
+def test_only_known_parts_run_in_this_process(parts, plain):
+    assert is_plain(changed(**parts).encode()) is plain
+
+
+def test_plain_models_stay_in_this_process(monkeypatch):
+    monkeypatch.setattr(module, "GuardedTokenizer", None)
+    tokenizer = Tokenizer.from_files({"tokenizer.json": DEMO.encode()})
+    assert tokenizer.decode(tokenizer.encode("Once upon a time")) == "Once upon a time"
+
+
+def test_another_process_gives_the_same_tokens_and_texts():
+    local, guarded = LocalCore(DEMO), GuardedTokenizer(DEMO)
+    try:
+        assert guarded.vocab_size == local.vocab_size
+        assert guarded.added_tokens == local.added_tokens
+        assert guarded.is_byte_level == local.is_byte_level
+        for text in ("", "Once upon a time", "äöü 漢字 \U0001f600", "a" * 10_000):
+            ids = local.encode(text, add_special_tokens=True)
+            assert guarded.encode(text, add_special_tokens=True) == ids
+            decoded = local.decode(ids, skip_special_tokens=True)
+            assert guarded.decode(ids, skip_special_tokens=True) == decoded
+        assert guarded.id_to_token(300) == local.id_to_token(300)
+        assert guarded.token_to_id("a") == local.token_to_id("a")
+        with pytest.raises(UnicodeEncodeError):
+            guarded.encode("\ud800", add_special_tokens=True)
+    finally:
+        guarded.close()
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [({"normalizer": GROWING}, "aaa"), ({"pre_tokenizer": BACKTRACKING}, "a" * 60 + "b")],
+    ids=["memory", "time"],
+)
+def test_a_text_that_overruns_fails_and_the_next_one_is_served(parts, text):
+    guarded = GuardedTokenizer(changed(**parts), timeout=20.0, cpu_seconds=1)
+    try:
+        before = time.monotonic()
+        with pytest.raises(TokenizerFailed, match="the tokenizer"):
+            guarded.encode(text, add_special_tokens=False)
+        assert time.monotonic() - before < 20.0
+        assert guarded.encode("b", add_special_tokens=False)
+    finally:
+        guarded.close()
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_panic_of_the_library_is_one_error(trusted):
+    files = {"tokenizer.json": changed(normalizer=PANICS).encode()}
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer.from_files(files, trusted=trusted)
+
+
+def test_users_see_an_input_error(monkeypatch):
+    monkeypatch.setattr(
+        module, "GuardedTokenizer", lambda text: GuardedTokenizer(text, cpu_seconds=1)
+    )
+    tokenizer = Tokenizer.from_files({"tokenizer.json": changed(normalizer=GROWING).encode()})
+    try:
+        with pytest.raises(InputError, match="cannot be tokenized"):
+            tokenizer.encode("aaa")
+    finally:
+        tokenizer.close()

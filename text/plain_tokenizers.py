@@ -1,0 +1,156 @@
+"""Which tokenizer files are plain: their time and memory grow with the text alone.
+
+A ``tokenizer.json`` is a program of sorts. A regular expression can take exponential time, a chain
+of replacements can make gigabytes of one word, and some parts end in a panic of the library. Files
+made only of the parts below cannot do that, and nearly all models have such files; they are used in
+this process. All others run in a process of their own (:mod:`.guarded_tokenizer`), where they cost
+a message per call (docs/decisions/0024-tokenizers-nobody-vouches-for.md).
+
+Vocabulary and merges need no check: their cost is bounded by the file's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+MAX_GROWTH = 32
+"""How much longer all replacements together may make a text."""
+MAX_WORD_CHARS = 200
+"""WordPiece looks up every part of a word, so its time grows with the square of this."""
+MAX_PIECES = 16
+MAX_DEPTH = 4
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_START = r"[^\r\n\p{L}\p{N}]?"
+GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA_3 = _WORDS + r"|\p{N}{1,3}" + _REST
+QWEN = _WORDS + r"|\p{N}" + _REST
+TEKKEN = (
+    f"{_START}{_UPPER}*{_LOWER}+|{_START}{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+KNOWN_PATTERNS = frozenset((GPT_2, LLAMA_3, QWEN, TEKKEN))
+"""Regular expressions of widespread models; they take no exponential time."""
+
+_NORMALIZERS = {
+    "BertNormalizer", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Strip",
+    "ByteLevel",
+}  # fmt: skip
+_PRE_TOKENIZERS = {
+    "ByteLevel", "Whitespace", "WhitespaceSplit", "BertPreTokenizer", "Digits", "Punctuation",
+    "UnicodeScripts", "CharDelimiterSplit",
+}  # fmt: skip
+_DECODERS = {"ByteLevel", "WordPiece", "ByteFallback", "Fuse", "Strip"}
+_PROCESSORS = {"ByteLevel", "BertProcessing", "RobertaProcessing"}
+
+
+class _Model(msgspec.Struct):
+    """What of the model matters; vocabulary and merges are skipped unread."""
+
+    type: str = ""
+    dropout: float | None = None
+    max_input_chars_per_word: int = 100
+
+
+class _File(msgspec.Struct):
+    model: _Model
+    normalizer: Any = None
+    pre_tokenizer: Any = None
+    post_processor: Any = None
+    decoder: Any = None
+
+
+def is_plain(content: bytes) -> bool:
+    """Whether a ``tokenizer.json`` is made of known parts alone; false for what cannot be read."""
+    try:
+        file = msgspec.json.decode(content, type=_File)
+        return (
+            _is_plain_model(file.model)
+            and _growth(file.normalizer, _normalizer, "normalizers") <= MAX_GROWTH
+            and _growth(file.pre_tokenizer, _pre_tokenizer, "pretokenizers") <= MAX_GROWTH
+            and _growth(file.decoder, _decoder, "decoders") <= MAX_GROWTH
+            and _growth(file.post_processor, _processor, "processors") <= MAX_GROWTH
+        )
+    except _UNREADABLE:
+        return False
+
+
+_UNREADABLE = (
+    msgspec.MsgspecError, RecursionError, UnicodeDecodeError, KeyError, TypeError, AttributeError,
+)  # fmt: skip
+_Part = dict[str, Any]
+_NEVER = float("inf")
+
+
+def _growth(
+    part: _Part | None, of: Callable[[_Part], float], children: str, depth: int = 0
+) -> float:
+    """How much longer a part can make a text, as a factor; infinite for an unknown part."""
+    if part is None:
+        return 1.0
+    if part["type"] != "Sequence":
+        return of(part)
+    if depth >= MAX_DEPTH or len(part[children]) > MAX_PIECES:
+        return _NEVER
+    growth = 1.0
+    for child in part[children]:
+        growth *= _growth(child, of, children, depth + 1)
+    return growth
+
+
+def _is_plain_model(model: _Model) -> bool:
+    if model.type == "WordPiece":
+        return model.max_input_chars_per_word <= MAX_WORD_CHARS
+    return model.type in ("BPE", "WordLevel") and not model.dropout
+
+
+def _normalizer(part: _Part) -> float:
+    match part["type"]:
+        case "Prepend":
+            return 1.0 if len(part["prepend"]) <= MAX_PIECES else _NEVER
+        case "Replace":
+            return _replaced(part)
+        case kind:
+            return 1.0 if kind in _NORMALIZERS else _NEVER
+
+
+def _pre_tokenizer(part: _Part) -> float:
+    match part["type"]:
+        case "Split":
+            return 1.0 if _is_plain_pattern(part["pattern"]) else _NEVER
+        case "Metaspace":
+            return 1.0 if len(part["replacement"]) == 1 else _NEVER
+        case kind:
+            return 1.0 if kind in _PRE_TOKENIZERS else _NEVER
+
+
+def _decoder(part: _Part) -> float:
+    match part["type"]:
+        case "Replace":
+            return _replaced(part)
+        case "Metaspace":
+            return 1.0 if len(part["replacement"]) == 1 else _NEVER
+        case kind:
+            return 1.0 if kind in _DECODERS else _NEVER
+
+
+def _processor(part: _Part) -> float:
+    if part["type"] != "TemplateProcessing":
+        return 1.0 if part["type"] in _PROCESSORS else _NEVER
+    texts = sum("Sequence" in piece for piece in part["single"])
+    added = sum(len(token["ids"]) for token in part["special_tokens"].values())
+    small = len(part["single"]) <= MAX_PIECES and added <= MAX_PIECES * MAX_PIECES
+    return float(texts) if small else _NEVER
+
+
+def _replaced(part: _Part) -> float:
+    pattern = part["pattern"].get("String", "")
+    return max(1.0, len(part["content"]) / len(pattern)) if pattern else _NEVER
+
+
+def _is_plain_pattern(pattern: _Part) -> bool:
+    return bool(pattern.get("String")) or pattern.get("Regex") in KNOWN_PATTERNS

@@ -1,0 +1,114 @@
+"""The library's tokenizer behind an interface that a process of its own can serve as well."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+class TokenizerFailed(Exception):
+    """The library gave up, or a limit ended it; the text says which."""
+
+
+@dataclass(slots=True, frozen=True)
+class AddedToken:
+    """A token that is found in a text before it is split."""
+
+    index: int
+    content: str
+    special: bool
+
+
+class TokenizerCore(Protocol):
+    """What :class:`.tokenizer.Tokenizer` needs; every method may raise TokenizerFailed."""
+
+    vocab_size: int
+    added_tokens: list[AddedToken]
+    is_byte_level: bool
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of token ids."""
+        ...
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a vocabulary entry."""
+
+    def id_to_token(self, index: int) -> str | None:
+        """The vocabulary entry of an id."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+class LocalCore:
+    """The library in this process."""
+
+    def __init__(self, text: str) -> None:
+        """Read a ``tokenizer.json``; raises TokenizerFailed."""
+        # One prompt is one thread's work here; the library's own threads would also warn on fork.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        import tokenizers
+        from tokenizers.decoders import ByteLevel
+
+        with typed_failures():
+            core: tokenizers.Tokenizer = tokenizers.Tokenizer.from_str(text)
+            core.no_truncation()
+            core.no_padding()
+            self._core = core
+            self.vocab_size = int(core.get_vocab_size(with_added_tokens=True))
+            self.is_byte_level = isinstance(core.decoder, ByteLevel)
+            self.added_tokens = [
+                AddedToken(index, token.content, token.special)
+                for index, token in core.get_added_tokens_decoder().items()
+            ]
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+        with typed_failures():
+            return list(self._core.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of token ids."""
+        with typed_failures():
+            return str(self._core.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a vocabulary entry."""
+        found: int | None = self._core.token_to_id(token)
+        return found
+
+    def id_to_token(self, index: int) -> str | None:
+        """The vocabulary entry of an id."""
+        found: str | None = self._core.id_to_token(index)
+        return found
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@contextmanager
+def typed_failures() -> Iterator[None]:
+    """Make one error of what the library raises: the bare Exception, or a panic.
+
+    A panic is no Exception in Python, so nothing would catch it. Wrong text is the caller's.
+    """
+    try:
+        yield
+    except (UnicodeEncodeError, TypeError):
+        raise
+    except Exception as error:
+        raise TokenizerFailed(str(error)) from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerFailed(f"the tokenizers library gave up: {error}") from None
