@@ -160,8 +160,9 @@ def test_hosts_end_with_whoever_made_them(tmp_path):
     if why := missing():
         pytest.skip(why)
     lab = Lab(tmp_path, 1, keep=[])
-    assert lab.hosts[0].run("hostname").stdout == "h1\n"
     namespace = lab.hosts[0]
+    # the script that sets it may still be running
+    wait_until(lambda: namespace.run("hostname").stdout == "h1\n", "its name")
     namespace.run("sleep 1000 >/dev/null 2>&1 & disown -a")
     # the shell that starts it may still be forking
     wait_until(lambda: list(namespace.processes().values()) == ["sleep 1000"], "sleep alone")
