@@ -22,17 +22,13 @@ PROOF_BYTES = 16
 
 def assignment_proof(cluster_key: bytes, request: bytes, attempt: int, incarnation: int) -> bytes:
     """16 bytes that prove that a router gave this attempt to the worker ``incarnation``."""
-    digest = _keyed(cluster_key, b"baton-assigned").copy()
-    digest.update(_what(request, attempt, incarnation))
-    return digest.digest()
+    return _digest(_bound(cluster_key, b"baton-assigned", incarnation), request, attempt)
 
 
 @lru_cache(maxsize=4096)
 def worker_key(cluster_key: bytes, incarnation: int) -> bytes:
     """16 bytes that only the routers and the worker ``incarnation`` know; Welcome carries them."""
-    digest = _keyed(cluster_key, b"baton-worker").copy()
-    digest.update(incarnation.to_bytes(8, "little"))
-    return digest.digest()
+    return _bound(cluster_key, b"baton-worker", incarnation).digest()
 
 
 def reserve_ticket(key: bytes, request: bytes, attempt: int, incarnation: int) -> bytes:
@@ -40,9 +36,26 @@ def reserve_ticket(key: bytes, request: bytes, attempt: int, incarnation: int) -
 
     ``key``: the decode worker's :func:`worker_key`.
     """
-    digest = _keyed(key, b"baton-ticket").copy()
-    digest.update(_what(request, attempt, incarnation))
-    return digest.digest()
+    return _digest(_bound(key, b"baton-ticket", incarnation), request, attempt)
+
+
+def assignment(
+    cluster_key: bytes, request: bytes, attempt: int, prefill: int, decode: int | None
+) -> tuple[bytes, bytes, bytes]:
+    """What an Assign carries: the proof of each worker, by incarnation, and the ticket.
+
+    The last two are empty without a decode worker.
+    """
+    first, second, third = _pair(cluster_key, prefill, decode)
+    what = _what(request, attempt)
+    proof = first.copy()
+    proof.update(what)
+    if second is None or third is None:
+        return proof.digest(), b"", b""
+    decode_proof, ticket = second.copy(), third.copy()
+    decode_proof.update(what)
+    ticket.update(what)
+    return proof.digest(), decode_proof.digest(), ticket.digest()
 
 
 def same(one: bytes, other: bytes) -> bool:
@@ -50,13 +63,32 @@ def same(one: bytes, other: bytes) -> bool:
     return bool(one) and hmac.compare_digest(one, other)
 
 
-def _what(request: bytes, attempt: int, incarnation: int) -> bytes:
+def _digest(bound: blake2b, request: bytes, attempt: int) -> bytes:
+    digest = bound.copy()
+    digest.update(_what(request, attempt))
+    return digest.digest()
+
+
+def _what(request: bytes, attempt: int) -> bytes:
     """Fixed-length fields first, so no two inputs give the same bytes."""
-    return attempt.to_bytes(8, "little") + incarnation.to_bytes(8, "little") + request
+    return attempt.to_bytes(8, "little") + request
 
 
 @lru_cache(maxsize=4096)
-def _keyed(key: bytes, person: bytes) -> blake2b:
-    """The digest a proof begins with; taking up the key costs more than the rest."""
+def _bound(key: bytes, person: bytes, incarnation: int) -> blake2b:
+    """What all digests of one worker begin with; taking up the key costs more than the rest."""
     short = key if len(key) <= 64 else blake2b(key).digest()
-    return blake2b(digest_size=PROOF_BYTES, key=short, person=person)
+    start = blake2b(digest_size=PROOF_BYTES, key=short, person=person)
+    start.update(incarnation.to_bytes(8, "little"))
+    return start
+
+
+@lru_cache(maxsize=4096)
+def _pair(
+    cluster_key: bytes, prefill: int, decode: int | None
+) -> tuple[blake2b, blake2b | None, blake2b | None]:
+    proof = _bound(cluster_key, b"baton-assigned", prefill)
+    if decode is None:
+        return proof, None, None
+    ticket = _bound(worker_key(cluster_key, decode), b"baton-ticket", prefill)
+    return proof, _bound(cluster_key, b"baton-assigned", decode), ticket

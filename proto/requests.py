@@ -220,7 +220,7 @@ def _check_vocabulary(tokens: Int32, card: ModelCard) -> None:
 
 
 def _check_lengths(wire: WireContext, card: ModelCard) -> None:
-    count = len(wire.tokens)
+    count = len(wire.tokens.array)
     if wire.max_length > card.max_length or wire.max_length > MAX_CONTEXT_TOKENS:
         raise InputError(f"max_length {wire.max_length} is more than the served {card.max_length}")
     if wire.max_length < count + _least_new(wire):

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import astuple
 
 from .errors import InputError
 from .limits import MAX_COUNT, MAX_STOP_CHARS, MAX_STOP_SEQUENCES, MAX_STOP_TOKEN_IDS, MAX_TOP_K
@@ -226,7 +227,7 @@ class SamplingParams(_Named):
     @classmethod
     def from_wire(cls, wire: WireSampling) -> SamplingParams:
         """Checked parameters of a decoded wire form; values seen before are not checked again."""
-        values = _wire_values(wire)
+        values = astuple(wire)
         if _is_known(values):
             params = object.__new__(cls)
             params._given = ()  # so that nothing is checked
@@ -239,7 +240,7 @@ class SamplingParams(_Named):
     @classmethod
     def check_wire(cls, wire: WireSampling) -> None:
         """As :meth:`from_wire`, for those who need no object."""
-        if not _is_known(_wire_values(wire)):
+        if not _is_known(astuple(wire)):
             cls.from_wire(wire)
 
     @classmethod

@@ -66,6 +66,9 @@ EosSequences = Annotated[
 ]
 
 
+_ACTIVE = GenerationStatus.ACTIVE
+
+
 class WireSampling(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """SamplingParams without callables; fields and defaults as documented there."""
 
@@ -125,19 +128,24 @@ class WireTokens(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, eq=F
         return len(self.array)
 
     @property
-    def is_fresh(self) -> bool:
-        """Whether nothing happened to the buffer: all tokens are a prompt, none processed."""
-        state = self.state()
-        return state is None or state == fresh_state(len(self.array))
+    def is_plain(self) -> bool:
+        """Whether the buffer says nothing but its tokens."""
+        return (
+            self._prompt_length is UNSET
+            and self._processing_range is UNSET
+            and self._completion_range is UNSET
+            and not self._processing_offset
+            and not self._actively_chunked
+        )
 
     def state(self) -> tuple[int, ...] | None:
         """As :meth:`.TokenBuffer.state`; None for a buffer that says nothing but its tokens."""
+        if self.is_plain:
+            return None
         processing, completion = self._processing_range, self._completion_range
         offset, prompt, chunked = (
             self._processing_offset, self._prompt_length, self._actively_chunked
         )  # fmt: skip
-        if processing is completion is prompt is UNSET and not offset and not chunked:
-            return None
         length = len(self.array)
         start, end = (0, length) if processing is UNSET else (processing.start, processing.end)
         first, last = (
@@ -214,23 +222,24 @@ class WireContext(
         if self._prompt_length >= 0:
             return self._prompt_length
         prompt = self.tokens._prompt_length
-        return len(self.tokens) if prompt is UNSET else prompt
+        return len(self.tokens.array) if prompt is UNSET else prompt
 
     @property
     def generated_length(self) -> int:
         """Tokens behind those the request came with."""
-        return len(self.tokens) - self.prompt_length
+        return len(self.tokens.array) - self.prompt_length
 
     @property
     def is_fresh(self) -> bool:
         """Whether it is a request that nothing happened to yet."""
+        tokens = self.tokens
         return (
-            self.tokens.is_fresh
-            and self.status is GenerationStatus.ACTIVE
-            and not self._log_probabilities_data
+            self.status is _ACTIVE
             and self._is_initial_prompt
-            and self.prompt_length == len(self.tokens)
+            and not self._log_probabilities_data
             and not (self._carried_start or self._carried_end)
+            and self._prompt_length in (-1, len(tokens.array))
+            and (tokens.is_plain or tokens.state() == fresh_state(len(tokens.array)))
         )
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 
 from ..proto.errors import BatonError, CapacityError
 from ..proto.messages import Abort, Assign, Terminal, Tokens
-from ..proto.proofs import assignment_proof, reserve_ticket, worker_key
+from ..proto.proofs import assignment
 from ..proto.requests import check_emitted, check_wire_context
 from .admission import Admission
 from .clients import Clients
@@ -98,7 +98,7 @@ class Lifecycle:
 
     def place(self, request: Request, now: float) -> None:
         """Choose workers for a queued request and assign it."""
-        if self._may_be_deadly(request):
+        if request.doubts and self._may_be_deadly(request):
             self.wake(request, now + self.config.doubt_retry_s, now)
             return
         try:
@@ -131,8 +131,6 @@ class Lifecycle:
         Then it waits until that worker has returned or is declared dead, so that a deadly request
         kills no more workers than it must, and a lost connection poisons none.
         """
-        if not request.doubts:
-            return False
         ends = request.deaths + len(request.doubts)
         return ends >= self.config.poison_deaths and not request.progressed
 
@@ -141,21 +139,23 @@ class Lifecycle:
         prefill, decode = request.prefill, request.decode
         if prefill is None:
             return
-        endpoint, key = (decode.endpoint if decode else None), self._key
-        what = (request.key, request.attempt)
+        there = decode.incarnation if decode else None
+        proof, decode_proof, ticket = assignment(
+            self._key, request.key, request.attempt, prefill.incarnation, there
+        )
         message = Assign(
             request=request.key,
             attempt=request.attempt,
             request_id=request.request_id,
             context=request.context,
             emitted=request.emitted.tolist(),
-            decode=endpoint or "",
-            decode_incarnation=decode.incarnation if decode else 0,
+            decode=decode.endpoint if decode else "",
+            decode_incarnation=there or 0,
             deadline=request.deadline - now,
             waited=max(0.0, now - request.submitted_at) if request.submitted_at < NEVER else 0.0,
-            proof=assignment_proof(key, *what, prefill.incarnation),
-            decode_proof=assignment_proof(key, *what, decode.incarnation) if decode else b"",
-            ticket=_ticket(key, *what, decode, prefill) if decode else b"",
+            proof=proof,
+            decode_proof=decode_proof,
+            ticket=ticket,
         )
         self.out.append(ToWorker(prefill.identity, message))
         self.repeat_later(request, now, self.config.retry_ceiling_s)
@@ -387,9 +387,3 @@ class Lifecycle:
     def log(self, event: str, **fields: object) -> None:
         """Ask for a log line."""
         self.out.append(Log(event, fields))
-
-
-def _ticket(key: bytes, request: bytes, attempt: int, decode: Worker, prefill: Worker) -> bytes:
-    """What lets the prefill worker reserve blocks for this attempt at the decode worker."""
-    theirs = worker_key(key, decode.incarnation)
-    return reserve_ticket(theirs, request, attempt, prefill.incarnation)

@@ -55,10 +55,7 @@ class FailedPairs:
     """The failed pairs of this router."""
 
     def __init__(self) -> None:
-        self._pairs: OrderedDict[Key, FailedPair] = OrderedDict()  # by their last failure
-
-    def __len__(self) -> int:
-        return len(self._pairs)
+        self.known: OrderedDict[Key, FailedPair] = OrderedDict()  # by their last failure
 
     def failed(self, prefill: Worker, decode: Worker, reason: str, now: float) -> None:
         """A handoff found the other side unreachable.
@@ -67,7 +64,7 @@ class FailedPairs:
         one that was placed since then tells that the pair still does not work.
         """
         key = (prefill.incarnation, decode.incarnation)
-        pair = self._pairs.pop(key, None)
+        pair = self.known.pop(key, None)
         if pair is None or now >= pair.failed_at + FORGET_S:
             pair = FailedPair(prefill.id, decode.id, now, now, now + FIRST_S, reason)
         else:
@@ -77,33 +74,33 @@ class FailedPairs:
                 pair.pause = min(2 * pair.pause, LONGEST_S)
                 pair.next_try = now + pair.pause
             pair.trial_until = 0.0
-        self._pairs[key] = pair
-        if len(self._pairs) > MAX_PAIRS:
-            self._pairs.popitem(last=False)
+        self.known[key] = pair
+        if len(self.known) > MAX_PAIRS:
+            self.known.popitem(last=False)
 
     def works(self, prefill: Worker, decode: Worker, now: float, *, trial: bool) -> bool:
         """Whether a request may use the pair; ``trial``: also one that has to be tried again."""
-        pair = self._pairs.get((prefill.incarnation, decode.incarnation))
+        pair = self.known.get((prefill.incarnation, decode.incarnation))
         if pair is None or now >= pair.failed_at + FORGET_S:
             return True
         return trial and now >= pair.next_try and now >= pair.trial_until
 
     def placed(self, prefill: Worker, decode: Worker, now: float) -> None:
         """A request was given to the pair; if that failed before, others wait for the result."""
-        pair = self._pairs.get((prefill.incarnation, decode.incarnation))
+        pair = self.known.get((prefill.incarnation, decode.incarnation))
         if pair is not None and now >= pair.next_try:
             pair.trial_until = now + TRIAL_S
 
     def handed_over(self, prefill: Worker, decode: Worker) -> None:
         """The pair passed a request on, so it works."""
-        self._pairs.pop((prefill.incarnation, decode.incarnation), None)
+        self.known.pop((prefill.incarnation, decode.incarnation), None)
 
     def forget(self, worker: Worker) -> None:
         """The worker is gone."""
         gone = worker.incarnation
-        for key in [key for key in self._pairs if gone in key]:
-            del self._pairs[key]
+        for key in [key for key in self.known if gone in key]:
+            del self.known[key]
 
     def listed(self, now: float) -> Iterator[FailedPair]:
         """Failed pairs, that of the oldest failure first."""
-        return (pair for pair in self._pairs.values() if now < pair.failed_at + FORGET_S)
+        return (pair for pair in self.known.values() if now < pair.failed_at + FORGET_S)

@@ -67,7 +67,7 @@ class Placement:
         hashes = self._hashes(request)
         if not decodes:
             return self._policy.choose(prefills, hashes), None
-        if not len(self.failed_pairs):
+        if not self.failed_pairs.known:
             decode = self._policy.choose(decodes, hashes)
             return self._policy.choose(prefills, hashes), decode
         reached = self._reached(request, prefills, now)
@@ -96,7 +96,7 @@ class Placement:
 
         Raises WorkerLost as :meth:`choose`.
         """
-        if not len(self.failed_pairs) or request.embeds:
+        if not self.failed_pairs.known or request.embeds:
             return False
         prefills = self._candidates(request, "prefill")
         decodes = self._candidates(request, "decode")
@@ -129,7 +129,7 @@ class Placement:
             if pinned is not None:
                 return pinned
         workers = self._registry.ready(role, request.pool)
-        if request.suspect:
+        if (request.deaths or request.doubts) and request.suspect:
             workers = [worker for worker in workers if not _has_suspect(worker, request)]
         avoid = request.avoid
         if avoid:

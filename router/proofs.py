@@ -29,10 +29,8 @@ class Proofs:
         self._key = life.config.key
         self._asked: Recent[tuple[int, bytes], float] = Recent(REMEMBER_ASKED)  # when to ask again
 
-    def hold(self, worker: Worker, request: Request, attempt: int, proof: bytes) -> bool:
-        """Whether the request's ``attempt`` was given to the worker."""
-        if worker in (request.server, request.prefill, request.decode):
-            return True
+    def shown(self, worker: Worker, request: Request, attempt: int, proof: bytes) -> bool:
+        """Whether ``proof`` shows that the request's ``attempt`` was given to the worker."""
         return self._is_right(proof, request.key, attempt, worker.incarnation)
 
     def proven(self, hello: Hello) -> Hello:

@@ -259,7 +259,7 @@ class Recovery:
         worker.doubted = [request for request in affected if request.server is worker]
         for request in worker.doubted:
             self._start_over(request)
-            request.doubts.add(worker.incarnation)
+            request.doubts |= {worker.incarnation}
         for request in affected:
             if worker.draining and request.server is not worker:
                 life.requeue(request, now)  # it was never there: an ordered end is no loss
@@ -289,7 +289,7 @@ class Recovery:
     def returned(self, worker: Worker, now: float) -> None:
         """A suspect worker is back with the same incarnation: nothing died with it."""
         for request in worker.doubted:
-            request.doubts.discard(worker.incarnation)
+            request.doubts -= {worker.incarnation}
         worker.doubted = []
         self._life.log("worker.returned", worker=worker.id)
         self._life.retry_waiting(now)
@@ -310,7 +310,7 @@ class Recovery:
         self._obituaries.append((dead, others, now + OBITUARY_S, 1))
         doubted = [one for one in worker.doubted if worker.incarnation in one.doubts]
         for request in doubted:
-            request.doubts.discard(worker.incarnation)
+            request.doubts -= {worker.incarnation}
         self._blame([request for request in doubted if not request.done])
         affected = list(worker.requests.values())
         there = [request for request in affected if request.server is worker]
@@ -355,7 +355,7 @@ class Recovery:
         """What was passed unharmed since the last loss speaks for the request."""
         if request.progressed:
             request.losses = request.deaths = 0
-            request.doubts.clear()
+            request.doubts = frozenset()
             request.blame = 0.0
         request.lost_at = request.next
 

@@ -176,6 +176,7 @@ class Registry:
         self._excused_until = now
         self._alone_until = now  # this router hears nobody, or did until a moment ago
         self._by_identity: dict[bytes, Worker] = {}
+        self._others: int | None = None  # counted anew after each heartbeat
         self._live: dict[str, Worker] = {}  # by endpoint
         self._gone: OrderedDict[str, Worker] = OrderedDict()  # dead or refused, by worker id
         self._dead_incarnations: OrderedDict[int, bool] = OrderedDict()  # only by their silence
@@ -245,7 +246,10 @@ class Registry:
     @property
     def others(self) -> int:
         """Requests of other routers on decode workers, or on those that embed."""
-        return sum(worker.others_requests for worker in self.ready(self.roles[-1]))
+        if self._others is None:
+            ready = self.ready(self.roles[-1])
+            self._others = sum(worker.others_requests for worker in ready)
+        return self._others
 
     def check_pool(self, pool: str | None) -> None:
         """Raise InputError for a pool no worker is or was in, when there are others to ask."""
@@ -417,6 +421,7 @@ class Registry:
         worker.busy = beat.busy
         worker.step_s = beat.step_s
         worker.report(beat.load, self._config.name)
+        self._others = None
         worker.dropped = beat.dropped
         if beat.draining:
             self.drain(worker)
@@ -513,6 +518,7 @@ class Registry:
 
     def _changed(self) -> None:
         self._ready.clear()
+        self._others = None
         self.card = shortest((worker.card for worker in self._live.values()), self.card)
         staffed = [worker for worker in self._live.values() if not worker.draining]
         self.slots = sum(worker.max_batch for worker in staffed if worker.role == "decode")

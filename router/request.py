@@ -120,7 +120,7 @@ class Request:
         self.client: Client | None = None
         self.identity = b""  # the connection it was served to last
         self.owner = b""  # the key of that connection; empty where there are no keys
-        self.base = self.next = len(context.tokens)
+        self.base = self.next = len(context.tokens.array)
         self.max_new = new_tokens(context)
         self.embeds = context.task == "embed"  # a vector is asked for instead of text
         self.emitted = array("i")
@@ -147,7 +147,7 @@ class Request:
         self.pending: Terminal | None = None  # waits for tokens that are missing
 
         self.deaths = 0  # workers that died with it
-        self.doubts: set[int] = set()  # incarnations that may have died with it: they hung up
+        self.doubts: frozenset[int] = frozenset()  # incarnations that hung up, perhaps dead of it
         self.blame = 0.0  # each death shared among the most suspicious requests there
         self.losses = 0
         self.lost_at = 0  # what was next when it was lost the last time
@@ -226,7 +226,7 @@ class Request:
 
 def new_tokens(context: WireContext) -> int:
     """Most tokens a context may generate."""
-    room = context.max_length - len(context.tokens)
+    room = context.max_length - len(context.tokens.array)
     asked = context.sampling.max_new_tokens
     if asked is not None and asked < room:
         room = asked

@@ -318,9 +318,11 @@ class WorkerSide:
 
         What is said of a lower attempt has no effect on the request, so it needs no proof.
         """
+        if worker is request.server or worker is request.prefill or worker is request.decode:
+            return False
         if request.done or attempt < request.attempt:
             return False
-        if self._proofs.hold(worker, request, attempt, proof):
+        if self._proofs.shown(worker, request, attempt, proof):
             return False
         self._drop("unproven")
         if self._proofs.may_ask(worker, request, now):
@@ -332,7 +334,11 @@ class WorkerSide:
     def _terminal(self, worker: Worker, message: Terminal, now: float) -> None:
         key, attempt = message.request, message.attempt
         request = self._life.requests.get(key)
-        if request is not None and self._is_foreign(worker, request, attempt, now):
+        if (
+            request is not None
+            and request.server is not worker
+            and self._is_foreign(worker, request, attempt, now)
+        ):
             return
         running = request is not None and (request.state is _RUNNING or request.state is _ASSIGNED)
         if request is None or not running or attempt < request.attempt:
@@ -390,9 +396,14 @@ class WorkerSide:
 
     def _accepted(self, worker: Worker, message: Accepted, now: float) -> None:
         request = self._life.requests.get(message.request)
-        if request is not None and request.done:
-            return  # it ended before this word came
         key, attempt = message.request, message.attempt
+        if request is not None:
+            expected = worker is request.prefill and attempt == request.attempt
+            if expected and request.state is _ASSIGNED:
+                self._life.accepted(request)
+                return
+            if request.done:
+                return  # it ended before this word came
         assigned = request is not None and worker in (request.prefill, request.decode)
         if self._current(worker, request, key, attempt, now, message.proof) and request:
             self._life.accepted(request)
@@ -478,7 +489,8 @@ class WorkerSide:
             return
         self._reported.put(message.request, message.attempt)
         self._handoffs.add(message, request.owner if request is not None else b"")
-        self._passed_on(worker, message)
+        if self._life.placement.failed_pairs.known:
+            self._passed_on(worker, message)
         if request is None or message.attempt != request.attempt or request.handed:
             return
         if request.state is _ASSIGNED:
@@ -493,11 +505,10 @@ class WorkerSide:
             self._recovery.ask_again(request, now)
 
     def _passed_on(self, worker: Worker, message: HandoffReport) -> None:
-        """A pair that failed before may work again."""
-        pairs = self._life.placement.failed_pairs
-        decode = self._life.registry.find(message.decode) if len(pairs) else None
+        """A pair that failed before works again."""
+        decode = self._life.registry.find(message.decode)
         if decode is not None:
-            pairs.handed_over(worker, decode)
+            self._life.placement.failed_pairs.handed_over(worker, decode)
 
     def _moved(self, worker: Worker, message: Moved, _now: float) -> None:
         """Another router serves the request now; its workers go on."""

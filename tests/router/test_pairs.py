@@ -175,7 +175,7 @@ def test_the_table_is_bounded_and_forgets(served):
     for number in range(MAX_PAIRS + 10):
         prefill.incarnation = number
         pairs.failed(prefill, decode, "silent", 0.0)
-    assert len(pairs) == MAX_PAIRS
+    assert len(pairs.known) == MAX_PAIRS
     assert pairs.works(prefill, decode, 1.0, trial=True) is False
     assert pairs.works(prefill, decode, 60.0, trial=False)
     assert not list(pairs.listed(60.0))
