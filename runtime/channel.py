@@ -23,6 +23,7 @@ from .liveness import CONNECTION_HEARTBEAT_S, DEFAULT_WORKER_TIMEOUT_S, connecti
 COPY_LIMIT = 64 << 10
 """Frames up to this many bytes are copied; above, a copy costs more than the bookkeeping."""
 _HANDSHAKE_MS = 2000
+_BACKLOG = 4096
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 
 Frames = list[bytes | memoryview]
@@ -61,7 +62,7 @@ class ChannelStats(msgspec.Struct):
     full: int = 0  # not sent: the peer's queue is at its mark
     malformed: int = 0  # received with too many frames and dropped
     refused: int = 0  # connections whose handshake failed
-    crowded: int = 0  # connections closed because too many had said nothing yet
+    crowded: int = 0  # connections closed because too many had no handshake yet
     intruders: int = 0  # received with another key than the identity's, and dropped
 
     def count_into(self, dropped: Counter[str], side: str) -> None:
@@ -84,6 +85,9 @@ class Channel:
         self._socket: zmq.Socket[bytes] = context.socket(kind)
         for option, value in (
             (zmq.LINGER, 0),
+            # With ZeroMQ's 100 a flood fills the queue at once. The kernel then drops honest
+            # connections too, which try again only after seconds. A place takes no descriptor.
+            (zmq.BACKLOG, _BACKLOG),
             (zmq.MAXMSGSIZE, options.max_frame_bytes),
             (zmq.SNDHWM, options.send_hwm),
             (zmq.RCVHWM, options.receive_hwm),

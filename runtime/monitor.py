@@ -16,6 +16,8 @@ HANDSHAKE_FAILURES = (
 _EVENTS = (
     zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES
 )
+MAX_WAITING = 2000
+"""Most events that wait to be read: the high-water marks of both ends, 1,000 each by default."""
 _HEAD = struct.Struct("=Hi")
 _PROTOCOL_ERRORS = {
     int(getattr(zmq, name)): name.removeprefix("PROTOCOL_ERROR_").lower().replace("_", " ")

@@ -14,7 +14,7 @@ import zmq
 
 from ..proto.limits import PROTOCOL_VERSION
 from ..proto.messages import Ping
-from .admissions import MAX_SILENT, Admissions
+from .admissions import MAX_PENDING, Admissions
 from .binding import bind, ipc_path
 from .callers import Callers
 from .channel import (
@@ -27,10 +27,10 @@ from .channel import (
     SendResult,
 )
 from .dealer import Context, DealerChannel
-from .descriptors import open_files, remote_address, shut_down
+from .descriptors import handshake_stage, open_files, remote_address, shut_down
 from .log import get_logger
 from .loop import Loop
-from .monitor import HANDSHAKE_FAILURES, Monitor, describe_refusal
+from .monitor import HANDSHAKE_FAILURES, MAX_WAITING, Monitor, describe_refusal
 from .peers import PeerTable
 from .security import (
     apply_server_keys,
@@ -81,7 +81,7 @@ class RouterChannel(Channel):
             raise
         self._monitor = Monitor(self._socket)
         self._peers = PeerTable()
-        self._admissions = Admissions(min(MAX_SILENT, open_files() // 2))
+        self._admissions = Admissions(min(MAX_PENDING, open_files() // 2), handshake_stage)
         self.callers = None if guard is None else guard.callers
         """Whose keys the peers have; None where none are asked for."""
         self._complain_at = 0.0
@@ -186,6 +186,8 @@ class RouterChannel(Channel):
         event, value = report
         if event == zmq.EVENT_ACCEPTED:
             self._accepted(value)
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._admissions.settled(value)
         elif event == zmq.EVENT_DISCONNECTED:
             self._admissions.settled(value)
             for identity in self._peers.closed(value, Loop.now()):
@@ -204,13 +206,13 @@ class RouterChannel(Channel):
         return True
 
     def _accepted(self, fd: int) -> None:
-        """Count a connection until it speaks, and close one of too many that have not."""
+        """Count a connection until its handshake is over; close one of too many."""
         if not is_tcp(self.endpoint):
             return  # an ipc file is this user's alone
         crowded = self._admissions.accepted(fd, remote_address(fd), Loop.now())
         if crowded is not None:
             self.stats.crowded += 1
-            self._complain("socket.crowded", "too many connections that say nothing")
+            self._complain("socket.crowded", "too many connections without a handshake")
             shut_down(crowded)
 
     def _verify(self, identity: bytes, attempt: int = 0) -> None:
@@ -273,7 +275,11 @@ class RouterChannel(Channel):
 
     def _read_reports(self) -> None:
         """Take in what has ended so far."""
-        while self._monitor.pending:
+        # No more than can have waited at the start. A flood of connections makes reports as fast
+        # as they are read, and until none is pending would be until the flood is over.
+        for _ in range(MAX_WAITING):
+            if not self._monitor.pending:
+                break
             self._read_monitor()
 
     def _end(self, identity: bytes) -> None:

@@ -18,10 +18,10 @@ from baton.runtime.admissions import Admissions
 from baton.runtime.allowed_keys import AllowedKeys, KeyEntry
 from baton.runtime.callers import Callers
 from baton.runtime.channel import SendResult
-from baton.runtime.descriptors import raise_open_files
+from baton.runtime.descriptors import handshake_stage, raise_open_files
 from baton.runtime.keyfiles import add_key, make_folder, retire, revoke, rotate
 from baton.runtime.keyring import KeyRing
-from baton.runtime.monitor import HANDSHAKE_FAILURES
+from baton.runtime.monitor import HANDSHAKE_FAILURES, MAX_WAITING
 from baton.runtime.security import CurveKeys
 from baton.runtime.sockets import DealerChannel, RouterChannel
 from baton.runtime.zap import Doorkeeper, answer
@@ -108,7 +108,7 @@ def test_strangers_that_say_nothing_do_not_keep_others_out(
 ):
     """Each takes a descriptor until ZeroMQ gives its handshake up."""
     raise_open_files()
-    server.channel._admissions = Admissions(64)
+    server.channel._admissions = Admissions(64, handshake_stage)
     port = int(server.channel.endpoint.rpartition(":")[2])
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
     drive.until(lambda: server.channel.stats.crowded >= 136)
@@ -120,6 +120,38 @@ def test_strangers_that_say_nothing_do_not_keep_others_out(
     assert len(server.channel._admissions) <= 64
     for one in silent:
         one.close()
+    peer.channel.close()
+
+
+def test_a_send_ends_though_connections_come_as_fast_as_they_are_counted(
+    loop, drive, other_context, folder, server, monkeypatch
+):
+    """A send looks at the reports of connections first; in a flood there is always one more."""
+    keys = KeyRing(folder, "client").connecting("router")
+    peer = Peer(loop, other_context, server.channel.endpoint, keys)
+    drive.until(lambda: peer.channel.connected)
+    peer.channel.send([b"hi"])
+    drive.until(lambda: peer.heard)
+    monitor = server.channel._monitor
+    address = ("127.0.0.1", int(server.channel.endpoint.rpartition(":")[2]))
+    read, reports = monitor.read, 0
+
+    def read_one_of_many():
+        nonlocal reports
+        reports += 1
+        assert reports <= 2 * MAX_WAITING, "no end"
+        report = read()
+        while not monitor.pending:
+            socket.create_connection(address).close()
+            monitor.socket.poll(1000)
+        return report
+
+    socket.create_connection(address).close()
+    assert monitor.socket.poll(30_000)
+    monkeypatch.setattr(monitor, "read", read_one_of_many)
+    assert server.channel.send(b"peer", [b"there"]) is SendResult.SENT
+    assert reports
+    monkeypatch.undo()
     peer.channel.close()
 
 
