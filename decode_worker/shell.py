@@ -32,6 +32,7 @@ from ..runtime.callers import Callers
 from ..runtime.channel import Frames
 from ..runtime.compute import ComputeThread
 from ..runtime.keyring import KeyRing
+from ..runtime.limited_log import LimitedLog
 from ..runtime.links import RouterLinks, routing_identity
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
@@ -66,6 +67,7 @@ class DecodeShell:
         keys: KeyRing | None = None,
     ) -> None:
         self._loop = loop
+        self._limited = LimitedLog(loop)
         self._dropped = member.dropped
         self._pipeline = runner.pipeline
         self._control = control
@@ -190,11 +192,11 @@ class DecodeShell:
             messages = self._decoder.decode(frames)
         except EnvelopeDamaged as error:
             self._dropped[f"peer_{error.code}"] += 1
-            _log.warning("peer.damaged", count=self._decoder.damaged)
+            self._limited.warning("peer.damaged", count=self._decoder.damaged)
             return  # as if it had been lost: it is said again
         except ProtocolError as error:
             self._dropped[f"peer_{error.code}"] += 1
-            _log.warning("peer.malformed", error=str(error))
+            self._limited.warning("peer.malformed", error=str(error))
             reply = Rejected(code=error.code, message=str(error))
             self._to_peers.put(peer, reply)
             return
@@ -215,7 +217,7 @@ class DecodeShell:
                 passed.append(message)
                 continue
             self._dropped[f"peer_{error.code}"] += 1
-            _log.warning("peer.denied", error=str(error))
+            self._limited.warning("peer.denied", error=str(error))
             reply = Rejected(code=error.code, message=str(error))
             self._to_peers.put(peer, reply)
         return passed
@@ -228,7 +230,7 @@ class DecodeShell:
         """Check a KV frame and write it, or what it points to, into its blocks."""
         if len(frames) != 2:
             self._dropped["data_frames"] += 1
-            _log.warning("data.malformed", frames=len(frames))
+            self._limited.warning("data.malformed", frames=len(frames))
             return
         try:
             header = decode_kv_header(frames[0])
@@ -237,7 +239,7 @@ class DecodeShell:
             blocks = self.core.receiver.locate(header)
         except (ProtocolError, AccessDenied) as error:
             self._dropped[f"data_{error.code}"] += 1
-            _log.warning("data.malformed", error=str(error))
+            self._limited.warning("data.malformed", error=str(error))
             return
         if blocks is None:
             self._dropped["stale_kv_frame"] += 1

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from ..proto.errors import BatonError, DecodeFailed, VersionMismatch
 from ..runtime.channel import ChannelOptions, Frames
-from ..runtime.log import get_logger
+from ..runtime.limited_log import LimitedLog
 from ..runtime.loop import Loop
 from ..runtime.sockets import Context, RouterChannel
 from ..runtime.zap import ServerKeys
@@ -24,7 +24,6 @@ ADMIN_VERSION = 1
 MAGIC = b"BA"
 MAX_BYTES = 64 << 10
 _PREFIX = MAGIC + bytes([ADMIN_VERSION])
-_log = get_logger()
 
 Number = Annotated[int, Meta(ge=0, le=2**53)]
 Name = Annotated[str, Meta(max_length=128)]
@@ -177,6 +176,7 @@ class AdminServer:
             heartbeat_s=1.0, heartbeat_timeout_s=5.0,
         )  # fmt: skip
         self._on_request = on_request
+        self._log = LimitedLog(loop)
         self._channel = RouterChannel(context, address, keys=keys, options=options)
         self.endpoint = self._channel.endpoint
         self._channel.attach(loop, self._hear)
@@ -193,7 +193,7 @@ class AdminServer:
         try:
             request = decode_request(frames[0] if frames else b"")
         except BatonError as problem:
-            _log.warning("admin.malformed", error=str(problem))
+            self._log.warning("admin.malformed", error=str(problem))
             self.answer(sender, Result(number=0, text=str(problem), code=problem.code))
             return
         self._on_request(sender, request)

@@ -48,7 +48,7 @@ class EmbedShell:
         self._control = control
         self._member = member
         self._pipeline = runner.pipeline
-        self._endpoint = Endpoint(member, control)
+        self._endpoint = Endpoint(member, control, loop)
         times = StepTime()
         _warm_up(runner.pipeline, times)
         limits = EmbedLimits(

@@ -11,12 +11,11 @@ from ..proto.errors import ProtocolError
 from ..proto.limits import PROTOCOL_VERSION
 from ..proto.messages import Message, Ping, Pong, PrefillToDecode, Probe, ProbeReply, Rejected
 from ..runtime.channel import Frames
-from ..runtime.log import get_logger
+from ..runtime.limited_log import LimitedLog
+from ..runtime.loop import Loop
 from ..runtime.membership import Membership, WorkerIdentity
 from ..runtime.outbox import Outbox
 from ..runtime.sockets import RouterChannel
-
-_log = get_logger()
 
 
 def answer(me: WorkerIdentity, message: Message) -> Message | None:
@@ -42,8 +41,9 @@ def answer(me: WorkerIdentity, message: Message) -> Message | None:
 class Endpoint:
     """The listening side of a prefill worker, whatever it computes."""
 
-    def __init__(self, member: Membership, channel: RouterChannel) -> None:
+    def __init__(self, member: Membership, channel: RouterChannel, loop: Loop) -> None:
         self._member = member
+        self._log = LimitedLog(loop)
         self._outbox: Outbox[bytes] = Outbox(channel.send, digest=envelope_digest)
         self._decoder: EnvelopeDecoder[PrefillToDecode] = EnvelopeDecoder(
             PrefillToDecode, digest=envelope_digest
@@ -56,7 +56,7 @@ class Endpoint:
             replies = [answer(self._member.identity, message) for message in messages]
         except ProtocolError as error:
             self._member.dropped[f"peer_{error.code}"] += 1
-            _log.warning("endpoint.malformed", error=str(error))
+            self._log.warning("endpoint.malformed", error=str(error))
             replies = [Rejected(code=error.code, message=str(error))]
         for reply in replies:
             if reply is not None:

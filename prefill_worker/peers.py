@@ -26,6 +26,7 @@ from ..proto.messages import DecodeToPrefill, KVFrame, Message, Rejected
 from ..runtime.allowed_keys import DECODE
 from ..runtime.channel import Buffers, ChannelOptions, Frames, SendResult
 from ..runtime.keyring import KeyRing, keys_for
+from ..runtime.limited_log import LimitedLog
 from ..runtime.log import get_logger
 from ..runtime.loop import Loop
 from ..runtime.outbox import Outbox
@@ -120,11 +121,11 @@ class PeerLink:
         except EnvelopeDamaged as error:
             self._links.dropped[f"peer_{error.code}"] += 1
             count = self._links.decoder.damaged
-            _log.warning("peer.damaged", endpoint=self.endpoint, count=count)
+            self._links.log.warning("peer.damaged", endpoint=self.endpoint, count=count)
             return  # as if it had been lost: it is said again
         except ProtocolError as error:
             self._links.dropped[f"peer_{error.code}"] += 1
-            _log.warning("peer.malformed", endpoint=self.endpoint, error=str(error))
+            self._links.log.warning("peer.malformed", endpoint=self.endpoint, error=str(error))
             if isinstance(error, VersionMismatch):
                 rejected = Rejected(code=error.code, message=str(error))
                 self._links.on_message(self.endpoint, rejected)
@@ -162,6 +163,7 @@ class PeerLinks:
         on_refused: Callable[[str, Message, str], object] | None = None,
     ) -> None:
         self.loop = loop
+        self.log = LimitedLog(loop)
         self._context = context
         self._identity = identity
         self._connections = 0

@@ -54,7 +54,7 @@ class PrefillShell:
         self._control = control
         self._member = member
         self._pipeline = runner.pipeline
-        self._endpoint = Endpoint(member, control)
+        self._endpoint = Endpoint(member, control, loop)
         self._compute = ComputeThread(loop, self._execute, self._on_result)
         self._unwanted: set[int] = set()  # steps out; the compute thread only looks one up
         card, folder = runner.card, config.runner.model

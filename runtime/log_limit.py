@@ -36,6 +36,11 @@ class LogLimit:
         known.keys = keys
         return False
 
+    @property
+    def quiet(self) -> bool:
+        """Whether :meth:`due` has nothing to do until the next event."""
+        return not self._events
+
     def due(self, now: float) -> list[tuple[str, dict[str, object]]]:
         """Lines to log now: the event, how often it occurred meanwhile, and its latest keys."""
         lines: list[tuple[str, dict[str, object]]] = []

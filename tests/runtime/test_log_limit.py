@@ -1,5 +1,6 @@
 """Log lines that others can cause: the first at once, then one with a count."""
 
+from baton.runtime.limited_log import LimitedLog
 from baton.runtime.log_limit import LogLimit
 
 
@@ -29,3 +30,15 @@ def test_after_a_quiet_interval_the_next_one_passes_at_once():
     assert limit.due(10.0) == []
     assert limit.passes("bad", 12.0)
     assert not limit.passes("other", 10.5)
+
+
+def test_limited_warnings_are_logged_without_a_further_call(loop, drive, capsys):
+    log = LimitedLog(loop, interval_s=0.05)
+    for number in range(500):
+        log.warning("bad", error=str(number))
+    lines: list[str] = []
+    drive.until(lambda: lines.extend(capsys.readouterr().err.splitlines()) or len(lines) > 1)
+    assert len(lines) == 2
+    assert all("bad" in line for line in lines)
+    assert "499" in lines[1]
+    drive.until(lambda: log._limit.quiet and not log._waits)
