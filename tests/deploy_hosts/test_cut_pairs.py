@@ -13,7 +13,8 @@ from .cluster import wait_until
 from .hosts import missing
 from .plain import DECODE, PREFILL, STREAMS, PlainCluster, answers_undisturbed, result
 
-pytestmark = [pytest.mark.deploy, pytest.mark.timeout(420)]
+# Full: they take minutes, and what they measure needs a machine that does nothing else.
+pytestmark = [pytest.mark.deploy, pytest.mark.full, pytest.mark.timeout(420)]
 
 CUT_S = float(os.environ.get("BATON_CUT_SECONDS", "60"))
 AFTER_S = 25.0

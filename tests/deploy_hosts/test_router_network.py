@@ -10,7 +10,8 @@ import pytest
 from .hosts import missing
 from .plain import PLACES, ROUTER, PlainCluster, answers_undisturbed, result
 
-pytestmark = [pytest.mark.deploy, pytest.mark.timeout(300)]
+# Full: they take minutes, and what they measure needs a machine that does nothing else.
+pytestmark = [pytest.mark.deploy, pytest.mark.full, pytest.mark.timeout(300)]
 
 RELAY = Path(__file__).with_name("relay.py")
 RELAY_PORT = 7999
