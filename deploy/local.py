@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -63,6 +64,8 @@ from .targets import Bounds
 __all__ = ["LocalBackend", "LocalCluster", "check_model", "make_plan"]
 
 Out = Callable[[str], object]
+EXIT_CUT_SHORT = 130
+"""As a shell reports a command that Ctrl-C ended."""
 
 
 class LocalBackend:
@@ -230,10 +233,11 @@ class LocalCluster:
         self._lock: AddressLock | None = None
         self._backend: LocalBackend | None = None
         self.interrupted = False  # by a signal
+        self._cut_short = False  # by a second one
         with hold_signals():  # from here on an interrupt waits for :meth:`run`
             self._loop = Loop()
-            on_stop_signal(self._loop, lambda _times: self._on_signal())
-            self._loop.on_signal(signal.SIGHUP, self._on_signal)
+            on_stop_signal(self._loop, self._on_signal)
+            self._loop.on_signal(signal.SIGHUP, partial(self._on_signal, 1))
         try:
             self._prepare(settings, private=private)
         except BaseException:
@@ -274,7 +278,10 @@ class LocalCluster:
     # ------------------------------------------------------------- life
 
     def run(self) -> int:
-        """Serve until interrupted or failed; returns the exit code, 1 with ``failure`` set."""
+        """Serve until interrupted or failed; returns the exit code, 1 with ``failure`` set.
+
+        :data:`EXIT_CUT_SHORT` after a second interrupt, which ends requests that still run.
+        """
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._shell = ControllerShell(
@@ -296,7 +303,8 @@ class LocalCluster:
             if self._lock is not None:
                 self._lock.release()
             self._loop.close()
-        return 1 if self._shell.exit_code is None else self._shell.exit_code
+        code = 1 if self._shell.exit_code is None else self._shell.exit_code
+        return EXIT_CUT_SHORT if self._cut_short else code
 
     def _make_backend(self, emit: Callable[[MemberEvent], None]) -> LocalBackend:
         level, timeout = self._settings.log_level, self._settings.worker_timeout
@@ -313,8 +321,9 @@ class LocalCluster:
         """Begin an orderly end; safe from any thread."""
         self._loop.post(lambda: self._shell.feed(Down()))
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, times: int) -> None:
         self.interrupted = True
+        self._cut_short = times > 1
         self._shell.feed(Down())
 
     def _overview(self) -> Overview:

@@ -47,6 +47,7 @@ class Cluster:
 
     def __init__(self, folder: Path, prefill: int, decode: int, model, settings) -> None:
         self.folder = folder
+        self.interrupts = 0
         self.size = (prefill, decode)
         self.keys = settings.get("keys")
         self.address = settings.pop("address", f"ipc://{folder}/s.sock")
@@ -119,6 +120,7 @@ class Cluster:
 
     def interrupt(self) -> None:
         """What Ctrl-C does."""
+        self.interrupts += 1
         self.process.send_signal(signal.SIGINT)
 
     def end(self) -> int:
@@ -135,7 +137,8 @@ class Cluster:
     def end_clean(self) -> None:
         """End it, and fail if it leaves a process or a file."""
         pids = self.pids() if self.process.poll() is None else {}
-        assert self.end() == 0, self.text()[-2000:]
+        # The second interrupt is a test's, or comes from here while the first one's end lasts.
+        assert self.end() in ((0, 130) if self.interrupts > 1 else (0,)), self.text()[-2000:]
         assert [name for name, pid in pids.items() if alive(pid)] == []
         assert self.leftovers() == []
 
