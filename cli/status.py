@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +20,9 @@ from ..proto.errors import BatonError, ConnectionLost, VersionMismatch
 from .cluster import addresses_of, keys_of, parsed
 from .numbers import count
 from .operator import add_operator, overview
+
+READY = "ready"
+"""As routers and the controller call a worker that gets requests."""
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,8 +39,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def run(arguments: argparse.Namespace) -> int:
     """Print the report of the router, or of each router of a list; one has to answer."""
     addresses = addresses_of(arguments)
+    controller = overview(arguments)  # first: what the routers say later is newer
     answers = {address: _ask(address, arguments) for address in addresses}
-    controller = overview(arguments)
     if not any(isinstance(answer, dict) for answer in answers.values()):
         if controller is not None:
             print("\n".join(describe_controller(controller)), flush=True)
@@ -48,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(shown, indent=2))
         return 0
     if controller is not None:
-        print("\n".join(describe_controller(controller)), end="\n\n")
+        reports = [parsed(answer) for answer in answers.values() if isinstance(answer, dict)]
+        print("\n".join(describe_controller(controller, reports)), end="\n\n")
     for number, (address, answer) in enumerate(answers.items()):
         if len(answers) > 1:
             print("" if number == 0 else "\n", _heading(address, answer), sep="")
@@ -57,15 +62,29 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def describe_controller(found: Overview) -> list[str]:
-    """What is wanted beside what is there, and where a rollout stands."""
+def describe_controller(found: Overview, reports: Sequence[ClusterReport] = ()) -> list[str]:
+    """What is wanted beside what is there, and where a rollout stands.
+
+    The controller hears of a suspect worker last, and some of its stages are no state of a router.
+    So a worker counts as ready only if the routers of ``reports``, whose tables follow, say so too.
+    """
+    states = {
+        worker.id: worker.state
+        for report in reports
+        for worker in report.workers
+        if worker.state != READY
+    }
     lines = [f"{DEGRADED}: {problem}" for problem in found.problems]
     for role, wanted in (("router", 0), *found.targets.items()):
-        stages = Counter(member.stage for member in found.members if member.role == role)
-        others = [f"{count} {stage}" for stage, count in sorted(stages.items()) if stage != "ready"]
+        stages = Counter(
+            states.get(member.name, READY) if member.stage == READY else member.stage
+            for member in found.members
+            if member.role == role
+        )
+        others = [f"{count} {stage}" for stage, count in sorted(stages.items()) if stage != READY]
         wanted = wanted or (sum(stages.values()) if role == "router" else 0)
         extra = f"  ({', '.join(others)})" if others else ""
-        lines.append(f"{role:<12} {stages['ready']} of {wanted} ready{extra}")
+        lines.append(f"{role:<12} {stages[READY]} of {wanted} ready{extra}")
     if found.phase != Phase.SERVING.value:  # a serving cluster has them among its problems
         lines += [f"{m.name}: waits for a host: {m.note}" for m in found.members if m.note]
     return [*lines, f"rollout      {found.rollout}"] if found.rollout else lines

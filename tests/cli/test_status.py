@@ -1,0 +1,40 @@
+"""The lines of ``baton status`` above its table."""
+
+from baton.cli.status import describe_controller
+from baton.deploy.admin import MemberLine, Overview
+from baton.deploy.report import ClusterReport, WorkerReport
+
+FOUND = Overview(
+    targets={"prefill": 1, "decode": 2},
+    members=[
+        MemberLine(name="router", role="router", stage="ready", revision=0),
+        MemberLine(name="prefill-0", role="prefill", stage="ready", revision=0),
+        MemberLine(name="decode-0", role="decode", stage="ready", revision=0),
+        MemberLine(name="decode-1", role="decode", stage="ready", revision=0),
+    ],
+)
+
+
+def report(**states: str) -> ClusterReport:
+    return ClusterReport(
+        workers=[
+            WorkerReport(id=name.replace("_", "-"), role=name.partition("_")[0], state=state)
+            for name, state in states.items()
+        ]
+    )
+
+
+def test_a_worker_that_a_router_suspects_is_not_ready_above_the_table():
+    well = report(prefill_0="ready", decode_0="ready", decode_1="ready")
+    suspects = report(prefill_0="ready", decode_0="ready", decode_1="suspect")
+    assert describe_controller(FOUND, [well])[-1] == "decode       2 of 2 ready"
+    for reports in ([suspects], [suspects, well], [well, suspects]):
+        assert describe_controller(FOUND, reports) == [
+            "router       1 of 1 ready",
+            "prefill      1 of 1 ready",
+            "decode       1 of 2 ready  (1 suspect)",
+        ]
+
+
+def test_without_a_router_the_controllers_view_stands_alone():
+    assert describe_controller(FOUND)[-1] == "decode       2 of 2 ready"
