@@ -1,1 +1,1 @@
-"""Moving KV blocks: sender and receiver state machines and their transports."""
+"""KV transfer from prefill to decode workers: sender and receiver state machines, transports."""

@@ -1,4 +1,4 @@
-"""XXH3-64, as prefill and decode workers put it on what they say to each other."""
+"""The XXH3-64 checksum of control messages between prefill and decode workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..proto.arrays import Frame
 
 
 def envelope_digest(parts: Sequence[Frame]) -> int:
-    """Of buffers one after the other."""
+    """Return the XXH3-64 of the concatenated ``parts``, without concatenating them."""
     if len(parts) == 1:
         return xxhash.xxh3_64_intdigest(parts[0])
     state = xxhash.xxh3_64()

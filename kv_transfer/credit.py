@@ -1,11 +1,12 @@
-"""Byte credit: how much the senders of one receiver may have in flight.
+"""Byte credit: limits the bytes that all senders of one receiver have in flight together.
 
-Invariant: the sum over all grants of (credit given - bytes received) never exceeds the
-budget, so a receiver's memory for KV in flight is bounded whatever its senders do. Credit
-is cumulative per grant; giving it twice does nothing.
+Invariant: the sum over all grants of (credit - bytes received) never exceeds the budget. So
+the receiver's memory for KV in flight is bounded, even if a sender misbehaves. Credit is
+cumulative per grant, so a repeated credit message changes nothing.
 
-A grant is served when its whole window has room in the budget, in order of arrival, and
-keeps that room; crumbs too small for a frame are never all that everybody has.
+Grants are served in order of arrival. A grant is served once its whole window fits into the
+budget, and it keeps that reservation. Otherwise many grants could each hold a remainder smaller
+than one frame, and none of them could send.
 """
 
 from __future__ import annotations
@@ -29,31 +30,31 @@ class _Account:
 
 
 class CreditPool:
-    """Shares ``budget`` bytes among grants, at most ``window`` each, first come first served."""
+    """Share ``budget`` bytes among grants, at most ``window`` each, first come first served."""
 
     def __init__(self, budget: int, window: int) -> None:
         self._budget = budget
         self._window = min(window, budget)
         self._outstanding = 0
-        self._reserved = 0  # what the served accounts may have outstanding at most
+        self._reserved = 0  # sum of _share() over the served accounts
         self._accounts: OrderedDict[int, _Account] = OrderedDict()
         self._waiting: OrderedDict[int, None] = OrderedDict()
-        self._news: dict[int, int] = {}  # raised credits that :meth:`top_up` has not told yet
+        self._news: dict[int, int] = {}  # raised credits, not yet returned by open() or top_up()
 
     @property
     def outstanding(self) -> int:
-        """Bytes that may still arrive without further credit."""
+        """Bytes of credit that have been granted but not received yet."""
         return self._outstanding
 
     def open(self, key: int, expected: int) -> int:
-        """Start an account for ``expected`` bytes; returns its first credit (may be 0)."""
+        """Start an account for ``expected`` bytes and return its first credit (may be 0)."""
         self._accounts[key] = _Account(expected)
         self._waiting[key] = None
         self._serve()
         return self._news.pop(key, 0)
 
     def close(self, key: int) -> None:
-        """Forget an account; its unused credit returns to the pool."""
+        """Remove an account and return its unused credit to the pool."""
         account = self._accounts.pop(key, None)
         if account:
             self._waiting.pop(key, None)
@@ -62,7 +63,7 @@ class CreditPool:
             self._reserved -= self._share(account)
 
     def receive(self, key: int, nbytes: int) -> bool:
-        """Book arrived bytes; False when the sender exceeds its credit (nothing is booked)."""
+        """Book received bytes. Return False and book nothing if they exceed the credit."""
         account = self._accounts[key]
         if account.received + nbytes > account.credit:
             return False
@@ -73,14 +74,15 @@ class CreditPool:
         return True
 
     def counted(self, key: int) -> int:
-        """Bytes of the credit that are used up: arrived, or given up as lost; 0 when closed."""
+        """Credit already used, in bytes: received or written off as lost; 0 for a closed key."""
         account = self._accounts.get(key)
         return 0 if account is None else account.received
 
     def expect_again(self, key: int, nbytes: int) -> int:
-        """What is under way counts as lost and ``nbytes`` are to come; returns the new credit.
+        """Write off the bytes in flight as lost, expect ``nbytes`` more, return the new credit.
 
-        What the budget does not allow at once follows with :meth:`top_up`.
+        If the budget has no room now, the credit is raised later by :meth:`top_up`. The account
+        moves to the head of the queue: its handoff is under way and other blocks wait for it.
         """
         account = self._accounts[key]
         self._outstanding -= account.outstanding
@@ -94,7 +96,7 @@ class CreditPool:
         return self._news.pop(key, account.credit)
 
     def top_up(self) -> list[tuple[int, int]]:
-        """Raise credits that ran low: ``(key, new cumulative credit)`` of those that changed."""
+        """Raise credits that ran low. Return ``(key, new cumulative credit)`` for each raise."""
         self._serve()
         for key, account in self._accounts.items():
             low = account.served and account.outstanding * 2 <= self._window
@@ -104,26 +106,26 @@ class CreditPool:
         return list(raised.items())
 
     def check_integrity(self) -> None:
-        """Raise InternalError unless the sums are right and within the budget."""
+        """Raise InternalError if the sums disagree with the accounts or exceed the budget."""
         accounts = self._accounts.values()
         outstanding = sum(account.outstanding for account in accounts)
         reserved = sum(self._share(account) for account in accounts)
         if (outstanding, reserved) != (self._outstanding, self._reserved):
-            raise InternalError("the sums of credit do not fit the accounts")
+            raise InternalError("the credit sums do not match the accounts")
         if not 0 <= outstanding <= reserved <= self._budget:
-            text = f"{outstanding} bytes of credit are out and {reserved} reserved"
-            raise InternalError(f"{text}, the budget is {self._budget}")
+            text = f"{outstanding} bytes of credit outstanding, {reserved} reserved"
+            raise InternalError(f"{text}, budget {self._budget}")
 
     def _share(self, account: _Account) -> int:
-        """What an account may have outstanding at most, now or later."""
+        """Bytes of the budget that a served account reserves: its largest outstanding credit."""
         return min(self._window, account.expected - account.received) if account.served else 0
 
     def _serve(self) -> None:
-        """Serve those that wait, in order, while their shares fit."""
+        """Serve waiting accounts in order while their shares fit into the budget."""
         while self._waiting:
             key = next(iter(self._waiting))
             account = self._accounts[key]
-            account.served = True
+            account.served = True  # _share() is 0 for an account that is not served
             share = self._share(account)
             if self._reserved + share > self._budget:
                 account.served = False
@@ -133,7 +135,7 @@ class CreditPool:
             self._raise(key, account)
 
     def _raise(self, key: int, account: _Account) -> None:
-        """Up to a full window; its share of the budget was reserved before."""
+        """Raise the credit to a full window. :meth:`_serve` reserved the bytes before."""
         room = min(account.expected - account.credit, self._window - account.outstanding)
         if room > 0:
             account.credit += room

@@ -1,9 +1,9 @@
-"""Writing and reading KV frames: pool blocks to bytes on the wire and back.
+"""KV frames: pack pool blocks into bytes for the wire and unpack them.
 
-Invariant: a payload is written only within bounds, and its cells count as arrived only if its
-checksum is right; until then nobody reads them. So one pass over the bytes checks and writes
-them. The block kernels are handed in, so this module knows no device; a device transport
-replaces it, not the protocol.
+Invariant: a payload is written only within bounds, and its cells count as received only after
+the checksum matched. Nothing reads the cells before, so writing and checking share one pass.
+The block kernels are passed in, so this module does not depend on a device. A device transport
+replaces this module, not the protocol.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class BlockKernels(Protocol):
-    """Copying blocks, as the engine's Backend does it."""
+    """Block copies; implemented by the engine's Backend."""
 
     on_host: bool
-    """Whether the pool is the host's memory, so that a frame can be a view of it."""
+    """True if the pool is in host memory, so that a frame can be a view of the pool."""
 
     def gather_blocks(
         self,
@@ -59,7 +59,7 @@ class BlockKernels(Protocol):
         layer_count: int,
         block_ids: Int32,
     ) -> int:
-        """XXH3-64 of what ``gather_blocks`` would copy."""
+        """XXH3-64 of the bytes that ``gather_blocks`` would copy."""
         ...
 
     def copy_blocks(
@@ -76,7 +76,7 @@ class BlockKernels(Protocol):
 
 
 class BufferPool:
-    """Staging buffers of one size class each, reused once ZeroMQ has let go of them.
+    """Staging buffers, pooled by exact size and reused after ZeroMQ has sent them.
 
     Fresh megabyte buffers cost a page fault every 4 KiB; reuse keeps them mapped and warm.
     """
@@ -95,18 +95,18 @@ class BufferPool:
         return np.empty(nbytes, np.uint8)
 
     def give(self, buffer: Bytes) -> None:
-        """Return a buffer nobody reads any more."""
+        """Return a buffer to the pool. No reader may use it any more."""
         free = self._free.setdefault(buffer.nbytes, [])
         if len(free) < self._capacity:
             free.append(buffer)
 
 
 class FramePacker:
-    """Sender side: gathers the cells of a frame and computes its checksum in one pass.
+    """Sender side: gathers the cells of a frame and computes the checksum in one pass.
 
-    Cells that lie side by side in the pool are not gathered at all: the frame is a view of
-    the pool. That is safe because the blocks are held until the handoff ends, and what is
-    overwritten after an abort belongs to a grant that is gone.
+    Contiguous cells are not gathered: their frame is a view of the pool. This is safe because
+    the blocks are held until the handoff ends. After an abort the blocks may be overwritten, but
+    then the receiver drops the frame, because its grant has ended.
     """
 
     def __init__(self, kernels: BlockKernels, pool: npt.NDArray[np.float32]) -> None:
@@ -114,7 +114,7 @@ class FramePacker:
         self._pool = pool
 
     def view(self, frame: KVFrame, block_table: Int32) -> tuple[KVFrame, Bytes] | None:
-        """Header and payload of a frame that needs no copy, else None."""
+        """Return header and payload of a frame that needs no copy, else None."""
         first, count = frame.block_start, frame.block_count
         if frame.layer_count != 1 or not self._kernels.on_host:
             return None
@@ -126,7 +126,7 @@ class FramePacker:
         return msgspec.structs.replace(frame, checksum=self._kernels.checksum(payload)), payload
 
     def pack(self, frame: KVFrame, block_table: Int32, out: Bytes) -> KVFrame:
-        """Fill ``out`` (``frame.nbytes`` bytes); returns the header with its checksum."""
+        """Fill ``out`` (``frame.nbytes`` bytes) and return the header with its checksum."""
         blocks = block_table[frame.block_start : frame.block_start + frame.block_count]
         checksum = self._kernels.gather_blocks(
             self._pool, frame.layer_start, frame.layer_count, blocks, out
@@ -134,7 +134,10 @@ class FramePacker:
         return msgspec.structs.replace(frame, checksum=checksum)
 
     def name(self, frame: KVFrame, block_table: Int32) -> tuple[KVFrame, Bytes]:
-        """Header and payload for a receiver that maps this pool: the sum, and where to read."""
+        """Return header and payload for a receiver that maps this pool.
+
+        The payload is the int32 block ids to read; the header carries the checksum of the blocks.
+        """
         first = frame.block_start
         blocks = np.array(block_table[first : first + frame.block_count], np.int32)
         checksum = self._kernels.sum_blocks(
@@ -144,14 +147,14 @@ class FramePacker:
 
 
 class FrameWriter:
-    """Receiver side: scatters a payload into its blocks and checks it in the same pass."""
+    """Receiver side: scatters a payload into its blocks and verifies it in the same pass."""
 
     def __init__(self, kernels: BlockKernels, pool: npt.NDArray[np.float32]) -> None:
         self._kernels = kernels
         self._pool = pool
 
     def write(self, frame: KVFrame, blocks: Int32, payload: Bytes) -> bool:
-        """Write a payload; False when it is damaged and its cells stay absent."""
+        """Write a payload. Return False if it is damaged; its cells then stay missing."""
         if payload.nbytes != frame.nbytes:
             return False
         digest = self._kernels.scatter_blocks(
@@ -166,9 +169,9 @@ class FrameWriter:
         source: npt.NDArray[np.float32] | None,
         payload: Bytes,
     ) -> bool:
-        """Copy cells out of a sender's pool; False when they are damaged, or not to be had.
+        """Copy cells from a sender's pool. Return False if they are damaged or unavailable.
 
-        ``payload``: the int32 blocks of ``source`` they are in, as bytes.
+        ``payload``: int32 block ids in ``source``, as bytes.
         """
         if source is None or payload.nbytes != 4 * frame.block_count:
             return False
@@ -181,6 +184,6 @@ class FrameWriter:
                 np.frombuffer(payload.tobytes(), np.int32),
                 blocks,
             )
-        except ValueError:  # blocks the sender does not have
+        except ValueError:  # block ids outside the sender's pool
             return False
         return digest == frame.checksum

@@ -1,7 +1,7 @@
-"""The table of a decode worker's grants: slots with generations, each in one state.
+"""The grant table of a decode worker: slots with generations, each in one state.
 
-Invariants: a slot's generation rises whenever it is freed, so a :class:`GrantRef` of before
-finds nothing; states change along :data:`TRANSITIONS` only; of a request one grant is live.
+Invariants: freeing a slot raises its generation, so a :class:`GrantRef` to an earlier grant no
+longer resolves; states change only along :data:`TRANSITIONS`; a request has one live grant.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class GrantState(Enum):
     GRANTED = "granted"  # blocks reserved, nothing arrived
     FILLING = "filling"  # frames arrive
     OWNED = "owned"  # committed: the decode scheduler holds the blocks
-    REVOKING = "revoking"  # ended, but somebody may still write: our moves, or the sender itself
+    REVOKING = "revoking"  # ended, but this worker or the sender may still write to the blocks
 
 
 TRANSITIONS: dict[tuple[GrantState, str], GrantState] = {
@@ -47,14 +47,14 @@ TRANSITIONS: dict[tuple[GrantState, str], GrantState] = {
 
 
 class IllegalTransition(ProtocolError):
-    """A grant was asked to do what its state forbids; always our own bug."""
+    """An event that the grant's state forbids; always a bug of this worker."""
 
     code = "illegal_transition"
 
 
 @dataclass(slots=True)
 class Slot(Generic[A]):
-    """One grant's table entry, reused over generations."""
+    """The table entry of one grant; each new generation starts as a fresh Slot."""
 
     index: int
     generation: int = 0
@@ -62,14 +62,14 @@ class Slot(Generic[A]):
     reserve: Reserve | None = None
     peer: Peer = b""
     allocation: A | None = None
-    arrived: npt.NDArray[np.bool_] | None = None  # bool [layers, blocks]: cells that came intact
+    arrived: npt.NDArray[np.bool_] | None = None  # bool [layers, blocks]: cells received intact
     moving: dict[int, KVFrame] = field(default_factory=dict)  # by index: being written
-    fenced: bool = False  # the sender writes nothing more
-    parting: Message | None = None  # for the peer, when the blocks are free
+    fenced: bool = False  # the sender has stopped writing
+    parting: Message | None = None  # final answer to the peer, sent when the blocks are free
     damaged: dict[int, int] = field(default_factory=dict)  # frame index -> bytes
     frames: dict[int, int] = field(default_factory=dict)  # frame index -> checksum
     sizes: int = 0  # intact bytes
-    came: int = 0  # bytes of all frames, damaged ones too
+    came: int = 0  # bytes of all received frames, including damaged ones
     commit: Commit | None = None
     refusals: int = 0
     expires: float = 0.0
@@ -78,7 +78,7 @@ class Slot(Generic[A]):
     credit: int = 0
 
     def step(self, event: str) -> None:
-        """Change state; IllegalTransition where the state forbids it."""
+        """Change the state. Raises IllegalTransition if the state forbids ``event``."""
         target = TRANSITIONS.get((self.state, event))
         if target is None:
             raise IllegalTransition(f"grant {self.index}: {event} in state {self.state.value}")
@@ -86,7 +86,7 @@ class Slot(Generic[A]):
 
 
 class GrantTable(Generic[A]):
-    """All slots of one decode incarnation, and which of them is a request's live one."""
+    """All slots of one decode incarnation, and the live grant of each request."""
 
     def __init__(self, incarnation: int) -> None:
         self._incarnation = incarnation
@@ -95,14 +95,14 @@ class GrantTable(Generic[A]):
         self.live: dict[bytes, Slot[A]] = {}  # by request: the grant of its highest attempt
 
     def take(self) -> Slot[A]:
-        """A free slot."""
+        """Return a free slot."""
         if not self._free:
             self._slots.append(Slot(len(self._slots)))
             return self._slots[-1]
         return self._slots[self._free.pop()]
 
     def free(self, slot: Slot[A]) -> None:
-        """End a grant; its slot starts anew under the next generation."""
+        """End a grant. Its slot starts again with the next generation."""
         slot.step("free")
         if slot.reserve and self.live.get(slot.reserve.request) is slot:
             del self.live[slot.reserve.request]
@@ -110,7 +110,7 @@ class GrantTable(Generic[A]):
         self._free.append(slot.index)
 
     def find(self, grant: GrantRef) -> Slot[A] | None:
-        """The slot of a grant that has not ended."""
+        """Return the slot of a grant that has not ended, else None."""
         if grant.incarnation != self._incarnation or not 0 <= grant.slot < len(self._slots):
             return None
         slot = self._slots[grant.slot]
@@ -118,13 +118,13 @@ class GrantTable(Generic[A]):
         return slot if live else None
 
     def find_attempt(self, request: bytes, attempt: int) -> Slot[A] | None:
-        """The live grant of a request, if it is this attempt's."""
+        """Return the live grant of a request if it belongs to this attempt, else None."""
         slot = self.live.get(request)
         held = slot is not None and slot.reserve is not None and slot.reserve.attempt == attempt
         return slot if held else None
 
     def find_revoking(self, request: bytes, attempt: int) -> Slot[A] | None:
-        """The grant of this attempt that has ended and is still written to."""
+        """Return the ended grant of this attempt whose blocks are still being written, or None."""
         for slot in self._slots:
             reserve = slot.reserve
             if slot.state is not GrantState.REVOKING or reserve is None:
@@ -134,13 +134,13 @@ class GrantTable(Generic[A]):
         return None
 
     def taken(self) -> list[Slot[A]]:
-        """All grants; of a request whose old one is being revoked there are two."""
+        """All grants. A request has two while its previous grant is being revoked."""
         return [slot for slot in self._slots if slot.state is not GrantState.FREE]
 
     def at(self, index: int) -> Slot[A]:
-        """The slot of an index."""
+        """Return the slot with this index."""
         return self._slots[index]
 
     def ref(self, slot: Slot[A]) -> GrantRef:
-        """How a slot's grant is called on the wire."""
+        """Return the reference that names the slot's grant on the wire."""
         return GrantRef(self._incarnation, slot.index, slot.generation)

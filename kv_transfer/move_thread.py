@@ -1,4 +1,4 @@
-"""The thread that waits for a device, so that the one with the sockets need not."""
+"""The thread that waits for the device, so that the thread with the sockets never blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _log = get_logger()
 
 
 class MoveThread:
-    """:attr:`moves` of a worker: waited for on a thread of their own, finished on the loop's."""
+    """Runs :attr:`moves` of a worker: waits on a separate thread, finishes on the loop's thread."""
 
     def __init__(self, loop: Loop) -> None:
         self._thread: ComputeThread[Move, None] = ComputeThread(
@@ -25,5 +25,5 @@ class MoveThread:
         self.moves.finished(move, result)
 
     def stop(self) -> None:
-        """End; what is under way is not reported any more."""
+        """Stop the thread. Moves still under way are not reported."""
         self._thread.stop()

@@ -1,12 +1,12 @@
-"""KV frames of a pool on a GPU: packed and written by moves that nobody waits for.
+"""KV frames of a pool on a GPU, packed and written by asynchronous moves.
 
-The thread that owns sockets starts moves and is told of their ends; it never waits for the device.
-Another thread does (``watch``). What finds no room in the ring of pinned buffers waits here, as a
-few numbers, in the order it came.
+The thread with the sockets starts moves and is notified when they finish; it never waits for the
+device. Another thread waits (``watch``). If the ring of pinned buffers is full, a move waits here
+in arrival order, as a few numbers and without a payload.
 
-Invariants: each frame given to :class:`MovingPacker` or :class:`MovingWriter` is answered exactly
-once; a payload is seen only after its move is done; a buffer is used again only after its reader
-has let go of it.
+Invariants: each frame given to :class:`MovingPacker` or :class:`MovingWriter` is reported exactly
+once; a payload is visible only after its move is done; a buffer is reused only after its reader
+released it.
 """
 
 from __future__ import annotations
@@ -25,35 +25,36 @@ from .frames import BufferPool, Bytes
 Int32 = npt.NDArray[np.int32]
 Pool = npt.NDArray[np.float32]
 Give = Callable[[], object]
-"""Called when a payload may be written over."""
+"""Called when a payload's buffer may be overwritten."""
 
 
 class Move(Protocol):
-    """Bytes on their way through a device."""
+    """A copy of blocks that runs on a device."""
 
     def wait(self) -> None:
-        """Block until the move is done; any thread."""
+        """Block until the move is done. May be called from any thread."""
         ...
 
     @property
     def digest(self) -> int:
-        """Of the bytes moved, once that is done."""
+        """XXH3-64 of the moved bytes; valid after the move is done."""
         ...
 
     @property
     def payload(self) -> Bytes:
-        """What was gathered, once that is done and until :meth:`release`."""
+        """The gathered bytes; valid after the move is done and until :meth:`release`."""
         ...
 
     def release(self) -> None:
-        """Give back the buffers of a move that is done."""
+        """Return the buffers of a finished move."""
         ...
 
 
 class BlockStream(Protocol):
     """Starts moves of a pool's blocks, in order.
 
-    None while all buffers are taken; ValueError for what does not fit.
+    Each method returns None while all buffers are taken, and raises ValueError for blocks or
+    sizes outside the pool.
     """
 
     def gather(self, start: int, count: int, ids: Int32) -> Move | None:
@@ -61,30 +62,30 @@ class BlockStream(Protocol):
         ...
 
     def scatter(self, start: int, count: int, ids: Int32, payload: Bytes) -> Move | None:
-        """Unpack a payload; it may change when this returns."""
+        """Unpack a payload. The caller may change ``payload`` after this returns."""
         ...
 
     def copy(
         self, source: Pool, start: int, count: int, source_ids: Int32, ids: Int32
     ) -> Move | None:
-        """Copy blocks out of another process's pool."""
+        """Copy blocks from another process's pool."""
         ...
 
     def sum(self, start: int, count: int, ids: Int32) -> Move | None:
-        """The digest alone."""
+        """Compute the digest of blocks without copying them."""
         ...
 
 
 Start = Callable[[], Move | None]
 Done = Callable[[Move | None], object]
-"""Gets the finished move, whose buffers it gives back, or None for one that failed."""
+"""Receives the finished move and releases its buffers; receives None if the move failed."""
 
 
 class Moves:
-    """Moves under way and those that wait for buffers.
+    """Running moves, and moves that wait for buffers.
 
-    ``watch(move)``: have a thread wait for the move, and call :meth:`finished` back on this one;
-    moves finish in the order they were started.
+    ``watch(move)`` waits for the move on another thread and then calls :meth:`finished` on this
+    thread. Moves finish in the order in which they were started.
     """
 
     def __init__(self, watch: Callable[[Move], object]) -> None:
@@ -96,21 +97,21 @@ class Moves:
 
     @property
     def crowded(self) -> bool:
-        """Whether moves wait for buffers."""
+        """True if moves wait for buffers."""
         return bool(self._waiting)
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
 
     def submit(self, start: Start, done: Done) -> None:
-        """Start a move as soon as there are buffers; ``done`` is called later, or at once."""
+        """Start a move as soon as buffers are free; ``done`` may be called before this returns."""
         self._waiting.append((start, done))
         self.resume()
 
     def resume(self) -> None:
-        """Buffers may be free again."""
+        """Start waiting moves, because buffers may be free again."""
         if self._starting:
-            return  # what a callback submits is started by the loop below
+            return  # a callback submitted this move; the loop below starts it
         self._starting = True
         try:
             while self._waiting and self._start_first():
@@ -122,7 +123,7 @@ class Moves:
         start, done = self._waiting[0]
         try:
             move = start()
-        except ValueError:  # a frame that names blocks nobody has
+        except ValueError:  # the frame names blocks outside the pool
             self._waiting.popleft()
             self.failures += 1
             done(None)
@@ -135,7 +136,7 @@ class Moves:
         return True
 
     def finished(self, move: Move, failure: Exception | None = None) -> None:
-        """The oldest move under way is done, or its device has failed."""
+        """Finish the oldest running move; ``failure``: the device's error, if any."""
         _, done = self._running.popleft()
         if failure is None:
             done(move)
@@ -147,21 +148,21 @@ class Moves:
 
 
 Sent = Callable[[KVFrame, Bytes, Give | None], object]
-"""Gets a frame's header and payload, and what to call when the payload was read."""
+"""Receives a frame's header, its payload and the function to call after the payload was read."""
 
 
 class MovingPacker:
-    """Sender side: as :class:`~.frames.FramePacker`, but the frame comes later.
+    """Sender side: the asynchronous :class:`~.frames.FramePacker`.
 
-    A payload stays in its pinned buffer while ZeroMQ reads it, unless others wait for one: then it
-    is copied out, so that a peer that reads slowly never holds what all share.
+    A payload stays in its pinned buffer while ZeroMQ reads it. If other moves wait for a buffer,
+    the payload is copied out instead, so that a slow peer never occupies the shared buffers.
     """
 
     def __init__(self, stream: BlockStream, moves: Moves, buffers: BufferPool) -> None:
         self._stream, self._moves, self._buffers = stream, moves, buffers
 
     def pack(self, frame: KVFrame, block_table: Int32, sent: Sent) -> None:
-        """Gather the frame's cells and hand them to ``sent``."""
+        """Gather the frame's cells and pass them to ``sent``. A failed frame is dropped."""
         blocks = block_table[frame.block_start : frame.block_start + frame.block_count]
         start, count = frame.layer_start, frame.layer_count
 
@@ -180,7 +181,7 @@ class MovingPacker:
         self._moves.submit(lambda: self._stream.gather(start, count, blocks), done)
 
     def name(self, frame: KVFrame, block_table: Int32, sent: Sent) -> None:
-        """Sum the frame's cells and tell where they are, for a receiver that maps this pool."""
+        """Pass ``sent`` the checksum and block ids, for a receiver that maps this pool."""
         first = frame.block_start
         blocks = np.array(block_table[first : first + frame.block_count], np.int32)
         start, count = frame.layer_start, frame.layer_count
@@ -200,17 +201,17 @@ class MovingPacker:
 
 
 Stored = Callable[[bool], object]
-"""Told whether a frame arrived intact; its blocks are not written to any more."""
+"""Receives True if the frame arrived intact. Its blocks are no longer being written."""
 
 
 class MovingWriter:
-    """Receiver side: as :class:`~.frames.FrameWriter`, but what became of a frame is told later."""
+    """Receiver side: the asynchronous :class:`~.frames.FrameWriter`; ``stored`` gets the result."""
 
     def __init__(self, stream: BlockStream, moves: Moves) -> None:
         self._stream, self._moves = stream, moves
 
     def write(self, frame: KVFrame, blocks: Int32, payload: Bytes, stored: Stored) -> None:
-        """Scatter a payload; ``stored(False)`` when it is damaged."""
+        """Scatter a payload and call ``stored``: False if the payload is damaged."""
         start, count = frame.layer_start, frame.layer_count
         if payload.nbytes != frame.nbytes:
             stored(False)  # noqa: FBT003
@@ -228,9 +229,9 @@ class MovingWriter:
         payload: Bytes,
         stored: Stored,
     ) -> None:
-        """Copy cells out of a sender's pool; ``payload``: the int32 blocks they are in, as bytes.
+        """Copy cells from a sender's pool; ``payload``: their int32 block ids there, as bytes.
 
-        ``source`` is asked when the copy is queued, since the pool may have been given back.
+        ``source`` is called when the copy starts, because the pool may be unmapped by then.
         """
         start, count = frame.layer_start, frame.layer_count
         if payload.nbytes != 4 * frame.block_count:
@@ -241,7 +242,7 @@ class MovingWriter:
         def begin() -> Move | None:
             pool = source()
             if pool is None:
-                raise ValueError("the sender's pool is not mapped any more")
+                raise ValueError("the sender's pool is no longer mapped")
             return self._stream.copy(pool, start, count, theirs, blocks)
 
         self._moves.submit(begin, lambda move: stored(_intact(move, frame)))

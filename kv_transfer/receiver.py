@@ -1,18 +1,18 @@
 """The decode side of a handoff: grants of blocks, from Reserve to ownership.
 
 Invariants: a block belongs to at most one grant; a grant is named by (incarnation, slot,
-generation) and the generation rises on every FREE, so a late message can only be stale;
-ownership passes once, when every cell (layer, block) of the manifest has arrived intact;
-every Reserve, Commit and Release gets an answer, the same one when it is repeated.
+generation), and freeing a slot raises its generation, so a late message can only be stale;
+ownership passes once, after every cell (layer, block) of the manifest has arrived intact;
+every Reserve, Commit and Release is answered, with the same answer if it is repeated.
 
-This worker is the only writer of its blocks, and a write is under way from
-:meth:`Receiver.locate` to :meth:`Receiver.on_frame`. A grant that ends meanwhile is REVOKING until
-the last of them is over: only then are its blocks free, and only then does the sender, whose memory
-may be what is read, hear that its grant is gone. There is no free on timeout. Where senders write
-themselves (``device``), their Fence is waited for as well.
+Only this worker writes its blocks. A write lasts from :meth:`Receiver.locate` to
+:meth:`Receiver.on_frame`. A grant that ends during a write is REVOKING until its last write is
+over. Only then are its blocks freed, and only then does the sender learn that the grant has ended,
+because the write may read the sender's memory. Blocks are never freed by a timeout alone. If
+senders write themselves (``device``), the receiver also waits for their Fence.
 
-The receiver knows nothing of sockets, pools or models: blocks come from a
-:class:`.store.BlockStore`, payload bytes never pass through here.
+The receiver does not depend on sockets, pools or models. Blocks come from a
+:class:`.store.BlockStore`, and payload bytes never pass through here.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ from .store import A, BlockStore
 from .timeout import ASK_EVERY_S, HANDOFF_TIMEOUT_S, OWN_PAUSE_S
 
 SILENT_S = 1.0
-"""A prefill worker with grants that has sent nothing for so long is asked for a sign of life; while
-it works on handoffs it asks this worker more often than that."""
+"""Seconds of silence after which a prefill worker with grants gets a Ping.
+
+A prefill worker that works on handoffs sends to this worker more often than that."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,7 +69,7 @@ class Reply:
 
 @dataclass(slots=True, frozen=True)
 class Handover(Generic[A]):
-    """The request is ours: run it. The allocation now belongs to the caller."""
+    """Run the request: its ownership has passed here. The allocation belongs to the caller."""
 
     commit: Commit
     allocation: A
@@ -78,7 +79,7 @@ class Handover(Generic[A]):
 
 @dataclass(slots=True, frozen=True)
 class Evict:
-    """A higher attempt supersedes an owned request: stop it and free its blocks."""
+    """A higher attempt supersedes an owned request: end its sequence and free its blocks."""
 
     request: bytes
     attempt: int
@@ -89,10 +90,9 @@ Output = Reply | Handover[A] | Evict
 
 @dataclass(slots=True)
 class _Contact:
-    """A prefill worker's connection, while grants depend on it.
+    """The connection of a prefill worker that has grants.
 
-    ``asked_since``: when it was first asked for a sign of life since ``heard_at``; None while it
-    need not be asked.
+    ``asked_since``: time of the first Ping after ``heard_at``; None while no answer is awaited.
     """
 
     heard_at: float
@@ -104,12 +104,12 @@ class _Contact:
 class ReceiverConfig:
     """Limits of the receiving side.
 
-    ``patience``: seconds without a frame after which frames under way count as lost;
-    ``max_refusals``: how often a manifest may be incomplete; ``timeout``: seconds without an
-    answer after which a sender's grants are freed; ``window`` and ``budget``: see CreditPool,
-    bytes; ``lease``: seconds after which a sender is asked whether it still wants its grant;
-    ``tombstone``: seconds a released attempt is refused. ``device``: blocks are written
-    by the sender (CUDA IPC), so freeing needs a fence.
+    ``patience``: seconds without a frame after which frames in flight count as lost.
+    ``max_refusals``: limit of refused (incomplete) manifests per grant. ``timeout``: seconds
+    without an answer after which a sender's grants are freed. ``window`` and ``budget``: see
+    CreditPool, bytes. ``lease``: seconds after which a sender is asked to confirm its grant.
+    ``tombstone``: seconds for which a released attempt is refused. ``device``: senders write the
+    blocks (CUDA IPC), so freeing needs a fence.
     """
 
     window: int = 32 << 20
@@ -133,11 +133,11 @@ class Receiver(Generic[A]):
         self._store = store
         self._config = config
         self._grants: GrantTable[A] = GrantTable(incarnation)
-        self._highest: Expiring[bytes, int] = Expiring()  # attempt; lower ones are past
-        self._tombs: Expiring[bytes, int] = Expiring()  # attempts up to this one are aborted
+        self._highest: Expiring[bytes, int] = Expiring()  # highest attempt; lower ones are over
+        self._tombs: Expiring[bytes, int] = Expiring()  # attempts up to this number are aborted
         self._committed: Expiring[tuple[bytes, int], Committed] = Expiring()
         self._credits = CreditPool(config.budget, config.window)
-        self._contacts: dict[Peer, _Contact] = {}  # of those that have grants
+        self._contacts: dict[Peer, _Contact] = {}  # senders that have grants
         self._looked_at = math.inf
         self.stale = 0
         self.damaged = 0
@@ -145,14 +145,14 @@ class Receiver(Generic[A]):
     # ------------------------------------------------------------------ control messages
 
     def on_reserve(self, peer: Peer, message: Reserve, now: float) -> list[Output[A]]:
-        """Grant blocks, or say Busy; a repeated Reserve repeats its answer."""
+        """Grant blocks or answer Busy. A repeated Reserve gets the same answer."""
         key = (message.request, message.attempt)
         past = self._is_past(message.request, message.attempt, now)
         if past or not self._plausible(message):
             aborted = Aborted(request=message.request, attempt=message.attempt)
             return self._when_drained(peer, key, aborted)
         if self._committed.get(key, now):
-            # Nobody reserves what is committed, unless a router reused the attempt's number.
+            # Reserve after Commit means that a router reused an attempt number.
             return [Reply(peer, Aborted(request=message.request, attempt=message.attempt))]
         slot = self._grants.live.get(message.request)
         if slot and self.holds(message):
@@ -163,19 +163,19 @@ class Receiver(Generic[A]):
         return [*outputs, Reply(peer, self._reserve(peer, message, now))]
 
     def holds(self, message: Reserve) -> bool:
-        """Whether ``message`` asks again for a grant that stands; it takes no new blocks."""
+        """True if ``message`` repeats the Reserve of a live grant; it takes no new blocks."""
         slot = self._grants.live.get(message.request)
         return (
             slot is not None and slot.reserve is not None and _same_reserve(slot.reserve, message)
         )
 
     def expects(self, request: bytes, attempt: int) -> bool:
-        """Whether the KV of this attempt is on its way into a grant that stands."""
+        """True if a live grant waits for the KV of this attempt."""
         slot = self._grants.find_attempt(request, attempt)
         return slot is not None and slot.state in (GrantState.GRANTED, GrantState.FILLING)
 
     def _plausible(self, message: Reserve) -> bool:
-        """Whether a worker of this model can mean it; nothing is allocated for others."""
+        """True if the sizes fit this model; otherwise nothing is allocated."""
         tokens, growth = message.num_tokens, message.growth
         if tokens < 1 or growth < 0 or tokens + growth > MAX_CONTEXT_TOKENS:
             return False
@@ -205,7 +205,10 @@ class Receiver(Generic[A]):
         return self._grant_message(slot)
 
     def _unblock(self, slot: Slot[A], now: float) -> None:
-        """A sender that has to ask and sends nothing waits for credit that lost frames hold."""
+        """Renew the credit of a sender that repeats Reserve and sends no frames.
+
+        Its frames were probably lost, and lost frames still hold credit.
+        """
         stuck = now >= slot.progress_at + self._config.patience
         if stuck and slot.commit is None and slot.state is not GrantState.OWNED:
             slot.progress_at = now
@@ -216,7 +219,7 @@ class Receiver(Generic[A]):
         return absent * self._layout.block_bytes
 
     def on_commit(self, peer: Peer, message: Commit, now: float) -> list[Output[A]]:
-        """Take ownership once all is there; never silent (a pending manifest is answered later)."""
+        """Take ownership if all cells arrived; an incomplete manifest is answered later."""
         done = self._committed.get((message.request, message.attempt), now)
         if done:
             return [Reply(peer, done)]
@@ -236,22 +239,22 @@ class Receiver(Generic[A]):
 
     @staticmethod
     def _fault(slot: Slot[A], commit: Commit) -> str:
-        """Why a manifest can never be right for its grant; empty when it can."""
+        """Return why a manifest can never match its grant, or an empty string."""
         reserve, cells = slot.reserve, slot.arrived
         if slot.state not in (GrantState.GRANTED, GrantState.FILLING):
             return ""
         if reserve is None or cells is None:
             return ""
         if commit.frames > cells.size:
-            return f"{commit.frames} frames are more than the {cells.size} cells of the grant"
+            return f"{commit.frames} frames, but the grant has only {cells.size} cells"
         computed = len(commit.context.tokens) - 1
         if commit.context.generated_length < 1 or computed != reserve.num_tokens:
-            return f"a context of {computed + 1} tokens for a grant of {reserve.num_tokens}"
+            return f"context of {computed + 1} tokens for a grant of {reserve.num_tokens}"
         return ""
 
     def on_release(self, peer: Peer, message: Release, now: float) -> list[Output[A]]:
-        """The sender gives up this attempt; an owned request is not the sender's any more."""
-        # A Reserve that comes late would hold blocks for nobody.
+        """Free the grant of an attempt that its sender gives up; an owned request stays."""
+        # Without the tombstone, a late Reserve of this attempt would hold blocks for no request.
         self._bury(message.request, message.attempt, now, self._config.tombstone)
         answer = Released(request=message.request, attempt=message.attempt)
         slot = self._grants.find_attempt(message.request, message.attempt)
@@ -262,7 +265,7 @@ class Receiver(Generic[A]):
         return [*self._when_drained(peer, key, answer), *self._credit_outputs()]
 
     def on_fence(self, message: Fence) -> list[Output[A]]:
-        """Device path: the sender has stopped writing, so the blocks may be freed."""
+        """Device path: free the blocks, because the sender has stopped writing."""
         slot = self._grants.find(message.grant)
         if slot is None or slot.state is not GrantState.REVOKING:
             self.stale += 1
@@ -273,18 +276,18 @@ class Receiver(Generic[A]):
     # ------------------------------------------------------------------ data frames
 
     def locate(self, frame: KVFrame) -> npt.NDArray[np.int32] | None:
-        """Pool blocks (int32) a frame belongs to, or None when it must be dropped.
+        """Return the pool blocks (int32) of a frame, or None if the frame must be dropped.
 
-        Whoever gets blocks writes to them and then calls :meth:`on_frame`, once. Raises
-        ProtocolError when the frame does not fit its own grant: wrong bounds or size, overlapping
-        cells, more bytes than the credit.
+        After a result other than None, the caller writes the blocks and calls :meth:`on_frame`
+        exactly once. Raises ProtocolError if the frame does not fit its grant: wrong bounds or
+        size, overlapping cells, or more bytes than its credit.
         """
         slot = self._grants.find(frame.grant)
         if slot is None or slot.state not in (GrantState.GRANTED, GrantState.FILLING):
             self.stale += 1
             return None
         if frame.index in slot.frames or frame.index in slot.moving:
-            return None  # a duplicate of what already arrived
+            return None  # a duplicate frame
         self._check_bounds(slot, frame)
         if slot.allocation is None:
             return None
@@ -296,12 +299,12 @@ class Receiver(Generic[A]):
         return slot.allocation.block_table[first:last]
 
     def owner(self, grant: GrantRef) -> int | None:
-        """Incarnation of the prefill worker that reserved a grant; None when it is gone."""
+        """Incarnation of the prefill worker that reserved a grant; None if the grant has ended."""
         slot = self._grants.find(grant)
         return None if slot is None or slot.reserve is None else slot.reserve.incarnation
 
     def owner_of_attempt(self, request: bytes, attempt: int) -> int | None:
-        """Incarnation of the prefill worker whose grant this attempt, or a later one, has."""
+        """Incarnation of the prefill worker whose grant serves this attempt or a later one."""
         slot = self._grants.live.get(request)
         if slot is None or slot.reserve is None or slot.reserve.attempt < attempt:
             return None
@@ -327,7 +330,7 @@ class Receiver(Generic[A]):
             raise ProtocolError(f"KV frame {frame.index} covers blocks that are being written")
 
     def on_frame(self, frame: KVFrame, *, intact: bool, now: float) -> list[Output[A]]:
-        """A located frame was checked and, if intact, written into the pool."""
+        """Record a located frame; ``intact``: its checksum matched and it is in the pool."""
         slot = self._grants.find(frame.grant)
         if slot is None or slot.arrived is None:
             self.stale += 1
@@ -358,7 +361,7 @@ class Receiver(Generic[A]):
         if slot.damaged and len(slot.frames) + len(slot.damaged) >= commit.frames:
             return self._refuse_frames(slot, sorted(slot.damaged))
         if slot.moving or len(slot.frames) < commit.frames:
-            return []  # frames are still on their way; tick() asks again when they do not come
+            return []  # frames are in flight; tick() requests them again if they do not arrive
         if not self._manifest_agrees(slot, commit) or not cells.all():
             return self._fail(slot, "handoff_failed", "the manifest does not match the frames")
         slot.step("own")
@@ -389,7 +392,7 @@ class Receiver(Generic[A]):
         )
 
     def _refuse_frames(self, slot: Slot[A], missing: list[int]) -> list[Output[A]]:
-        """Ask for frames again; their bytes get fresh credit."""
+        """Request frames again, with fresh credit for their bytes."""
         commit = slot.commit
         if commit is None:
             return []
@@ -428,9 +431,9 @@ class Receiver(Generic[A]):
     # ------------------------------------------------------------------ ends
 
     def abort(self, request: bytes, attempt: int, now: float, keep: float) -> list[Output[A]]:
-        """Free every grant of this request up to ``attempt``; remember that for ``keep`` seconds.
+        """Free every grant of this request up to ``attempt``; refuse them for ``keep`` seconds.
 
-        An owned request is left to its owner, who calls :meth:`close`.
+        An owned request is freed by its owner, which calls :meth:`close`.
         """
         self._bury(request, attempt, now, keep)
         slot = self._grants.live.get(request)
@@ -443,7 +446,7 @@ class Receiver(Generic[A]):
             self._tombs.put(request, attempt, now + keep)
 
     def close(self, request: bytes, attempt: int) -> None:
-        """The owner is done with an owned request (its blocks are freed by the owner)."""
+        """Remove the grant of an owned request that ended; the owner frees the blocks."""
         slot = self._grants.find_attempt(request, attempt)
         if slot and slot.state is GrantState.OWNED:
             self._free_slot(slot)
@@ -451,35 +454,35 @@ class Receiver(Generic[A]):
     def peer_dead(self, incarnation: int) -> list[Output[A]]:
         """Free the grants of a prefill worker that a router has declared dead.
 
-        Another router may still have the worker, so it may reserve again: the attempts that the
-        router moves are aborted here one by one.
+        The worker may still serve another router and reserve again. So no tombstones are kept:
+        the router aborts the attempts that it moves, one by one.
         """
         for slot in self._grants.taken():
             theirs = slot.reserve is not None and slot.reserve.incarnation == incarnation
             if theirs and slot.state is not GrantState.OWNED:
-                self._part(slot, None)  # nobody is there to be told
+                self._part(slot, None)  # the sender is dead: no answer
         return self._credit_outputs()
 
     def peer_gone(self, peer: Peer, now: float) -> None:
-        """A prefill worker's connection was lost; it may come back for a while."""
+        """Start the timeout of a prefill worker whose connection was lost; it may reconnect."""
         contact = self._contacts.get(peer)
         if contact is not None and contact.asked_since is None:
             contact.asked_since = now
 
     def peer_heard(self, peer: Peer, now: float) -> None:
-        """A prefill worker sent something, so it is there."""
+        """Note that a prefill worker sent something, so it is reachable."""
         contact = self._contacts.get(peer)
         if contact is not None:
             contact.heard_at, contact.asked_since = now, None
 
     def peer_moved(self, incarnation: int, peer: Peer) -> None:
-        """A prefill worker came by another connection: its grants are answered there."""
+        """Send answers for a prefill worker's grants over its new connection."""
         for slot in self._grants.taken():
             if slot.reserve is not None and slot.reserve.incarnation == incarnation:
                 slot.peer = peer
 
     def tick(self, now: float) -> list[Output[A]]:
-        """Evaluate deadlines and the patience with incomplete manifests."""
+        """Check deadlines, timeouts and incomplete manifests."""
         outputs: list[Output[A]] = []
         self._excuse(now)
         for slot in self._grants.taken():
@@ -490,7 +493,7 @@ class Receiver(Generic[A]):
             if over and not revoked:
                 outputs += self._drop(slot)
             elif slot.moving:
-                continue  # this worker's own work; it ends, or the worker does
+                continue  # this worker's own write: it will end, or the whole process has
             elif not revoked and slot.commit and now >= slot.progress_at + self._config.patience:
                 slot.progress_at = now
                 missing = [i for i in range(slot.commit.frames) if i not in slot.frames]
@@ -503,13 +506,13 @@ class Receiver(Generic[A]):
         return outputs + self._credit_outputs()
 
     def _ask(self, slot: Slot[A]) -> Reply:
-        """Is this grant still wanted? Its sender may have given it up unheard."""
+        """Ask the sender to confirm its grant; its Release may have been lost."""
         if slot.state is GrantState.REVOKING:
             return self._revoke(slot)
         return Reply(slot.peer, self._grant_message(slot))
 
     def _excuse(self, now: float) -> None:
-        """Do not count this process's own pause as the silence of senders."""
+        """Exclude pauses of this process from the senders' timeouts."""
         pause = now - self._looked_at
         self._looked_at = now
         if pause > OWN_PAUSE_S:
@@ -518,17 +521,17 @@ class Receiver(Generic[A]):
                     contact.asked_since += pause
 
     def _is_unreachable(self, peer: Peer, now: float) -> bool:
-        """Whether a sender was asked for the timeout and has sent nothing since."""
+        """True if a sender was asked for the whole timeout and has sent nothing since."""
         contact = self._contacts.get(peer)
         if contact is None or contact.asked_since is None:
             return False
         return now >= contact.asked_since + self._config.timeout
 
     def _ask_silent(self, now: float) -> list[Output[A]]:
-        """Ask the senders of grants that have been silent, or are disconnected, for an answer.
+        """Ping senders with grants that are silent or disconnected.
 
-        A sender that was given up unheard, or one that nothing reaches, would hold its blocks
-        until the request's deadline.
+        Without pings, the grants of an unreachable sender would hold their blocks until the
+        request's deadline.
         """
         peers = {slot.peer for slot in self.ungiven()}
         known, self._contacts = self._contacts, {}
@@ -544,15 +547,15 @@ class Receiver(Generic[A]):
 
     @property
     def granted(self) -> int:
-        """Grants whose blocks wait for KV."""
+        """Number of grants whose blocks wait for KV."""
         return len(self.ungiven())
 
     def ungiven(self) -> list[Slot[A]]:
-        """Slots whose blocks nobody owns yet: they wait for KV, or for their last writer."""
+        """Slots without an owner: they wait for KV or for the end of their last write."""
         return [slot for slot in self._grants.taken() if slot.state is not GrantState.OWNED]
 
     def held(self) -> list[A]:
-        """Allocations that belong to grants (for integrity checks)."""
+        """Allocations held by grants, for integrity checks."""
         return [slot.allocation for slot in self._grants.taken() if slot.allocation is not None]
 
     # ------------------------------------------------------------------ slots
@@ -581,7 +584,7 @@ class Receiver(Generic[A]):
         return outputs
 
     def _drop(self, slot: Slot[A]) -> list[Output[A]]:
-        """End a grant before its natural end."""
+        """End a grant that its sender has not released."""
         if slot.reserve is None:
             return []
         if slot.state is GrantState.OWNED:
@@ -596,7 +599,10 @@ class Receiver(Generic[A]):
         return self._part(slot, None)
 
     def _part(self, slot: Slot[A], last_word: Message | None) -> list[Output[A]]:
-        """End a grant whose sender writes nothing more, once nothing here writes to it either."""
+        """End a grant whose sender has stopped writing; free it after this worker's last write.
+
+        ``last_word``: the final answer to the sender, sent when the blocks are free.
+        """
         slot.fenced = True
         slot.parting = last_word
         if slot.state is not GrantState.REVOKING and slot.moving:
@@ -604,7 +610,7 @@ class Receiver(Generic[A]):
         return self._drained(slot)
 
     def _drained(self, slot: Slot[A]) -> list[Output[A]]:
-        """Free a grant that has ended, if nobody can write to its blocks any more."""
+        """Free an ended grant if nothing can write to its blocks any more."""
         if slot.moving or not slot.fenced:
             return []
         peer, last_word = slot.peer, slot.parting
@@ -613,9 +619,9 @@ class Receiver(Generic[A]):
         return [*told, *self._credit_outputs()]
 
     def _when_drained(self, peer: Peer, key: tuple[bytes, int], answer: Message) -> list[Output[A]]:
-        """Say that an attempt holds nothing here, once nothing of it is written or read any more.
+        """Confirm that an attempt holds nothing here, after its last read or write is over.
 
-        Who asks again meanwhile gets that one answer.
+        If the sender asks again in the meantime, it gets one answer, to its latest question.
         """
         slot = self._grants.find_revoking(*key)
         if slot is None or not slot.moving:
@@ -647,12 +653,12 @@ class Receiver(Generic[A]):
 
     @property
     def remembered(self) -> int:
-        """Entries kept to answer what comes late; each ends at its time."""
+        """Number of entries kept to answer late messages; each entry expires."""
         return len(self._tombs) + len(self._committed) + len(self._highest)
 
 
 def _overlap(one: KVFrame, other: KVFrame) -> bool:
-    """Whether two frames have a cell in common."""
+    """Return True if two frames share a cell."""
     layers = min(one.layer_start + one.layer_count, other.layer_start + other.layer_count)
     blocks = min(one.block_start + one.block_count, other.block_start + other.block_count)
     apart = layers <= max(one.layer_start, other.layer_start) or blocks <= max(
@@ -662,23 +668,23 @@ def _overlap(one: KVFrame, other: KVFrame) -> bool:
 
 
 def _same_reserve(held: Reserve, asked: Reserve) -> bool:
-    """Whether ``asked`` is ``held`` once more, and not a new try."""
+    """True if ``asked`` repeats ``held``, and is not a new reservation."""
     names = ("attempt", "incarnation", "serial")
     return all(getattr(held, name) == getattr(asked, name) for name in names)
 
 
 def _another(held: Reserve, commit: Commit) -> bool:
-    """Whether a grant is used for another request or attempt than it was given for."""
+    """True if a grant is used for another request or attempt than it was given for."""
     return (held.request, held.attempt) != (commit.request, commit.attempt)
 
 
 def check_receiver(receiver: Receiver[Any], owned: Collection[bytes]) -> None:
-    """Raise unless slots, live table and states agree and credit keeps its budget."""
+    """Raise if slots, live table and states disagree or the credit exceeds its budget."""
     receiver._credits.check_integrity()
     live = receiver._grants.live
     for request, slot in live.items():
         if slot.reserve is None or slot.reserve.request != request:
-            raise IllegalTransition(f"live table names a foreign slot {slot.index}")
+            raise IllegalTransition(f"the live table names slot {slot.index} of another request")
         if slot.state is GrantState.OWNED and request not in owned:
             raise IllegalTransition(f"owned grant {slot.index} has no owner")
         if (slot.state is GrantState.OWNED) != (slot.allocation is None):

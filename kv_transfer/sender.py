@@ -1,14 +1,17 @@
 """The prefill side of a handoff: from Reserve to Committed.
 
-Invariants: a frame is sent only for cells whose KV is final and only within the grant's
-cumulative credit; nothing is committed before every frame was packed; the blocks are held
-until the decode worker answered Committed, so any frame can be packed again; every handoff
-ends in exactly one of Done, Failed or Gone. Of a handoff whose blocks the decode worker reads where
-they are (``fenced``), Failed is followed by Gone: until then it may read them
-(:meth:`Sender.may_be_read`). Gone is its word that it does not, or its death; never a timeout.
+Invariants: a frame is sent only for cells whose KV is final, and only within the grant's
+cumulative credit; Commit is sent only after every frame was packed; the blocks are held until the
+decode worker answers Committed, so any frame can be packed again; every handoff ends in exactly
+one of Done, Failed or Gone.
 
-The sender names blocks by their logical index. Packing, checksums and sockets are the
-shell's: it performs :class:`SendFrame` and reports :meth:`Sender.on_packed`.
+Exception: a decode worker may read the blocks directly in this worker's memory (``fenced``). Then
+Failed is followed by Gone, and the blocks must stay until Gone, because the decode worker may still
+read them (:meth:`Sender.may_be_read`). Gone needs the decode worker's confirmation or its death;
+a timeout is never enough.
+
+The sender names blocks by their logical index. The shell owns packing, checksums and sockets: it
+performs :class:`SendFrame` and then calls :meth:`Sender.on_packed`.
 """
 
 from __future__ import annotations
@@ -43,27 +46,30 @@ from ..proto.messages import (
 from .timeout import HANDOFF_TIMEOUT_S
 
 MIN_FRAME_BYTES = 512 << 10
-"""Frames are not made smaller than this for the sake of overlap."""
+"""Smallest frame, in bytes, that a large layer is cut into so that transfer and compute overlap."""
 MIN_JOINED_BYTES = 1 << 20
-"""The same where layers are smaller and travel together: such a frame is always gathered, so what
-counts is that each costs both sides together some 200 µs of their processors."""
+"""Smallest frame, in bytes, if layers are small and travel together.
+
+Such a frame is always gathered. Each frame costs both sides together about 200 µs of CPU time, and
+that cost outweighs the overlap."""
 MIN_SHARED_BYTES = 2 << 20
-"""The same where the receiver reads the sender's pool: nothing travels that could overlap, so small
-frames only cost both sides their headers."""
+"""Smallest frame, in bytes, if the receiver reads the sender's pool.
+
+No payload travels, so overlap gains nothing and small frames only add header costs."""
 FRAMES_IN_FLIGHT = 8
-"""Frames a handoff is cut into at least, if they do not get too small."""
+"""Number of frames a handoff is cut into at least, unless they would become too small."""
 
 Key = tuple[bytes, int]
-"""(request, attempt): names one handoff."""
+"""(request, attempt): identifies one handoff."""
 
 
 class HandoffState(Enum):
     """Life of a handoff at the sender."""
 
-    RESERVING = "reserving"  # Reserve is out
-    SENDING = "sending"  # granted: frames go as layers finish and credit allows
-    COMMITTING = "committing"  # Commit is out
-    RELEASING = "releasing"  # given up: Release is out
+    RESERVING = "reserving"  # Reserve was sent
+    SENDING = "sending"  # granted: frames are sent as layers finish and credit allows
+    COMMITTING = "committing"  # Commit was sent
+    RELEASING = "releasing"  # given up: Release was sent
     ENDED = "ended"
 
 
@@ -82,7 +88,7 @@ TRANSITIONS: dict[tuple[HandoffState, str], HandoffState] = {
 
 
 class CommitMaker(Protocol):
-    """Builds the Commit of a handoff once its manifest is known (context, first token, router)."""
+    """Builds the Commit of a handoff after its manifest is known (context, first token, router)."""
 
     def __call__(self, grant: GrantRef, frames: int, nbytes: int, digest: int) -> Commit:
         """Return the message to send."""
@@ -99,7 +105,7 @@ class Send:
 
 @dataclass(slots=True, frozen=True)
 class SendFrame:
-    """Pack these cells of request ``key`` and send them to ``endpoint``'s data socket."""
+    """Pack these cells of handoff ``key`` and send them to the data socket of ``endpoint``."""
 
     endpoint: str
     key: Key
@@ -116,7 +122,7 @@ class Granted:
 
 @dataclass(slots=True, frozen=True)
 class Refusal:
-    """The decode worker has no room; the handoff is over, try again later or elsewhere."""
+    """The decode worker has no free blocks. The handoff ended; retry later or on another worker."""
 
     key: Key
     retry_after: float
@@ -139,7 +145,7 @@ class Done:
 
 @dataclass(slots=True, frozen=True)
 class Failed:
-    """The handoff cannot succeed; nothing is held on the other side."""
+    """The handoff cannot succeed; the decode worker holds nothing for it."""
 
     key: Key
     code: str
@@ -149,7 +155,7 @@ class Failed:
 
 @dataclass(slots=True, frozen=True)
 class Gone:
-    """A released handoff is acknowledged: nothing of it is held anywhere."""
+    """A released handoff is confirmed: neither side holds anything for it."""
 
     key: Key
 
@@ -161,39 +167,39 @@ Output = Send | SendFrame | Granted | Refusal | Done | Failed | Gone
 class _Handoff:
     key: Key
     endpoint: str
-    incarnation: int  # of the decode worker, as the router knows it; 0 = any
+    incarnation: int  # of the decode worker, as the router reported it; 0 = any
     reserve: Reserve
     blocks: int
     started: float
     deadline: float
-    frame_limit: int  # bytes the receiver takes in one frame
-    shared: bool  # the receiver reads the blocks where they are
-    fenced: bool  # the receiver reads the blocks: they stay until it says that it does not
+    frame_limit: int  # bytes the receiver accepts in one frame
+    shared: bool  # the receiver reads the blocks from this worker's pool
+    fenced: bool  # the receiver reads the blocks: hold them until it confirms that it stopped
     state: HandoffState = HandoffState.RESERVING
     grant: GrantRef | None = None
     cached_blocks: int = 0
     cached_tokens: int = 0
     credit: int = 0
-    sent_bytes: int = 0  # cumulative, repeated frames included: what credit is compared with
-    pushed: int = 0  # cumulative, whatever the other side has written off as lost
-    arrived: int = 0  # of these, as far as is known
+    sent_bytes: int = 0  # cumulative, with repeated frames; limited by credit
+    pushed: int = 0  # cumulative, with bytes the receiver has written off as lost
+    arrived: int = 0  # part of ``pushed`` that the receiver has reported
     frames: list[KVFrame] = field(default_factory=list)
     checksums: dict[int, int] = field(default_factory=dict)
     queue: deque[KVFrame] = field(default_factory=deque)
-    layer_done: int = 0  # within the step that runs
+    layer_done: int = 0  # layers already queued in the current step
     block_done: int = 0  # blocks final in every layer
     maker: CommitMaker | None = None
     commit: Commit | None = None
     retry_at: float = 0.0
-    progress_at: float = 0.0  # when frames were last known to arrive, or none was under way
+    progress_at: float = 0.0  # last time frames were known to arrive, or none was in flight
     retries: int = 0
     resent: int = 0
-    refusals: int = 0  # of the other side, as far as they arrived
+    refusals: int = 0  # highest refusal round received from the other side
 
     def agree(self, message: Grant | Refused) -> None:
-        """Take over how much credit there is, and how much of it the other side has written off.
+        """Adopt the receiver's credit, and the part of it that the receiver has written off.
 
-        It gives up as lost what it had granted in a message that never came here.
+        If a message with credit was lost, the receiver writes that credit off; so must the sender.
         """
         self.credit = max(self.credit, message.credit)
         self.sent_bytes = max(self.sent_bytes, min(message.counted, self.credit))
@@ -209,9 +215,9 @@ class _Handoff:
 class SenderConfig:
     """Sizes and timers of the sending side.
 
-    ``frame_bytes``: target size of a frame. ``retry``: seconds until an unanswered control
-    message is repeated (doubling up to ``retry_max``); ``timeout``: seconds in which none of the
-    frames sent to a peer arrives there before the handoff is given up as lost.
+    ``frame_bytes``: target size of a frame. ``retry``: seconds before an unanswered control
+    message is repeated (doubles up to ``retry_max``). ``timeout``: the handoff fails if no frame
+    in flight to a peer arrives for this many seconds.
     """
 
     frame_bytes: int = 2 << 20
@@ -228,8 +234,8 @@ class Sender:
         self._layout = layout
         self._config = config
         self._live: dict[Key, _Handoff] = {}
-        self._by_grant: dict[tuple[str, GrantRef], Key] = {}  # by endpoint: who says it
-        self._arrived: dict[str, float] = {}  # by endpoint: when a frame was last known to arrive
+        self._by_grant: dict[tuple[str, GrantRef], Key] = {}  # a grant is unique per endpoint only
+        self._arrived: dict[str, float] = {}  # by endpoint: last time a frame was known to arrive
         self.stale = 0
 
     def __len__(self) -> int:
@@ -242,7 +248,7 @@ class Sender:
         """Decode endpoints with a live handoff."""
         return {h.endpoint for h in self._live.values()}
 
-    # ------------------------------------------------------------------ what the worker says
+    # ------------------------------------------------------------------ calls of the worker
 
     def start(
         self,
@@ -255,10 +261,10 @@ class Sender:
         shared: bool = False,
         fenced: bool = False,
     ) -> list[Output]:
-        """Ask ``endpoint`` for blocks; no frame will be larger than ``frame_limit`` bytes.
+        """Reserve blocks at ``endpoint``. No frame will exceed ``frame_limit`` bytes.
 
-        ``shared``: the worker there reads the blocks from this one's pool. ``fenced``: and may
-        still do so when the handoff has failed.
+        ``shared``: the decode worker reads the blocks from this worker's pool. ``fenced``: the
+        decode worker may still read them after the handoff has failed.
         """
         key = (reserve.request, reserve.attempt)
         handoff = _Handoff(
@@ -279,15 +285,15 @@ class Sender:
     def ready(
         self, key: Key, *, layer_end: int, token_end: int, last: bool, now: float
     ) -> list[Output]:
-        """KV of layers below ``layer_end`` is final for tokens below ``token_end``.
+        """Send the KV that is now final: layers below ``layer_end``, tokens below ``token_end``.
 
-        Only whole blocks are sent, the partial one with the prompt's end (``last``).
+        Only whole blocks are sent. The last, partial block is sent at the prompt's end (``last``).
         """
         handoff = self._live.get(key)
         if handoff is None or handoff.state is not HandoffState.SENDING:
             return []
         if not handoff.queue:
-            self._calm(handoff, now)  # it waited for compute, not for the peer
+            self._calm(handoff, now)  # the handoff waited for compute, not for the peer
             handoff.progress_at = now
         size = self._layout.block_size
         block_end = handoff.blocks if last else token_end // size
@@ -300,7 +306,7 @@ class Sender:
         return self._push(handoff, now)
 
     def finish(self, key: Key, maker: CommitMaker, now: float) -> list[Output]:
-        """Every cell was announced by :meth:`ready`; commit as soon as all frames are packed."""
+        """Commit after all frames are packed. :meth:`ready` must have announced every cell."""
         handoff = self._live.get(key)
         if handoff is None or handoff.state is not HandoffState.SENDING:
             return []
@@ -308,7 +314,7 @@ class Sender:
         return self._push(handoff, now)
 
     def on_packed(self, key: Key, index: int, checksum: int, now: float) -> list[Output]:
-        """The shell has packed and sent a frame."""
+        """Record the checksum of a frame that the shell has packed and sent."""
         handoff = self._live.get(key)
         if handoff is None:
             return []
@@ -316,7 +322,7 @@ class Sender:
         return self._maybe_commit(handoff, now)
 
     def release(self, key: Key, now: float) -> list[Output]:
-        """Give the handoff up; :class:`Gone` follows when the other side confirmed."""
+        """Give the handoff up. :class:`Gone` follows after the other side has confirmed."""
         handoff = self._live.get(key)
         if handoff is None:
             return [Gone(key)]
@@ -328,19 +334,19 @@ class Sender:
         return [self._control(handoff, _release(handoff), now)]
 
     def may_be_read(self, key: Key) -> bool:
-        """Whether the decode worker may be reading the handoff's blocks: they must stay."""
+        """True if the decode worker may still read the handoff's blocks, so they must stay."""
         handoff = self._live.get(key)
         return handoff is not None and handoff.fenced and bool(handoff.frames)
 
-    # ------------------------------------------------------------------ what the peer says
+    # ------------------------------------------------------------------ messages of the peer
 
     def is_with(self, endpoint: str, request: bytes, attempt: int) -> bool:
-        """Whether the worker at ``endpoint`` may speak about the handoff of this attempt."""
+        """True unless the handoff of this attempt belongs to a worker at another endpoint."""
         handoff = self._live.get((request, attempt))
         return handoff is None or handoff.endpoint == endpoint
 
     def on_grant(self, endpoint: str, message: Grant, now: float) -> list[Output]:
-        """Blocks are promised; those nobody waits for are given back at once."""
+        """Start sending into the promised blocks. A grant that is no longer wanted is released."""
         key = (message.request, message.attempt)
         handoff = self._live.get(key)
         if handoff is None or handoff.endpoint != endpoint:
@@ -365,10 +371,10 @@ class Sender:
         return [Granted(key, message.cached_tokens)]
 
     def _granted_again(self, handoff: _Handoff, message: Grant, now: float) -> list[Output]:
-        """Alive, and perhaps a Credit was lost.
+        """Handle a repeated Grant: the peer is alive, and a Credit may have been lost.
 
-        While frames are under way this says nothing about the path they take: the other side
-        answers in the same way when it receives none of them.
+        While frames are in flight, a repeated Grant does not prove that frames arrive: the
+        receiver gives the same answer if it receives none of them.
         """
         if message.grant != handoff.grant:
             return self._fail(handoff, "handoff_failed", "the grant was replaced")
@@ -378,7 +384,7 @@ class Sender:
         return self._push(handoff, now)
 
     def on_busy(self, message: Busy) -> list[Output]:
-        """No blocks now: the handoff ends, the request goes back to the queue."""
+        """End the handoff, because the decode worker has no free blocks; requeue the request."""
         key = (message.request, message.attempt)
         handoff = self._live.get(key)
         if handoff is None or handoff.state is not HandoffState.RESERVING:
@@ -387,7 +393,7 @@ class Sender:
         return [Refusal(key, message.retry_after)]
 
     def on_credit(self, endpoint: str, message: Credit, now: float) -> list[Output]:
-        """More bytes may go."""
+        """Send more frames with the raised credit."""
         handoff = self._of(endpoint, message.grant)
         if handoff is None:
             return []
@@ -395,12 +401,12 @@ class Sender:
         if handoff.pushed > handoff.arrived:
             self._arrived[handoff.endpoint] = now
         else:
-            handoff.progress_at = now  # it waited for its turn
+            handoff.progress_at = now  # nothing was in flight: it waited for credit
         self._calm(handoff, now)
         return self._push(handoff, now)
 
     def on_committed(self, message: Committed, now: float) -> list[Output]:
-        """Ownership has passed."""
+        """End the handoff: the decode worker now owns the request."""
         handoff = self._live.get((message.request, message.attempt))
         if handoff is None:
             return []
@@ -424,7 +430,7 @@ class Sender:
         ]
 
     def on_refused(self, message: Refused, now: float) -> list[Output]:
-        """Frames are wanted again, or the handoff has failed on the other side."""
+        """Send the requested frames again, or fail the handoff if none is requested."""
         handoff = self._live.get((message.request, message.attempt))
         if handoff is None or handoff.grant != message.grant:
             return []
@@ -436,7 +442,7 @@ class Sender:
                 return []  # an answer to an earlier Commit
             return self._fail(handoff, message.code, message.message)
         if message.round <= handoff.refusals:
-            return []  # said again: those frames are under way
+            return []  # a repeated refusal: its frames are already in flight
         handoff.refusals = message.round
         self._note_arrived(handoff, message, now)
         if self._nothing_arrives(handoff, now):
@@ -452,7 +458,7 @@ class Sender:
         return self._push(handoff, now)
 
     def on_stale(self, message: Stale) -> list[Output]:
-        """The decode worker does not know this grant any more."""
+        """Fail or end the handoff, because the decode worker no longer has this grant."""
         handoff = self._live.get((message.request, message.attempt))
         if handoff is None or (message.grant and handoff.grant != message.grant):
             return []
@@ -462,7 +468,7 @@ class Sender:
         return self._fail(handoff, "handoff_failed", "the grant is stale")
 
     def on_gone(self, request: bytes, attempt: int) -> list[Output]:
-        """Released or Aborted: the other side holds nothing."""
+        """Handle Released or Aborted: the decode worker holds nothing for this attempt."""
         handoff = self._live.get((request, attempt))
         if handoff is None:
             return []
@@ -472,7 +478,7 @@ class Sender:
         return self._fail(handoff, "handoff_failed", "aborted by the decode worker")
 
     def on_revoke(self, endpoint: str, message: Revoke) -> list[Output]:
-        """Device path: stop writing, then fence; into an unknown grant nothing is written."""
+        """Device path: stop writing and answer Fence, also for an unknown grant."""
         handoff = self._of(endpoint, message.grant)
         outputs: list[Output] = [Send(endpoint, Fence(grant=message.grant))]
         if handoff is None:
@@ -480,7 +486,7 @@ class Sender:
         return outputs + self._fail(handoff, "handoff_failed", "the grant was revoked")
 
     def peer_lost(self, endpoint: str, reason: str, incarnation: int = 0) -> list[Output]:
-        """The decode worker died or refused the link: all its handoffs are over."""
+        """End all handoffs with a decode worker that died or refused the link."""
         outputs: list[Output] = []
         self._arrived.pop(endpoint, None)
         for handoff in list(self._live.values()):
@@ -495,10 +501,10 @@ class Sender:
         return outputs
 
     def unreachable(self, endpoint: str, reason: str) -> list[Output]:
-        """The worker does not answer, or no frame reaches it: all its handoffs are over.
+        """Fail all handoffs with a worker that does not answer or receives no frame.
 
-        What it holds for them it frees by itself. Blocks it may be reading stay until it says
-        that it does not read them, or is dead.
+        That worker frees their blocks by its own timeout. Blocks that it may be reading stay here
+        until it confirms that it stopped reading, or is dead.
         """
         outputs: list[Output] = []
         for handoff in list(self._live.values()):
@@ -512,7 +518,7 @@ class Sender:
         return outputs
 
     def reconnected(self, endpoint: str, now: float) -> list[Output]:
-        """A new connection to the same worker: tell it where its answers go from now on."""
+        """Repeat each handoff's current message over a new connection to the same worker."""
         return [
             self._control(handoff, self._words(handoff, now), now)
             for handoff in self._live.values()
@@ -522,7 +528,7 @@ class Sender:
     # ------------------------------------------------------------------ time
 
     def tick(self, now: float) -> list[Output]:
-        """Repeat unanswered messages; give up what makes no progress."""
+        """Repeat unanswered messages and fail handoffs without progress."""
         outputs: list[Output] = []
         for handoff in list(self._live.values()):
             if handoff.key in self._live and now >= self._due(handoff):
@@ -532,7 +538,7 @@ class Sender:
         return outputs
 
     def _due(self, handoff: _Handoff) -> float:
-        """When an unchanged handoff needs attention; a transfer that waits for compute never."""
+        """Time of the next action; never while the handoff waits for compute."""
         if handoff.state is HandoffState.SENDING:
             return handoff.retry_at if handoff.queue else math.inf
         return handoff.retry_at
@@ -543,7 +549,7 @@ class Sender:
         return self._repeat(handoff, self._words(handoff, now), now)
 
     def _note_arrived(self, handoff: _Handoff, message: Grant | Refused, now: float) -> None:
-        """Learn how much has arrived; with nothing under way the time begins anew."""
+        """Record how many bytes arrived. With nothing in flight, restart the timeout."""
         arrived = message.counted if message.arrived is None else message.arrived
         if arrived > handoff.arrived:
             handoff.arrived = min(arrived, handoff.pushed)
@@ -552,23 +558,23 @@ class Sender:
             handoff.progress_at = now
 
     def _nothing_arrives(self, handoff: _Handoff, now: float) -> bool:
-        """Whether none of the frames under way has arrived for the timeout.
+        """True if no frame in flight to this peer has arrived for the timeout.
 
-        The handoffs of a peer share one connection, on which a frame may wait for those of the
-        others: so what arrived of any of them counts.
+        All handoffs with a peer share one connection, where a frame may wait for frames of other
+        handoffs. So the arrival of any frame counts as progress.
         """
         last = max(handoff.progress_at, self._arrived.get(handoff.endpoint, 0.0))
         return now >= last + self._config.timeout
 
     def _no_data(self, handoff: _Handoff) -> list[Output]:
-        """End all handoffs of the peer: those that wait for their turn would find out later."""
+        """Fail all handoffs with the peer now; the waiting ones would only time out later."""
         return self.unreachable(handoff.endpoint, f"no KV frame arrives at {handoff.endpoint}")
 
     @staticmethod
     def _words(handoff: _Handoff, now: float) -> Message:
-        """What is to be said to the decode worker in the present state."""
+        """Return the message to repeat to the decode worker in the current state."""
         if handoff.state in (HandoffState.RESERVING, HandoffState.SENDING):
-            # Without credit it is asked for once more: the answer tells how much there is.
+            # Repeating Reserve asks for credit again: the answering Grant carries the total.
             return msgspec.structs.replace(handoff.reserve, deadline=handoff.deadline - now)
         if handoff.state is HandoffState.COMMITTING and handoff.commit:
             return msgspec.structs.replace(handoff.commit, deadline=handoff.deadline - now)
@@ -584,21 +590,21 @@ class Sender:
         return [self._control(handoff, message, now)]
 
     def next_timer(self) -> float | None:
-        """When :meth:`tick` should run."""
+        """Time at which :meth:`tick` should run next, or None."""
         due = min((self._due(h) for h in self._live.values()), default=math.inf)
         return None if due == math.inf else due
 
     def check_integrity(self) -> None:
-        """Raise InternalError unless every handoff keeps to its credit."""
+        """Raise InternalError if a handoff has sent more bytes than its credit."""
         for handoff in self._live.values():
             if handoff.sent_bytes > handoff.credit:
                 text = f"{handoff.sent_bytes} bytes sent, credit is {handoff.credit}"
                 raise InternalError(f"handoff {handoff.key}: {text}")
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ internals
 
     def _cut(self, handoff: _Handoff, layer_end: int, block_end: int) -> None:
-        """Queue frames of at most ``frame_bytes`` for the new cells."""
+        """Queue frames for the newly final cells."""
         first, last = handoff.block_done, block_end
         layers = layer_end - handoff.layer_done
         if last <= first or layers <= 0 or handoff.grant is None:
@@ -626,7 +632,7 @@ class Sender:
                 handoff.queue.append(frame)
 
     def _frame_bytes(self, handoff: _Handoff) -> int:
-        """Large frames cost less each; a few of them let packing, sending and writing overlap."""
+        """Choose the frame size: large frames cost less per byte, several frames overlap."""
         layer = (handoff.blocks - handoff.cached_blocks) * self._layout.block_bytes
         least = MIN_JOINED_BYTES if layer < MIN_FRAME_BYTES else MIN_FRAME_BYTES
         if handoff.shared:
@@ -682,12 +688,12 @@ class Sender:
             return [*self._give_up(handoff), failed]
         handoff.step("release")
         handoff.queue.clear()
-        handoff.retries, handoff.retry_at = 0, 0.0  # said until it is answered
+        handoff.retries, handoff.retry_at = 0, 0.0  # tick() repeats Release until it is answered
         return [*self._give_up(handoff), failed]
 
     @staticmethod
     def _give_up(handoff: _Handoff) -> list[Output]:
-        """Said once: whoever has not heard it asks whether its grant is still wanted."""
+        """Send Release once. If it is lost, the receiver's lease asks again."""
         return [Send(handoff.endpoint, _release(handoff))] if handoff.grant else []
 
     def _end(self, handoff: _Handoff) -> None:

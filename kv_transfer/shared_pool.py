@@ -1,15 +1,15 @@
-"""KV memory that other processes of this host may read: the owner's side and the readers'.
+"""KV memory shared with other processes of this host: the owner's side and the readers' side.
 
-Memory of a GPU is mapped by the engine, from a :class:`DeviceTicket`; what follows is about memory
-of the host.
+The engine maps GPU memory, from a :class:`DeviceTicket`. The rest of this page is about host
+memory.
 
-The memory is a memfd, so it has no name in any file system and is gone when the last process
-that maps it has ended, however it ended. Invariants: it is sealed against shrinking, so no read
-can fault; a reader believes a ticket only after it found the owner's mark behind it, since
-process ids mean something else in another container; readers map it read-only.
+Host memory is a memfd. It has no name in any file system and disappears with the last process
+that maps it, even after a crash. Invariants: the memfd is sealed against shrinking, so a read
+cannot fault. Readers map it read-only, and only after they found the owner's random mark in it:
+the same process id can mean another process in another container.
 
-What readers see in a block is the owner's business: a sender holds the blocks of a handoff until
-it ends, and a checksum tells whether they were read in time.
+This module does not protect the content of blocks. A sender holds the blocks of a handoff until
+the handoff ends, and a checksum shows whether the reader read them in time.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ Bytes = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
 
 HEAD_BYTES = mmap.PAGESIZE
-"""The owner's mark stands at the front; blocks start behind this."""
+"""Bytes before the first block. The owner's mark is at the start of the memory."""
 MARK_BYTES = 16
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
 
 
 class PoolOwner:
-    """Allocates a pool that can be shown to readers; ``ticket`` is what to send them."""
+    """Allocates a pool that other processes can map; send them ``ticket``."""
 
     def __init__(self) -> None:
         self.ticket: PoolTicket | None = None
         self._fd = -1
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Zeroed memory, aligned to pages; called once.
+        """Return zeroed, page-aligned memory. Call it once.
 
-        Raises OSError where the system has no such memory or not enough of it.
+        Raises OSError if memfd is not supported or memory is short.
         """
         fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -61,7 +61,7 @@ class PoolOwner:
             raise
         self._fd = fd
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a wish, which the system may be set to hear
+            with contextlib.suppress(OSError):  # only a hint; the system may not allow huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)
         mark = secrets.token_bytes(MARK_BYTES)
         memory[:MARK_BYTES] = mark
@@ -71,16 +71,16 @@ class PoolOwner:
 
 
 def can_share() -> bool:
-    """Whether this system has memory that can be shared so."""
+    """True if this system supports sealed memfds."""
     return hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
 
 
 def map_pool(ticket: PoolTicket, layout: KVLayout) -> F32:
-    """Another process's pool, float32 ``[L, NB, 2, Hk, BS, D]``, read-only.
+    """Map another process's pool: float32 ``[L, NB, 2, Hk, BS, D]``, read-only.
 
-    It stays mapped for as long as the array, or a view of it, lives. Raises OSError when it
-    cannot be reached (another host or user, or the owner has ended) and ValueError when what is
-    there is not what the ticket says.
+    The pool stays mapped while the array or a view of it lives. Raises OSError if the memory
+    cannot be reached (another host or user, or the owner has ended), and ValueError if the memory
+    does not match the ticket.
     """
     return _as_pool(_map(ticket, layout), layout)
 
@@ -88,18 +88,19 @@ def map_pool(ticket: PoolTicket, layout: KVLayout) -> F32:
 def _map(ticket: PoolTicket, layout: KVLayout) -> mmap.mmap:
     block = layout.num_layers * layout.block_bytes
     if ticket.nbytes < block or ticket.nbytes % block:
-        raise ValueError(f"a pool of {ticket.nbytes} bytes is not made of blocks of {block}")
+        # A ticket comes from another process: check the size before anything is opened.
+        raise ValueError(f"pool size {ticket.nbytes} is not a multiple of block size {block}")
     fd = _open_memory(ticket)
     try:
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise ValueError("the memory could shrink while it is read")
+            raise ValueError("the memory is not sealed: it could shrink while it is read")
         if os.fstat(fd).st_size != HEAD_BYTES + ticket.nbytes:
-            raise ValueError("the memory has another size than its ticket says")
+            raise ValueError("the size of the memory differs from its ticket")
         memory = mmap.mmap(fd, HEAD_BYTES + ticket.nbytes, prot=mmap.PROT_READ)
     finally:
         os.close(fd)
     if memory[:MARK_BYTES] != ticket.mark:
-        raise ValueError("the memory is not its owner's")
+        raise ValueError("the memory does not carry the owner's mark")
     return memory
 
 
@@ -110,40 +111,40 @@ def _as_pool(memory: mmap.mmap, layout: KVLayout) -> F32:
 
 
 def unmap(memory: Mapping) -> None:
-    """Give a mapping back, a tenth of a second per GiB when it was the last, without the GIL.
+    """Unmap the memory. Takes about 0.1 s per GiB for the last mapping, without the GIL.
 
-    A mapping that somebody still looks at goes with the last array on it.
+    If arrays still use the mapping, it is unmapped with the last of them.
     """
     with contextlib.suppress(BufferError):
         memory.close()
 
 
 def _open_memory(ticket: PoolTicket) -> int:
-    """A descriptor of what the ticket names, once that is known to be a memfd.
+    """Open the ticket's memory after checking that it is a memfd.
 
-    In another container its numbers may mean a pipe, which blocks who opens it, or a device,
-    to which that does something; so it is looked at before it is opened.
+    In another container the ticket's numbers may name a pipe, which blocks the opener, or a
+    device, which may react to being opened. So the link is read before the file is opened.
     """
     place = os.open(f"/proc/{ticket.pid}/fd/{ticket.fd}", os.O_PATH | os.O_CLOEXEC)
     try:
         link = f"/proc/self/fd/{place}"
         if not str(Path(link).readlink()).startswith("/memfd:"):
-            raise ValueError("what the ticket names is no shared memory")
+            raise ValueError("the ticket does not name shared memory")
         return os.open(link, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     finally:
         os.close(place)
 
 
 class Mapping(Protocol):
-    """Memory of another process, mapped; reading it after the close is undefined."""
+    """Mapped memory of another process. Reading it after the close is undefined."""
 
     def close(self) -> None:
-        """Give it back; BufferError while arrays on it live."""
+        """Unmap the memory. Raises BufferError while arrays on it live."""
         ...
 
 
 OpenDevicePool = Callable[[DeviceTicket, KVLayout], tuple[Mapping, Any]]
-"""Maps a pool on a GPU: the mapping, and the pool as an array of the device."""
+"""Maps a pool on a GPU. Returns the mapping, and the pool as a device array."""
 
 
 def _open_nowhere(_ticket: DeviceTicket, _layout: KVLayout) -> tuple[Mapping, Any]:
@@ -151,11 +152,11 @@ def _open_nowhere(_ticket: DeviceTicket, _layout: KVLayout) -> tuple[Mapping, An
 
 
 class MappedPools:
-    """The pools a reader has mapped, by the owner's incarnation; gone with its last connection.
+    """The pools a reader has mapped, by the owner's incarnation.
 
-    Invariants: a connection holds at most one pool; an incarnation has one pool, the one its
-    first ticket names. ``release`` is given what nobody needs any more, to :func:`unmap` it.
-    ``open_device``: maps what a :class:`DeviceTicket` names.
+    Invariants: a connection holds at most one pool; an incarnation has one pool, named by its
+    first ticket. A pool is unmapped with its last connection: ``release`` receives its mapping.
+    ``open_device`` maps the pool of a :class:`DeviceTicket`.
     """
 
     def __init__(
@@ -174,15 +175,15 @@ class MappedPools:
         return len(self._pools)
 
     def open(self, peer: bytes, incarnation: int, ticket: PoolTicket | DeviceTicket) -> str:
-        """Map the pool of ``peer``, and let go of another one it had.
+        """Map the pool of ``peer`` and release the pool it had under another incarnation.
 
-        Returns why it cannot be, or an empty string.
+        Returns an empty string, or the reason why the pool cannot be mapped.
         """
         if self._owners.get(peer) != incarnation:
             self.close(peer)
         known = self._pools.get(incarnation)
         if known is not None and known[0] != ticket:
-            return "another pool is mapped for this incarnation"
+            return "another pool is already mapped for this incarnation"
         if known is None:
             try:
                 memory, pool = self._mapped(ticket)
@@ -199,18 +200,18 @@ class MappedPools:
         return memory, _as_pool(memory, self._layout)
 
     def get(self, incarnation: int) -> F32 | None:
-        """The pool of an incarnation, float32 ``[L, NB, 2, Hk, BS, D]``."""
+        """Return the pool of an incarnation, float32 ``[L, NB, 2, Hk, BS, D]``, or None."""
         known = self._pools.get(incarnation)
         return None if known is None else known[2]
 
     def close(self, peer: bytes) -> None:
-        """A connection is gone; harmless for one that mapped nothing."""
+        """Release the pool of a closed connection, if the connection held one."""
         incarnation = self._owners.pop(peer, None)
         if incarnation is not None and incarnation not in self._owners.values():
-            memory = self._pools.pop(incarnation)[1]  # the array goes here, so it can be closed
+            memory = self._pools.pop(incarnation)[1]  # drops the array too, so unmapping can work
             self._release(memory)
 
     def close_all(self) -> None:
-        """All connections are gone."""
+        """Release the pools of all connections."""
         for peer in list(self._owners):
             self.close(peer)

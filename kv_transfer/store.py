@@ -1,4 +1,4 @@
-"""What a handoff needs of a worker's block cache; handed in, so no engine is imported here."""
+"""The block cache as a handoff uses it; passed in, so that the engine is not imported here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 
 class Allocation(Protocol):
-    """Blocks held for one request; the first ``cached_blocks`` of them already hold valid KV."""
+    """Blocks held for one request. The first ``cached_blocks`` already hold valid KV."""
 
     block_table: npt.NDArray[np.int32]
     """int32 ``[n]``: pool block of each logical block."""
@@ -24,9 +24,9 @@ class BlockStore(Protocol[A]):
     """All-or-nothing reservations in one worker's pool."""
 
     def reserve(self, hashes: Sequence[bytes], num_tokens: int, growth: int) -> A | None:
-        """Pin the cached prefix and take blocks for the rest, or None when there are too few."""
+        """Pin the cached prefix and allocate the other blocks. None if too few are free."""
         ...
 
     def free(self, allocation: A) -> None:
-        """Give the blocks back; exactly once per allocation."""
+        """Release the blocks; call it exactly once per allocation."""
         ...
