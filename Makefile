@@ -40,7 +40,7 @@ help:  ## this list
 
 setup: $(VENV)/.installed  ## make the virtual environment and build the kernels
 
-demo: $(VENV)/.installed  ## a cluster on this machine answers four prompts
+demo: $(VENV)/.installed  ## a cluster on this machine answers prompts while a worker is killed
 	@$(BIN)/baton demo
 
 test: check  ## everything that must pass before a merge

@@ -1,4 +1,4 @@
-"""``baton demo``: a whole cluster for a minute, so that one command shows what it does."""
+"""``baton demo``: start a whole cluster, answer prompts, survive a killed worker, and stop."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ..deploy.terminal import terminal
 from ..proto.errors import BatonError, InternalError
 from ..proto.sampling import SamplingParamsInput
 from .cluster import parsed
+from .demo_kill import show_kill
 from .serve import run_cluster
 
 QUESTIONS = (
@@ -30,7 +31,7 @@ REPORT_TIMEOUT = 5.0
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the verb."""
-    parser = verbs.add_parser("demo", help="start a cluster, answer a few prompts, stop it")
+    parser = verbs.add_parser("demo", help="start a cluster, answer prompts, kill a worker, stop")
     parser.add_argument("--address", default="", help="serve here instead of a private path")
     parser.add_argument("questions", metavar="QUESTION", nargs="*", help="ask these instead")
     parser.set_defaults(run=run)
@@ -49,7 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
     code = run_cluster(cluster)
     if cluster.interrupted and not asker.done:
         raise KeyboardInterrupt  # whatever came of it: the user wanted its end
-    return code or asker.outcome()
+    code = code or asker.outcome()
+    if code == 0:
+        print("demo finished: the cluster is stopped and its files are removed", flush=True)
+    return code
 
 
 class _Asker(threading.Thread):
@@ -67,6 +71,7 @@ class _Asker(threading.Thread):
             with Client(self._cluster.plan.address) as client:
                 for question in self._questions:
                     show(client, question)
+                show_kill(client, wait_handoff)
             self.done = True
         except (BatonError, OSError) as problem:  # also when nobody reads the output any more
             self._problem = problem

@@ -29,6 +29,15 @@ def test_demo_answers_prompts_through_a_whole_cluster_and_leaves_nothing(tmp_pat
     assert len(handoffs) >= 3
     assert all(float(size) > 0 for size, _ in handoffs)
     assert {decode for _, decode in handoffs} == {"decode-0", "decode-1"}
+    killed = re.search(r"(\d+) tokens  SIGKILL to (decode-\d), pid \d+\n", done.stdout)
+    went_on = re.search(r"(\d+) tokens  (decode-\d) wrote the rest", done.stdout)
+    assert killed is not None
+    assert went_on is not None
+    assert int(killed[1]) < int(went_on[1])
+    assert {killed[2], went_on[2]} == {"decode-0", "decode-1"}
+    assert f"{killed[2]} ended (killed by signal 9)" in done.stdout
+    assert f"all {went_on[1]} tokens equal those of the undisturbed answer" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("demo finished: the cluster is stopped")
     assert len(re.findall(r"TTFT [\d.]+ ms, \d+ tokens, \d+ tokens/s", done.stdout)) >= 3
     assert list(folder.iterdir()) == []
 
