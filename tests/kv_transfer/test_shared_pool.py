@@ -126,7 +126,10 @@ def test_nothing_is_believed_that_is_not_as_the_ticket_says():
         os.ftruncate(open_end, ticket.nbytes + 4096)
         with pytest.raises(ValueError, match="could shrink"):
             map_pool(replace(ticket, fd=open_end), LAYOUT)
-        with Path("/dev/null").open("rb") as device, pytest.raises(ValueError, match="not name shared memory"):
+        with (
+            Path("/dev/null").open("rb") as device,
+            pytest.raises(ValueError, match="not name shared memory"),
+        ):
             map_pool(replace(ticket, fd=device.fileno()), LAYOUT)
     finally:
         os.close(open_end)
