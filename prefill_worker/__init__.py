@@ -1,1 +1,1 @@
-"""The prefill worker process: encodes contexts and hands them over."""
+"""The prefill worker process: computes the KV of prompts and hands it to decode workers."""

@@ -38,7 +38,7 @@ _log = get_logger()
 
 
 def serve(config: PrefillWorkerConfig) -> int:
-    """Load the model, join the cluster, run until drained or told to stop."""
+    """Load the model, register with the routers, run until drained or terminated."""
     keys = load_keys(config.keys, PREFILL, config.worker_id)
     load = _load_text if _is_text(config) else _load_embedder
     return run_incarnations(keys, load(config))
@@ -68,7 +68,10 @@ def _load_text(config: PrefillWorkerConfig) -> MakeShell:
 
 
 def _device_ticket(config: PrefillWorkerConfig, runner: Runner) -> DeviceTicket | None:
-    """Where decode workers of this host find the pool on the GPU, if they may read it there."""
+    """Return the ticket by which decode workers of this host can map the pool on the GPU.
+
+    None if sharing is off or the GPU cannot share its memory.
+    """
     if not config.share_pool:
         return None
     try:
@@ -79,7 +82,7 @@ def _device_ticket(config: PrefillWorkerConfig, runner: Runner) -> DeviceTicket 
 
 
 def _shared_or_own(owner: PoolOwner, nbytes: int) -> npt.NDArray[np.uint8]:
-    """Memory others may read, or, where a sandbox forbids that, memory of our own."""
+    """Allocate shareable memory, or private memory if a sandbox forbids sharing."""
     try:
         return owner.allocate(nbytes)
     except OSError as error:
@@ -104,7 +107,7 @@ def _load_embedder(config: PrefillWorkerConfig) -> MakeShell:
 def _control(
     config: PrefillWorkerConfig, context: Context, doors: Doorkeeper | None
 ) -> RouterChannel:
-    """Where anybody of the cluster but clients may ask who is here."""
+    """Bind the control socket. Every cluster process except clients may send a Probe there."""
     keys = door(doors, "control", PREFILL, ROUTER, OPERATOR)
     return RouterChannel(context, config.endpoint, keys=keys)
 

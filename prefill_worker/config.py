@@ -11,21 +11,20 @@ from ..runtime.log import Level
 
 
 class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One frozen struct, parsed once.
+    """Settings of one prefill worker.
 
-    ``endpoint``: control address this worker binds (what ``target_endpoint`` names).
-    ``routers``: router name to worker-side address. ``token_budget``: most prompt tokens per
-    step (0: a whole prompt); ``step_seconds``: how long such a step should take (0: any time).
-    ``slo_ttft``: seconds that first tokens should keep, prompts begin in the order that keeps it
-    (:mod:`.start_order`); 0: in the order of their coming. ``max_active``: requests that hold
-    blocks on the decode side at a time. ``max_queue``: requests beyond which an Assign is answered
-    Busy.
-    ``stream_tokens``: prompts with at least this many uncached tokens are sent layer by layer.
-    ``share_pool``: decode workers of this host may read the pool; they are told where it is.
+    ``endpoint``: control address this worker binds; a ``target_endpoint`` names it.
+    ``routers``: router name to worker-side address. ``token_budget``: maximum prompt tokens per
+    step (0: a whole prompt). ``step_seconds``: target duration of such a step (0: no target).
+    ``slo_ttft``: TTFT target in seconds. Prompts start in the order that meets it
+    (:mod:`.start_order`); 0: in arrival order. ``max_active``: maximum requests that hold
+    blocks on decode workers at a time. ``max_queue``: queue length at which an Assign is answered
+    Busy. ``stream_tokens``: a prompt with at least this many uncached tokens is sent layer by
+    layer. ``share_pool``: decode workers of this host may read the pool; they get a ticket for it.
     ``handoff_timeout_s``: seconds without an answer after which a decode worker is unreachable.
-    ``drain_grace_s``: how long requests may run on after SIGTERM; others then take them over.
-    ``worker_timeout_s``: as the routers'; connections to them time out within it.
-    ``keys``: key folder; with it TCP sockets demand CURVE.
+    ``drain_grace_s``: seconds that requests may continue after SIGTERM; then other workers take
+    them over. ``worker_timeout_s``: must equal the routers'; connections to them time out within
+    it. ``keys``: key folder; if set, TCP sockets require CURVE.
     """
 
     worker_id: str
@@ -51,11 +50,13 @@ class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 
 CURVE_FRAME_BYTES = 1 << 20
-"""Largest KV frame where it is encrypted: larger ones no longer fit the processor's caches between
-encryption and the socket (docs/operations/security.md has the figures)."""
+"""Largest KV frame on an encrypted link, in bytes.
+
+Larger frames do not stay in the processor's caches between encryption and the socket
+(docs/operations/security.md has the results)."""
 
 
 def kv_frame_bytes(config: PrefillWorkerConfig) -> int:
-    """How large KV frames may be, by where they travel."""
+    """Return the KV frame size for the link: smaller if frames are encrypted."""
     encrypted = config.keys and config.endpoint.startswith("tcp://")
     return min(config.frame_bytes, CURVE_FRAME_BYTES) if encrypted else config.frame_bytes

@@ -1,11 +1,11 @@
-"""The prefill worker's decisions: queue, reserve, compute, hand over, let go.
+"""The prefill worker's decisions: queue, reserve, compute, hand over, free.
 
-Invariants: a job holds an execution slot before it asks a decode worker for blocks, and
-blocks there before it computes; its own blocks stay until the decode worker owns the
-request; every Assign is answered, and every job ends by handover, terminal, Busy or Abort.
+Invariants: a job holds an execution slot before it reserves blocks on a decode worker, and holds
+that grant before it computes; its own blocks stay until the decode worker owns the
+request; every Assign is answered; every job ends by handoff, terminal, Busy or Abort.
 
-Knows no socket, clock or thread. The engine's scheduler and the handoff's sender are pure
-parts of it; the shell runs steps, packs frames and moves messages.
+The core uses no socket, clock or thread. It contains the engine's scheduler and the handoff's
+sender, which are pure too; the shell runs steps, packs frames and moves messages.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ from .links import DecodeLinks
 from .urgency import Urgency
 
 TOMBSTONE_S = 600.0
-"""How long an Abort holds against an Assign that comes late."""
+"""Seconds for which an Abort also rejects a late Assign of the same attempt."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -117,7 +117,7 @@ class PrefillCore(WorkerCore):
         ticket: PoolTicket | DeviceTicket | None = None,
         timeout: float = HANDOFF_TIMEOUT_S,
     ) -> None:
-        """``ticket``: where decode workers of this host find the pool, if they may read it.
+        """``ticket``: lets decode workers of this host map the pool; None if sharing is off.
 
         ``timeout``: seconds without an answer after which a decode worker is unreachable.
         """
@@ -129,31 +129,31 @@ class PrefillCore(WorkerCore):
         self._urgency = Urgency(limits.slo_ttft, scheduler.cache) if limits.slo_ttft else None
         self._jobs = Jobs(self._urgency.start_by if self._urgency else None)
         self._links = DecodeLinks(member.identity, ticket, timeout)
-        self._answered: Expiring[Key, bool] = Expiring()  # ended: repeat the answer
-        self._aborted: Expiring[bytes, int] = Expiring()  # attempts up to this one are over
-        self._readers: dict[Key, Allocation] = {}  # blocks a decode worker may still read
+        self._answered: Expiring[Key, bool] = Expiring()  # attempts that ended here
+        self._aborted: Expiring[bytes, int] = Expiring()  # attempts up to this number are aborted
+        self._readers: dict[Key, Allocation] = {}  # blocks that a decode worker may still read
         self._serial = 0
         self._progress = 0
-        self._step_s = 0.0  # predicted, of the step that runs
+        self._step_s = 0.0  # predicted duration of the running step
         self._times = times or StepTime()
         self._step_running = False
 
     # ------------------------------------------------------------------ entry
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take one event; the returned actions are to be performed in order."""
+        """Handle one event and return the actions to perform, in order."""
         actions: list[Action] = self.HANDLERS[type(event)](self, event, now)
         self._dispatch(actions, now)
         self._plan(actions, now)
         return actions
 
     def next_timer(self) -> float:
-        """Latest moment of the next Tick."""
+        """Latest time of the next Tick."""
         sender = self._sender.next_timer()
         beat = self._member.next_timer()
         return min(beat, sender) if sender is not None else beat
 
-    # ------------------------------------------------------------------ what routers say
+    # ------------------------------------------------------------------ messages of routers
 
     def _assigned(self, router: str, message: Message, now: float) -> list[Action]:
         return self._assign(router, message, now) if isinstance(message, Assign) else []
@@ -169,7 +169,7 @@ class PrefillCore(WorkerCore):
         if self._member.has_ended(*key):
             return [accepted]
         if self._answered.get(key, now):
-            # Handed over or ended. A router that lost its memory would wait for it for ever.
+            # Handed over or ended. A router that lost its state would otherwise wait for it.
             return [ToRouter(router, Aborted(request=key[0], attempt=key[1]))]
         if key[1] <= (self._aborted.get(key[0], now) or 0):
             return [ToRouter(router, Aborted(request=key[0], attempt=key[1]))]
@@ -196,7 +196,7 @@ class PrefillCore(WorkerCore):
             ended = self._member.end(router, terminal, now, now + message.deadline)
             return [accepted, *ended]
         self._jobs.add(job)
-        if job.ended is not None:  # a replay whose last token the client has already
+        if job.ended is not None:  # a replay: the client already has the last token
             return [accepted, *self._finished(job, job.ended, now)]
         self._jobs.queue(job)
         task = job.grammar = grammar_task(job.context)
@@ -229,7 +229,7 @@ class PrefillCore(WorkerCore):
         return [*actions, ToRouter(router, answer), *self._maybe_drained()]
 
     def _stop(self, job: Job, now: float) -> list[Action]:
-        """End a job without a word to the router; its grant goes back."""
+        """End a job without a message to the router; release its grant."""
         self._jobs.remove(job)
         self._free(job)
         if job.compiling:
@@ -239,7 +239,7 @@ class PrefillCore(WorkerCore):
         return []
 
     def _adopt(self, router: str, request: bytes, position: int) -> list[Action]:
-        """Say its tokens again, to this router from now on; an empty run says: it is here."""
+        """Reroute the job's tokens to this router. An empty token run confirms ownership."""
         job = self._jobs.newest(request)
         if job is None:
             return list(self._member.adopt(router, request, position))
@@ -256,7 +256,11 @@ class PrefillCore(WorkerCore):
     # ------------------------------------------------------------------ queue and slots
 
     def _dispatch(self, actions: list[Action], now: float) -> None:
-        """Give free execution slots to queued jobs, in order."""
+        """Give free execution slots to queued jobs, in order.
+
+        With a TTFT target, jobs stay in the queue while the engine has enough work: only there
+        can their order still change.
+        """
         urgency = self._urgency
         while self._jobs.waiting and self._jobs.active < self._limits.max_active:
             if urgency is not None and urgency.is_met(self._jobs.tokens_ahead(now)):
@@ -272,7 +276,7 @@ class PrefillCore(WorkerCore):
                 actions += self._begin(job, now)
 
     def _begin(self, job: Job, now: float) -> list[Action]:
-        """Reserve blocks, if the link to its decode worker allows and its grammar is there."""
+        """Reserve blocks if the link to the decode worker is open and the grammar is compiled."""
         if job.compiling:
             self._jobs.park(job, _grammar_place(job))
             return []
@@ -287,7 +291,7 @@ class PrefillCore(WorkerCore):
         return self._links.connect(endpoint, now)
 
     def _on_grammar(self, event: GrammarDone, now: float) -> list[Action]:
-        """The matcher of a job, which may have ended meanwhile, or the error that ends it."""
+        """Store the compiled grammar in its job, or end the job with the compiler's error."""
         job = self._jobs.get(event.key)
         if job is None or not job.compiling:
             return []
@@ -364,7 +368,7 @@ class PrefillCore(WorkerCore):
                 self._jobs.wake(event.endpoint)
                 return self._links.of_another_version(event.endpoint, text)
             case Rejected(code="endpoint_dead", message=text):
-                # Only routers declare workers dead: for a decode worker alone nothing else ends.
+                # Only routers declare workers dead. This affects only the link to that worker.
                 outputs = sender.unreachable(event.endpoint, text)
             case Rejected(code=code, message=text):
                 return [
@@ -375,12 +379,12 @@ class PrefillCore(WorkerCore):
             case Pong(nonce=nonce):
                 self._links.pong(event.endpoint, nonce)
                 return []
-            case _:  # ProbeReply: an answer nobody waits for
+            case _:  # ProbeReply: this worker sends no Probe
                 return []
         return self._sender_actions(outputs, now)
 
     def _is_anothers(self, event: FromPeer) -> bool:
-        """Whether a decode worker speaks about a handoff to another one."""
+        """True if a decode worker sends a message about a handoff with another worker."""
         match event.message:
             case Busy() | Committed() | Refused() | Stale() | Released() | Aborted() as message:
                 return not self._sender.is_with(event.endpoint, message.request, message.attempt)
@@ -388,7 +392,7 @@ class PrefillCore(WorkerCore):
                 return False
 
     def _on_not_sent(self, event: NotSent, now: float) -> list[Action]:
-        """End a request whose Reserve or Commit is too large to be sent: repeating is no use."""
+        """End a request whose Reserve or Commit is too large to send; a retry cannot help."""
         message = event.message
         job = None
         if isinstance(message, Reserve | Commit):
@@ -453,11 +457,11 @@ class PrefillCore(WorkerCore):
                 case handoff.Failed():
                     actions += self._handoff_failed(output, now)
                 case handoff.Gone(key=key):
-                    self._not_read(key)  # the job has left when it was released
+                    self._not_read(key)  # the job was removed when its handoff was released
         return actions
 
     def _not_read(self, key: Key) -> None:
-        """Give back what was kept for a decode worker to read, unless it may still do so."""
+        """Free the blocks held for a decode worker's reads, unless it may still read them."""
         if self._sender.may_be_read(key):
             return
         held = self._readers.pop(key, None)
@@ -488,7 +492,7 @@ class PrefillCore(WorkerCore):
     def _give_back(
         self, job: Job, now: float, reason: str, *, lost: bool = False, refused: bool = False
     ) -> list[Action]:
-        """The router shall choose another decode worker."""
+        """Return the request to the router, which must choose another decode worker."""
         self._jobs.remove(job)
         self._free(job)
         request, attempt = job.key
@@ -608,7 +612,7 @@ class PrefillCore(WorkerCore):
         return self._sender_actions(outputs, now)
 
     def _finished(self, job: Job, status: str, now: float) -> list[Action]:
-        """The first token ended the request: no decode worker is needed."""
+        """End the request with its first token: no decode worker is needed."""
         return self._close(job, job.terminal(self._member.identity.worker, status=status), now)
 
     def _end(
@@ -619,7 +623,7 @@ class PrefillCore(WorkerCore):
         return self._close(job, terminal, now)
 
     def _close(self, job: Job, terminal: Terminal, now: float) -> list[Action]:
-        """Send the terminal, give the grant back, keep the tokens until acknowledged."""
+        """Send the terminal, release the grant, keep the tokens until they are acknowledged."""
         prompt = len(job.assign.context.tokens)
         tokens, logprobs = job.generated, job.logprobs
         self._remember(job)
@@ -633,7 +637,7 @@ class PrefillCore(WorkerCore):
     # ------------------------------------------------------------------ ends
 
     def _free(self, job: Job) -> None:
-        """Let go of the sequence: out of the scheduler, its blocks back to the pool."""
+        """Remove the sequence from the scheduler and return its blocks to the pool."""
         waiting = self._scheduler.abort(job.sequence.request)
         if not waiting and job.sequence.allocation is not None:
             self._scheduler.release(job.sequence)
@@ -665,7 +669,7 @@ class PrefillCore(WorkerCore):
         self._aborted.expire(now)
 
     def _drop_lost_links(self, now: float) -> list[Action]:
-        """Fail what waits for an unreachable decode worker; forget links nobody wants for long."""
+        """Fail jobs that wait for an unreachable decode worker; drop links unused for long."""
         actions: list[Action] = []
         for link in self._links:
             reason = link.hopeless(now)
@@ -686,37 +690,37 @@ class PrefillCore(WorkerCore):
 
     @property
     def is_drained(self) -> bool:
-        """Draining and nothing left."""
+        """True if this worker is draining and nothing is left."""
         idle = not len(self._jobs) and not len(self._sender) and not self._member.unacknowledged
         return self._member.draining and idle
 
     @property
     def idle(self) -> bool:
-        """No request is here and no step runs: integrity can be checked."""
+        """True if there is no request and no running step, so integrity can be checked."""
         return not len(self._jobs) and not len(self._sender) and not self._step_running
 
     @property
     def remembered(self) -> int:
-        """Entries kept about requests that are over; each ends at its time."""
+        """Number of entries kept about ended requests; each entry expires."""
         return len(self._answered) + len(self._aborted) + self._member.unacknowledged
 
     def knows(self, endpoint: str, incarnation: int) -> bool:
-        """Whether the worker at ``endpoint`` is, for all this one has heard, that incarnation."""
+        """True if the last known incarnation at ``endpoint`` is ``incarnation``."""
         link = self._links.get(endpoint)
         return link is not None and link.incarnation == incarnation
 
     def check_integrity(self) -> None:
-        """Raise InternalError unless blocks, slots and handoffs fit the jobs."""
+        """Raise InternalError if blocks, slots and handoffs do not match the jobs."""
         self._scheduler.check_integrity(held=self._readers.values())
         self._sender.check_integrity()
         if not all(self._sender.may_be_read(key) for key in self._readers):
-            raise InternalError("blocks are kept for a reader that has gone")
+            raise InternalError("blocks are held for a decode worker that no longer reads them")
         self._jobs.check_integrity()
         if not self._scheduler.requests <= self._jobs.sequences:
-            raise InternalError("the engine runs for nobody")
+            raise InternalError("the engine runs a sequence without a job")
 
     def load(self) -> WorkerLoad:
-        """Figures for heartbeats."""
+        """Return the load that heartbeats report."""
         load = self._scheduler.load()
         return msgspec.structs.replace(
             load,
@@ -742,5 +746,5 @@ class PrefillCore(WorkerCore):
 
 
 def _grammar_place(job: Job) -> str:
-    """Where a job parks until its grammar is compiled."""
+    """Key under which a job is parked until its grammar is compiled."""
     return f"grammar of {job.sequence.request.hex()}"

@@ -1,10 +1,10 @@
 """The decisions of a prefill worker that serves an embedding model: queue, batch, answer.
 
-A request needs nobody else: it is computed in one step among others, and its terminal carries
-the vector. Invariants: every Assign is answered, and every job ends by one terminal or an
-Abort; a request whose vector is missing from a batch's result gets an error of its own.
+A request needs no other worker. It is computed in one step together with others, and its terminal
+carries the embedding. Invariants: every Assign is answered; every job ends by one terminal or an
+Abort; if a batch's result lacks a request's embedding, only that request fails.
 
-Knows no socket, clock or thread.
+The core uses no socket, clock or thread.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from .job import sequence_key
 
 F32 = npt.NDArray[np.float32]
 TOMBSTONE_S = 600.0
-"""How long an Abort holds against an Assign that comes late."""
+"""Seconds for which an Abort also rejects a late Assign of the same attempt."""
 BUSY_RETRY_S = 0.2
 
 
 @dataclass(slots=True, frozen=True)
 class RunBatch:
-    """Give the batch to the compute thread; ``tokens`` of all contexts."""
+    """Run the batch on the compute thread; ``tokens``: total length of its contexts."""
 
     batch: Mapping[RequestID, TextContext]
     tokens: int
@@ -69,7 +69,7 @@ class RunBatch:
 
 @dataclass(slots=True, frozen=True)
 class BatchDone:
-    """What became of the batch that ran: vectors float32 ``[dim]``, or why there are none."""
+    """The result of the batch: float32 ``[dim]`` per request, or the reason for the failure."""
 
     vectors: Mapping[RequestID, F32]
     seconds: float
@@ -82,9 +82,10 @@ Action = ToRouter | RunBatch | Note | Exit
 
 @dataclass(slots=True, frozen=True)
 class EmbedLimits:
-    """``token_budget``: tokens of a batch, 0 for no limit; one text may be longer.
+    """``token_budget``: maximum tokens of a batch (0: unlimited); a single text may exceed it.
 
-    ``max_batch``: texts of a batch. ``max_queue``: jobs beyond which an Assign is Busy.
+    ``max_batch``: maximum texts of a batch. ``max_queue``: queue length at which an Assign is
+    answered Busy.
     """
 
     token_budget: int = 512
@@ -94,7 +95,7 @@ class EmbedLimits:
 
 @dataclass(slots=True)
 class EmbedJob:
-    """One attempt of a request, from Assign to its end here; ``name`` is unique to it."""
+    """One attempt of a request, from Assign to its end on this worker; ``name`` is unique."""
 
     key: Key
     router: str
@@ -124,21 +125,21 @@ class EmbedCore(WorkerCore):
         self._running: dict[RequestID, Key] | None = None
         self._running_tokens = 0
         self._deadlines: Agenda[Key] = Agenda()
-        self._answered: Expiring[Key, bool] = Expiring()  # ended: repeat the answer
-        self._aborted: Expiring[bytes, int] = Expiring()  # attempts up to this one are over
+        self._answered: Expiring[Key, bool] = Expiring()  # attempts that ended here
+        self._aborted: Expiring[bytes, int] = Expiring()  # attempts up to this number are aborted
         self._steps = 0
         self._step_s = 0.0
         self._waiting_tokens = 0
         self._computed_tokens = 0
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take one event; the returned actions are to be performed in order."""
+        """Handle one event and return the actions to perform, in order."""
         actions: list[Action] = self.HANDLERS[type(event)](self, event, now)
         if self._running is None and self._queue:
             self._run(actions, now)
         return actions
 
-    # ------------------------------------------------------------------ what routers say
+    # ------------------------------------------------------------------ messages of routers
 
     def _assigned(self, router: str, message: Message, now: float) -> list[Any]:
         return self._assign(router, message, now) if isinstance(message, Assign) else []
@@ -154,7 +155,7 @@ class EmbedCore(WorkerCore):
         if self._member.has_ended(*key):
             return [accepted]
         if self._answered.get(key, now) or attempt <= (self._aborted.get(request, now) or 0):
-            # A router that lost its memory would wait for it for ever.
+            # Otherwise a router that lost its state would wait for this attempt.
             return [ToRouter(router, Aborted(request=request, attempt=attempt))]
         moved = [
             said
@@ -191,7 +192,7 @@ class EmbedCore(WorkerCore):
         return []
 
     def _drop(self, request: bytes, last: int, router: str | None = None) -> list[EmbedJob]:
-        """Forget a request's attempts up to ``last`` without a word; those that were here."""
+        """Remove a request's attempts up to ``last`` without answers; return the removed jobs."""
         dropped = self._jobs.of(request, last)
         for job in dropped:
             self._remove(job)
@@ -219,7 +220,7 @@ class EmbedCore(WorkerCore):
         return [*freed, answer, *self._maybe_drained()]
 
     def _adopt(self, router: str, request: bytes, position: int) -> list[Any]:
-        """Its vector goes to this router from now on; an empty run says: it is here."""
+        """Reroute the embedding to this router. An empty token run confirms ownership."""
         job = self._jobs.newest(request)
         if job is None:
             return list(self._member.adopt(router, request, position))
@@ -229,7 +230,7 @@ class EmbedCore(WorkerCore):
         return [*moved, ToRouter(router, Tokens(runs=[run]))]
 
     def _peer_dead(self, endpoint: str, incarnation: int, now: float) -> list[Any]:
-        return []  # nobody else is needed
+        return []  # an embedding needs no other worker
 
     def _held(self) -> list[RequestState]:
         return [
@@ -240,7 +241,7 @@ class EmbedCore(WorkerCore):
     # ------------------------------------------------------------------ batches
 
     def _run(self, actions: list[Action], now: float) -> None:
-        """Start a batch of the jobs that came first."""
+        """Start a batch of the oldest jobs."""
         limits, tokens = self._limits, 0
         batch: list[EmbedJob] = []
         for job in list(self._queue.values()):
@@ -282,7 +283,7 @@ class EmbedCore(WorkerCore):
         if vector is not None and vector.shape == (self._card.embedding_size,):
             status = GenerationStatus.END_OF_SEQUENCE.value
             return self._end(job, now, status=status, embedding=vector)
-        message = failure or "the model gave no vector for this text"
+        message = failure or "the model returned no embedding for this text"
         return self._end(job, now, code=InternalError.code, message=message)
 
     # ------------------------------------------------------------------ ends
@@ -300,7 +301,7 @@ class EmbedCore(WorkerCore):
         message: str = "",
         embedding: F32 | None = None,
     ) -> list[ToRouter]:
-        """Send the terminal, and keep it until it is acknowledged."""
+        """Send the terminal and keep it until it is acknowledged."""
         terminal = Terminal(
             request=job.key[0],
             attempt=job.key[1],
@@ -337,34 +338,34 @@ class EmbedCore(WorkerCore):
 
     @property
     def is_drained(self) -> bool:
-        """Draining and nothing left."""
+        """True if this worker is draining and nothing is left."""
         return self._member.draining and not self._jobs and not self._member.unacknowledged
 
     @property
     def idle(self) -> bool:
-        """No request is here and no batch runs."""
+        """True if there is no request and no running batch."""
         return not self._jobs and self._running is None
 
     @property
     def remembered(self) -> int:
-        """Entries kept about requests that are over; each ends at its time."""
+        """Number of entries kept about ended requests; each entry expires."""
         return len(self._answered) + len(self._aborted) + self._member.unacknowledged
 
     def check_integrity(self) -> None:
-        """Raise InternalError unless queue and sums fit the jobs."""
+        """Raise InternalError if queue and sums do not match the jobs."""
         if not self._queue.keys() <= self._jobs.keys():
-            raise InternalError("a queued job is none")
+            raise InternalError("the queue contains a job that has ended")
         waiting = sum(job.tokens for job in self._queue.values())
         if waiting != self._waiting_tokens:
-            raise InternalError(f"{waiting} tokens wait, not {self._waiting_tokens}")
+            raise InternalError(f"{waiting} tokens wait, counted {self._waiting_tokens}")
         if len(self._deadlines) != len(self._jobs):
-            raise InternalError("a job has no deadline, or a deadline no job")
+            raise InternalError("deadlines and jobs differ in number")
         running = set((self._running or {}).values())
         if any(key not in running and key not in self._queue for key in self._jobs):
-            raise InternalError("a job neither waits nor runs")
+            raise InternalError("a job is neither queued nor running")
 
     def load(self) -> WorkerLoad:
-        """Figures for heartbeats."""
+        """Return the load that heartbeats report."""
         return WorkerLoad(
             requests_running=len(self._running or ()),
             requests_waiting=len(self._queue),

@@ -67,13 +67,13 @@ class EmbedShell:
         self.exit_code = 0
 
     def start(self) -> None:
-        """Listen and begin to tick."""
+        """Start listening and ticking."""
         self._control.attach(self._loop, self._endpoint.hear)
         self._loop.on_turn_end(self._links.flush)
         self._tick()
 
     def close(self) -> bool:
-        """Stop computing, then close the sockets; false when a step still runs."""
+        """Stop computing, then close the sockets. Return False if a step still runs."""
         ended = self._compute.stop()
         self._links.close()
         self._control.close()
@@ -82,7 +82,7 @@ class EmbedShell:
     # ------------------------------------------------------------------ events
 
     def feed(self, event: Event) -> None:
-        """Let the core decide and perform what it wants."""
+        """Pass an event to the core and perform the actions it returns."""
         for action in self.core.handle(event, self._loop.now()):
             self._perform(action)
 
@@ -98,12 +98,12 @@ class EmbedShell:
                 self._exit(reason, EXIT_RESTART if restart else 1)
 
     def drain(self) -> None:
-        """Take no new work; end when the last request has left, or the grace period is over."""
+        """Accept no new work. Exit after the last request or after the grace period."""
         self.feed(DrainRequested())
         self._loop.call_later(self._drain_grace_s, lambda: self._exit("grace_over", 0))
 
     def _encode(self, run: RunBatch) -> BatchDone:
-        """On the compute thread."""
+        """Compute a batch; runs on the compute thread."""
         began = time.perf_counter()
         outputs = self._pipeline.encode(run.batch)
         vectors = {request_id: output.embeddings for request_id, output in outputs.items()}
@@ -132,10 +132,10 @@ class EmbedShell:
 
 
 def _warm_up(pipeline: EmbeddingsGenerator, times: StepTime) -> None:
-    """Run one token through the model before any request does, and learn from it."""
+    """Run one token through the model before the first request, to predict step times."""
     name = RequestID("warm-up")
     context = TextContext(max_length=2, tokens=TokenBuffer(np.zeros(1, np.int64)), request_id=name)
-    for _ in range(2):  # the first touches memory, the second is typical
+    for _ in range(2):  # the first run touches the memory, the second has a typical duration
         began = time.perf_counter()
         pipeline.encode({name: context})
         times.learn(1, time.perf_counter() - began)

@@ -1,6 +1,7 @@
-"""What a prefill worker answers at its own endpoint: who it is, and nothing else.
+"""The endpoint of a prefill worker: answers Probe and Ping, rejects everything else.
 
-Nobody reserves blocks here; who tries has taken it for a decode worker and is told so.
+A prefill worker grants no blocks. A peer that tries to reserve here has taken this worker for a
+decode worker, so the rejection names the mistake.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..runtime.sockets import RouterChannel
 
 
 def answer(me: WorkerIdentity, message: Message) -> Message | None:
-    """The reply to a message; None for a Pong, which needs none."""
+    """Return the reply to a message; None for a Pong, which needs no reply."""
     match message:
         case Probe(nonce=nonce):
             return ProbeReply(
@@ -34,12 +35,12 @@ def answer(me: WorkerIdentity, message: Message) -> Message | None:
         case Pong():
             return None
         case _:
-            text = f"{type(message).__name__} is for a decode worker, {me.worker} is none"
+            text = f"{type(message).__name__}: {me.worker} is not a decode worker"
             return Rejected(code="protocol", message=text)
 
 
 class Endpoint:
-    """The listening side of a prefill worker, whatever it computes."""
+    """The listening side of a prefill worker, for text and embedding models."""
 
     def __init__(self, member: Membership, channel: RouterChannel, loop: Loop) -> None:
         self._member = member
@@ -50,7 +51,7 @@ class Endpoint:
         )
 
     def hear(self, peer: bytes, frames: Frames) -> None:
-        """Answer an envelope; what cannot be read is counted and refused."""
+        """Answer an envelope. A malformed envelope is counted and rejected."""
         try:
             messages = self._decoder.decode(frames)
             replies = [answer(self._member.identity, message) for message in messages]

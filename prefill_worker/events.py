@@ -1,4 +1,4 @@
-"""What the prefill core is told and what it asks its shell to do; pure data."""
+"""Events and actions of the prefill core; pure data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..runtime.actions import (
 
 @dataclass(slots=True, frozen=True)
 class FromPeer:
-    """A decode worker said something."""
+    """A decode worker sent a message."""
 
     endpoint: str
     message: Message
@@ -31,7 +31,7 @@ class FromPeer:
 
 @dataclass(slots=True, frozen=True)
 class NotSent:
-    """No envelope can carry this message to a decode worker; ``reason`` says why."""
+    """A message for a decode worker was too large to send; ``reason`` has the details."""
 
     endpoint: str
     message: Message
@@ -40,35 +40,35 @@ class NotSent:
 
 @dataclass(slots=True, frozen=True)
 class PeerUp:
-    """The connection to a decode endpoint stands (again)."""
+    """The control connection to a decode endpoint was made, or made again."""
 
     endpoint: str
 
 
 @dataclass(slots=True, frozen=True)
 class PeerDown:
-    """The connection to a decode endpoint was lost."""
+    """The control connection to a decode endpoint was lost."""
 
     endpoint: str
 
 
 @dataclass(slots=True, frozen=True)
 class DataUp:
-    """The connection for KV frames to a decode endpoint stands (again)."""
+    """The data connection (KV frames) to a decode endpoint was made, or made again."""
 
     endpoint: str
 
 
 @dataclass(slots=True, frozen=True)
 class DataDown:
-    """There is no connection for KV frames to a decode endpoint, or not yet."""
+    """The data connection (KV frames) to a decode endpoint is missing."""
 
     endpoint: str
 
 
 @dataclass(slots=True, frozen=True)
 class LayersDone:
-    """Inside the running step, a sequence's layers below ``layer_end`` are final."""
+    """In the running step, the KV of a sequence's layers below ``layer_end`` is final."""
 
     sequence: bytes
     layer_end: int
@@ -99,7 +99,7 @@ class Connect:
 
 @dataclass(slots=True, frozen=True)
 class OpenData:
-    """The peer told where KV frames go."""
+    """Connect to the peer's address for KV frames."""
 
     endpoint: str
     data_endpoint: str
@@ -122,10 +122,10 @@ class ToPeer:
 
 @dataclass(slots=True, frozen=True)
 class PackFrame:
-    """Gather these cells from the pool, send them, answer with :class:`Packed`.
+    """Gather these cells from the pool, send them, report :class:`Packed`.
 
-    ``block_table``: int32, pool block of each logical block. ``shared``: the peer reads them
-    there itself, so it is only told where they are.
+    ``block_table``: int32, pool block of each logical block. ``shared``: the peer reads the
+    blocks itself, so the frame carries only their ids.
     """
 
     send: handoff.SendFrame
@@ -135,14 +135,14 @@ class PackFrame:
 
 @dataclass(slots=True, frozen=True)
 class RunStep:
-    """Give the plan to the compute thread."""
+    """Run the plan on the compute thread."""
 
     plan: StepPlan
 
 
 @dataclass(slots=True, frozen=True)
 class AbandonStep:
-    """Nobody waits for this step any more: answer it with :class:`StepDone` as soon as can be."""
+    """End a step whose sequences were all aborted: report :class:`StepDone` early if possible."""
 
     step: int
 

@@ -31,70 +31,70 @@ from ..proto.status import GenerationStatus
 
 
 class JobState(Enum):
-    """Where a job stands."""
+    """Life of a job."""
 
     QUEUED = "queued"
     RESERVING = "reserving"
     COMPUTING = "computing"
     HANDING_OVER = "handing_over"
-    RELEASING = "releasing"  # ended here; the decode side's grant is being given back
+    RELEASING = "releasing"  # ended here; the grant at the decode worker is being released
 
 
 @dataclass(slots=True)
 class Job:
-    """One attempt of a request, from Assign to its end here."""
+    """One attempt of a request, from Assign to its end on this worker."""
 
     key: Key
     router: str
     assign: Assign
     deadline: float
-    asked: float  # when the client did, by this worker's clock
+    asked: float  # time of the client's request, by this worker's clock
     context: TextContext
     sequence: Sequence
     state: JobState = JobState.QUEUED
     tries: int = 0
-    arrival: int = 0  # its place among all jobs
-    started: float = 0.0  # when it got its slot
+    arrival: int = 0  # arrival number among all jobs
+    started: float = 0.0  # when the job got its execution slot
     waits: bool = False  # in the queue
-    place: str = ""  # what news it is parked for
-    grammar: GrammarTask | None = None  # what its answer is held to
-    compiling: bool = False  # its grammar is not there yet
-    token_end: int = 0  # of the chunk in the running step
+    place: str = ""  # key of the event that the job is parked for
+    grammar: GrammarTask | None = None  # grammar that constrains the answer
+    compiling: bool = False  # the grammar is not compiled yet
+    token_end: int = 0  # end of the chunk in the running step
     last_chunk: bool = False
     last_logprobs: TokenLogProbs | None = None
     cached_tokens: int = 0
 
     @property
     def given_tokens(self) -> int:
-        """What the router has given to compute, as it counts."""
+        """Tokens that the router assigned for computing, counted as the router counts them."""
         return len(self.assign.context.tokens) + len(self.assign.emitted)
 
     @property
     def generated(self) -> list[int]:
-        """All tokens behind the prompt, replayed ones included."""
+        """All tokens after the prompt, including replayed ones."""
         tokens: list[int] = self.context.tokens.all[len(self.assign.context.tokens) :].tolist()
         return tokens
 
     @property
     def logprobs(self) -> list[TokenLogProbs]:
-        """Log-probabilities of the token drawn here, if it was and they are wanted."""
+        """Log-probabilities of the token sampled here, if they were requested."""
         return [] if self.last_logprobs is None else [self.last_logprobs]
 
     @property
     def ended(self) -> str | None:
-        """The status of a replay whose emitted tokens already end it, else None."""
+        """Final status if the replayed tokens already end the request, else None."""
         if self.context.is_done:
             return self.context.status.value
         full = self.sequence.remaining_tokens == 0 and bool(self.generated)
         return GenerationStatus.MAXIMUM_LENGTH.value if full else None
 
     def held(self) -> RequestState:
-        """What Hello says of it."""
+        """Return the state that Hello reports to routers."""
         position, prompt = len(self.context.tokens), len(self.assign.context.tokens)
         return RequestState(*self.key, position, prompt, router=self.router)
 
     def reserve(self, incarnation: int, serial: int, growth: int, now: float) -> Reserve:
-        """The request for blocks on the decode side."""
+        """Return the Reserve message for the decode worker."""
         sequence = self.sequence
         return Reserve(
             request=self.key[0],
@@ -110,7 +110,7 @@ class Job:
         )
 
     def commit_maker(self, worker: str, now: float) -> handoff.CommitMaker:
-        """Builds the Commit once the manifest is known."""
+        """Return a function that builds the Commit from its manifest."""
         context = to_map(self.context)
 
         def make(grant: GrantRef, frames: int, nbytes: int, digest: int) -> Commit:
@@ -141,7 +141,7 @@ class Job:
         message: str = "",
         retry_after: float | None = None,
     ) -> Terminal:
-        """The end of the request, when it ends here."""
+        """Return the terminal for a request that ends on this worker."""
         return Terminal(
             request=self.key[0],
             attempt=self.key[1],
@@ -161,7 +161,7 @@ def _spec(task: GrammarTask) -> GrammarSpec:
 
 
 def make_job(key: Key, router: str, assign: Assign, card: ModelCard, now: float) -> Job:
-    """A queued job. Raises InputError or ValueError for a context that cannot be run."""
+    """Return a queued job. Raises InputError or ValueError if the context cannot be run."""
     if assign.context.task != card.task:
         raise TaskMismatch(f"{card.name!r} does not serve task {assign.context.task!r}")
     request_id = RequestID(assign.request_id)
@@ -178,7 +178,7 @@ def make_job(key: Key, router: str, assign: Assign, card: ModelCard, now: float)
 
 
 def report(done: handoff.Done, prefill: str, decode: str, transport: str) -> HandoffReport:
-    """What the router keeps of a finished handoff."""
+    """Return the report that the router records for a finished handoff."""
     return HandoffReport(
         request=done.key[0],
         attempt=done.key[1],
@@ -196,5 +196,5 @@ def report(done: handoff.Done, prefill: str, decode: str, transport: str) -> Han
 
 
 def sequence_key(key: Key) -> bytes:
-    """Engine's name for one attempt; two attempts of a request never share blocks to write."""
+    """Name one attempt for the engine, so that two attempts never share writable blocks."""
     return key[0] + key[1].to_bytes(8, "little")

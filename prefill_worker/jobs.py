@@ -1,9 +1,9 @@
-"""The jobs of a prefill worker: found by name, in the order they begin, by deadline.
+"""The jobs of a prefill worker, by name, by start order and by deadline.
 
-Invariants: a queued job is in exactly one place: ready, waiting for a time, or parked for news
-(of a link or its grammar); a job in any other state holds one execution slot; sums and indexes
-fit the jobs. The cost of an event does not grow with the jobs that have nothing to do with it.
-Pure.
+Invariants: a queued job is in exactly one place: ready, waiting for a time, or parked until an
+event (its link opens, its grammar is compiled); a job in any other state holds one execution
+slot; sums and indexes match the jobs. The cost of an event does not depend on the number of
+unrelated jobs. Pure.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .job import Job, JobState
 from .start_order import StartOrder
 
 RESERVING_S = 0.05
-"""How long a job that waits for blocks counts as work to come; then others go on."""
+"""Seconds for which a reserving job counts as coming work; after that, other jobs may start."""
 
 
 class Jobs:
     """All jobs of one worker.
 
-    ``start_by``: the last moment at which a job can begin and be in time (:mod:`.start_order`);
-    None: jobs begin in the order of their coming.
+    ``start_by``: latest start time at which a job still meets its TTFT target
+    (:mod:`.start_order`). None: jobs start in arrival order.
     """
 
     def __init__(self, start_by: Callable[[Job], float] | None = None) -> None:
@@ -37,11 +37,11 @@ class Jobs:
         self._ready: StartOrder[Key] = StartOrder(
             None if start_by is None else lambda key: start_by(self._jobs[key])
         )
-        self._later: Agenda[Key] = Agenda()  # by the time they may try again
-        self._parked: dict[str, dict[Key, None]] = {}  # by the news they wait for
+        self._later: Agenda[Key] = Agenda()  # by the time of the next try
+        self._parked: dict[str, dict[Key, None]] = {}  # by the event they wait for
         self._wanted: Counter[str] = Counter()  # jobs per decode endpoint
         self._arrivals = 0
-        self._holding: dict[Key, Job] = {}  # execution slots
+        self._holding: dict[Key, Job] = {}  # jobs with an execution slot
         self.waiting = 0
         self.waiting_tokens = 0
         self.shares = Shares()
@@ -52,36 +52,36 @@ class Jobs:
     def __iter__(self) -> Iterator[Job]:
         return iter(self._jobs.values())
 
-    # ------------------------------------------------------------------ finding
+    # ------------------------------------------------------------------ lookup
 
     def get(self, key: Key) -> Job | None:
-        """The job of this attempt."""
+        """Return the job of this attempt, or None."""
         return self._jobs.get(key)
 
     def of(self, request: bytes, last: int) -> list[Job]:
-        """A request's attempts up to ``last``."""
+        """Return a request's attempts up to ``last``."""
         return self._jobs.of(request, last)
 
     def newest(self, request: bytes) -> Job | None:
-        """A request's highest attempt."""
+        """Return a request's highest attempt, or None."""
         return self._jobs.newest(request)
 
     def of_sequence(self, sequence: bytes) -> Job | None:
-        """The job the engine runs by this name."""
+        """Return the job that the engine runs under this name, or None."""
         return self._by_sequence.get(sequence)
 
     def wants(self, endpoint: str) -> bool:
-        """Whether a job is to be handed over to ``endpoint``."""
+        """True if a job will be handed over to ``endpoint``."""
         return self._wanted[endpoint] > 0
 
     def overdue(self, now: float) -> list[Job]:
-        """Jobs whose deadline has passed; each is named once."""
+        """Return jobs whose deadline has passed, each of them once."""
         return [job for key in self._deadlines.due(now) if (job := self._jobs.get(key))]
 
-    # ------------------------------------------------------------------ coming and going
+    # ------------------------------------------------------------------ adding and removing
 
     def add(self, job: Job) -> None:
-        """A new job, not in the queue yet."""
+        """Add a new job. The job is not queued yet."""
         self._arrivals += 1
         job.arrival = self._arrivals
         self._jobs[job.key] = job
@@ -91,7 +91,7 @@ class Jobs:
         self.shares.add(job.router, job.given_tokens)
 
     def remove(self, job: Job) -> None:
-        """The job is over; harmless when it was removed before."""
+        """Remove a job that ended; a second call does nothing."""
         if self._jobs.pop(job.key, None) is None:
             return
         self._by_sequence.pop(job.sequence.request, None)
@@ -107,7 +107,7 @@ class Jobs:
             self._holding.pop(job.key, None)
 
     def hand_to(self, router: str, job: Job) -> None:
-        """The job is this router's from now on."""
+        """Make ``router`` the owner of the job."""
         self.shares.drop(job.router, job.given_tokens)
         job.router = router
         self.shares.add(router, job.given_tokens)
@@ -115,7 +115,7 @@ class Jobs:
     # ------------------------------------------------------------------ queue and slots
 
     def queue(self, job: Job, not_before: float = 0.0) -> None:
-        """Wait for a slot; a job that held one gives it back and keeps its place."""
+        """Queue a job for a slot. A job that held a slot returns it and keeps its place."""
         if job.state is not JobState.QUEUED:
             del self._holding[job.key]
             job.state = JobState.QUEUED
@@ -131,24 +131,24 @@ class Jobs:
             self._ready.put(job.key, job.arrival)
 
     def next(self, now: float) -> Job | None:
-        """Take the queued job whose turn it is; :meth:`start`, :meth:`park` or end it."""
+        """Return the next queued job or None; the caller must start, park or end the job."""
         for key in self._later.due(now):
             self._ready.put(key, self._jobs[key].arrival)
         key_ = self._ready.pop(now)
         return None if key_ is None else self._jobs[key_]
 
     def park(self, job: Job, place: str) -> None:
-        """Wait for news: of the link to an endpoint, or of what else ``place`` names."""
+        """Let a job wait until :meth:`wake` is called for ``place``."""
         job.place = place
         self._parked.setdefault(place, {})[job.key] = None
 
     def wake(self, place: str) -> None:
-        """There is news of this."""
+        """Make the jobs parked at ``place`` ready."""
         for key in self._parked.pop(place, ()):
             self._ready.put(key, self._jobs[key].arrival)
 
     def start(self, job: Job, now: float) -> None:
-        """Give a slot to a job that was next."""
+        """Give an execution slot to the job that :meth:`next` returned."""
         self._leave_queue(job)
         job.state = JobState.RESERVING
         job.started = now
@@ -156,11 +156,11 @@ class Jobs:
 
     @property
     def active(self) -> int:
-        """Execution slots taken."""
+        """Number of execution slots in use."""
         return len(self._holding)
 
     def tokens_ahead(self, now: float) -> int:
-        """Prompt tokens that jobs with a slot leave to compute, now or soon."""
+        """Return the prompt tokens that jobs with a slot still have to compute, now or soon."""
         tokens = 0
         for job in self._holding.values():
             computing = job.state is JobState.COMPUTING
@@ -185,29 +185,29 @@ class Jobs:
     # ------------------------------------------------------------------ integrity
 
     def check_integrity(self) -> None:
-        """Raise InternalError unless sums and indexes fit the jobs."""
+        """Raise InternalError if sums and indexes do not match the jobs."""
         jobs = list(self)
         active = {job.key for job in jobs if job.state is not JobState.QUEUED}
         if active != self._holding.keys():
-            raise InternalError(f"{self.active} slots are taken, {len(active)} jobs hold one")
+            raise InternalError(f"{self.active} slots taken, but {len(active)} jobs hold a slot")
         shares = Shares()
         for job in jobs:
             shares.add(job.router, job.given_tokens)
         if shares.report() != self.shares.report():
-            raise InternalError("what each router has here is miscounted")
+            raise InternalError("the shares of the routers are miscounted")
         if {job.sequence.request for job in jobs} != set(self._by_sequence):
-            raise InternalError("a sequence has no job or a job no sequence")
+            raise InternalError("sequences and jobs do not match")
         if Counter(job.assign.decode for job in jobs) != self._wanted:
             raise InternalError("the jobs per decode worker are miscounted")
         queued = [job for job in jobs if job.waits]
         sums = len(queued), sum(job.sequence.num_tokens for job in queued)
         if sums != (self.waiting, self.waiting_tokens):
-            raise InternalError(f"{sums} wait, not {(self.waiting, self.waiting_tokens)}")
+            raise InternalError(f"{sums} queued, counted {(self.waiting, self.waiting_tokens)}")
         places = sum(len(parked) for parked in self._parked.values())
         if len(self._ready) + len(self._later) + places != len(queued):
-            raise InternalError("a queued job is in no place or in two")
+            raise InternalError("a queued job is in no place or in two places")
 
     @property
     def sequences(self) -> set[bytes]:
-        """Engine's names of all jobs."""
+        """The engine's names of all jobs."""
         return set(self._by_sequence)

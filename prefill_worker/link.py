@@ -1,9 +1,9 @@
-"""One decode worker as a prefill worker sees it: from first contact to agreed layouts.
+"""One decode worker as seen by a prefill worker: from connecting to an agreed layout.
 
-Invariants: nothing is reserved at a peer before both sides agreed on model, layout and
-transport. A peer that owes an answer for the handoff timeout is lost, whatever its connections
-seem to be: packets may be dropped in one direction only, and a connection that passes nothing
-stays open for a while. Pure.
+Invariants: blocks are reserved at a peer only after both sides agreed on model, layout and
+transport. A peer that leaves a question unanswered for the handoff timeout is lost, even if its
+connection looks healthy: the network may drop packets in one direction only, and a connection that
+passes nothing stays open for a while. Pure.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from ..kv_transfer.timeout import ASK_EVERY_S, HANDOFF_TIMEOUT_S
 
 OPEN_REPEAT_S = 0.5
 KEEP_LOST_S = 60.0
-"""How long a lost link nobody waits for is kept. The router tries a failed pair again now and then;
-a kept link answers that at once, where a new one would have to be waited for."""
+"""Seconds for which a lost link is kept although no request waits for it.
+
+The router retries a failed pair of workers from time to time. A kept link rejects the retry at
+once; a new link would have to time out first."""
 
 
 class LinkState(Enum):
     """Life of a link."""
 
-    CONNECTING = "connecting"  # the socket has no peer yet
-    OPENING = "opening"  # Open is out
+    CONNECTING = "connecting"  # no connection yet
+    OPENING = "opening"  # Open was sent
     OPEN = "open"
     REFUSED = "refused"  # models or layouts differ
 
@@ -32,10 +34,10 @@ class LinkState(Enum):
 class Link:
     """State of one endpoint.
 
-    ``unanswered_since``: when the oldest question was asked that the peer still has to answer;
-    None while it owes no answer. Connecting counts as a question, and so do Open and Ping. Only
-    the answer to a question proves that both directions work: what a peer sends unasked arrives
-    as well when nothing reaches it any more. ``timeout``: seconds until such a peer is lost.
+    ``unanswered_since``: time of the oldest question that the peer has not answered; None if there
+    is none. Connecting, Open and Ping are questions. Only an answer proves that both
+    directions work: messages that the peer sends on its own initiative arrive even if the peer
+    receives nothing. ``timeout``: seconds until such a peer is lost.
     """
 
     endpoint: str
@@ -48,26 +50,26 @@ class Link:
     refusal: str = ""
     repeat_at: float = 0.0  # Open or Ping
     last_nonce: int = 0
-    frame_limit: int = 0  # bytes the peer takes in one KV frame
-    no_data_since: float | None = None  # the connection for KV frames is missed since then
+    frame_limit: int = 0  # bytes the peer accepts in one KV frame
+    no_data_since: float | None = None  # the data connection has been missing since then
 
     @property
     def is_ready(self) -> bool:
-        """Whether blocks may be asked for: both connections stand."""
+        """True if blocks may be reserved: both connections are up."""
         return self.state is LinkState.OPEN and self.no_data_since is None
 
     @property
     def refuses(self) -> bool:
-        """Whether the peer answers and the two do not fit together."""
+        """True if the peer answers, but the two workers do not fit together."""
         return self.state is LinkState.REFUSED
 
     def await_answer(self, now: float) -> None:
-        """A question was asked; an older one that is unanswered counts on."""
+        """Note a question. If an older one is unanswered, its time is kept."""
         if self.unanswered_since is None:
             self.unanswered_since = now
 
     def ask(self, now: float) -> int | None:
-        """Nonce of a Ping that is due: the time it is sent at, in microseconds."""
+        """Return the nonce of a due Ping: its send time in microseconds. None if none is due."""
         if self.state is not LinkState.OPEN or now < self.repeat_at:
             return None
         self.repeat_at = now + ASK_EVERY_S
@@ -76,9 +78,9 @@ class Link:
         return self.last_nonce
 
     def answered(self, nonce: int) -> None:
-        """The peer answered the Ping with this nonce, so both directions worked after it was sent.
+        """Handle a Pong: both directions worked after the Ping with this nonce was sent.
 
-        A nonce that no Ping of this link had proves nothing.
+        A nonce that this link never sent is ignored.
         """
         since = self.unanswered_since
         if self.state is not LinkState.OPEN or since is None or nonce > self.last_nonce:
@@ -89,32 +91,32 @@ class Link:
             self.unanswered_since = max(since, nonce / 1e6)
 
     def excuse(self, seconds: float) -> None:
-        """Allow for a pause of this process: answers may wait to be read."""
+        """Extend the timeouts by a pause of this process: answers may wait to be read."""
         if self.unanswered_since is not None:
             self.unanswered_since += seconds
         if self.no_data_since is not None:
             self.no_data_since += seconds
 
     def misses_data(self, now: float) -> bool:
-        """Whether the connection for KV frames has been missing for the handoff timeout."""
+        """True if the data connection has been missing for the handoff timeout."""
         since = self.no_data_since
         return self.state is LinkState.OPEN and since is not None and now >= since + self.timeout
 
     def hopeless(self, now: float) -> str:
-        """Why no handoff can go over this link now; empty when one can, or may soon."""
+        """Return why no handoff can use this link, or an empty string if it can or soon may."""
         if self.state is LinkState.REFUSED:
-            # The router has workers of one model only: this one came without its knowledge.
+            # A router serves one model; this endpoint was replaced without its knowledge.
             return self.refusal
         if self.misses_data(now):
             return f"no connection for KV frames to {self.endpoint}"
         return f"no answer from {self.endpoint} for {self.timeout:g} s" if self.is_lost(now) else ""
 
     def is_lost(self, now: float) -> bool:
-        """Whether the peer has owed an answer for the handoff timeout."""
+        """True if a question has been unanswered for the handoff timeout."""
         since = self.unanswered_since
         return since is not None and now >= since + self.timeout
 
     def is_stale(self, now: float) -> bool:
-        """Whether it has been lost for so long that only a new connection is worth a try."""
+        """True if the peer has been lost for so long that only a new connection makes sense."""
         since = self.unanswered_since
         return since is not None and now >= since + self.timeout + KEEP_LOST_S

@@ -1,8 +1,8 @@
-"""A prefill worker's links to decode workers: made when needed, opened, lost, closed.
+"""A prefill worker's links to decode workers: created on demand, opened, lost, closed.
 
-Invariant: before both sides have agreed an endpoint is sent Open and nothing else. A link that
-requests wait for, or handoffs use, is asked for a sign of life; so is one that owes an answer,
-until it answers or has been lost for :data:`.link.KEEP_LOST_S`. Pure.
+Invariant: until both sides have agreed, an endpoint receives Open and nothing else. Links that
+requests wait for or handoffs use are pinged. So are links with an unanswered question, until
+they answer or have been lost for :data:`.link.KEEP_LOST_S`. Pure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .link import OPEN_REPEAT_S, Link, LinkState
 
 
 class DecodeLinks:
-    """All decode endpoints this worker has to do with."""
+    """Links to all decode endpoints this worker uses."""
 
     def __init__(
         self,
@@ -49,49 +49,49 @@ class DecodeLinks:
         return iter(list(self._links.values()))
 
     def get(self, endpoint: str) -> Link | None:
-        """The link to an endpoint, if there is one."""
+        """Return the link to an endpoint, or None."""
         return self._links.get(endpoint)
 
     def connect(self, endpoint: str, now: float) -> list[Action]:
-        """Make a link to an endpoint, unless there is one."""
+        """Create a link to an endpoint unless it exists."""
         if endpoint in self._links:
             return []
         self._links[endpoint] = Link(endpoint, now, self._timeout)
         return [Connect(endpoint)]
 
     def up(self, endpoint: str, now: float) -> list[Action]:
-        """The connection stands (again): agree with whoever listens there now."""
+        """Send Open over a new connection, to agree with the process that listens there now."""
         link = self._links.get(endpoint)
         if link is None:
             return []
-        # Also after a refusal: another process may listen there now.
+        # Also after a refusal: another process may be listening now.
         link.state = LinkState.OPENING
         link.await_answer(now)
         return [self._open(link, now)]
 
     def down(self, endpoint: str, now: float) -> None:
-        """The connection was lost."""
+        """Mark the link as connecting again: its connection was lost."""
         link = self._links.get(endpoint)
         if link:
             link.state = LinkState.CONNECTING
             link.await_answer(now)
 
     def opened(self, link: Link, message: Opened, now: float) -> None:
-        """Both sides have agreed."""
+        """Mark the link as open: both sides have agreed."""
         link.state, link.unanswered_since = LinkState.OPEN, None
         link.worker, link.incarnation = message.worker, message.incarnation
         link.transport, link.frame_limit = message.transport, message.max_frame_bytes
         if link.no_data_since is not None:
-            link.no_data_since = now  # perhaps another process: the timeout begins anew
+            link.no_data_since = now  # perhaps another process: restart the timeout
 
     def pong(self, endpoint: str, nonce: int) -> None:
-        """The peer answered a Ping."""
+        """Pass a Pong to its link."""
         link = self._links.get(endpoint)
         if link is not None:
             link.answered(nonce)
 
     def data(self, endpoint: str, *, stands: bool, now: float) -> None:
-        """The connection for KV frames came or went."""
+        """Note that the data connection was made or lost."""
         link = self._links.get(endpoint)
         if link is None:
             return
@@ -101,7 +101,7 @@ class DecodeLinks:
             link.no_data_since = now
 
     def refused(self, endpoint: str, message: OpenRefused) -> list[Action]:
-        """Models or layouts differ."""
+        """Mark the link as refused: models or layouts differ."""
         link = self._links.get(endpoint)
         if link is None:
             return []
@@ -113,7 +113,7 @@ class DecodeLinks:
         return [Note("handoff.refused", {"endpoint": endpoint, "field": message.field})]
 
     def of_another_version(self, endpoint: str, reason: str) -> list[Action]:
-        """One of the two does not understand the other."""
+        """Mark the link as refused: the protocol versions differ."""
         link = self._links.get(endpoint)
         if link is None:
             return []
@@ -121,20 +121,20 @@ class DecodeLinks:
         return [Note("handoff.refused", {"endpoint": endpoint, "field": "version"})]
 
     def drop(self, link: Link) -> None:
-        """Forget a link."""
+        """Remove a link."""
         del self._links[link.endpoint]
 
     def of_worker(self, endpoint: str, incarnation: int) -> Link | None:
-        """The link to a worker's incarnation, or to its endpoint if nobody has answered there."""
+        """Return the link to a worker's incarnation, or to its endpoint if that never answered."""
         for link in self._links.values():
             if link.incarnation == incarnation or (link.endpoint == endpoint and not link.worker):
                 return link
         return None
 
     def tick(self, now: float, wanted: Callable[[str], bool]) -> list[Action]:
-        """Repeat unanswered Opens; ask the peers that are waited for, or owe an answer.
+        """Repeat unanswered Opens and send due Pings.
 
-        ``wanted(endpoint)``: whether a request waits for this endpoint or is being handed over.
+        ``wanted(endpoint)``: True if requests wait for this endpoint or handoffs use it.
         """
         self._excuse(now)
         actions: list[Action] = []
@@ -148,7 +148,7 @@ class DecodeLinks:
         return actions
 
     def _excuse(self, now: float) -> None:
-        """Do not count this process's own pause as the peers' silence."""
+        """Exclude a pause of this process from the peers' timeouts."""
         pause = now - self._looked_at
         self._looked_at = now
         if pause > OWN_PAUSE_S:

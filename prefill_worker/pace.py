@@ -1,20 +1,20 @@
-"""How fast this worker computes prompts, learned from its steps."""
+"""The prefill speed of this worker, learned from its steps."""
 
 from __future__ import annotations
 
 NEW = 0.1
-"""Weight of the latest step; smaller steps weigh less, by their share of a usual one."""
+"""Weight of the latest step. A smaller step weighs less, in proportion to the usual step size."""
 
 
 class Pace:
-    """Seconds per prompt token; 0 before anything was computed."""
+    """Seconds per prompt token; 0 before the first step."""
 
     def __init__(self) -> None:
         self.seconds_per_token = 0.0
-        self._usual = 0.0  # tokens of a step
+        self._usual = 0.0  # typical number of tokens per step
 
     def learn(self, tokens: int, seconds: float) -> None:
-        """A step of ``tokens`` prompt tokens took ``seconds``."""
+        """Update the average: a step of ``tokens`` prompt tokens took ``seconds``."""
         if tokens <= 0 or not seconds > 0:
             return
         if not self.seconds_per_token:

@@ -1,7 +1,7 @@
 """A prefill worker's sockets to decode workers: control and data, one pair per endpoint.
 
-KV frames wait here until the data connection stands, so the first frames of a new link are
-not lost; their staging buffers return to the pool once ZeroMQ has read them.
+KV frames are queued here until the data connection is made, so that the first frames of a new link
+are not lost. Their staging buffers return to the pool after ZeroMQ has read them.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _DATA_OPTIONS = ChannelOptions(send_hwm=0)  # bounded by byte credit, not by mes
 
 
 def _ignore(_frames: Frames) -> None:
-    """Nothing is ever said on a data connection towards the sender."""
+    """Ignore input: the receiver never sends on a data connection."""
 
 
 class PeerLink:
-    """Both sockets of one decode endpoint."""
+    """The two sockets of one decode endpoint."""
 
     def __init__(self, links: PeerLinks, endpoint: str) -> None:
         self._links = links
@@ -59,17 +59,17 @@ class PeerLink:
         return channel
 
     def _control_lost(self) -> None:
-        """Come back under another identity.
+        """Reconnect under a new identity.
 
-        A worker that paused still believes in the old connection, and would never read a
-        second one of the same name.
+        A decode worker that paused still holds the old connection, and ZeroMQ would ignore a
+        second connection with the same identity.
         """
         self.control.close()
         self.control = self._connect_control()
         self._links.on_down(self.endpoint)
 
     def open_data(self, address: str) -> None:
-        """Connect the data socket, anew when the address changed."""
+        """Connect the data socket; reconnect if the address changed."""
         if self.data is not None and self.data.endpoint == address:
             return
         self._connect_data(address)
@@ -92,7 +92,7 @@ class PeerLink:
         self._send_waiting()
 
     def send_frame(self, frame: KVFrame, payload: Bytes, give: Give | None) -> None:
-        """Send a packed frame, or keep it until the data connection stands."""
+        """Send a packed frame, or queue it until the data connection is made."""
         self._waiting.append((frame, payload, give))
         self._send_waiting()
 
@@ -105,7 +105,7 @@ class PeerLink:
                 continue
             tracker: Any = self.data.send_tracked(parts)
             if isinstance(tracker, SendResult):
-                give()  # lost: the decode worker asks again
+                give()  # the frame is lost; the decode worker requests it again
             else:
                 self._in_flight.append((tracker, give))
         self.reclaim()
@@ -122,7 +122,7 @@ class PeerLink:
             self._links.dropped[f"peer_{error.code}"] += 1
             count = self._links.decoder.damaged
             self._links.log.warning("peer.damaged", endpoint=self.endpoint, count=count)
-            return  # as if it had been lost: it is said again
+            return  # treated as a lost message: the peer repeats it
         except ProtocolError as error:
             self._links.dropped[f"peer_{error.code}"] += 1
             self._links.log.warning("peer.malformed", endpoint=self.endpoint, error=str(error))
@@ -134,7 +134,7 @@ class PeerLink:
             self._links.on_message(self.endpoint, message)
 
     def close(self) -> None:
-        """Drop both connections."""
+        """Close both connections."""
         self.control.close()
         if self.data is not None:
             self.data.close()
@@ -142,12 +142,12 @@ class PeerLink:
             if give is not None:
                 give()
         self._waiting.clear()
-        self._links.left.extend(self._in_flight)  # ZeroMQ may read them a little longer
+        self._links.left.extend(self._in_flight)  # ZeroMQ may still be reading these buffers
         self._in_flight.clear()
 
 
 class PeerLinks:
-    """All decode endpoints a prefill worker talks to; ``dropped`` counts what they said in vain."""
+    """The links to all decode endpoints; ``dropped`` counts messages that could not be handled."""
 
     def __init__(
         self,
@@ -180,26 +180,26 @@ class PeerLinks:
             DecodeToPrefill, digest=envelope_digest
         )
         self.buffers = BufferPool()
-        self.left: deque[tuple[zmq.MessageTracker, Give]] = deque()  # by links that are closed
+        self.left: deque[tuple[zmq.MessageTracker, Give]] = deque()  # buffers of closed links
         self._links: dict[str, PeerLink] = {}
 
     def dial(self, address: str, options: ChannelOptions = _CONTROL_OPTIONS) -> DealerChannel:
-        """Connect to a decode worker. Raises ConfigError for an address, or a role without keys."""
+        """Connect to a decode worker. Raises ConfigError for a bad address or missing keys."""
         keys = keys_for(self._keys, address, DECODE)
         return DealerChannel(
             self._context, address, self._fresh_identity(), keys=keys, options=options
         )
 
     def _fresh_identity(self) -> bytes:
-        """A routing identity no connection of this worker has had."""
+        """Return a routing identity that no earlier connection of this worker had."""
         self._connections += 1
         return b"%b/%d" % (self._identity, self._connections)
 
     def connect(self, endpoint: str) -> None:
-        """Open the control connection; a bad address stays unanswered and is reported so."""
+        """Open the control connection. After a bad address the link times out like a silent one."""
         link = self._links.get(endpoint)
         if link is not None:
-            if link.control.connected:  # nothing will announce it again
+            if link.control.connected:  # the connection event will not come again
                 self.on_up(endpoint)
             return
         try:
@@ -208,13 +208,13 @@ class PeerLinks:
             _log.warning("peer.unreachable", endpoint=endpoint, error=str(error))
 
     def open_data(self, endpoint: str, address: str) -> None:
-        """The peer told where KV frames go."""
+        """Connect to the peer's address for KV frames."""
         link = self._links.get(endpoint)
         if link is not None:
             link.open_data(address)
 
     def send(self, endpoint: str, message: Message) -> None:
-        """Queue a control message for the end of the turn."""
+        """Queue a control message until the end of the loop's turn."""
         if endpoint in self._links:
             self._outbox.put(endpoint, message)
 
@@ -225,7 +225,7 @@ class PeerLinks:
     def send_frame(
         self, endpoint: str, frame: KVFrame, payload: Bytes, give: Give | None = None
     ) -> None:
-        """Send a packed KV frame; ``give`` is called when ZeroMQ has read its payload."""
+        """Send a packed KV frame; ``give`` is called after ZeroMQ has read the payload."""
         link = self._links.get(endpoint)
         if link is not None:
             link.send_frame(frame, payload, give)

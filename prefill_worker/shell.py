@@ -1,7 +1,7 @@
 """Sockets, clock and threads around :class:`.core.PrefillCore`.
 
 The I/O thread owns all sockets and the core, and packs KV frames from blocks whose layers
-are final; the compute thread owns the model and writes the blocks of the step it runs.
+are final. The compute thread owns the model and writes the blocks of the step it runs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PrefillShell:
         self._pipeline = runner.pipeline
         self._endpoint = Endpoint(member, control, loop)
         self._compute = ComputeThread(loop, self._execute, self._on_result)
-        self._unwanted: set[int] = set()  # steps out; the compute thread only looks one up
+        self._unwanted: set[int] = set()  # aborted steps; the compute thread only reads this set
         card, folder = runner.card, config.runner.model
         compiler = self._compiler = GrammarCompiler(folder, card.vocab_size, card.eos_token_ids)
         self._grammars = TimeLimited(
@@ -129,13 +129,13 @@ class PrefillShell:
         return PrefillCore(member, scheduler, sender, limits, times, ticket, timeout)
 
     def start(self) -> None:
-        """Listen and begin to tick."""
+        """Start listening and ticking."""
         self._control.attach(self._loop, self._endpoint.hear)
         self._loop.on_turn_end(self._flush)
         self._tick()
 
     def close(self) -> bool:
-        """Stop computing, then close the sockets; false when a step still runs."""
+        """Stop computing, then close the sockets. Return False if a step still runs."""
         ended = self._compute.stop()
         if self._moves is not None:
             self._moves.stop()
@@ -149,7 +149,7 @@ class PrefillShell:
     # ------------------------------------------------------------------ events
 
     def feed(self, event: events.Event) -> None:
-        """Let the core decide and perform what it wants."""
+        """Pass an event to the core and perform the actions it returns."""
         for action in self.core.handle(event, self._loop.now()):
             self._perform(action)
 
@@ -188,7 +188,7 @@ class PrefillShell:
         self.feed(events.NotSent(endpoint, message, reason))
 
     def drain(self) -> None:
-        """Take no new work; end when the last request has left, or the grace period is over."""
+        """Accept no new work. Exit after the last request or after the grace period."""
         self.feed(DrainRequested())
         self._loop.call_later(self._drain_grace_s, lambda: self._exit("grace_over", 0))
 
@@ -213,7 +213,7 @@ class PrefillShell:
             sent(frame, payload, lambda: buffers.give(payload))
 
     def _execute(self, plan: StepPlan) -> StepResult:
-        """On the compute thread: run the step, telling the loop which layers are final."""
+        """Run a step and report final layers to the loop; runs on the compute thread."""
 
         def layers(sequence: bytes, layer_end: int) -> None:
             self._compute.post(lambda: self.feed(events.LayersDone(sequence, layer_end)))

@@ -1,11 +1,11 @@
-"""Which of the prompts that wait is begun next.
+"""Decides which waiting prompt starts next.
 
-With a time that first tokens should keep, the first of those that can still keep it: a prompt
-that is late already gains nothing by going ahead, and makes those behind it late as well.
-In a burst that is more than a pool can do, first come, first served so loses nearly every
-request of it; this order loses those that were too many. Late prompts take their turn when no
-other waits, and one start in :data:`LATE_TURN` while others do: they wait longer, not for ever.
-Pure.
+Without a TTFT target, prompts start in arrival order. With a target, the oldest prompt that can
+still meet it goes first. A prompt that is already late gains nothing from an early start, but would
+make the prompts after it late as well. So in a burst beyond the pool's capacity, first come first
+served makes nearly every request late; this order makes only the excess late. Late prompts start
+when no other prompt waits. While others wait, every :data:`LATE_TURN`-th start goes to a late
+prompt, so that late prompts do not starve. Pure.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from typing import Generic, TypeVar
 from ..runtime.agenda import Agenda
 
 LATE_TURN = 16
-"""One of so many starts is a late prompt's while both kinds wait."""
+"""While both kinds wait, one start out of this many goes to a late prompt."""
 SPARE = 0.1
-"""Part of the limit left for what is not foreseen: in a burst all begin at the last moment."""
+"""Part of the TTFT target kept as reserve, because in a burst every prompt starts at its latest."""
 K = TypeVar("K")
 
 
 def latest_start(asked: float, limit: float, own: float) -> float:
-    """When a prompt of ``own`` seconds must begin to be in time, ``limit`` after it came."""
+    """Return when a prompt that takes ``own`` seconds must start to meet its TTFT ``limit``."""
     return asked + (1 - SPARE) * limit - own
 
 
 class StartOrder(Generic[K]):
-    """Keys that wait, by place (their order of coming), in two ranks.
+    """Waiting keys in two ranks (in time, late), each ordered by place (arrival number).
 
-    ``start_by``: the last moment at which a key can begin and be in time. It is asked when the
-    key's turn comes, as it may depend on what is cached by then. None: order of coming alone.
+    ``start_by``: latest start time at which a key is still in time. It is called when the
+    key's turn comes, because its result depends on the cache content. None: arrival order only.
 
-    Invariant: a key is there once; one found late stays behind those in time until it is taken.
+    Invariant: a key is contained once; a key found late stays late until it is taken.
     """
 
     def __init__(self, start_by: Callable[[K], float] | None = None) -> None:
         self._start_by = start_by
         self._in_time: Agenda[K] = Agenda()
         self._late: Agenda[K] = Agenda()
-        self._passed = 0  # starts since a late one that waits was last taken
+        self._passed = 0  # starts since the last late one, while late keys wait
 
     def put(self, key: K, place: float) -> None:
-        """File ``key``, which is not here."""
+        """Add ``key``. It must not be contained yet."""
         self._in_time.put(key, place)
 
     def drop(self, key: K) -> None:
-        """Take ``key`` out, if it is here."""
+        """Remove ``key`` if it is contained."""
         self._in_time.drop(key)
         self._late.drop(key)
 
     def pop(self, now: float) -> K | None:
-        """Take out who begins now; None when nobody waits."""
+        """Remove and return the key that starts now; None if no key waits."""
         if self._late and self._passed + 1 >= LATE_TURN:
             return self._pop_late()
         while (place := self._in_time.first()) is not None:

@@ -1,4 +1,4 @@
-"""By when a prompt must begin for its first token to be in time, and how much begins ahead."""
+"""Latest start times that meet the TTFT target, and how much work is started ahead of time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from .pace import Pace
 from .start_order import latest_start
 
 AHEAD = 0.05
-"""Prompts get a slot when the engine has less left than this part of the limit: a slot's prompt can
-be overtaken no more."""
+"""A prompt gets a slot when the engine has less work left than this part of the TTFT target.
+
+Once a prompt has a slot, no other prompt can overtake it, so slots are assigned late."""
 AHEAD_S = 0.1
-"""The same, at most: long beside the round trip of a reservation."""
+"""Upper limit of the same in seconds; long compared with the round trip of a reservation."""
 
 
 class Urgency:
-    """What the service level ``slo_ttft`` (seconds, above 0) asks of a worker with this cache."""
+    """Start times for the TTFT target ``slo_ttft`` (seconds, above 0), given this cache."""
 
     def __init__(self, slo_ttft: float, cache: PagedCache) -> None:
         self._slo_ttft = slo_ttft
@@ -26,9 +27,9 @@ class Urgency:
         self.pace = Pace()
 
     def start_by(self, job: Job) -> float:
-        """The last moment at which ``job`` can begin and be in time, by this worker's clock."""
+        """Return the latest time, by this worker's clock, at which ``job`` can start in time."""
         if job.assign.emitted:
-            return math.inf  # its client has that token: it is in the midst of its answer
+            return math.inf  # the client already has the first token: TTFT no longer applies
         sequence, size = job.sequence, self._cache.block_size
         most = (sequence.num_tokens - 1) // size
         cached = len(self._cache.match(sequence.extend_hashes(), most)) * size
@@ -36,5 +37,5 @@ class Urgency:
         return latest_start(job.asked, self._slo_ttft, own + self._ahead)
 
     def is_met(self, tokens_ahead: int) -> bool:
-        """Whether the engine has work enough, so that prompts may wait where order can change."""
+        """True if the engine has enough work, so that prompts should stay in the queue."""
         return tokens_ahead * self.pace.seconds_per_token >= self._ahead

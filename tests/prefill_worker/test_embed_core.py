@@ -143,7 +143,7 @@ def test_v16_a_missing_result_is_an_error_of_its_own_request():
     worker.finish()
     first, second = worker.finish(missing=[2])
     assert (first.code, first.embedding, first.status) == ("internal", None, None)
-    assert "no vector" in first.message
+    assert "no embedding" in first.message
     assert second.embedding is not None
 
 
