@@ -24,7 +24,7 @@ _DATA_OPTIONS = ChannelOptions(max_frame_bytes=MAX_KV_FRAME_BYTES, max_frames=2,
 
 
 def data_address(config: DecodeWorkerConfig) -> str:
-    """Where KV frames arrive: as configured, or beside the control endpoint."""
+    """Return the address for KV frames: the configured one, or one next to the control endpoint."""
     if config.data_endpoint:
         return config.data_endpoint
     if config.endpoint.startswith("ipc://"):
@@ -33,7 +33,7 @@ def data_address(config: DecodeWorkerConfig) -> str:
 
 
 def serve(config: DecodeWorkerConfig) -> int:
-    """Load the model, join the cluster, run until drained or told to stop."""
+    """Load the model, register with the routers, run until drained or terminated."""
     keys = load_keys(config.keys, DECODE, config.worker_id)
     runner = load_runner(config.runner, LoadProgress())
 
@@ -50,7 +50,7 @@ def _shell(
     context: Context,
     doors: Doorkeeper | None,
 ) -> DecodeShell:
-    """Sockets and core of a new incarnation."""
+    """Create the sockets and the core of a new incarnation."""
     control = RouterChannel(
         context, config.endpoint, keys=door(doors, "control", PREFILL, ROUTER, OPERATOR)
     )

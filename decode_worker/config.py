@@ -11,19 +11,19 @@ from ..runtime.log import Level
 
 
 class DecodeWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One frozen struct, parsed once.
+    """Settings of one decode worker.
 
-    ``endpoint``: control address this worker binds (what ``target_endpoint`` names).
+    ``endpoint``: control address this worker binds; a ``target_endpoint`` names it.
     ``data_endpoint``: address for KV frames; empty: next to ``endpoint`` (``ipc``) or any
     free port of the same host (``tcp``). ``routers``: router name to worker-side address.
-    ``max_batch``: requests decoded in one step. ``token_budget``: tokens per step for
-    requests that are recomputed after a preemption; ``step_seconds``: how long a step with such
-    tokens should take (0: any time). ``window`` and ``credit_budget``: bytes a
-    single handoff and all handoffs may have in flight. ``handoff_timeout_s``: seconds without an
-    answer after which a prefill worker is unreachable and its grants are freed.
-    ``drain_grace_s``: how long requests may run on after SIGTERM; others then take them over.
-    ``worker_timeout_s``: as the routers'; connections to them time out within it.
-    ``keys``: key folder; with it TCP sockets demand CURVE.
+    ``max_batch``: maximum requests decoded in one step. ``token_budget``: maximum tokens per step
+    for requests that are recomputed after a preemption. ``step_seconds``: target duration of a step
+    with such tokens (0: no target). ``window`` and ``credit_budget``: bytes that a single handoff
+    and all handoffs may have in flight. ``handoff_timeout_s``: seconds without an answer after
+    which a prefill worker is unreachable and its grants are freed. ``drain_grace_s``: seconds that
+    requests may continue after SIGTERM; then other workers take them over.
+    ``worker_timeout_s``: must equal the routers'; connections to them time out within it.
+    ``keys``: key folder; if set, TCP sockets require CURVE.
     """
 
     worker_id: str

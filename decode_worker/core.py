@@ -4,8 +4,8 @@ Invariants: a block is written by exactly one grant or running request; a reques
 after its whole manifest arrived intact; its tokens are sent in order and stay available
 until the router has its terminal; every request taken over ends in one terminal or an Abort.
 
-Knows no socket, clock or thread: the handoff's receiver and the engine's scheduler are pure
-parts of it, the shell runs steps, writes frames into the pool and moves messages.
+The core uses no socket, clock or thread. It contains the handoff's receiver and the engine's
+scheduler, which are pure too; the shell runs steps, writes frames into the pool and moves messages.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ class _Live:
     sequence: Sequence
     deadline: float
     prompt_length: int
-    logprobs: deque[TokenLogProbs]  # of the newest tokens, while they are asked for
-    grammar: GrammarTask | None = None  # not there yet, so the engine does not know the request
+    logprobs: deque[TokenLogProbs]  # of the newest tokens, if the client requested them
+    grammar: GrammarTask | None = None  # still compiling; the engine does not have the request yet
 
     def known_tokens(self, position: int) -> list[int]:
-        """Tokens from ``position`` on; the context may end in a placeholder for one more."""
+        """Return the tokens from ``position`` on, without a placeholder for the next token."""
         tokens: list[int] = self.context.tokens.all[position : self.sequence.num_tokens].tolist()
         return tokens
 
@@ -128,14 +128,14 @@ class DecodeCore(WorkerCore):
         self._by_sequence: dict[bytes, _Live] = {}
         self._grammars = Grammars()
         self._progress = 0
-        self._step_s = 0.0  # predicted, of the step that runs
+        self._step_s = 0.0  # predicted duration of the running step
         self._times = times or StepTime()
         self._tombstone_s = 600.0
 
     # ------------------------------------------------------------------ entry
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take one event; the returned actions are to be performed in order."""
+        """Handle one event and return the actions to perform, in order."""
         actions: list[Action] = self.HANDLERS[type(event)](self, event, now)
         if self._grammars:
             actions += self._grammars.prune(self._wants_grammar)
@@ -143,10 +143,10 @@ class DecodeCore(WorkerCore):
         return actions
 
     def next_timer(self) -> float:
-        """Latest moment of the next Tick."""
+        """Latest time of the next Tick."""
         return self._member.next_timer()
 
-    # ------------------------------------------------------------------ what routers say
+    # ------------------------------------------------------------------ messages of routers
 
     def _peer_dead(self, endpoint: str, incarnation: int, now: float) -> list[Action]:
         return self._received(self.receiver.peer_dead(incarnation), now)
@@ -168,14 +168,14 @@ class DecodeCore(WorkerCore):
         return [*self._received(outputs, now), answer, *note, *self._maybe_drained()]
 
     def _adopt(self, router: str, request: bytes, position: int) -> list[Action]:
-        """Say all tokens from ``position`` on again; they go to this router from now on."""
+        """Reroute the request to this router and repeat all its tokens from ``position`` on."""
         live = self._live.newest(request)
         if live is None:
             return list(self._member.adopt(router, request, position))
         moved = moved_to(router, live.router, request)
         live.router = router
         position = max(position, live.prompt_length)
-        tokens = live.known_tokens(position)  # an empty run says: it is here
+        tokens = live.known_tokens(position)  # an empty run confirms ownership
         runs = runs_again(live.key, position, tokens, live.logprobs)
         return [*moved, ToRouter(router, Tokens(runs=runs))]
 
@@ -202,7 +202,7 @@ class DecodeCore(WorkerCore):
                 return self._received(receiver.on_commit(peer, message, now), now)
             case Release() as message:
                 if not self._invited(message) and not self._owns(message):
-                    # Nothing of the sender is here, and nothing of others is its business.
+                    # The sender has no grant for this attempt, and must not end another's.
                     gone = Released(request=message.request, attempt=message.attempt)
                     return [ToPeer(peer, gone)]
                 return self._received(receiver.on_release(peer, message, now), now)
@@ -218,15 +218,15 @@ class DecodeCore(WorkerCore):
                 return []
 
     def _invited(self, message: Reserve | Release) -> bool:
-        """Whether a router gave the sender this attempt to hand over to this worker."""
+        """True if a router assigned this attempt to the sender, for handoff to this worker."""
         key = (message.request, message.attempt)
         return self._member.invited(*key, message.incarnation, message.ticket)
 
     def _uninvited(self, message: Reserve) -> Message:
-        """The answer to a Reserve without the right ticket; nothing else happens.
+        """Return the answer to a Reserve without a valid ticket; nothing is reserved.
 
-        Aborted lets an honest sender give the attempt back: this worker may have been restarted
-        since, and its earlier life was meant.
+        Aborted makes an honest sender return the attempt to its router. The ticket may be for an
+        earlier incarnation of this worker, which has been restarted since.
         """
         if not self._member.can_check:
             return _busy(message, "no router has welcomed this worker")
@@ -234,12 +234,12 @@ class DecodeCore(WorkerCore):
         return Aborted(request=message.request, attempt=message.attempt)
 
     def _owns(self, message: Release) -> bool:
-        """Whether a grant of the sender stands for the attempt."""
+        """True if the sender has a live grant for the attempt."""
         owner = self.receiver.owner_of_attempt(message.request, message.attempt)
         return owner is not None and owner == message.incarnation
 
     def _prepare(self, message: Reserve) -> list[Action]:
-        """Compile a grammar while the KV of its request is computed and on its way."""
+        """Compile the request's grammar while its KV is computed and transferred."""
         spec = message.grammar
         if spec is None or not self.receiver.holds(message):
             return []
@@ -324,7 +324,7 @@ class DecodeCore(WorkerCore):
     # ------------------------------------------------------------------ requests
 
     def _take_over(self, handover: Handover[Allocation], now: float) -> list[Action]:
-        """Run a committed request; its newest token is said again in case prefill's was lost."""
+        """Run a committed request. Its newest token is repeated: prefill's may have been lost."""
         commit = handover.commit
         key = (commit.request, commit.attempt)
         deadline = now + commit.deadline
@@ -334,7 +334,7 @@ class DecodeCore(WorkerCore):
             task = grammar_task(context)
             if task is None:
                 self._scheduler.adopt(sequence)
-        except Exception as error:  # whatever is wrong with it, its blocks must not stay
+        except Exception as error:  # whatever the error, the blocks must be freed
             self._scheduler.cache.free(handover.allocation)
             self.receiver.close(*key)
             return self._failed_takeover(commit, deadline, error, now)
@@ -363,7 +363,7 @@ class DecodeCore(WorkerCore):
         return [said, *self._grammars.want(key, task), *self._constrain(live, task, now)]
 
     def _read_context(self, commit: Commit) -> TextContext:
-        """The context of a Commit. HandoffFailed for one that no prefill worker should send."""
+        """Read the context of a Commit. Raises HandoffFailed if the context is invalid."""
         try:
             request_id = RequestID(commit.request_id)
             check_continued(commit.context, self._card)
@@ -372,7 +372,7 @@ class DecodeCore(WorkerCore):
             raise HandoffFailed(str(error)) from error
 
     def _on_grammar(self, event: GrammarDone, now: float) -> list[Action]:
-        """A matcher, or why there is none; its request may not be here yet, or have ended."""
+        """Store a compiled grammar or its error. The request may not be here yet, or have ended."""
         if not self._grammars.done(event.key, event.result):
             return []
         live = self._live.get(event.key)
@@ -381,7 +381,7 @@ class DecodeCore(WorkerCore):
         return self._constrain(live, live.grammar, now)
 
     def _constrain(self, live: _Live, task: GrammarTask, now: float) -> list[Action]:
-        """Let a request run once its matcher is there, or end it with the matcher's error."""
+        """Run a request whose grammar is compiled, or end it with the compiler's error."""
         result = self._grammars.take(live.key, task)
         if result is None:
             return []
@@ -394,7 +394,7 @@ class DecodeCore(WorkerCore):
         return []
 
     def _wants_grammar(self, key: Key) -> bool:
-        """Whether a request waits for its matcher, or is expected to."""
+        """True if a request waits for its grammar, or its handoff is still under way."""
         live = self._live.get(key)
         return self.receiver.expects(*key) if live is None else live.grammar is not None
 
@@ -425,8 +425,9 @@ class DecodeCore(WorkerCore):
     ) -> list[Action]:
         """End a request that cannot run here.
 
-        A Commit that is wrong may be right from another prefill worker, so the router runs the
-        request again. A bug of ours would meet it on every pair: it ends, and the log tells why.
+        An invalid Commit is reported as a failed handoff, and the router retries: the Commit of
+        another prefill worker may be valid. A bug in this code would fail on every pair of workers,
+        so the request ends with an internal error and the log has the traceback.
         """
         actions: list[Action] = []
         code, message = HandoffFailed.code, str(error)
@@ -452,7 +453,7 @@ class DecodeCore(WorkerCore):
         return [*actions, *self._member.end(commit.router, terminal, now, deadline)]
 
     def _stop(self, live: _Live) -> None:
-        """Forget a request and free its blocks (after the running step, if it is part of it)."""
+        """Remove a request and free its blocks, if needed after the running step."""
         del self._live[live.key]
         self._deadlines.drop(live.key)
         self._by_sequence.pop(live.sequence.request, None)
@@ -466,7 +467,7 @@ class DecodeCore(WorkerCore):
     # ------------------------------------------------------------------ engine
 
     def _plan(self, actions: list[Action], now: float) -> None:
-        """Keep a step running and, where its rows allow that, the next one waiting behind it."""
+        """Keep one step running and, if its rows allow, a second step queued."""
         actions += [AbandonStep(step) for step in self._scheduler.take_unwanted()]
         if not self._scheduler.steps_out:
             plan = self._scheduler.plan(now)
@@ -487,7 +488,7 @@ class DecodeCore(WorkerCore):
         return [*actions, *self._step_over(now, self._scheduler.is_inflight)]
 
     def _engine_events(self, events: list[EngineEvent], now: float) -> list[Action]:
-        """One Tokens message per router, then the terminals."""
+        """Return one Tokens message per router, then the terminals."""
         runs: defaultdict[str, list[TokenRun]] = defaultdict(list)
         ends: list[Action] = []
         for event in events:
@@ -561,17 +562,17 @@ class DecodeCore(WorkerCore):
 
     @property
     def is_drained(self) -> bool:
-        """Draining and nothing left."""
+        """True if this worker is draining and nothing is left."""
         idle = not self._live and not self.receiver.granted and not self._member.unacknowledged
         return self._member.draining and idle
 
     @property
     def idle(self) -> bool:
-        """No request is here and no step runs: integrity can be checked."""
+        """True if there is no request and no running step, so integrity can be checked."""
         return not self._live and not self.receiver.granted and not self._scheduler.steps_out
 
     def load(self) -> WorkerLoad:
-        """Figures for heartbeats."""
+        """Return the load that heartbeats report."""
         held = (
             (live.router, live.sequence.num_tokens + live.sequence.remaining_tokens)
             for live in self._live.values()
@@ -580,20 +581,20 @@ class DecodeCore(WorkerCore):
 
     @property
     def remembered(self) -> int:
-        """Entries kept about requests that are over; each ends at its time."""
+        """Number of entries kept about ended requests; each entry expires."""
         return self.receiver.remembered + self._member.unacknowledged
 
     def check_integrity(self) -> None:
-        """Raise InternalError unless every block and byte of credit has exactly one place."""
+        """Raise InternalError unless every block and byte of credit has exactly one owner."""
         compiling = [live.sequence for live in self._live.values() if live.grammar is not None]
         held = [s.allocation for s in compiling if s.allocation is not None]
         self._scheduler.check_integrity([*self.receiver.held(), *held])
         check_receiver(self.receiver, {request for request, _ in self._live})
         if not all(self._wants_grammar(key) for key in self._grammars):
-            raise InternalError("a grammar compiles for nobody")
+            raise InternalError("a grammar is compiled for no request")
         expected = set(self._by_sequence) - {s.request for s in compiling}
         if self._scheduler.requests != expected:
-            raise InternalError("the engine runs for nobody, or not for somebody")
+            raise InternalError("the engine's sequences do not match the requests")
 
     HANDLERS: ClassVar[Mapping[type, Handler]] = {
         **WorkerCore.HANDLERS,

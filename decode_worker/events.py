@@ -1,4 +1,4 @@
-"""What the decode core is told and what it asks its shell to do; pure data."""
+"""Events and actions of the decode core; pure data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..runtime.actions import (
 
 @dataclass(slots=True, frozen=True)
 class FromPeer:
-    """A prefill worker said something; ``peer`` is its routing identity."""
+    """A prefill worker sent a message; ``peer`` is its routing identity."""
 
     peer: bytes
     message: Message
@@ -37,7 +37,7 @@ class PeerGone:
 
 @dataclass(slots=True, frozen=True)
 class FrameStored:
-    """A located KV frame was checked (and, if intact, written into the pool)."""
+    """A located KV frame was checked and, if intact, written into the pool."""
 
     frame: KVFrame
     intact: bool
@@ -52,7 +52,7 @@ class StepDone:
 
 @dataclass(slots=True, frozen=True)
 class ToPeer:
-    """Send to a prefill worker."""
+    """Send a message to a prefill worker."""
 
     peer: bytes
     message: Message
@@ -60,7 +60,7 @@ class ToPeer:
 
 @dataclass(slots=True, frozen=True)
 class MapPool:
-    """Map a prefill worker's pool for ``transport``, answer with :class:`PoolMapped`."""
+    """Map a prefill worker's pool for ``transport``, then report :class:`PoolMapped`."""
 
     peer: bytes
     incarnation: int
@@ -70,7 +70,7 @@ class MapPool:
 
 @dataclass(slots=True, frozen=True)
 class PoolMapped:
-    """Whether the pool can be read; ``failure`` says why not, and is empty when it can."""
+    """The result of :class:`MapPool`; ``failure``: why the pool cannot be read, else empty."""
 
     peer: bytes
     failure: str
@@ -79,14 +79,14 @@ class PoolMapped:
 
 @dataclass(slots=True, frozen=True)
 class RunStep:
-    """Give the plan to the compute thread."""
+    """Run the plan on the compute thread."""
 
     plan: StepPlan
 
 
 @dataclass(slots=True, frozen=True)
 class AbandonStep:
-    """Nobody waits for this step any more: answer it with :class:`StepDone` as soon as can be."""
+    """End a step whose sequences were all aborted: report :class:`StepDone` early if possible."""
 
     step: int
 

@@ -1,8 +1,8 @@
-"""What the key of a caller lets it say to a decode worker; asked only where sockets have keys.
+"""Access control of a decode worker: which messages a peer's key allows. Needs CURVE sockets.
 
-Invariant: only prefill workers reserve, and each deals with its own handoffs alone: an
-incarnation belongs to the key that opened a link with it, a grant to the incarnation that
-reserved it. Routers and operators may ask who is here.
+Invariant: only prefill workers reserve, and each can act only on its own handoffs. An
+incarnation belongs to the key that opened a link with it, and a grant to the incarnation that
+reserved it. Routers and operators may send Probe and Ping.
 
 Pure.
 """
@@ -31,10 +31,10 @@ _ANYBODY = (Probe, Ping, Pong)
 
 
 class PeerGate:
-    """The prefill workers of a decode worker.
+    """Checks the messages of prefill workers to one decode worker.
 
-    ``owner_of(request, attempt)`` and ``owner_of_grant(grant)``: the incarnation that reserved
-    what stands, None for nothing.
+    ``owner_of(request, attempt)`` and ``owner_of_grant(grant)``: incarnation that reserved the
+    live grant; None if there is no such grant.
     """
 
     def __init__(
@@ -49,16 +49,16 @@ class PeerGate:
     def refusal(
         self, allowed: AllowedKeys, entry: KeyEntry | None, peer: bytes, message: Message
     ) -> AccessDenied | None:
-        """Why a message must not be acted upon; None when it may."""
+        """Return why a message must be rejected, or None if it is allowed."""
         if isinstance(message, _ANYBODY):
             return None
         name = type(message).__name__
         if entry is None or entry.role != PREFILL:
-            return AccessDenied(f"{name} takes the key of a prefill worker")
+            return AccessDenied(f"{name} needs the key of a prefill worker")
         key = entry.public.encode()
         if isinstance(message, Open):
             if not allowed.may_be(entry, PREFILL, message.worker):
-                return AccessDenied(f"the key of this worker is not for {message.worker!r}")
+                return AccessDenied(f"the key of the caller is not valid for {message.worker!r}")
             return _foreign(name) if self._claims.take(peer, key, message.incarnation) else None
         if isinstance(message, Reserve | Release) and not self.holds(key, message.incarnation):
             return _foreign(name)
@@ -66,7 +66,7 @@ class PeerGate:
         return None if owner is None or self.holds(key, owner) else _foreign(name)
 
     def holds(self, key: bytes, incarnation: int) -> bool:
-        """Whether the incarnation opened a link here with this key."""
+        """True if the incarnation opened a link here with this key."""
         return self._claims.lives(key, incarnation)
 
     def _owner(self, message: Message) -> int | None:
@@ -80,4 +80,4 @@ class PeerGate:
 
 
 def _foreign(name: str) -> AccessDenied:
-    return AccessDenied(f"{name} is about a worker or a handoff of another key")
+    return AccessDenied(f"{name} concerns a worker or a handoff of another key")

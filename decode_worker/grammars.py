@@ -1,7 +1,7 @@
-"""Matchers of requests on their way here: asked for with the blocks, there when the request is.
+"""Grammars of requests in handoff: compiled while the KV arrives, ready when the request does.
 
-Invariant: at most one matcher is compiled per (request, attempt), and none for a request whose
-grant has gone.
+Invariant: at most one grammar is compiled per (request, attempt), and none after the request's
+grant has ended.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Entry:
 
 
 class Grammars:
-    """Matchers by (request, attempt), wanted, compiling or ready."""
+    """Compiled grammars (matchers) by (request, attempt): compiling or ready."""
 
     def __init__(self) -> None:
         self._entries: dict[Key, _Entry] = {}
@@ -34,7 +34,7 @@ class Grammars:
         return iter(self._entries)
 
     def want(self, key: Key, task: GrammarTask) -> list[CompileGrammar | DropGrammar]:
-        """Have it compiled, unless what was asked for before leads there."""
+        """Compile the task's grammar, unless the compiled or compiling one leads to the task."""
         entry = self._entries.get(key)
         if entry is not None and entry.task.leads_to(task):
             return []
@@ -43,7 +43,7 @@ class Grammars:
         return [*dropped, CompileGrammar(key, task)]
 
     def done(self, key: Key, result: Matcher | BatonError) -> bool:
-        """The compile thread's answer; False when nobody waits for it."""
+        """Store a compiled grammar or its error. Return False if no request waits for it."""
         entry = self._entries.get(key)
         if entry is None or entry.result is not None:
             return False
@@ -51,7 +51,7 @@ class Grammars:
         return True
 
     def take(self, key: Key, task: GrammarTask) -> Matcher | BatonError | None:
-        """The matcher behind the task's tokens, or why there is none; None while it compiles."""
+        """Return the matcher after the task's tokens, or its error; None while it compiles."""
         entry = self._entries.get(key)
         if entry is None or entry.result is None:
             return None
@@ -65,7 +65,7 @@ class Grammars:
         return entry.result
 
     def prune(self, wanted: Callable[[Key], bool]) -> list[DropGrammar]:
-        """Forget what nobody waits for any more."""
+        """Drop the grammars that no request waits for."""
         gone = [key for key in self._entries if not wanted(key)]
         dropped = [DropGrammar(key) for key in gone if self._entries[key].result is None]
         for key in gone:

@@ -1,6 +1,6 @@
 """Sockets, clock and threads around :class:`.core.DecodeCore`.
 
-The I/O thread owns all sockets, the core and, for blocks under a grant, the KV pool; the
+The I/O thread owns all sockets, the core and, for blocks under a grant, the KV pool. The
 compute thread owns the model and the blocks of the step it runs.
 """
 
@@ -49,7 +49,7 @@ from .gate import PeerGate
 _log = get_logger()
 
 FRAME_BYTES = 2 << 20
-"""What buffers for frames into a GPU hold at first; the frames that senders make by default."""
+"""Initial size of the buffers for frames into a GPU, in bytes: the senders' default frame size."""
 
 
 class DecodeShell:
@@ -77,7 +77,7 @@ class DecodeShell:
         )
         self._to_peers: Outbox[bytes] = Outbox(control.send, digest=envelope_digest)
         self._compute = ComputeThread(loop, self._execute, self._on_result)
-        self._unwanted: set[int] = set()  # steps out; the compute thread only looks one up
+        self._unwanted: set[int] = set()  # aborted steps; the compute thread only reads this set
         card, folder = runner.card, config.runner.model
         compiler = self._compiler = GrammarCompiler(folder, card.vocab_size, card.eos_token_ids)
         self._grammars = TimeLimited(
@@ -133,14 +133,14 @@ class DecodeShell:
         return DecodeCore(member, scheduler, receiver, address, MAX_KV_FRAME_BYTES, times)
 
     def start(self) -> None:
-        """Listen and begin to tick."""
+        """Start listening and ticking."""
         self._control.attach(self._loop, self._hear, self._on_gone)
         self._data.attach(self._loop, self._on_data)
         self._loop.on_turn_end(self._flush)
         self._tick()
 
     def close(self) -> bool:
-        """Stop computing, then close the sockets; false when a step still runs."""
+        """Stop computing, then close the sockets. Return False if a step still runs."""
         ended = self._compute.stop()
         if self._moves is not None:
             self._moves.stop()
@@ -149,13 +149,13 @@ class DecodeShell:
         self._links.close()
         self._control.close()
         self._data.close()
-        self._pools.close_all()  # the next incarnation maps them anew
+        self._pools.close_all()  # the next incarnation maps the pools again
         return ended
 
     # ------------------------------------------------------------------ events
 
     def feed(self, event: events.Event) -> None:
-        """Let the core decide and perform what it wants."""
+        """Pass an event to the core and perform the actions it returns."""
         for action in self.core.handle(event, self._loop.now()):
             match action:
                 case ToRouter(router=router, message=message):
@@ -181,7 +181,7 @@ class DecodeShell:
                     self._exit(reason, restart=restart)
 
     def drain(self) -> None:
-        """Take no new work; end when the last request has left, or the grace period is over."""
+        """Accept no new work. Exit after the last request or after the grace period."""
         self.feed(DrainRequested())
         self._loop.call_later(
             self._drain_grace_s, lambda: self._exit("grace_over", restart=False, code=0)
@@ -193,7 +193,7 @@ class DecodeShell:
         except EnvelopeDamaged as error:
             self._dropped[f"peer_{error.code}"] += 1
             self._limited.warning("peer.damaged", count=self._decoder.damaged)
-            return  # as if it had been lost: it is said again
+            return  # treated as a lost message: the peer repeats it
         except ProtocolError as error:
             self._dropped[f"peer_{error.code}"] += 1
             self._limited.warning("peer.malformed", error=str(error))
@@ -208,7 +208,7 @@ class DecodeShell:
     def _allowed(
         self, callers: Callers, peer: bytes, messages: list[PrefillToDecode]
     ) -> list[PrefillToDecode]:
-        """The messages the peer's key lets it say; of the others it is told."""
+        """Return the messages that the peer's key allows; reject the others."""
         entry, allowed = callers.entry_of(peer), callers.allowed()
         passed = []
         for message in messages:
@@ -227,7 +227,7 @@ class DecodeShell:
         self.feed(events.PeerGone(peer))
 
     def _on_data(self, peer: bytes, frames: Frames) -> None:
-        """Check a KV frame and write it, or what it points to, into its blocks."""
+        """Check a KV frame and write its payload, or the blocks it names, into the pool."""
         if len(frames) != 2:
             self._dropped["data_frames"] += 1
             self._limited.warning("data.malformed", frames=len(frames))
@@ -258,19 +258,19 @@ class DecodeShell:
             stored(self._writer.write(header, blocks, payload))
 
     def _stored(self, header: KVFrame, intact: bool) -> None:
-        """Nothing writes to the frame's blocks any more."""
+        """Report a frame to the core after its last write."""
         if not intact:
             self._dropped["damaged_kv_frame"] += 1
         self.feed(events.FrameStored(header, intact))
 
     def _check_sender(self, callers: Callers, peer: bytes, header: KVFrame) -> None:
-        """Raise AccessDenied unless it came with the key of the worker that has the grant."""
+        """Raise AccessDenied unless the frame came with the key of the grant's owner."""
         owner = self.core.receiver.owner(header.grant)
         if owner is not None and not self._gate.holds(callers.key_of(peer), owner):
-            raise AccessDenied("a KV frame into the grant of a worker with another key")
+            raise AccessDenied("the KV frame is for a grant of a worker with another key")
 
     def _execute(self, plan: StepPlan) -> StepResult:
-        """On the compute thread."""
+        """Run a step; runs on the compute thread."""
         return self._pipeline.execute(plan, unwanted=lambda: plan.step in self._unwanted)
 
     def _on_result(self, plan: StepPlan, result: StepResult | Exception) -> None:
@@ -308,9 +308,9 @@ class DecodeShell:
 
 
 def _unmap_aside(memory: Mapping) -> None:
-    """Unmap on a thread: the last map of a dead worker's pool frees gigabytes, page by page."""
+    """Unmap on another thread: the last mapping of a dead worker's pool may free gigabytes."""
     thread = threading.Thread(target=unmap, args=(memory,), name="unmap", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # no thread to be had
+    except RuntimeError:  # no thread can be started
         unmap(memory)
