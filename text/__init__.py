@@ -1,1 +1,1 @@
-"""Text at the edge: tokenizer, chat template, incremental detokenizer."""
+"""Text on the client's side: tokenizer, chat template, incremental detokenizer."""

@@ -1,8 +1,9 @@
-"""Chat messages to prompt text, as the model's own template says.
+"""Renders chat messages into prompt text with the model's chat template.
 
-The operator's templates (a folder on this machine) are rendered in this process with an output
-cap; those that came over the network run in a killable process (:mod:`.guarded`). Either way a
-failure is an :class:`InputError` whose message may be shown to the user.
+Templates from a folder on this machine belong to the operator. They are rendered in this process
+with an output limit. Templates received over the network run in a killable process
+(:mod:`.guarded`). In both cases a failure is an :class:`InputError` whose message may be shown to
+the user.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ class ChatTemplate:
     """The named templates of one model.
 
     Args:
-        templates: Jinja sources by name; ``default`` is the usual one, ``tool_use`` the one for
+        templates: Jinja sources by name. ``default`` is the usual template, ``tool_use`` is for
             requests with tools.
-        variables: what every render sees, such as ``bos_token``.
-        guard: renders templates that are not the operator's own; None renders in this process.
-        max_output_chars: cap of the rendered text.
+        variables: variables for every rendering, such as ``bos_token``.
+        guard: renders templates that are not the operator's; None renders in this process.
+        max_output_chars: limit of the rendered text.
 
     """
 
@@ -46,11 +47,11 @@ class ChatTemplate:
 
     @property
     def names(self) -> list[str]:
-        """The templates there are; empty for a model that is no chat model."""
+        """Names of the templates; empty if the model is not a chat model."""
         return sorted(self._templates)
 
     def close(self) -> None:
-        """End the guard's process, if there is one."""
+        """End the guard's process, if any."""
         if self._guard is not None:
             self._guard.close()
 
@@ -62,11 +63,11 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt text of ``messages``, each a mapping with ``role`` and ``content``.
+        """Return the prompt text of ``messages``, each a mapping with ``role`` and ``content``.
 
         Raises:
-            InputError: no template, messages of the wrong shape, a message the template
-                refuses, a template that is wrong or runs into a limit.
+            InputError: the model has no template, messages have the wrong shape, the template
+                rejects a message, or the template fails or exceeds a limit.
 
         """
         check_messages(messages)
@@ -99,7 +100,7 @@ class ChatTemplate:
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Refuse what no template could render.
+    """Check the shape of chat messages before rendering.
 
     Raises:
         InputError: not a list of 1 to ``MAX_MESSAGES`` mappings with a string ``role``.
@@ -108,7 +109,7 @@ def check_messages(messages: Sequence[Message]) -> None:
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
         raise InputError("messages must be a list of {role, content} objects")
     if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise InputError(f"a chat has 1 to {MAX_MESSAGES} messages, not {len(messages)}")
+        raise InputError(f"a chat must have 1 to {MAX_MESSAGES} messages, not {len(messages)}")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InputError(f"messages[{index}] must be an object with a role")

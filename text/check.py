@@ -1,7 +1,7 @@
-"""Loads a model folder's tokenizer as a client would: ``python -m baton.text.check FOLDER``.
+"""Load a model folder's tokenizer as a client would: ``python -m baton.text.check FOLDER``.
 
-A process of its own, because a damaged or hostile file can hang the library, take all memory or
-end the process. The exit code is 0, or 1 with one line on standard output.
+The check is a separate process, because a damaged or hostile file can hang the library, exhaust
+memory or end the process. Exit code 0, or 1 with the error on one line of standard output.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .template_worker import limit_process
 from .tokenizer import Tokenizer
 
 MEMORY_BYTES = 4 << 30
-"""Address space; the largest tokenizers take a tenth of it."""
+"""Limit of the address space; the largest tokenizers need a tenth of it."""
 
 
 def main() -> int:

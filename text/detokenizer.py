@@ -1,13 +1,13 @@
-"""Tokens to text as they arrive, with constant work per token.
+"""Converts tokens to text as they arrive, with constant work per token.
 
-:class:`IncrementalDetokenizer` keeps one invariant: the concatenated deltas are the decoded text
-of all tokens pushed so far (up to a stop string), less what cannot be told yet: the bytes of an
+Invariant of :class:`IncrementalDetokenizer`: the concatenated deltas are the decoded text of all
+tokens pushed so far (up to a stop string), except text that is not certain yet: the bytes of an
 unfinished character and the start of a possible stop string.
 
 Byte-level vocabularies are decoded exactly, byte by byte. Others (Metaspace, byte fallback,
-WordPiece) go through the tokenizer's own decoder over a short window. There, one thing differs
-from decoding all tokens at once: byte tokens that are no valid UTF-8 spoil the whole run of byte
-tokens around them, and of that run the characters already given out stay.
+WordPiece) use the tokenizer's own decoder over a short window. There, the result can differ from
+decoding all tokens at once in one case. Byte tokens that form invalid UTF-8 change the text of the
+whole run of byte tokens around them, but characters of that run may have been returned already.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _REPLACEMENT = "\ufffd"
 
 
 class TextDelta(NamedTuple):
-    """What one push added.
+    """The text added by one push.
 
     Attributes:
         text: new text, possibly empty.
-        stopped: a stop string was found; nothing follows.
-        stop: that stop string.
-        num_tokens: how many of the pushed tokens were used; those behind a stop are not.
+        stopped: True if a stop string was found; no more text follows.
+        stop: the stop string that was found.
+        num_tokens: number of pushed tokens that were used; tokens after a stop string are not.
 
     """
 
@@ -43,10 +43,10 @@ class IncrementalDetokenizer:
     """The text of one growing answer.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         stop: strings that end the text.
-        include_stop: leave the stop string in the text.
-        skip_special_tokens: special tokens have no text.
+        include_stop: keep the stop string in the text.
+        skip_special_tokens: omit special tokens from the text.
 
     """
 
@@ -64,7 +64,7 @@ class IncrementalDetokenizer:
         self._matcher = StopMatcher(stop, include=include_stop)
 
     def push(self, tokens: Iterable[int]) -> TextDelta:
-        """Take the next tokens and give the text that became certain."""
+        """Add tokens and return the text that became certain."""
         matcher, decode, skipped = self._matcher, self._decoder.push, self._skipped
         parts, used = [], 0
         for token in tokens:
@@ -76,7 +76,7 @@ class IncrementalDetokenizer:
         return self._delta("".join(parts), used)
 
     def finish(self) -> TextDelta:
-        """The rest when no token follows; an unfinished character becomes U+FFFD."""
+        """Return the held-back text at the end; an unfinished character becomes U+FFFD."""
         text = self._matcher.push(self._decoder.finish())
         return self._delta(text + self._matcher.finish(), 0)
 
@@ -86,7 +86,7 @@ class IncrementalDetokenizer:
 
 
 class _Decoder(Protocol):
-    """Text of tokens, one by one; unfinished characters are held back until ``finish``."""
+    """Decodes token by token; unfinished characters are held back until ``finish``."""
 
     def push(self, token: int) -> str: ...
 
@@ -94,7 +94,7 @@ class _Decoder(Protocol):
 
 
 class _ByteDecoder:
-    """Byte-level vocabularies: an incremental UTF-8 decoder over the tokens' bytes."""
+    """Byte-level vocabularies: an incremental UTF-8 decoder over the bytes of the tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._token_bytes = tokenizer.token_bytes
@@ -108,16 +108,16 @@ class _ByteDecoder:
 
 
 class _WindowDecoder:
-    """Any vocabulary: the tokenizer's decoder over the last tokens, given out by difference.
+    """Any vocabulary: the tokenizer's decoder over the last tokens; returns the difference.
 
-    ``_window`` holds tokens whose text is out (``_shown`` is that text) and then up to
-    ``_MAX_PENDING`` tokens whose text ends in U+FFFD, so that it may still be an unfinished
-    character. When it grows long, the window starts over with its last few tokens.
+    ``_window`` holds tokens whose text has been returned (``_shown`` is that text), then up to
+    ``_MAX_PENDING`` tokens whose text ends in U+FFFD and may still be an unfinished
+    character. When the window gets long, it restarts with its last few tokens.
     """
 
     _LONGEST = 16
-    _CONTEXT = 4  # enough for a decoder that looks at the previous token or strips the first one
-    _MOST_CONTEXT = 7  # more where the context would begin in the midst of a character
+    _CONTEXT = 4  # enough for a decoder that looks at the previous token or strips the first token
+    _MOST_CONTEXT = 7  # used if the shorter context would begin inside a character
     _MAX_PENDING = 3  # an unfinished UTF-8 character has at most three bytes
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -143,7 +143,7 @@ class _WindowDecoder:
     def _show(self, text: str) -> str:
         if text.startswith(self._shown):
             delta = text[len(self._shown) :]
-        else:  # an invalid byte changed the text of its run, which is out already
+        else:  # an invalid byte changed the text of its run, which was already returned
             delta = self._text(self._window[-self._pending :])
         self._shown, self._pending = text, 0
         if len(self._window) > self._LONGEST:

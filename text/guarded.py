@@ -1,8 +1,8 @@
-"""Runs what nobody vouches for in a process that can be killed: templates, and tokenizers.
+"""Runs untrusted templates and tokenizers in a process that can be killed.
 
-One helper process per :class:`GuardedProcess`, started at the first request and reused. Whatever
-the foreign part does, :meth:`GuardedProcess.ask` returns within ``timeout`` seconds, and after any
-limit the process is replaced. Thread-safe: requests take turns.
+Each :class:`GuardedProcess` has one helper process, started at the first request and reused.
+:meth:`GuardedProcess.ask` always returns within ``timeout`` seconds. After a request that exceeds
+a limit, the helper is replaced. Thread-safe: requests run one after the other.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from .sandbox import MAX_OUTPUT_CHARS, RenderError, RenderLimit
 
 _LENGTH = struct.Struct(">I")
 _CHUNK = 1 << 16
-# The template cannot see the environment; a process that needs little should still get little.
+# The template cannot read the environment; as a second barrier, the helper gets few variables.
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "TZ")
 
 MAX_ANSWER_BYTES = 256 << 20
-"""More than the ids of any text that is let in; a longer answer counts as one that never ends."""
+"""More than the token ids of any accepted text. A longer answer is treated as endless."""
 DEFAULT_TIMEOUT_S = 10.0
 DEFAULT_CPU_S = 5
 DEFAULT_MEMORY_BYTES = 512 << 20
 
 
 class GuardedProcess:
-    """A helper process with limits on memory, processor time and wall time.
+    """A helper process with limits on memory, CPU time and wall-clock time.
 
-    ``module``: of this package, run as the helper; ``what``: names the foreign part in messages.
-    ``first_request``: said to every new helper before anything else.
+    ``module``: module of this package that the helper runs. ``what``: name of the untrusted part
+    in messages. ``first_request``: sent to every new helper before other requests.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class GuardedProcess:
         self._finalizer: weakref.finalize[..., GuardedProcess] | None = None
 
     def ask(self, request: dict[str, Any] | None) -> dict[str, Any]:
-        """The helper's reply, or ``{"limit": why}``; ``None`` asks for the first request's."""
+        """Return the helper's reply, or ``{"limit": reason}``. None repeats the first request."""
         with self._lock:
             if not self._runs():
                 self._start()
@@ -63,7 +63,7 @@ class GuardedProcess:
             return self._exchange(request if request is not None else self.first_request or {})
 
     def close(self) -> None:
-        """End the process; a later request starts another."""
+        """End the process. A later request starts another process."""
         with self._lock:
             self._end()
 
@@ -80,7 +80,7 @@ class GuardedProcess:
         except (OSError, EOFError):
             reply = {"limit": _why_ended(process, self._what)}
         except BaseException:
-            self._end()  # an interrupted exchange leaves an answer behind; nobody may read it
+            self._end()  # an interrupted exchange leaves a stale answer in the pipe
             raise
         if "limit" in reply:
             self._end()
@@ -97,7 +97,7 @@ class GuardedProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
-            start_new_session=True,  # Ctrl-C in a terminal is for the parent
+            start_new_session=True,  # Ctrl-C in a terminal must reach the parent only
         )
         self._process = process
         self._finalizer = weakref.finalize(self, _kill, process)
@@ -109,7 +109,7 @@ class GuardedProcess:
 
 
 class GuardedRenderer(GuardedProcess):
-    """Renders templates in a process of its own."""
+    """Renders templates in a separate, killable process."""
 
     def __init__(
         self,
@@ -122,11 +122,11 @@ class GuardedRenderer(GuardedProcess):
     def render(
         self, source: str, variables: Mapping[str, Any], max_output_chars: int = MAX_OUTPUT_CHARS
     ) -> str:
-        """As :func:`.sandbox.render`; ``variables`` must be JSON values.
+        """Render like :func:`.sandbox.render`; ``variables`` must be JSON values.
 
         Raises:
-            RenderLimit: a size, the time or the memory ran out.
-            RenderError: the template is wrong or refused its variables.
+            RenderLimit: a limit on size, time or memory was exceeded.
+            RenderError: the template is invalid or rejected its variables.
 
         """
         reply = self.ask(
@@ -136,7 +136,7 @@ class GuardedRenderer(GuardedProcess):
             return str(reply["text"])
         if "limit" in reply:
             raise RenderLimit(reply["limit"])
-        raise RenderError(reply.get("error", "the template process gave no answer"))
+        raise RenderError(reply.get("error", "the template process sent no answer"))
 
 
 def _why_ended(process: subprocess.Popen[bytes], what: str) -> str:
@@ -144,7 +144,7 @@ def _why_ended(process: subprocess.Popen[bytes], what: str) -> str:
         code = process.wait(timeout=1.0)
     except subprocess.TimeoutExpired:
         code = 0
-    if code < 0:  # by a signal: SIGXCPU, or SIGKILL of a machine without memory
+    if code < 0:  # killed by SIGXCPU, or by SIGKILL on a machine without free memory
         return f"{what} used too much processor time or memory"
     return f"the process of {what} failed with exit code {code}"
 
@@ -158,10 +158,10 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _exchange(process: subprocess.Popen[bytes], request: bytes, timeout: float) -> bytes:
-    """Send the request and read the whole answer; neither direction can block for ever.
+    """Send the request and read the whole answer. Neither direction can block indefinitely.
 
     Raises:
-        TimeoutError: no whole answer in time.
+        TimeoutError: no complete answer in time, or an answer above ``MAX_ANSWER_BYTES``.
         EOFError, OSError: the process has ended.
 
     """

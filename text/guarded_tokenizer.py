@@ -1,7 +1,7 @@
-"""A tokenizer that is not plain (:mod:`.plain_tokenizers`), in a process that can be killed.
+"""An untrusted tokenizer in a killable process, for files outside :mod:`.plain_tokenizers`.
 
-Whatever its file does, every call returns or raises TokenizerFailed within its time; the process
-is replaced after any limit. Thread-safe: calls take turns.
+Whatever the file does, every call returns or raises TokenizerFailed within its time limit. After
+an exceeded limit the process is replaced. Thread-safe: calls run one after the other.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from .tokenizer_core import AddedToken, TokenizerFailed
 TIMEOUT_S = 10.0
 CPU_S = 8
 MEMORY_BYTES = 2 << 30
-"""Address space: the largest vocabularies in use take a quarter of it to load."""
+"""Limit of the address space; the largest vocabularies in use need a quarter of it to load."""
 
 
 class GuardedTokenizer(GuardedProcess):
-    """A :class:`.tokenizer_core.TokenizerCore` whose library runs elsewhere."""
+    """A :class:`.tokenizer_core.TokenizerCore` whose library runs in another process."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class GuardedTokenizer(GuardedProcess):
         cpu_seconds: int = CPU_S,
         memory_bytes: int = MEMORY_BYTES,
     ) -> None:
-        """Load a ``tokenizer.json``; raises TokenizerFailed."""
+        """Load a ``tokenizer.json``. Raises TokenizerFailed."""
         super().__init__("tokenizer_worker", "the tokenizer", timeout, cpu_seconds, memory_bytes)
         self.first_request = {"load": text}
         facts = self._call(None)
@@ -38,7 +38,7 @@ class GuardedTokenizer(GuardedProcess):
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""
-        text.encode()  # a lone surrogate raises here as it does in the library
+        text.encode()  # raises for a lone surrogate, as the library does
         ids: list[int] = self._call({"encode": text, "special": add_special_tokens})["ids"]
         return ids
 

@@ -1,4 +1,4 @@
-"""The small text files of a Hugging Face folder that a tokenizer needs, read without trust."""
+"""The small text files of a Hugging Face folder that a tokenizer needs, read as untrusted input."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ TOKENIZER_FILES = (
     "config.json",
     "chat_template.jinja",
 )
-"""The files a tokenizer is made from, in no order; all but the first may be missing."""
+"""The files a tokenizer is built from. All except the first may be missing."""
 
 _NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class TokenizerSettings:
-    """What the files beside ``tokenizer.json`` say; each file may be missing.
+    """Settings from the files next to ``tokenizer.json``; each file may be missing.
 
     Raises:
-        CheckpointError: a file is not what it should be; ``origin`` names the source.
+        CheckpointError: a file is malformed; ``origin`` names the source.
 
     Attributes:
-        special_tokens: text by name; ``tokenizer_config.json`` wins over the older
+        special_tokens: text by name; ``tokenizer_config.json`` takes precedence over the older
             ``special_tokens_map.json``.
-        eos_token_ids: of ``generation_config.json``, else of ``config.json``.
-        templates: chat templates by name; ``chat_template.jinja`` wins over
+        eos_token_ids: from ``generation_config.json``, else from ``config.json``.
+        templates: chat templates by name; ``chat_template.jinja`` takes precedence over
             ``tokenizer_config.json``.
 
     """

@@ -1,10 +1,10 @@
-"""Which tokenizer files are plain: their time and memory grow with the text alone.
+"""Decides which tokenizer files are plain: their time and memory depend on the text alone.
 
-A ``tokenizer.json`` is a program of sorts. A regular expression can take exponential time, a chain
-of replacements can make gigabytes of one word, and some parts end in a panic of the library. Files
-made only of the parts below cannot do that, and nearly all models have such files; they are used in
-this process. All others run in a process of their own (:mod:`.guarded_tokenizer`), where they cost
-a message per call (docs/decisions/0024-tokenizers-nobody-vouches-for.md).
+A ``tokenizer.json`` is almost a program. A regular expression can take exponential time, a chain
+of replacements can turn one word into gigabytes, and some parts make the library panic. Files
+built only from the parts below cannot do that. Nearly all models have such files, and those are
+used in this process. All other files run in a separate process (:mod:`.guarded_tokenizer`), which
+costs a message per call (docs/decisions/0024-tokenizers-nobody-vouches-for.md).
 
 Vocabulary and merges need no check: their cost is bounded by the file's size.
 """
@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 
 MAX_GROWTH = 32
-"""How much longer all replacements together may make a text."""
+"""Limit of the factor by which all replacements together may lengthen a text."""
 MAX_WORD_CHARS = 200
-"""WordPiece looks up every part of a word, so its time grows with the square of this."""
+"""Limit of a word's length: WordPiece tries every part of a word, so its time is quadratic."""
 MAX_PIECES = 16
 MAX_DEPTH = 4
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -34,7 +34,7 @@ TEKKEN = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 KNOWN_PATTERNS = frozenset((GPT_2, LLAMA_3, QWEN, TEKKEN))
-"""Regular expressions of widespread models; they take no exponential time."""
+"""Regular expressions of widespread models, known not to take exponential time."""
 
 _NORMALIZERS = {
     "BertNormalizer", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Strip",
@@ -49,7 +49,7 @@ _PROCESSORS = {"ByteLevel", "BertProcessing", "RobertaProcessing"}
 
 
 class _Model(msgspec.Struct):
-    """What of the model matters; vocabulary and merges are skipped unread."""
+    """The checked fields of the model; vocabulary and merges are skipped."""
 
     type: str = ""
     dropout: float | None = None
@@ -65,7 +65,7 @@ class _File(msgspec.Struct):
 
 
 def is_plain(content: bytes) -> bool:
-    """Whether a ``tokenizer.json`` is made of known parts alone; false for what cannot be read."""
+    """True if a ``tokenizer.json`` consists of known parts only; False if it cannot be read."""
     try:
         file = msgspec.json.decode(content, type=_File)
         return (
@@ -89,7 +89,7 @@ _NEVER = float("inf")
 def _growth(
     part: _Part | None, of: Callable[[_Part], float], children: str, depth: int = 0
 ) -> float:
-    """How much longer a part can make a text, as a factor; infinite for an unknown part."""
+    """Return the factor by which a part can lengthen a text; infinite for an unknown part."""
     if part is None:
         return 1.0
     if part["type"] != "Sequence":

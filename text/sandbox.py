@@ -1,13 +1,13 @@
-"""Renders one chat template in Jinja's immutable sandbox; knows only Jinja and JSON values.
+"""Renders one chat template in Jinja's immutable sandbox; depends only on Jinja and JSON values.
 
-The sandbox keeps a template away from Python's objects and from changing its variables, and
-:func:`render` bounds the template's and the output's size. It does not bound time or memory:
-``"x" * 10**9`` is one expression. Templates of strangers therefore run in the killable process of
-:mod:`.guarded`, which imports this module and nothing heavier.
+The sandbox denies a template access to Python's objects and changes to its variables.
+:func:`render` limits the size of the template and of the output, but not time or memory:
+``"x" * 10**9`` is one expression. Untrusted templates therefore run in the killable process of
+:mod:`.guarded`, which imports this module and no larger one.
 
-Templates see what transformers gives them: ``raise_exception``, ``strftime_now``, ``tojson``
-without HTML escapes, ``{% break %}`` and ``{% continue %}``, and ``{% generation %}`` blocks,
-which only mark text for training and render as their content.
+Templates have the environment that transformers provides: ``raise_exception``, ``strftime_now``,
+``tojson`` without HTML escapes, ``{% break %}`` and ``{% continue %}``, and ``{% generation %}``
+blocks, which only mark text for training and render as their content.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ MAX_ERROR_CHARS = 300
 
 
 class RenderError(Exception):
-    """The template is wrong, or refused these messages with ``raise_exception``."""
+    """The template is invalid, or rejected these messages with ``raise_exception``."""
 
 
 class RenderLimit(RenderError):
-    """The template or its output is larger than its limit."""
+    """The template or its output exceeds its size limit."""
 
 
 class _GenerationBlock(Extension):
@@ -87,7 +87,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    environment.globals["dict"] = _new_dict  # a function: the type itself stays out of reach
+    environment.globals["dict"] = _new_dict  # a function, so that the type stays unreachable
     return environment
 
 
@@ -99,11 +99,11 @@ def _compiled(source: str) -> Template:
 def render(
     source: str, variables: Mapping[str, Any], max_output_chars: int = MAX_OUTPUT_CHARS
 ) -> str:
-    """The template's text for these variables.
+    """Return the template's text for these variables.
 
     Raises:
-        RenderLimit: template or output too large.
-        RenderError: anything else that went wrong in the template.
+        RenderLimit: the template or its output is too large.
+        RenderError: any other failure of the template.
 
     """
     if len(source) > MAX_TEMPLATE_CHARS:
@@ -116,7 +116,7 @@ def render(
         raise RenderLimit("the template needs too much memory") from None
     except JinjaError as error:
         raise RenderError((error.message or type(error).__name__)[:MAX_ERROR_CHARS]) from None
-    except Exception as error:  # a template can raise whatever its expressions raise
+    except Exception as error:  # a template's expressions can raise any exception
         text = f"{type(error).__name__}: {error}"
         raise RenderError(text[:MAX_ERROR_CHARS]) from None
 

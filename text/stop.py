@@ -1,9 +1,9 @@
-"""Stop strings: finding them in streamed text, and the token sequences that surely mean them.
+"""Stop strings: finds them in streamed text and derives token sequences that always spell them.
 
-A text may reach a stop string through many tokenizations, so only the text decides
-(:class:`StopMatcher`, at the client). :func:`stop_sequences` lets a worker end most requests at
-the right token by itself: each sequence it gives always shows as its stop string, so a worker
-that stops there is never wrong, while a stop string reached by other tokens is found in the text.
+Many tokenizations can spell a stop string, so the text decides (:class:`StopMatcher`, in the
+client). :func:`stop_sequences` lets a worker end most requests at the right token by itself. Each
+of these sequences always decodes to its stop string, so a worker that stops there is never wrong.
+A stop string spelled by other tokens is found in the text.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 class StopMatcher:
-    """Cuts streamed text at the first stop string that becomes complete.
+    """Cuts streamed text at the first complete stop string.
 
-    What it gives out does not depend on how the text is divided into pushes: the match is the
-    one that ends first, and among those ending together the longest. Text that may still become
-    a stop string is held back, at most one character less than the longest.
+    The result does not depend on how the text is divided into pushes. The match that ends first
+    wins; if several end together, the longest wins. Text that may still become
+    a stop string is held back: at most one character less than the longest stop string.
 
     Args:
         stop: up to 16 strings of 1 to 128 characters.
-        include: give the stop string itself out as well.
+        include: return the stop string as well.
 
     Raises:
-        InputError: a stop string is empty, or too long, or there are too many.
+        InputError: a stop string is empty or too long, or there are too many stop strings.
 
     """
 
@@ -44,7 +44,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """The text that is certain after ``text`` arrived; "" once a stop string matched."""
+        """Return the text that is certain after ``text``; "" after a stop string matched."""
         if self.matched is not None:
             return ""
         if not self._stop:
@@ -57,7 +57,7 @@ class StopMatcher:
         return self._give(self._safe_length(), keep=True)
 
     def finish(self) -> str:
-        """The held-back text, "" after a match: nothing more comes, so it is no stop string."""
+        """Return the held-back text, which can no longer become a stop string; "" after a match."""
         return self._give(len(self._held), keep=False)
 
     def _first_match(self) -> tuple[int, str] | None:
@@ -84,7 +84,7 @@ class StopMatcher:
 
 
 def check_stop(stop: Iterable[str]) -> list[str]:
-    """The stop strings without repetitions.
+    """Return the stop strings without duplicates.
 
     Raises:
         InputError: not 0 to 16 strings of 1 to 128 characters.
@@ -94,19 +94,19 @@ def check_stop(stop: Iterable[str]) -> list[str]:
         stop = (stop,)
     texts = list(dict.fromkeys(stop))
     if len(texts) > MAX_STOP_SEQUENCES:
-        raise InputError(f"at most {MAX_STOP_SEQUENCES} stop strings, not {len(texts)}")
+        raise InputError(f"at most {MAX_STOP_SEQUENCES} stop strings allowed, not {len(texts)}")
     for text in texts:
         if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
-            raise InputError(f"a stop string has 1 to {MAX_STOP_CHARS} characters")
+            raise InputError(f"a stop string must have 1 to {MAX_STOP_CHARS} characters")
     return texts
 
 
 def stop_sequences(tokenizer: Tokenizer, stop: Iterable[str]) -> list[list[int]]:
-    """Token sequences at which a worker may stop by itself.
+    """Return token sequences at which a worker may stop without seeing the text.
 
-    One for each stop string that is an added token, and in byte-level vocabularies one for each
-    other stop string too, since there the same tokens show as the same text everywhere. Other
-    vocabularies spell a text differently at a start and inside, so they get none.
+    Every stop string that is an added token has a sequence. In byte-level vocabularies the other
+    stop strings have one too, because there a token has the same text everywhere. Other
+    vocabularies spell a text differently at the start of a word and inside, so they have none.
     """
     sequences = []
     for text in check_stop(stop):

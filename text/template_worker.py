@@ -1,9 +1,9 @@
-"""The process behind :mod:`.guarded`: renders templates under hard limits of the kernel.
+"""The helper process of :mod:`.guarded`: renders templates under hard limits of the kernel.
 
-``python -m baton.text.template_worker MEMORY_BYTES CPU_SECONDS``; requests come on standard
+``python -m baton.text.template_worker MEMORY_BYTES CPU_SECONDS``. Requests arrive on standard
 input and answers go to standard output, both as a 4-byte big-endian length and a JSON object.
-The process ends with its input, so it never outlives its parent. It has no access to files it
-could write, and a render that spends its processor seconds is ended by SIGXCPU.
+The process ends with its input, so it never outlives its parent. It cannot write files, and
+SIGXCPU ends a rendering that exceeds its CPU seconds.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ LENGTH = struct.Struct(">I")
 
 
 def limit_process(memory_bytes: int) -> None:
-    """Cap the address space; no file writes, no core dumps."""
+    """Limit the address space; forbid file writes and core dumps."""
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def allow_cpu_seconds(seconds: int) -> None:
-    """Let this process use ``seconds`` more of processor time than it has used so far."""
+    """Allow this process ``seconds`` of CPU time in addition to the time used so far."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     used = int(usage.ru_utime + usage.ru_stime) + 1
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
@@ -36,7 +36,7 @@ def allow_cpu_seconds(seconds: int) -> None:
 
 
 def answer(request: dict[str, Any]) -> dict[str, str]:
-    """``{"text"}``, ``{"limit"}`` or ``{"error"}``."""
+    """Return ``{"text"}``, ``{"limit"}`` or ``{"error"}``."""
     try:
         return {"text": render(request["template"], request["variables"], request["max_output"])}
     except RenderLimit as error:
@@ -46,7 +46,7 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
 
 
 def read_exactly(stream: BinaryIO, size: int) -> bytes:
-    """``size`` bytes, or fewer at the end of the stream."""
+    """Read ``size`` bytes, or fewer at the end of the stream."""
     parts = []
     while size and (part := stream.read(size)):
         parts.append(part)

@@ -1,8 +1,8 @@
-"""A model's tokenizer: text to token ids and back, special ids, chat prompts.
+"""A model's tokenizer: converts text to token ids and back, and renders chat prompts.
 
-It is made from the text files of a Hugging Face folder, read from disk or fetched through
-``Describe``; nothing here reaches a network. ``tokenizer.json`` alone decides ids and text;
-the other files only add which ids are special and the chat template.
+A tokenizer is built from the text files of a Hugging Face folder, read from disk or received
+through ``Describe``. This module uses no network. ``tokenizer.json`` alone decides ids and text;
+the other files only add the special ids and the chat template.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from .tokenizer_core import LocalCore, TokenizerCore, TokenizerFailed
 __all__ = ["TOKENIZER_FILES", "Tokenizer"]
 
 MAX_CHARS_PER_TOKEN = 64
-"""More than any tokenizer averages over a text, long runs of one character excepted."""
+"""Above the average of any tokenizer over a text, except for long runs of one character."""
 
 _BYTE_OF_CHAR: dict[str, int] = {}
 
 
 class Tokenizer:
-    """Encode, decode and chat prompts of one model; immutable and thread-safe.
+    """Encodes and decodes text and renders chat prompts for one model; immutable, thread-safe.
 
     Attributes:
         special_tokens: text of the named special tokens (``bos_token``, ``eos_token``, ...).
         bos_token_id, eos_token_id, pad_token_id: their ids, or None.
-        eos_token_ids: every id that ends an answer: those of ``generation_config.json`` (of
-            ``config.json`` when that has none) and the tokenizer's own.
-        is_byte_level: text is the joined bytes of the tokens, so that each token decodes alone.
-        special_ids: ids that ``decode`` leaves out with ``skip_special_tokens``.
+        eos_token_ids: every id that ends an answer: the tokenizer's own id, and the ids of
+            ``generation_config.json`` (or of ``config.json`` if the former names none).
+        is_byte_level: the text is the joined bytes of the tokens, so each token decodes alone.
+        special_ids: ids that ``decode`` omits with ``skip_special_tokens``.
         chat_template: renders messages; see :class:`ChatTemplate`.
 
     """
@@ -67,10 +67,10 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str]) -> Tokenizer:
-        """Read a model folder of this machine; its chat template counts as the operator's own.
+        """Read a model folder of this machine. Its chat template is trusted as the operator's.
 
         Raises:
-            CheckpointError: no ``tokenizer.json``, or a file that cannot be read.
+            CheckpointError: ``tokenizer.json`` is missing, or a file cannot be read.
 
         """
         root = Path(folder)
@@ -88,16 +88,16 @@ class Tokenizer:
     def from_files(
         cls, files: Mapping[str, bytes], *, trusted: bool = False, origin: str = "the model"
     ) -> Tokenizer:
-        """Make a tokenizer from file contents by name, as ``Describe`` delivers them.
+        """Build a tokenizer from file contents by name, as ``Describe`` returns them.
 
         Args:
             files: contents of ``TOKENIZER_FILES``; other names are ignored.
             trusted: render the chat template and tokenize in this process. Otherwise templates,
-                and tokenizers that are not plain, run in processes of their own.
-            origin: what error messages call the source.
+                and tokenizers that are not plain, run in separate processes.
+            origin: name of the source in error messages.
 
         Raises:
-            CheckpointError: ``tokenizer.json`` is missing, or a file is not what it should be.
+            CheckpointError: ``tokenizer.json`` is missing, or a file is malformed.
 
         """
         if "tokenizer.json" not in files:
@@ -115,42 +115,42 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens with the added ones."""
+        """Number of tokens, including the added tokens."""
         return self._core.vocab_size
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int = 0
     ) -> npt.NDArray[np.int32]:
-        """Token ids of ``text``, int32 ``[n]``.
+        """Return the token ids of ``text``, int32 ``[n]``.
 
-        Special tokens written out in ``text`` become their ids. With ``add_special_tokens``
-        the tokenizer adds what the model expects around a plain prompt, often a BOS id.
+        Special tokens spelled out in ``text`` become their ids. With ``add_special_tokens`` the
+        tokenizer adds the special ids that the model expects around a plain prompt, often BOS.
 
         Raises:
-            InputError: ``text`` holds a lone surrogate, or is so long that it cannot be
-                ``max_tokens`` (0: any number) in any language; that is found without
-                tokenizing, which takes seconds for a few megabytes.
+            InputError: ``text`` contains a lone surrogate, or is too long for ``max_tokens``
+                (0: unlimited) in any language. The length is checked before tokenizing, because
+                tokenizing takes seconds for a few megabytes.
 
         """
         if max_tokens and len(text) > MAX_CHARS_PER_TOKEN * max_tokens:
             raise InputError(
-                f"a text of {len(text)} characters is more than the {max_tokens} tokens served"
+                f"text too long: {len(text)} characters exceed the limit of {max_tokens} tokens"
             )
         try:
             ids = self._core.encode(text, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError):
             raise InputError(
-                "the text cannot be tokenized: it is not valid Unicode (bytes that are no UTF-8?)"
+                "the text cannot be tokenized: it is not valid Unicode (was it read from UTF-8?)"
             ) from None
         except TokenizerFailed as error:
             raise InputError(f"the text cannot be tokenized: {error}") from None
         return np.array(ids, dtype=np.int32)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``; ids outside the vocabulary have none.
+        """Return the text of ``ids``; ids outside the vocabulary add no text.
 
         Raises:
-            CheckpointError: the model's tokenizer fails on them, or takes too long.
+            CheckpointError: the model's tokenizer fails or takes too long.
 
         """
         plain = [int(i) for i in ids]
@@ -160,11 +160,11 @@ class Tokenizer:
             raise CheckpointError(f"the model's tokenizer cannot decode: {error}") from None
 
     def token_id(self, token: str) -> int | None:
-        """The id of one vocabulary entry as the vocabulary spells it."""
+        """Return the id of a vocabulary entry in the vocabulary's spelling, or None."""
         return self._core.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for in a byte-level vocabulary; none for an unknown id."""
+        """Return the bytes of a token in a byte-level vocabulary; empty for an unknown id."""
         known = self._bytes.get(token_id)
         if known is None:
             try:
@@ -177,15 +177,18 @@ class Tokenizer:
     # ------------------------------------------------------------------------- chats
 
     def render_chat(self, messages: Sequence[Message], **variables: Any) -> str:
-        """Prompt text of ``messages``; arguments and errors of :meth:`ChatTemplate.render`."""
+        """Return the prompt text of ``messages``; see :meth:`ChatTemplate.render`."""
         return self.chat_template.render(messages, **variables)
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> npt.NDArray[np.int32]:
-        """Token ids of the rendered prompt, int32 ``[n]``; the template places special tokens."""
+        """Return the token ids of the rendered prompt, int32 ``[n]``.
+
+        No special tokens are added: the template contains them.
+        """
         return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
 
     def close(self) -> None:
-        """End the processes of foreign templates and tokenizers, if any run."""
+        """End the processes of untrusted templates and tokenizers, if any."""
         self.chat_template.close()
         self._core.close()
 
@@ -195,7 +198,7 @@ class Tokenizer:
 
 
 def _load_core(content: bytes, origin: str, *, trusted: bool) -> TokenizerCore:
-    """Raises CheckpointError."""
+    """Load the library's tokenizer, guarded if needed. Raises CheckpointError."""
     try:
         text = content.decode("utf-8")
         return LocalCore(text) if trusted or is_plain(content) else GuardedTokenizer(text)
@@ -208,11 +211,11 @@ def _unreadable(origin: str, error: Exception) -> CheckpointError:
 
 
 def _bytes_of(token: str) -> bytes:
-    """Undo the byte-level spelling, in which every byte is one printable character."""
+    """Undo the byte-level spelling, which writes every byte as a printable character."""
     table = _BYTE_OF_CHAR or _fill_byte_table()
     try:
         return bytes([table[char] for char in token])
-    except KeyError:  # an added token with other characters stands for itself
+    except KeyError:  # an added token with other characters is plain text
         return token.encode()
 
 

@@ -1,4 +1,4 @@
-"""The library's tokenizer behind an interface that a process of its own can serve as well."""
+"""The library's tokenizer, behind an interface that a separate process can also implement."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class TokenizerFailed(Exception):
-    """The library gave up, or a limit ended it; the text says which."""
+    """The library failed or exceeded a limit; the message names the cause."""
 
 
 @dataclass(slots=True, frozen=True)
 class AddedToken:
-    """A token that is found in a text before it is split."""
+    """A token that the tokenizer extracts from a text before splitting the rest."""
 
     index: int
     content: str
@@ -26,7 +26,7 @@ class AddedToken:
 
 
 class TokenizerCore(Protocol):
-    """What :class:`.tokenizer.Tokenizer` needs; every method may raise TokenizerFailed."""
+    """The interface that :class:`.tokenizer.Tokenizer` uses; methods may raise TokenizerFailed."""
 
     vocab_size: int
     added_tokens: list[AddedToken]
@@ -41,21 +41,21 @@ class TokenizerCore(Protocol):
         ...
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a vocabulary entry."""
+        """Return the id of a vocabulary entry, or None."""
 
     def id_to_token(self, index: int) -> str | None:
-        """The vocabulary entry of an id."""
+        """Return the vocabulary entry of an id, or None."""
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Release resources."""
 
 
 class LocalCore:
-    """The library in this process."""
+    """The library, running in this process."""
 
     def __init__(self, text: str) -> None:
-        """Read a ``tokenizer.json``; raises TokenizerFailed."""
-        # One prompt is one thread's work here; the library's own threads would also warn on fork.
+        """Read a ``tokenizer.json``. Raises TokenizerFailed."""
+        # A prompt is tokenized by one thread; the library's own threads would also warn on fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers
         from tokenizers.decoders import ByteLevel
@@ -93,14 +93,15 @@ class LocalCore:
         return found
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: this core holds no resources."""
 
 
 @contextmanager
 def typed_failures() -> Iterator[None]:
-    """Make one error of what the library raises: the bare Exception, or a panic.
+    """Convert the library's exceptions and panics into TokenizerFailed.
 
-    A panic is no Exception in Python, so nothing would catch it. Wrong text is the caller's.
+    A panic does not derive from Exception, so ordinary handlers would miss it. Errors about
+    invalid text pass through: they are the caller's.
     """
     try:
         yield
@@ -111,4 +112,4 @@ def typed_failures() -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise TokenizerFailed(f"the tokenizers library gave up: {error}") from None
+        raise TokenizerFailed(f"the tokenizers library failed: {error}") from None

@@ -1,7 +1,7 @@
-"""The process behind :mod:`.guarded_tokenizer`: a foreign tokenizer under the kernel's limits.
+"""The helper process of :mod:`.guarded_tokenizer`: an untrusted tokenizer under kernel limits.
 
-``python -m baton.text.tokenizer_worker MEMORY_BYTES CPU_SECONDS``; messages and limits are those of
-:mod:`.template_worker`. The first request loads the file; a failure ends in ``{"error"}``.
+``python -m baton.text.tokenizer_worker MEMORY_BYTES CPU_SECONDS``; messages and limits as in
+:mod:`.template_worker`. The first request loads the file. A failure is answered ``{"error"}``.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from .tokenizer_core import LocalCore, TokenizerFailed
 
 
 class TokenizerServer:
-    """Answers requests about one tokenizer."""
+    """Answers requests for one tokenizer."""
 
     def __init__(self) -> None:
         self._core: LocalCore | None = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The reply to one request; ``{"error"}`` where the library fails."""
+        """Return the reply to one request: ``{"error"}`` if the library fails."""
         try:
             if "load" in request:
                 return self._load(request["load"])

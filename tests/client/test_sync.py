@@ -67,7 +67,7 @@ def test_what_no_message_can_carry_is_refused_at_once(client):
 def test_a_text_beyond_any_context_is_refused_without_tokenizing(client):
     """Three megabytes take seconds and half a gigabyte to tokenize."""
     limit = 64 * client.describe().card.max_length
-    with pytest.raises(InputError, match=f"a text of {limit + 1} characters"):
+    with pytest.raises(InputError, match=f"text too long: {limit + 1} characters"):
         client.generate("x" * (limit + 1))
     with pytest.raises(InputError, match="characters"):
         client.chat([{"role": "user", "content": "x" * (limit + 1)}])
