@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 from typing import Any
 
 from ..deploy.admin import RollOut
 from ..deploy.admin_client import AdminClient
 from ..deploy.config import ServeSettings
 from ..deploy.core import Phase
+from ..deploy.plan import model_folder
+from ..deploy.prepare import check_tokenizer
 from ..proto.errors import ConfigError
 from .operator import add_operator, assignments, carry_out, operator
 from .parser import did_you_mean
@@ -51,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name, value in changes.items():
         if not isinstance(value, (str, int, float, bool)):
             raise ConfigError(f"{name} must be a text or a number")
+    _check_tokenizer(changes)
     with operator(arguments) as client:
         wait_started(client, arguments.timeout)
         text = carry_out(
@@ -58,6 +62,17 @@ def run(arguments: argparse.Namespace) -> int:
         )
     print(f"rollout {'finished' if arguments.wait else 'begun'}: {text}")
     return 0
+
+
+def _check_tokenizer(changes: dict[str, Any]) -> None:
+    """Load the tokenizer of a new model folder, as at a start; CheckpointError if that fails.
+
+    Here and not in the controller, whose loop would stand still meanwhile. A folder that only the
+    controller's host has is not checked.
+    """
+    settings = ServeSettings(model=str(changes.get("model", "")))
+    if settings.model and Path(model_folder(settings)).is_dir():
+        check_tokenizer(settings)
 
 
 def wait_started(client: AdminClient, timeout: float) -> None:

@@ -7,7 +7,7 @@ import pytest
 from baton.cli import rollout
 from baton.cli.command import build_parser
 from baton.deploy.admin import Overview, Progress
-from baton.proto.errors import RequestFailed
+from baton.proto.errors import CheckpointError, RequestFailed
 
 
 class Controller:
@@ -41,3 +41,16 @@ def test_a_cluster_that_still_starts_is_waited_for(monkeypatch, capsys):
 def test_the_wait_is_over_with_the_timeout(monkeypatch):
     with pytest.raises(RequestFailed, match="not ready yet"):
         ordered(monkeypatch, Controller(1 << 40), "--timeout", "0.01")
+
+
+def test_a_damaged_tokenizer_of_the_new_model_is_found_before_the_order(
+    monkeypatch, tmp_path, capsys
+):
+    controller = Controller(0)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        ordered(monkeypatch, controller, f"model={tmp_path}")
+    assert controller.looks == 0  # nobody asked it
+    elsewhere = tmp_path / "on_another_host"
+    assert ordered(monkeypatch, controller, f"model={elsewhere}") == 0
+    assert "rollout begun" in capsys.readouterr().out
