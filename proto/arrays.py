@@ -41,16 +41,17 @@ DTYPES: dict[str, np.dtype[Any]] = {
 _WRITTEN = {dtype: dtype.str for dtype in DTYPES.values()}
 
 
-class ArrayMap(msgspec.Struct, rename={"np": "__np__", "shm": "__shm__"}, gc=False):
+class ArrayMap(msgspec.Struct, kw_only=True, rename={"np": "__np__", "shm": "__shm__"}, gc=False):
     """An array as a map; see the module."""
 
-    shape: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=64)]
-    dtype: Annotated[str, Meta(max_length=32)]
+    # In the order in which they are written, which is the one msgspec expects them in.
     np: bool = False
     shm: bool = False
-    data: memoryview | None = None
     name: Annotated[str, Meta(max_length=256)] = ""
+    data: memoryview | None = None
     frame: Annotated[int, Meta(ge=0, le=MAX_ARRAY_FRAMES)] = 0
+    shape: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=64)]
+    dtype: Annotated[str, Meta(max_length=32)]
 
 
 def array_map(array: Array, frames: list[Frame] | None = None) -> dict[str, object]:
@@ -62,8 +63,10 @@ def array_map(array: Array, frames: list[Frame] | None = None) -> dict[str, obje
     dtype = _WRITTEN.get(array.dtype)
     if dtype is None or array.ndim > MAX_ARRAY_NDIM:
         raise _not_encoded(array)
-    if frames is None or array.nbytes < INLINE_ARRAY_BYTES or len(frames) > MAX_ARRAY_FRAMES:
-        data = array_bytes(array)
+    nbytes = array.nbytes
+    if frames is None or nbytes < INLINE_ARRAY_BYTES or len(frames) > MAX_ARRAY_FRAMES:
+        # A view costs more to make than so few bytes to copy.
+        data = array.tobytes() if nbytes < INLINE_ARRAY_BYTES else array_bytes(array)
         return {"__np__": True, "data": data, "shape": array.shape, "dtype": dtype}
     frames.append(array_bytes(array))
     return {"__np__": True, "frame": len(frames) - 1, "shape": array.shape, "dtype": dtype}
@@ -79,9 +82,10 @@ def frame_map(array: Array, number: int) -> dict[str, object]:
 
 def array_bytes(array: Array) -> Frame:
     """The bytes of an array in C order: a view where it is contiguous."""
-    if not array.flags.c_contiguous:
-        array = np.ascontiguousarray(array)
-    return array.data.cast("B") if array.nbytes else b""
+    try:
+        return array.data.cast("B")
+    except TypeError:  # not contiguous, or empty
+        return np.ascontiguousarray(array).data.cast("B") if array.nbytes else b""
 
 
 def _not_encoded(array: Array) -> TypeError:
@@ -160,13 +164,19 @@ def read_array(value: ArrayMap, frames: Sequence[Frame], base: int) -> Array:
         data = frames[base + number]
     if data is None or (data.nbytes if type(data) is memoryview else len(data)) != nbytes:
         raise DecodeFailed(f"an array of shape {shape} has other bytes than {nbytes}")
-    array: Array = np.ndarray(shape, dtype, data)
-    flags = array.flags
-    if not flags.aligned:
-        array = array.copy()
+    if nbytes < INLINE_ARRAY_BYTES:
+        data = bytes(data)  # aligned, so that the array need not be copied
+    if nbytes and len(shape) == 1:
+        array: Array = np.frombuffer(data, dtype)  # takes less time
+    else:
+        array = np.ndarray(shape, dtype, data)
+    if type(data) is not bytes:  # whose array is aligned and cannot be changed
         flags = array.flags
-    if flags.writeable:
-        flags.writeable = False
+        if not flags.aligned:
+            array = array.copy()
+            flags = array.flags
+        if flags.writeable:
+            flags.writeable = False
     return array
 
 

@@ -22,6 +22,7 @@ type, so nothing generic is ever built. Unknown fields, of a newer peer, are ski
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NoReturn, TypeVar, get_args
 from zlib import crc32
@@ -32,7 +33,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from .arrays import ArrayMap, ArrayReader, Frame, array_bytes, array_map, frame_map
-from .context_maps import MapEncoder, read_map
+from .context_maps import MapEncoder, attach_context, put_attached, within
 from .errors import (
     DecodeFailed,
     EnvelopeDamaged,
@@ -62,7 +63,12 @@ _SEALED_PREFIX = SEALED_MAGIC + bytes([PROTOCOL_VERSION])
 _DIGEST_BYTES = 8
 _CRC_BYTES = 4
 _KV_PREFIX = KV_MAGIC + bytes([PROTOCOL_VERSION])
+_MOST_FRAMES = MAX_ARRAY_FRAMES + 1
 _ARRAY32 = 0xDD
+_HEADS = {
+    extra: struct.Struct(f"<3s{extra}xB").unpack_from for extra in (0, _DIGEST_BYTES, _CRC_BYTES)
+}
+"""By what lies between version and body: reads the prefix and the first byte of the body."""
 _NIL = b"\xc0"
 
 _set = msgspec.structs.force_setattr
@@ -158,7 +164,8 @@ class EnvelopeDecoder(Generic[T]):
     def __init__(
         self, union: object, max_bytes: int = MAX_CONTROL_BYTES, digest: Digest | None = None
     ) -> None:
-        self._decoder: msgspec.msgpack.Decoder[list[T]] = msgspec.msgpack.Decoder(list[union])  # type: ignore[valid-type]
+        decoder: msgspec.msgpack.Decoder[list[T]] = msgspec.msgpack.Decoder(list[union])  # type: ignore[valid-type]
+        self._decode = decoder.decode
         members = get_args(union) or (union,)
         self._carriers = _CARRIERS.keys() & members
         self._max_bytes = max_bytes
@@ -172,24 +179,32 @@ class EnvelopeDecoder(Generic[T]):
         """
         try:
             body, sealed = self._body(frames)
-            messages = self._decoder.decode(body)
-            self._attach_arrays(messages, frames)
+            messages = self._decode(body)
+            used = 0
+            if self._carriers:
+                for message in messages:
+                    attach = _ATTACH.get(type(message))
+                    if attach is not None:
+                        used += attach(message, frames, used)
+            if used != len(frames) - 1:  # each frame belongs to one array
+                raise DecodeFailed(f"{len(frames) - 1} array frames, but {used} are referred to")
             if self._digest is not None and not sealed:
                 _check_harmless(messages)
         except Exception as error:
             _fail(error)
         return messages
 
-    def _body(self, frames: Sequence[Frame]) -> tuple[memoryview, bool]:
+    def _body(self, frames: Sequence[Frame]) -> tuple[Frame, bool]:
         """The msgpack array, and whether it was sealed."""
-        if not frames:
-            raise DecodeFailed("a message without frames")
-        if len(frames) > MAX_ARRAY_FRAMES + 1:
-            raise LimitExceeded(f"{len(frames)} frames, at most {MAX_ARRAY_FRAMES + 1} are allowed")
-        first = memoryview(frames[0])
+        if not 0 < len(frames) <= _MOST_FRAMES:
+            raise _wrong_count(frames)
+        frame = frames[0]
+        # A view takes more time than a copy of a short message.
+        short = type(frame) is bytes and len(frame) <= INLINE_ARRAY_BYTES
+        first = frame if short else memoryview(frame)
         if self._digest is None or first[:2] != SEALED_MAGIC:
-            return _checked_body(first, MAGIC, self._max_bytes), False
-        body = _checked_body(first, SEALED_MAGIC, self._max_bytes, _DIGEST_BYTES)
+            return _checked_body(first, _PREFIX, self._max_bytes), False
+        body = _checked_body(first, _SEALED_PREFIX, self._max_bytes, _DIGEST_BYTES)
         self._verify(int.from_bytes(first[3 : 3 + _DIGEST_BYTES], "little"), [body, *frames[1:]])
         return body, True
 
@@ -198,47 +213,33 @@ class EnvelopeDecoder(Generic[T]):
             self.damaged += 1
             raise EnvelopeDamaged("the envelope is not what its sender sealed")
 
-    def _attach_arrays(self, messages: list[T], frames: Sequence[Frame]) -> None:
-        """Put contexts and vectors in place of their bytes; each frame belongs to one array."""
-        used = 0
-        if self._carriers:
-            for message in messages:
-                if type(message) in _CARRIERS:
-                    used += _attach(message, frames, used)
-        if used != len(frames) - 1:
-            raise DecodeFailed(f"{len(frames) - 1} array frames, but {used} are referred to")
-
-
-def _attach(message: Any, frames: Sequence[Frame], base: int) -> int:
-    """Put a value in place of its bytes; how many frames its arrays took."""
-    name = _CARRIERS[type(message)]
-    raw = getattr(message, name)
-    if raw is None:
-        return 0
-    try:
-        value, used = (read_map if name == "context" else _read_vector)(raw, frames, base)
-    except msgspec.ValidationError as error:
-        raise msgspec.ValidationError(str(error).replace("`$", f"`$.{name}", 1)) from None
-    if used != message.arrays:
-        raise DecodeFailed(f"a message with {message.arrays} array frames refers to {used}")
-    _set(message, name, value)
-    if used:
-        _set(message, "arrays", 0)  # says something of the envelope alone
-    return used
-
 
 _decode_array = msgspec.msgpack.Decoder(ArrayMap).decode
 
 
-def _read_vector(raw: Frame, frames: Sequence[Frame], base: int) -> tuple[Vector | None, int]:
-    """The vector, None for none; it must be what it says it is."""
-    if memoryview(raw) == _NIL:
-        return None, 0
-    reader = ArrayReader(frames, base)
-    array = reader.read(_decode_array(raw))
-    if array.dtype != np.float32 or array.ndim != 1 or len(array) > MAX_EMBEDDING_SIZE:
-        raise DecodeFailed(f"a vector is {array.dtype} of shape {array.shape}")
-    return array, reader.used()
+def _attach_vector(message: Any, frames: Sequence[Frame], base: int) -> int:
+    """Put a vector, or None, in place of its bytes; how many frames it took."""
+    raw = message.embedding
+    if raw is None:
+        return 0
+    vector, used = None, 0
+    if memoryview(raw) != _NIL:
+        reader = ArrayReader(frames, base)
+        try:
+            vector = reader.read(_decode_array(raw))
+        except msgspec.ValidationError as error:
+            raise within(error, "embedding") from None
+        if vector.dtype != np.float32 or vector.ndim != 1 or len(vector) > MAX_EMBEDDING_SIZE:
+            raise DecodeFailed(f"a vector is {vector.dtype} of shape {vector.shape}")
+        used = reader.used()
+    put_attached(message, "embedding", vector, used)
+    return used
+
+
+_ATTACH: dict[type, Callable[[Any, Sequence[Frame], int], int]] = {
+    kind: attach_context if name == "context" else _attach_vector
+    for kind, name in _CARRIERS.items()
+}
 
 
 def _check_harmless(messages: list[T]) -> None:
@@ -247,19 +248,29 @@ def _check_harmless(messages: list[T]) -> None:
             raise DecodeFailed(f"{type(message).__name__} came without the digest it needs")
 
 
-def _checked_body(view: memoryview, magic: bytes, max_bytes: int, extra: int = 0) -> memoryview:
+def _wrong_count(frames: Sequence[Frame]) -> ProtocolError:
+    if not frames:
+        return DecodeFailed("a message without frames")
+    return LimitExceeded(f"{len(frames)} frames, at most {_MOST_FRAMES} are allowed")
+
+
+def _checked_body(view: Frame, prefix: bytes, max_bytes: int, extra: int = 0) -> Frame:
     """What follows the prefix, once magic, version, size and count of messages are right.
 
     ``extra``: bytes between version and body.
     """
-    if len(view) > max_bytes:
-        raise LimitExceeded(f"a frame of {len(view)} bytes, at most {max_bytes} are allowed")
-    if len(view) < 4 + extra or view[0] != magic[0] or view[1] != magic[1]:
+    size = len(view)
+    if size > max_bytes:
+        raise LimitExceeded(f"a frame of {size} bytes, at most {max_bytes} are allowed")
+    if size < 4 + extra:
         raise DecodeFailed("the frame does not start like a message of this protocol")
-    if view[2] != PROTOCOL_VERSION:
-        check_version(view[2])
+    start, first = _HEADS[extra](view)
+    if start != prefix:
+        if start[:2] != prefix[:2]:
+            raise DecodeFailed("the frame does not start like a message of this protocol")
+        check_version(start[2])
     body = view[3 + extra :]
-    if body[0] == _ARRAY32 and int.from_bytes(body[1:5], "big") > MAX_MESSAGES_PER_FRAME:
+    if first == _ARRAY32 and int.from_bytes(body[1:5], "big") > MAX_MESSAGES_PER_FRAME:
         raise LimitExceeded(f"more than {MAX_MESSAGES_PER_FRAME} messages in one envelope")
     return body
 
@@ -291,7 +302,7 @@ def decode_kv_header(frame: Frame) -> KVFrame:
     """Header of a data message, with payload size within the limit; errors as for envelopes."""
     try:
         view = memoryview(frame)
-        body = _checked_body(view, KV_MAGIC, MAX_KV_HEADER_BYTES, _CRC_BYTES)
+        body = _checked_body(view, _KV_PREFIX, MAX_KV_HEADER_BYTES, _CRC_BYTES)
         if crc32(body) != int.from_bytes(view[3 : 3 + _CRC_BYTES], "little"):
             raise EnvelopeDamaged("the header of a KV frame is not what its sender wrote")
         header = _KV_DECODER.decode(body)

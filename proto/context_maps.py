@@ -38,26 +38,29 @@ from .wire import (
     WireSpeechContext,
     WireTokens,
     WireVisionContext,
-    fresh_state,
 )
 
 Context = TextContext | PixelContext
 Int32 = npt.NDArray[np.int32]
+Write = Callable[[Array], dict[str, object]]
+"""Makes the map of an array (:func:`.arrays.array_map`)."""
 
 _set = msgspec.structs.force_setattr
 
 # --------------------------------------------------------------------------- to a map
 
 
-def to_map(context: Context) -> WireContext:
+def to_map(context: Context, write: Write | None = None) -> WireContext:
     """A context as it is, in the middle of its generation too.
 
-    InputError for what cannot travel (logits processors), TypeError for another class.
+    ``write``: makes what is encoded in the place of token ids, which msgspec would look for in
+    a slow way; the map is then good for its encoder alone. InputError for what cannot travel
+    (logits processors), TypeError for another class.
     """
     make = _MAKERS.get(type(context))
     if make is None:
         raise TypeError(f"a {type(context).__name__} is no registered kind of context")
-    return make(context)
+    return make(context, write)
 
 
 def request_map(context: TextContext) -> WireContext:
@@ -65,30 +68,17 @@ def request_map(context: TextContext) -> WireContext:
 
     InputError for what cannot travel (logits processors, ids that are not int32).
     """
-    prompt = context.tokens.ids()[: context.prompt_length]
-    ids: Int32 = prompt.astype(np.int32, copy=False)
-    if ids is not prompt and not np.array_equal(ids, prompt):
-        raise InputError("a token id of the prompt is not int32 and cannot be sent")
+    ids = context.tokens.ids()
+    if len(ids) != context._prompt_length:
+        ids = ids[: context._prompt_length]
+    if ids.dtype != np.int32:
+        prompt, ids = ids, ids.astype(np.int32)
+        if not np.array_equal(ids, prompt):
+            raise InputError("a token id of the prompt is not int32 and cannot be sent")
     if type(context) is not TextContext:
         return msgspec.structs.replace(to_map(context), tokens=WireTokens(ids), **_FRESH)
     # The usual kind: what says how far a context is has its default.
-    return WireContext(
-        tokens=WireTokens(ids),
-        max_length=context.max_length,
-        request_id=WireRequestID(context.request_id.value),
-        sampling=context.sampling_params.to_wire(),
-        model_name=context.model_name,
-        eos_token_ids=sorted(context.eos_token_ids),
-        eos_sequences=[list(sequence) for sequence in context.eos_sequences],
-        log_probabilities=context.log_probabilities,
-        log_probabilities_echo=context.log_probabilities_echo,
-        ignore_eos=context.ignore_eos,
-        json_schema=context.json_schema,
-        target_endpoint=context.target_endpoint,
-        cache_salt=context.cache_salt,
-        lora_name=context.lora_name,
-        task=context.task,
-    )
+    return WireContext(WireTokens(ids), *_request_values(context))
 
 
 def grown_map(wire: WireContext, generated: Sequence[int]) -> WireContext:
@@ -114,44 +104,55 @@ _PROGRESS = (
 _FRESH = {f.name: f.default for f in msgspec.structs.fields(WireContext) if f.name in _PROGRESS}
 
 
-def _text_values(context: TextContext) -> dict[str, Any]:
+def _request_values(context: TextContext) -> tuple[Any, ...]:
+    """The fields of a map behind ``tokens`` that a request has, in their order.
+
+    By position a map is made in a fifth of the time that it takes by name.
+    """
+    return (
+        context.max_length,
+        WireRequestID(context.request_id.value),
+        context.sampling_params.to_wire(),
+        context.model_name,
+        sorted(context.eos_token_ids),
+        [*map(list, context.eos_sequences)],
+        context.log_probabilities,
+        context.log_probabilities_echo,
+        context.ignore_eos,
+        context.json_schema,
+        context.target_endpoint,
+        context.cache_salt,
+        context.lora_name,
+        context.task,
+    )
+
+
+def _text_values(context: TextContext, write: Write | None) -> tuple[Any, ...]:
+    """All fields of the map of a text request, in their order."""
     tokens = context.tokens
     prompt = context._prompt_length
-    return {
-        "tokens": _token_map(tokens),
-        "max_length": context.max_length,
-        "request_id": WireRequestID(context.request_id.value),
-        "sampling": context.sampling_params.to_wire(),
-        "model_name": context.model_name,
-        "eos_token_ids": sorted(context.eos_token_ids),
-        "eos_sequences": [list(sequence) for sequence in context.eos_sequences],
-        "log_probabilities": context.log_probabilities,
-        "log_probabilities_echo": context.log_probabilities_echo,
-        "ignore_eos": context.ignore_eos,
-        "json_schema": context.json_schema,
-        "target_endpoint": context.target_endpoint,
-        "cache_salt": context.cache_salt,
-        "lora_name": context.lora_name,
-        "task": context.task,
-        "status": context.status,
-        "_log_probabilities_data": context._log_probabilities_data or None,
-        "_is_initial_prompt": context._is_initial_prompt,
-        "_draft_offset": context._draft_offset,
-        "_prompt_length": -1 if prompt == tokens.prompt_length else prompt,
-        "_carried_start": context._carried_start,
-        "_carried_end": context._carried_end,
-        "_committed_idx": context._committed_idx,
-        "_cache_seq_id": context._cache_seq_id,
-    }
+    return (
+        _token_map(tokens, write),
+        *_request_values(context),
+        context.status,
+        context._log_probabilities_data or None,
+        context._is_initial_prompt,
+        context._draft_offset,
+        -1 if prompt == tokens._prompt else prompt,
+        context._carried_start,
+        context._carried_end,
+        context._committed_idx,
+        context._cache_seq_id,
+    )
 
 
-def _text_map(context: TextContext) -> WireContext:
-    return WireContext(**_text_values(context))
+def _text_map(context: TextContext, write: Write | None) -> WireContext:
+    return WireContext(*_text_values(context, write))
 
 
-def _vision_map(context: TextAndVisionContext) -> WireContext:
+def _vision_map(context: TextAndVisionContext, write: Write | None) -> WireContext:
     return WireVisionContext(
-        **_text_values(context),
+        *_text_values(context, write),
         vision_token_ids=context.vision_token_ids,
         images=[
             WireImage(image.start_idx, image.end_idx, image.pixel_values, image.image_hash)
@@ -163,10 +164,10 @@ def _vision_map(context: TextAndVisionContext) -> WireContext:
     )
 
 
-def _speech_map(context: TTSContext) -> WireContext:
+def _speech_map(context: TTSContext, write: Write | None) -> WireContext:
     prompt, speech = context.audio_prompt_tokens, context.speech_tokens
     return WireSpeechContext(
-        **_text_values(context),
+        *_text_values(context, write),
         audio_prompt_tokens=prompt if prompt.size else None,
         buffer_speech_tokens=context.buffer_speech_tokens,
         audio_buffer=context.audio_buffer,
@@ -180,13 +181,14 @@ def _speech_map(context: TTSContext) -> WireContext:
     )
 
 
-def _pixel_map(context: PixelContext) -> WireContext:
+def _pixel_map(context: PixelContext, write: Write | None) -> WireContext:
     arrays = {name: getattr(context, name) for name in _FLOATS}
     fields: dict[str, Any] = {name: getattr(context, name) for name in _PIXELS}
-    fields |= {name: _maybe_token_map(getattr(context, name)) for name in _BUFFERS}
+    buffers = {name: getattr(context, name) for name in _BUFFERS}
+    fields |= {n: None if one is None else _token_map(one, write) for n, one in buffers.items()}
     fields |= {name: array for name, array in arrays.items() if array.shape != (0,)}
     return WirePixelContext(
-        tokens=_token_map(context.tokens),
+        tokens=_token_map(context.tokens, write),
         request_id=WireRequestID(context.request_id.value),
         status=context.status,
         **fields,
@@ -210,7 +212,7 @@ _PIXELS = (
 )
 """Fields that are one and the same in an image request and its map."""
 
-_MAKERS: dict[type, Callable[[Any], WireContext]] = {
+_MAKERS: dict[type, Callable[[Any, Write | None], WireContext]] = {
     TextContext: _text_map,
     TextAndVisionContext: _vision_map,
     TTSContext: _speech_map,
@@ -219,18 +221,26 @@ _MAKERS: dict[type, Callable[[Any], WireContext]] = {
 """The registry: what is not in it does not leave."""
 
 
-def _token_map(tokens: TokenBuffer) -> WireTokens:
-    ids = tokens.ids()
-    length, start, end, offset, first, last, prompt, chunked = state = tokens.state()
-    if state == [length, 0, length, 0, length, length, length, 0]:  # nothing happened to it
+def _token_map(tokens: TokenBuffer, write: Write | None) -> WireTokens:
+    ids: Any = tokens.ids()
+    if write is not None:
+        ids = write(ids)
+    start, offset, first, prompt = (
+        tokens._start, tokens._offset, tokens._completion_start, tokens._prompt
+    )  # fmt: skip
+    if first == prompt == tokens._length == tokens._completion_end and not (
+        start or offset or tokens._chunked
+    ):  # nothing happened to it
         return WireTokens(ids)
     return WireTokens(
-        ids, WireRange(start, end), offset, WireRange(first, last), prompt, UNSET, chunked != 0
+        ids,
+        WireRange(start, tokens._end),
+        offset,
+        WireRange(first, tokens._completion_end),
+        prompt,
+        UNSET,
+        tokens._chunked,
     )
-
-
-def _maybe_token_map(tokens: TokenBuffer | None) -> WireTokens | None:
-    return None if tokens is None else _token_map(tokens)
 
 
 # --------------------------------------------------------------------------- from a map
@@ -325,8 +335,8 @@ def _take_text(context: TextContext, wire: WireContext) -> None:
     context.tokens = token_buffer(wire.tokens)
     context.request_id = RequestID() if request_id is None else RequestID(request_id.value)
     context.sampling_params = SamplingParams.from_wire(wire.sampling)
-    context.eos_token_ids = set(wire.eos_token_ids)
-    context.eos_sequences = [list(sequence) for sequence in wire.eos_sequences]
+    context.eos_token_ids = wire.eos_token_ids  # type: ignore[assignment]  # until __post_init__
+    context.eos_sequences = [*map(list, wire.eos_sequences)]
     context.log_probabilities = wire.log_probabilities
     context.log_probabilities_echo = wire.log_probabilities_echo
     context.ignore_eos = wire.ignore_eos
@@ -407,7 +417,7 @@ def _pixel_context(wire: WirePixelContext) -> PixelContext:
 
 def token_buffer(sent: WireTokens) -> TokenBuffer:
     """The buffer of a map; ValueError where its windows contradict each other."""
-    return TokenBuffer.from_state(sent.array, sent.state() or fresh_state(len(sent.array)))
+    return TokenBuffer.from_state(sent.array, sent.state())
 
 
 def _or_empty(array: Array | None, dtype: type[np.generic]) -> Array:
@@ -439,7 +449,7 @@ class MapEncoder:
                 self._frames = None  # keeps no array alive
             known = body, frames[1:]
             if isinstance(value, WireContext):
-                vars(value)["packed"] = known
+                _set(value, "packed", known)
         return known
 
     def inline(self, wire: WireContext | Array) -> bytes:
@@ -457,32 +467,51 @@ class MapEncoder:
 _decode_map = msgspec.msgpack.Decoder(AnyWireContext).decode
 
 
-def read_map(raw: Frame, frames: Sequence[Frame] = (), base: int = 0) -> tuple[WireContext, int]:
-    """A context's map, arrays in place, and how many of the frames behind ``base`` it took.
+def attach_context(message: Any, frames: Sequence[Frame], base: int) -> int:
+    """Put a message's context, arrays in place, where its map's bytes are.
 
-    Its bytes are copied, so that it keeps no envelope alive, and kept, to be forwarded as they
-    came; frames are not copied. Shared memory is refused. Raises ProtocolError or an error of
-    msgspec.
+    Returns how many of the frames behind ``base`` it took. The bytes are copied, so that they
+    keep no envelope alive, and kept, to be forwarded as they came; frames are not copied. Shared
+    memory is refused. Raises ProtocolError or an error of msgspec.
     """
-    body = bytes(raw)
-    wire = _decode_map(body)
-    tokens = wire.tokens
-    sent: Any = tokens.array
-    if (
-        type(wire) is WireContext
-        and wire._log_probabilities_data is None
-        and tokens._current_length is UNSET
-        and sent.frame <= 1
-        and not sent.shm
-    ):  # the usual kind: its tokens are its only array
-        _set(tokens, "array", read_array(sent, frames, base))
-        used = sent.frame
-    else:
-        reader = ArrayReader(frames, base)
-        put_arrays(wire, reader)
-        used = reader.used()
-    vars(wire)["packed"] = body, frames[base + 1 : base + 1 + used] if used else ()
-    return wire, used
+    body = bytes(message.context)
+    try:
+        wire = _decode_map(body)
+        tokens = wire.tokens
+        sent: Any = tokens.array
+        used: int = sent.frame
+        if (
+            used <= 1
+            and type(wire) is WireContext
+            and wire._log_probabilities_data is None
+            and tokens._current_length is UNSET
+        ):  # the usual kind: its tokens are its only array
+            _set(tokens, "array", read_array(sent, frames, base))
+            taken: Sequence[Frame] = (frames[base + 1],) if used else ()
+        else:
+            reader = ArrayReader(frames, base)
+            put_arrays(wire, reader)
+            used = reader.used()
+            taken = frames[base + 1 : base + 1 + used]
+    except msgspec.ValidationError as error:
+        raise within(error, "context") from None
+    _set(wire, "packed", (body, taken))
+    put_attached(message, "context", wire, used)
+    return used
+
+
+def within(error: msgspec.ValidationError, name: str) -> msgspec.ValidationError:
+    """The error of a part of a message, as one of the message."""
+    return msgspec.ValidationError(str(error).replace("`$", f"`$.{name}", 1))
+
+
+def put_attached(message: Any, name: str, value: object, used: int) -> None:
+    """Put a value where a message has its bytes; DecodeFailed if it has other array frames."""
+    if used != message.arrays:
+        raise DecodeFailed(f"a message with {message.arrays} array frames refers to {used}")
+    _set(message, name, value)
+    if used:
+        _set(message, "arrays", 0)  # says something of the envelope alone
 
 
 def put_arrays(wire: WireContext, reader: ArrayReader) -> None:

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from .arrays import Array, ArrayReader, Frame, OpenShared, array_map
-from .context_maps import from_map, put_arrays, put_tokens, to_map, token_buffer
+from .context_maps import Write, from_map, put_arrays, put_tokens, to_map, token_buffer
 from .contexts import TextContext
 from .earlier_maps import EARLIER_MAPS
 from .errors import DecodeFailed, LimitExceeded
@@ -64,9 +64,9 @@ _SETTERS = (object.__setattr__, msgspec.structs.force_setattr)
 # --------------------------------------------------------------------------- encoding
 
 
-def _encode_object(value: object, encode: Callable[[Array], dict[str, object]]) -> object:
+def _encode_object(value: object, write: Write) -> object:
     if isinstance(value, np.ndarray):
-        return encode(value)
+        return write(value)
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot be encoded")
@@ -81,8 +81,8 @@ def _encode_shared(array: Array, threshold: int, shared: SharedArrays) -> dict[s
     return {"__shm__": True, "name": name, "shape": inline["shape"], "dtype": inline["dtype"]}
 
 
-def _mapped(value: Any) -> Any:
-    """The value with maps for the contexts in it.
+def _mapped(value: Any, write: Write) -> Any:
+    """The value with maps for the contexts in it, whose token ids are written already.
 
     msgspec writes the fields of a dataclass without asking, so it is given another one.
     """
@@ -90,21 +90,23 @@ def _mapped(value: Any) -> Any:
     if kind in _LEAVES:
         return value
     if kind in _MAPS or isinstance(value, (TextContext, PixelContext)):
-        return to_map(value)
+        return to_map(value, write)
     if kind in (list, tuple):
         if _LEAVES.issuperset(map(type, value)):
             return value
-        parts = [_mapped(item) for item in value]
+        parts = [_mapped(item, write) for item in value]
         return kind(parts) if any(map(is_not, parts, value)) else value
     if kind is dict:
         if _LEAVES.issuperset(map(type, value.values())):
             return value
-        pairs = {key: _mapped(item) for key, item in value.items()}
+        pairs = {key: _mapped(item, write) for key, item in value.items()}
         return pairs if any(map(is_not, pairs.values(), value.values())) else value
     names: Iterable[str]
     names = getattr(kind, "__struct_fields__", ()) or getattr(kind, "__dataclass_fields__", ())
     items = {name: getattr(value, name, None) for name in names}
-    changed = {name: new for name, item in items.items() if (new := _mapped(item)) is not item}
+    changed = {
+        name: new for name, item in items.items() if (new := _mapped(item, write)) is not item
+    }
     if changed:
         value = copy(value)
         for name, new in changed.items():
@@ -118,16 +120,17 @@ class NumpyEncoder:
     def __init__(self, use_shared_memory: bool, shared_memory_threshold: int) -> None:
         self._use_shared_memory = use_shared_memory
         self._shared_memory_threshold = shared_memory_threshold
-        encode: Callable[[Array], dict[str, object]] = array_map
+        encode: Write = array_map
         self._shared = SharedArrays()
         if use_shared_memory:
             encode = partial(_encode_shared, threshold=shared_memory_threshold, shared=self._shared)
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=partial(_encode_object, encode=encode))
+        self._write = encode
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=partial(_encode_object, write=encode))
 
     def __call__(self, obj: object) -> bytes:
         """Encode ``obj`` as one buffer; TypeError names the type that cannot be encoded."""
         self._shared.begin()
-        return self._encoder.encode(_mapped(obj))
+        return self._encoder.encode(_mapped(obj, self._write))
 
     def frames(self, obj: object) -> list[Frame]:
         """Encode ``obj`` as a message and, behind it, each large array as a view of its memory.
@@ -136,12 +139,9 @@ class NumpyEncoder:
         """
         frames: list[Frame] = [b""]
 
-        def hook(value: object) -> object:
-            if isinstance(value, np.ndarray):
-                return array_map(value, frames)
-            return _encode_object(value, array_map)
-
-        frames[0] = msgspec.msgpack.encode(_mapped(obj), enc_hook=hook)
+        write = partial(array_map, frames=frames)
+        hook = partial(_encode_object, write=write)
+        frames[0] = msgspec.msgpack.encode(_mapped(obj, write), enc_hook=hook)
         return frames
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
@@ -301,7 +301,10 @@ def _check_frames(frames: Sequence[Frame]) -> None:
         raise DecodeFailed("a message without frames")
     if len(frames) > MAX_ARRAY_FRAMES + 1:
         raise LimitExceeded(f"{len(frames)} frames, at most {MAX_ARRAY_FRAMES + 1} are allowed")
-    if sum(memoryview(frame).nbytes for frame in frames) > MAX_ARRAY_BYTES:
+    total = 0
+    for frame in frames:
+        total += len(frame) if type(frame) is bytes else memoryview(frame).nbytes
+    if total > MAX_ARRAY_BYTES:
         raise LimitExceeded(f"a message of more than {MAX_ARRAY_BYTES} bytes")
 
 

@@ -175,21 +175,27 @@ class TokenBuffer:
             if not _fit(tokens):
                 return cls(tokens.copy())
             ids = tokens
-        return cls.from_state(ids.astype(np.int32), _fresh_state(len(ids)))
+        return cls.from_state(ids.astype(np.int32))
 
     @classmethod
-    def from_state(cls, ids: npt.NDArray[Any], state: Sequence[int]) -> TokenBuffer:
+    def from_state(cls, ids: npt.NDArray[Any], state: Sequence[int] | None = None) -> TokenBuffer:
         """The buffer that had these tokens and this :meth:`state`; ValueError if none can have.
+
+        Without a state they are a prompt to which nothing happened.
 
         ``ids``: int32 or int64 ``[length]``. int32 is widened when the tokens are first used,
         so a process that only looks at lengths or passes the buffer on never copies them.
         """
         if ids.ndim != 1 or not len(ids):
             raise ValueError(f"tokens must be one-dimensional, not of shape {ids.shape}")
-        _check_windows(state, len(ids))
-        length = state[0]
-        if len(ids) != length:
-            ids = ids[:length]
+        if state is None:
+            length = len(ids)
+            state = _fresh_state(length)
+        else:
+            _check_windows(state, len(ids))
+            length = state[0]
+            if len(ids) != length:
+                ids = ids[:length]
         self = cls.__new__(cls)
         self._set_state(state)
         self._capacity, self._shared = length, False
@@ -214,15 +220,9 @@ class TokenBuffer:
         self._store = store = np.empty(self._capacity, np.int64)
         store[:length] = narrow
         store[length:] = 0
-        if not narrow.flags.writeable:
+        if narrow.base is not None:  # of a frame
             self._narrow, self._known = None, 0
         return store
-
-    def own(self) -> None:
-        """Copy ids that are a view of the frames they arrived in."""
-        narrow = self._narrow
-        if narrow is not None and not narrow.flags.writeable:
-            self._narrow = narrow.copy()
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         """What a copy or a pickle holds; a shallow copy has the same array."""
@@ -238,7 +238,8 @@ class TokenBuffer:
         """
         length = self._length
         if self._narrow is not None and self._known >= length:
-            ids: npt.NDArray[Any] = self._narrow[:length]
+            narrow = self._narrow  # of this very length nothing is written to it any more
+            ids: npt.NDArray[Any] = narrow if len(narrow) == length else narrow[:length]
         elif self._shared and not self._regain():  # any token may have become another
             ids = self._store[:length]
             if _fit(ids):

@@ -67,18 +67,21 @@ EosSequences = Annotated[
 
 
 _ACTIVE = GenerationStatus.ACTIVE
+# An encoder leaves out a default only where a value is this very object, so the numbers that a
+# SamplingParams has by default are the same objects.
+OFF, NEUTRAL = 0.0, 1.0
 
 
 class WireSampling(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """SamplingParams without callables; fields and defaults as documented there."""
 
     top_k: Number = -1
-    top_p: float = 1.0
-    min_p: float = 0.0
-    temperature: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    top_p: float = NEUTRAL
+    min_p: float = OFF
+    temperature: float = NEUTRAL
+    frequency_penalty: float = OFF
+    presence_penalty: float = OFF
+    repetition_penalty: float = NEUTRAL
     max_new_tokens: Number | None = None
     min_new_tokens: Number = 0
     ignore_eos: bool = False
@@ -164,7 +167,6 @@ def fresh_state(length: int) -> tuple[int, ...]:
 class WireContext(
     msgspec.Struct,
     frozen=True,
-    kw_only=True,
     omit_defaults=True,
     rename={"sampling": "sampling_params"},
     tag="TextContext",
@@ -173,7 +175,6 @@ class WireContext(
 ):
     """A text request: its tokens, everything that decides its continuation, and how far it is.
 
-    ``tokens``: the ids behind each other, or a :class:`WireTokens`.
     ``eos_sequences``: token sequences that end the request (stop strings, user stop ids).
     ``json_schema``: JSON text the generated text must be an instance of.
     ``task``: "generate", or "embed": then the end of the request brings its vector.
@@ -207,11 +208,6 @@ class WireContext(
     _carried_end: Count = 0
     _committed_idx: Count = 0
     _cache_seq_id: Count | None = None
-
-    def __post_init__(self) -> None:
-        tokens: Any = self.tokens
-        if type(tokens) is np.ndarray:
-            msgspec.structs.force_setattr(self, "tokens", WireTokens(tokens))
 
     __eq__ = _equal
     __hash__ = None  # type: ignore[assignment]  # holds an array

@@ -57,7 +57,7 @@ from baton.proto.messages import (
     Tokens,
 )
 from baton.proto.outputs import TokenLogProbs
-from baton.proto.wire import WireContext
+from baton.proto.wire import WireContext, WireTokens
 
 ME = b"me"
 KEY = request_key(ME, "r", 1)
@@ -65,7 +65,7 @@ SECRET = b"s" * 16
 
 
 def spec(request_id="r", deadline=None, prompt=3):
-    context = WireContext(tokens=np.arange(prompt, dtype=np.int32), max_length=50)
+    context = WireContext(tokens=WireTokens(np.arange(prompt, dtype=np.int32)), max_length=50)
     return RequestSpec(request_id=request_id, context=context, deadline=deadline)
 
 

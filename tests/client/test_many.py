@@ -14,11 +14,11 @@ from baton.client.events import RequestSpec
 from baton.client.window import WINDOW, Window, overdue_end
 from baton.proto import InputError, SamplingParams, TextContext
 from baton.proto.errors import ConnectionLost, DeadlineExceeded
-from baton.proto.wire import WireContext
+from baton.proto.wire import WireContext, WireTokens
 
 
 def spec(name, deadline=None):
-    context = WireContext(tokens=np.array([1], np.int32), max_length=9)
+    context = WireContext(tokens=WireTokens(np.array([1], np.int32)), max_length=9)
     return RequestSpec(request_id=name, context=context, deadline=deadline)
 
 

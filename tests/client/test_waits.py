@@ -18,7 +18,7 @@ from baton.proto import ConnectionLost, InputError, SamplingParams, TextContext
 from baton.proto.codec import EnvelopeDecoder, EnvelopeEncoder
 from baton.proto.errors import DecodeFailed
 from baton.proto.messages import ClientToRouter, Ping, Pong, Rejected
-from baton.proto.wire import WireContext, WireSampling
+from baton.proto.wire import WireContext, WireSampling, WireTokens
 from baton.runtime.sockets import RouterChannel
 
 UNREADABLE = {
@@ -42,7 +42,7 @@ UNREADABLE = {
 def raw_spec(name, **sampling):
     """A request as a client without any checks would send it."""
     context = WireContext(
-        tokens=np.array([1], np.int32), max_length=9, sampling=WireSampling(**sampling)
+        tokens=WireTokens(np.array([1], np.int32)), max_length=9, sampling=WireSampling(**sampling)
     )
     return RequestSpec(request_id=name, context=context)
 

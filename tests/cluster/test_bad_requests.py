@@ -9,7 +9,7 @@ from baton.proto.contexts import TextContext
 from baton.proto.errors import BatonError, DeadlineExceeded, DuplicateRequest, InputError
 from baton.proto.messages import Submit
 from baton.proto.sampling import SamplingParams
-from baton.proto.wire import WireContext, WireSampling
+from baton.proto.wire import WireContext, WireSampling, WireTokens
 
 from .driver import Job, ask, greedy
 from .raw import RawPeer
@@ -35,7 +35,7 @@ def client(running):
 
 def wire(tokens=(5, 6, 7), **fields) -> WireContext:
     fields = {"max_length": 64, **fields}
-    return WireContext(tokens=np.array(tokens, fields.pop("dtype", np.int32)), **fields)
+    return WireContext(tokens=WireTokens(np.array(tokens, fields.pop("dtype", np.int32))), **fields)
 
 
 BAD_CONTEXTS = {

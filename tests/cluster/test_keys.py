@@ -31,7 +31,7 @@ from baton.proto.messages import (
 )
 from baton.proto.proofs import reserve_ticket, worker_key
 from baton.proto.sampling import SamplingParams
-from baton.proto.wire import WireContext
+from baton.proto.wire import WireContext, WireTokens
 from baton.runtime.keyfiles import add_key, make_folder
 from baton.runtime.keyring import KeyRing, read_pair
 
@@ -360,7 +360,9 @@ def _sealed(message: Message) -> list:
 def test_a_stolen_identity_gets_no_tokens_of_its_owner(running, folder):
     """The thief has a key and the victim's identity, and asks for it again and again."""
     identity = os.urandom(16)
-    context = WireContext(tokens=np.array(cases_of(MODEL)[3].prompt, np.int32), max_length=2048)
+    context = WireContext(
+        tokens=WireTokens(np.array(cases_of(MODEL)[3].prompt, np.int32)), max_length=2048
+    )
     thief_keys = keys_of(folder, "thief", "router")
     with RawPeer(
         running.address, keys=keys_of(folder, "client", "router"), identity=identity

@@ -25,7 +25,7 @@ from baton.proto.messages import (
     Terminal,
     Tokens,
 )
-from baton.proto.wire import WireContext, WireSampling
+from baton.proto.wire import WireContext, WireSampling, WireTokens
 
 from .conftest import wait_until
 from .streams import Job, Stream, begun, follow, jobs, new_salt, run, tokens
@@ -94,7 +94,7 @@ class RawClient:
             **{key: getattr(job.params, key) for key in WireSampling.__struct_fields__}
         )
         context = WireContext(
-            tokens=np.array(job.prompt, np.int32),
+            tokens=WireTokens(np.array(job.prompt, np.int32)),
             max_length=2048,
             sampling=sampling,
             ignore_eos=True,

@@ -23,7 +23,7 @@ from baton.proto.ids import new_incarnation
 from baton.proto.messages import Assign, Message, PoolTicket, Terminal, Tokens, Welcome
 from baton.proto.proofs import reserve_ticket
 from baton.proto.sampling import SamplingParams
-from baton.proto.wire import WireContext, WireSampling
+from baton.proto.wire import WireContext, WireSampling, WireTokens
 from baton.runtime.actions import FromRouter
 from baton.runtime.loop import Loop
 from baton.runtime.membership import Membership, WorkerIdentity
@@ -106,7 +106,7 @@ class Workers:
         self.wanted = len(prompts)
         for number, prompt in enumerate(prompts):
             context = WireContext(
-                tokens=np.array(prompt, np.int32),
+                tokens=WireTokens(np.array(prompt, np.int32)),
                 max_length=len(prompt) + GREEDY.max_new_tokens,
                 sampling=WireSampling(temperature=0.0),
                 ignore_eos=True,

@@ -70,7 +70,7 @@ from baton.proto.messages import (
 )
 from baton.proto.outputs import LogProbabilities, TokenLogProbs
 from baton.proto.proofs import reserve_ticket
-from baton.proto.wire import WireContext, WireSampling
+from baton.proto.wire import WireContext, WireSampling, WireTokens
 from baton.runtime.actions import (
     DrainRequested,
     Exit,
@@ -104,7 +104,7 @@ WORKER_KEY, PROOF = b"k" * 16, b"p" * 16
 
 def make_context(prompt: int = PROMPT, new: int = 8) -> WireContext:
     return WireContext(
-        tokens=np.arange(1, prompt + 1, dtype=np.int32),
+        tokens=WireTokens(np.arange(1, prompt + 1, dtype=np.int32)),
         max_length=200,
         sampling=WireSampling(temperature=0.0, max_new_tokens=new),
         eos_token_ids=[0],

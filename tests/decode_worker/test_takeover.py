@@ -24,7 +24,7 @@ from baton.proto.messages import (
     Welcome,
 )
 from baton.proto.proofs import reserve_ticket
-from baton.proto.wire import WireContext, WireSampling
+from baton.proto.wire import WireContext, WireSampling, WireTokens
 from baton.runtime.actions import Fault, FromRouter, RouterUp, ToRouter
 from baton.runtime.membership import Membership, WorkerIdentity
 
@@ -75,7 +75,7 @@ class Decode:
         assert self.receiver.locate(frame) is not None
         self.receiver.on_frame(frame, intact=True, now=0.0)
         context = WireContext(
-            tokens=np.arange(10, dtype=np.int32), max_length=40,
+            tokens=WireTokens(np.arange(10, dtype=np.int32)), max_length=40,
             sampling=WireSampling(max_new_tokens=8),
         )  # fmt: skip
         commit = Commit(
@@ -96,12 +96,16 @@ def test_a_request_taken_over_runs():
 
 
 def context(**fields):
-    return WireContext(**{"tokens": np.arange(10, dtype=np.int32), "max_length": 40, **fields})
+    return WireContext(
+        **{"tokens": WireTokens(np.arange(10, dtype=np.int32)), "max_length": 40, **fields}
+    )
 
 
 WRONG = {
     "generated id": {"context": grown_map(context(), [1 << 20])},
-    "prompt id": {"context": grown_map(context(tokens=np.array([1 << 20] * 10, np.int32)), [3])},
+    "prompt id": {
+        "context": grown_map(context(tokens=WireTokens(np.array([1 << 20] * 10, np.int32))), [3])
+    },
     "sampling": {"context": grown_map(context(sampling=WireSampling(temperature=-1.0)), [3])},
     "no room": {"context": grown_map(context(max_length=10), [3])},
     "windows": {

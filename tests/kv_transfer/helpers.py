@@ -10,7 +10,7 @@ from baton.kv_transfer.sender import Sender, SenderConfig
 from baton.proto.context_maps import grown_map
 from baton.proto.layout import KVLayout
 from baton.proto.messages import Commit, GrantRef, Reserve
-from baton.proto.wire import WireContext
+from baton.proto.wire import WireContext, WireTokens
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=2, block_size=4)
 REQUEST = b"r" * 16
@@ -58,7 +58,7 @@ def reserve(tokens: int = 10, attempt: int = 1, serial: int = 1, **fields: objec
 
 
 def context() -> WireContext:
-    return WireContext(tokens=np.arange(10, dtype=np.int32), max_length=100)
+    return WireContext(tokens=WireTokens(np.arange(10, dtype=np.int32)), max_length=100)
 
 
 def commit(grant: GrantRef, frames: int, nbytes: int, digest: int, attempt: int = 1) -> Commit:

@@ -80,7 +80,7 @@ from baton.proto.messages import (
     Welcome,
 )
 from baton.proto.outputs import TokenLogProbs
-from baton.proto.wire import WireContext, WireSampling
+from baton.proto.wire import WireContext, WireSampling, WireTokens
 from baton.runtime.actions import (
     DrainRequested,
     Exit,
@@ -115,7 +115,7 @@ BIG = 1 << 30
 
 def make_context(prompt: int = 10, new: int | None = 8) -> WireContext:
     return WireContext(
-        tokens=np.arange(1, prompt + 1, dtype=np.int32),
+        tokens=WireTokens(np.arange(1, prompt + 1, dtype=np.int32)),
         max_length=200,
         sampling=WireSampling(temperature=0.0, max_new_tokens=new),
         eos_token_ids=[0],
@@ -488,7 +488,7 @@ def test_a_replay_goes_on_behind_what_was_streamed(bench):
 
 
 def test_a_context_that_cannot_run_is_accepted_and_ended(bench):
-    bench.assign(context=WireContext(tokens=np.empty(0, np.int32), max_length=5))
+    bench.assign(context=WireContext(tokens=WireTokens(np.empty(0, np.int32)), max_length=5))
     assert bench.one(Accepted)
     assert bench.one(Terminal).code
     bench.assert_empty()

@@ -25,7 +25,7 @@ from baton.proto.messages import (
     TerminalAck,
     Tokens,
 )
-from baton.proto.wire import WireContext
+from baton.proto.wire import WireContext, WireTokens
 from baton.runtime.actions import DrainRequested, FromRouter, RouterDown, RouterUp, Tick, ToRouter
 from baton.runtime.membership import Membership, WorkerIdentity
 
@@ -66,7 +66,7 @@ class Worker:
 
     def assign(self, number, tokens=4, attempt=1, deadline=10.0, router=ROUTER, **changes):
         fields = {"task": "embed", "max_length": tokens, **changes}
-        context = WireContext(tokens=np.full(tokens, number, np.int32), **fields)
+        context = WireContext(tokens=WireTokens(np.full(tokens, number, np.int32)), **fields)
         message = Assign(
             request=key(number), attempt=attempt, request_id=f"r{number}", context=context,
             deadline=deadline,
@@ -355,7 +355,7 @@ def test_every_assign_ends_once_whatever_happens(seed):
 
 
 def test_a_text_worker_refuses_to_embed():
-    context = WireContext(tokens=np.array([1, 2], np.int32), max_length=2, task="embed")
+    context = WireContext(tokens=WireTokens(np.array([1, 2], np.int32)), max_length=2, task="embed")
     assign = Assign(request=key(1), attempt=1, context=context, deadline=1.0)
     text = msgspec.structs.replace(CARD, task="generate")
     with pytest.raises(TaskMismatch):

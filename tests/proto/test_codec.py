@@ -58,7 +58,7 @@ encoder = EnvelopeEncoder()
 
 
 def submit(count, request_id="r", dtype=np.int32):
-    context = WireContext(tokens=np.arange(count).astype(dtype), max_length=count + 10)
+    context = WireContext(tokens=WireTokens(np.arange(count).astype(dtype)), max_length=count + 10)
     return Submit(request_id=request_id, context=context)
 
 
@@ -97,7 +97,9 @@ def contexts():
     """Maps of requests, and of contexts in the middle of their generation."""
     fresh = st.builds(
         WireContext,
-        tokens=st.sampled_from([1, 1023, 1024, 5000]).map(lambda n: np.arange(n, dtype=np.int32)),
+        tokens=st.sampled_from([1, 1023, 1024, 5000]).map(
+            lambda n: WireTokens(np.arange(n, dtype=np.int32))
+        ),
         max_length=st.integers(0, 1 << 53),
         sampling=struct_values(WireSampling),
         model_name=st.text(max_size=5),
@@ -263,7 +265,7 @@ def test_other_kinds_are_passed_on_without_a_copy():
     """What a router does: decode, look, encode; pixels stay where they arrived."""
     image = WireImage(4, 9, np.arange(5000, dtype=np.float32).reshape(2, 2500), -7)
     context = WireVisionContext(
-        tokens=np.arange(2000, dtype=np.int32),
+        tokens=WireTokens(np.arange(2000, dtype=np.int32)),
         max_length=3000,
         vision_token_ids=[4],
         images=[image, WireImage(20, 21, np.zeros((0, 3), np.uint16))],
@@ -300,7 +302,7 @@ def test_all_element_types_and_shapes(dtype, shape):
 def test_arrays_with_gaps_are_sent_without_them():
     strided = submit(20)
     every_second = strided.context.tokens.array[::2]
-    context = msgspec.structs.replace(strided.context, tokens=every_second)
+    context = msgspec.structs.replace(strided.context, tokens=WireTokens(every_second))
     batch = [msgspec.structs.replace(strided, context=context)]
     assert decode(encoder.encode(batch)) == batch
 

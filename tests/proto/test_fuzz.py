@@ -319,8 +319,8 @@ def test_memory_of_claimed_sizes():
 
 def test_memory_of_large_contexts():
     from baton.proto.messages import Submit
-    from baton.proto.wire import WireContext
+    from baton.proto.wire import WireContext, WireTokens
 
-    context = WireContext(tokens=np.zeros(1 << 20, np.int32), max_length=1 << 21)
+    context = WireContext(tokens=WireTokens(np.zeros(1 << 20, np.int32)), max_length=1 << 21)
     frames = [bytes(f) for f in EnvelopeEncoder().encode([Submit(request_id="r", context=context)])]
     assert peak_bytes(lambda: DECODERS[0].decode(frames)) < 1 << 16

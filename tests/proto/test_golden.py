@@ -79,9 +79,9 @@ def sample_context(full):
     """The map of a context: with all a new request can have, or with what it must have."""
     tokens = np.arange(642, 647, dtype=np.int32)
     if not full:
-        return WireContext(tokens=tokens, max_length=1087)
+        return WireContext(tokens=WireTokens(tokens), max_length=1087)
     return WireContext(
-        tokens=tokens,
+        tokens=WireTokens(tokens),
         max_length=1087,
         request_id=WireRequestID("request_id"),
         sampling=sample(inspect.type_info(WireSampling)),

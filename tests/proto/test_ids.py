@@ -4,11 +4,11 @@ import pytest
 from baton.proto import RequestID
 from baton.proto.context_maps import context_digest
 from baton.proto.ids import new_incarnation, request_key, resume_secret
-from baton.proto.wire import WireContext, WireSampling
+from baton.proto.wire import WireContext, WireSampling, WireTokens
 
 
 def wire(tokens=(1, 2, 3), **changes):
-    return WireContext(tokens=np.array(tokens, np.int32), max_length=100, **changes)
+    return WireContext(tokens=WireTokens(np.array(tokens, np.int32)), max_length=100, **changes)
 
 
 def test_request_id_is_a_frozen_hashable_value():
@@ -65,6 +65,8 @@ def test_context_digest_sees_every_difference():
         context_digest(wire(cache_salt="tenant")),
         context_digest(wire(), "pool"),
         context_digest(wire(), None),
-        context_digest(WireContext(tokens=np.array([1, 2, 3], np.int64), max_length=100)),
+        context_digest(
+            WireContext(tokens=WireTokens(np.array([1, 2, 3], np.int64)), max_length=100)
+        ),
     ]
     assert len({base, *others}) == 8

@@ -14,7 +14,7 @@ from baton.proto.context_maps import request_map
 from baton.proto.errors import TaskMismatch
 from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.requests import build_embed_context, check_emitted, check_wire_shape
-from baton.proto.wire import WireSampling
+from baton.proto.wire import WireSampling, WireTokens
 
 CARD = ModelCard(
     name="demo",
@@ -37,7 +37,7 @@ def changed(**fields):
 
 
 def array(*tokens, dtype=np.int32):
-    return np.array(tokens, dtype)
+    return WireTokens(np.array(tokens, dtype))
 
 
 class TestBuild:
@@ -93,8 +93,8 @@ class TestCheck:
             ({"tokens": array()}, "empty"),
             ({"tokens": array(1, dtype=np.int64)}, "int32"),
             ({"tokens": array(1, dtype=np.float32)}, "int32"),
-            ({"tokens": np.ones((2, 2), np.int32)}, "one-dimensional"),
-            ({"tokens": np.ones((), np.int32)}, "one-dimensional"),
+            ({"tokens": WireTokens(np.ones((2, 2), np.int32))}, "one-dimensional"),
+            ({"tokens": WireTokens(np.ones((), np.int32))}, "one-dimensional"),
             ({"tokens": array(5, -7, -8)}, "-7 at position 1"),
             ({"tokens": array(5, 6, 1000)}, "1000 at position 2"),
             ({"max_length": 65}, "65 .* 64"),

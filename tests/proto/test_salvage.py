@@ -11,7 +11,7 @@ from baton.proto.errors import DecodeFailed, InputError
 from baton.proto.limits import PROTOCOL_VERSION
 from baton.proto.messages import Cancel, ClientToRouter, Ping, Submit
 from baton.proto.salvage import MAX_REFUSED, SalvagingDecoder
-from baton.proto.wire import WireContext, WireSampling
+from baton.proto.wire import WireContext, WireSampling, WireTokens
 
 PREFIX = b"BT" + bytes([PROTOCOL_VERSION])
 
@@ -23,7 +23,9 @@ def decoder():
 
 def submit(name, length=3, **sampling):
     tokens = np.arange(length, dtype=np.int32)
-    context = WireContext(tokens=tokens, max_length=1 << 20, sampling=WireSampling(**sampling))
+    context = WireContext(
+        tokens=WireTokens(tokens), max_length=1 << 20, sampling=WireSampling(**sampling)
+    )
     return Submit(request_id=name, context=context)
 
 

@@ -33,7 +33,7 @@ from baton.proto.messages import (
     Tokens,
 )
 from baton.proto.proofs import assignment_proof
-from baton.proto.wire import WireContext, WireSampling
+from baton.proto.wire import WireContext, WireSampling, WireTokens
 from baton.router.config import RouterConfig
 from baton.router.core import RouterCore
 from baton.router.events import (
@@ -73,7 +73,9 @@ def make_config(**settings: Any) -> RouterConfig:
 def make_context(prompt: int = 10, new: int | None = 20, **fields: Any) -> WireContext:
     tokens = (np.arange(prompt, dtype=np.int32) * 7 + 3) % 1000
     fields.setdefault("max_length", 4096)
-    return WireContext(tokens=tokens, sampling=WireSampling(max_new_tokens=new), **fields)
+    return WireContext(
+        tokens=WireTokens(tokens), sampling=WireSampling(max_new_tokens=new), **fields
+    )
 
 
 @dataclass

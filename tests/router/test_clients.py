@@ -26,7 +26,7 @@ from baton.proto.messages import (
     Tokens,
 )
 from baton.proto.outputs import TokenLogProbs
-from baton.proto.wire import WireSampling
+from baton.proto.wire import WireSampling, WireTokens
 from baton.router.core import RouterCore
 from baton.router.events import ClientFull, ClientWritable
 from baton.router.gate import Caller
@@ -139,7 +139,7 @@ def test_a_wrong_submit_gets_one_typed_terminal_and_leaves_nothing(served, field
 
 
 def test_token_ids_out_of_range_are_refused(served, context):
-    bad = msgspec.structs.replace(context(), tokens=np.array([1, 1000], np.int32))
+    bad = msgspec.structs.replace(context(), tokens=WireTokens(np.array([1, 1000], np.int32)))
     served.submit(context=bad)
     terminal = served.one(b"client", Terminal)
     assert terminal.code == "input"
@@ -147,7 +147,7 @@ def test_token_ids_out_of_range_are_refused(served, context):
 
 
 def test_a_request_submitted_before_any_worker_is_checked_when_the_model_is_known(bench, context):
-    bad = msgspec.structs.replace(context(), tokens=np.array([1, 1000], np.int32))
+    bad = msgspec.structs.replace(context(), tokens=WireTokens(np.array([1, 1000], np.int32)))
     bench.submit("bad", context=bad)
     bench.submit("good")
     assert not bench.take(b"client", Terminal)

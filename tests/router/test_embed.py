@@ -23,7 +23,7 @@ from baton.proto.messages import (
     TokenRun,
     Tokens,
 )
-from baton.proto.wire import WireContext
+from baton.proto.wire import WireContext, WireTokens
 from baton.router.request import context_bytes
 
 
@@ -34,7 +34,9 @@ def embeds(card):
 
 def text(length=10, **fields):
     tokens = np.arange(length, dtype=np.int32)
-    return WireContext(tokens=tokens, **{"task": "embed", "max_length": length, **fields})
+    return WireContext(
+        tokens=WireTokens(tokens), **{"task": "embed", "max_length": length, **fields}
+    )
 
 
 def vector(value=1.0):
@@ -201,7 +203,7 @@ def test_a_vector_for_a_text_request_is_not_kept(bench):
 
 
 def test_memory_is_charged_for_the_vector():
-    text_only = WireContext(tokens=np.arange(10, dtype=np.int32), max_length=10)
+    text_only = WireContext(tokens=WireTokens(np.arange(10, dtype=np.int32)), max_length=10)
     assert context_bytes(text()) - context_bytes(text_only) == 4 * MAX_EMBEDDING_SIZE
 
 

@@ -47,7 +47,7 @@ from baton.proto.messages import (
     Welcome,
 )
 from baton.proto.proofs import assignment_proof
-from baton.proto.wire import WireContext
+from baton.proto.wire import WireContext, WireTokens
 from baton.runtime.config import dump
 
 pytestmark = pytest.mark.integration
@@ -173,7 +173,8 @@ def start_router(tmp_path: Path, config: Callable) -> Iterator[Callable[..., Rou
 def submit(request_id: str, new: int = 20, prompt: int = 10) -> Submit:
     tokens = np.arange(prompt, dtype=np.int32) % 1000
     return Submit(
-        request_id=request_id, context=WireContext(tokens=tokens, max_length=prompt + new)
+        request_id=request_id,
+        context=WireContext(tokens=WireTokens(tokens), max_length=prompt + new),
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from baton.proto.codec import EnvelopeDecoder
 from baton.proto.errors import LimitExceeded
 from baton.proto.messages import Cancel, ClientToRouter, Ping, Submit
-from baton.proto.wire import WireContext
+from baton.proto.wire import WireContext, WireTokens
 from baton.runtime.channel import SendResult
 from baton.runtime.outbox import CONTEXTS_PER_ENVELOPE, Outbox
 
@@ -26,7 +26,7 @@ class Wire:
 
 
 def submit(n, size=2000):
-    context = WireContext(tokens=np.arange(size, dtype=np.int32), max_length=size + 10)
+    context = WireContext(tokens=WireTokens(np.arange(size, dtype=np.int32)), max_length=size + 10)
     return Submit(request_id=f"r{n}", context=context)
 
 

@@ -16,7 +16,7 @@ from baton.proto.errors import CheckpointError, ConfigError, InputError
 from baton.proto.ids import RequestID
 from baton.proto.tokens import TokenBuffer
 from baton.proto.vision import TextAndVisionContext
-from baton.proto.wire import WireContext
+from baton.proto.wire import WireContext, WireTokens
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 EMBEDDERS = ("bert", "qwen3")
@@ -222,7 +222,7 @@ def test_the_registry_says_which_context_and_which_checks(monkeypatch):
     def refuse(context):
         raise InputError("no thanks")
 
-    wire = WireContext(tokens=np.array([1, 2], np.int32), max_length=9)
+    wire = WireContext(tokens=WireTokens(np.array([1, 2], np.int32)), max_length=9)
     name = RequestID("r")
     monkeypatch.setitem(ARCHITECTURES, "Own", Architecture(context=Own))
     assert type(read_context("Own", wire, name)) is Own
