@@ -1,1 +1,1 @@
-"""All cores on a simulated clock and network."""
+"""Simulates a cluster: the real cores of all processes on a simulated clock and network."""

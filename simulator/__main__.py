@@ -1,7 +1,6 @@
 """``python -m baton.simulator --seeds 100 --scenario crash``: search for faults.
 
-Prints figures per scenario, and for every failing seed what was violated. Exit code 1 when
-any seed failed.
+Prints results per scenario and the violation of every failing seed. Exit code 1 if a seed failed.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from .run import run
 from .scenarios import SCENARIOS
 
 SHOWN = 5
-"""Violations printed per scenario."""
+"""Maximum violations printed per scenario."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Play scenarios over seeds; 0 when nothing was violated."""
+    """Run scenarios over seeds. Return 0 if no invariant was violated."""
     options = _options(argv)
     names = options.scenario or list(SCENARIOS)
     failed = 0
@@ -36,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _play(name: str, seeds: range) -> int:
-    """One scenario; returns how many seeds failed."""
+    """Run one scenario and return the number of failed seeds."""
     started, sums, failures = time.perf_counter(), Counter[str](), []
     for seed in seeds:
         try:

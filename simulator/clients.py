@@ -1,6 +1,6 @@
-"""Clients of a simulated cluster: the real client core, and a user who keeps a history.
+"""Clients of a simulated cluster: the real client core with a simulated user.
 
-Every request's history is kept for :mod:`.invariants`: its tokens as they came and its end.
+The user records each request's tokens, in arrival order, and its end for :mod:`.invariants`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from .nodes import RouterNode
 
 SOCKET_MESSAGES = 6
-"""What the buffers between the router and a client that reads nothing can take."""
+"""Number of messages that the socket buffers hold for a client that does not read."""
 
 
 @dataclass(slots=True)
 class Record:
-    """One request as its user saw it; ``deadline`` in seconds from its start."""
+    """One request as its user sees it; ``deadline`` in seconds from its start."""
 
     request_id: str
     prompt: list[int]
@@ -40,24 +40,24 @@ class Record:
     fallback: bool = False
     poison: bool = False
     schema: str | None = None
-    embed: bool = False  # a vector is wanted
-    mute: bool = False  # and the model has none
+    embed: bool = False  # requests an embedding
+    mute: bool = False  # the model returns no embedding for this text
     started: float = 0.0
     tokens: list[int] = field(default_factory=list)
     ends: list[client.Ended] = field(default_factory=list)
     ended_at: float = 0.0
     heard_at: float = 0.0
-    longest_wait: float = 0.0  # for a token or the end
-    stopped: bool = False  # by the user
-    orphaned: bool = False  # its client died: nobody waits for it
+    longest_wait: float = 0.0  # longest time without a token or the end, seconds
+    stopped: bool = False  # cancelled by the user
+    orphaned: bool = False  # its client died, so no process waits for it
 
     @property
     def done(self) -> bool:
-        """Whether nobody waits for it any more."""
+        """True if no client waits for this request any more."""
         return bool(self.ends) or self.orphaned
 
     def spec(self) -> client.RequestSpec:
-        """The request as the user asks for it."""
+        """Return the request as the user submits it."""
         if self.embed:
             context = WireContext(
                 tokens=WireTokens(np.array(self.prompt, np.int32)),
@@ -87,7 +87,7 @@ class Record:
 
 
 class ClientNode(Node):
-    """A client process with any number of requests; it knows all routers, the first is its home.
+    """A client process with any number of requests. It uses all routers, starting with the first.
 
     A router's address is its name.
     """
@@ -107,11 +107,11 @@ class ClientNode(Node):
 
     @property
     def identity(self) -> bytes:
-        """Routing identity of the present connection."""
+        """Routing identity of the current connection."""
         return f"{self.name}:{self.incarnation:x}:{self._connection}".encode()
 
     def boot(self) -> None:
-        """A new life knows nothing of the old one's requests."""
+        """Start a new process: requests of the previous one are orphaned."""
         for record in self.live.values():
             record.orphaned = True
         self.live.clear()
@@ -124,7 +124,7 @@ class ClientNode(Node):
     # ------------------------------------------------------------------ the user
 
     def submit(self, record: Record) -> None:
-        """Begin a request, unless its name is in use."""
+        """Submit a request unless its id is in use."""
         if record.request_id in self.live:
             return
         record.started = record.heard_at = self.cluster.network.now
@@ -133,7 +133,7 @@ class ClientNode(Node):
         self.feed(client.Start(record.spec()))
 
     def cancel(self, record: Record, *, report: bool) -> None:
-        """End a request early; without ``report`` nobody wants to hear of its end."""
+        """Cancel a request; without ``report`` the user ignores its end."""
         if self.live.get(record.request_id) is not record:
             return
         record.stopped = True
@@ -143,7 +143,7 @@ class ClientNode(Node):
         self.feed(client.Stop(record.request_id, report))
 
     def drain(self, worker: str) -> None:
-        """As an operator."""
+        """Drain a worker, as an operator would."""
         self._tickets += 1
         self.feed(client.Ask(self._tickets, Drain(worker=worker, force=True), 2.0))
 
@@ -163,25 +163,25 @@ class ClientNode(Node):
         self.cluster.network.after(DETECT_S, self.when_up(connected))
 
     def _reaches(self, router: RouterNode) -> bool:
-        """Whether a handshake with it would end."""
+        """True if a handshake with the router would succeed now."""
         blocked = self.cluster.network.blocked
         passes = not {(self.name, router.name), (router.name, self.name)} & blocked
         return router.alive and not router.stopped and passes
 
     def _look(self, name: str) -> None:
-        """See beside the connection whether a router is there."""
+        """Check over a second connection whether a router is reachable."""
         if self._reaches(self.cluster.router_named(name)):
             self.cluster.stats["looks"] += 1
             seen = self.when_up(lambda: self.feed(client.Reached(name)))
             self.cluster.network.after(DETECT_S, seen)
 
     def router_down(self) -> None:
-        """The connection broke."""
+        """Handle the loss of the connection."""
         self._unread.clear()
         self.feed(client.Disconnected())
 
     def _renew(self, name: str) -> None:
-        """The core wants another connection; the old router hears of it where it can."""
+        """Connect again as the core asks; the old router is notified if it is reachable."""
         self._unread.clear()
         old, router = self.identity, self.router
         self._connection += 1
@@ -191,7 +191,7 @@ class ClientNode(Node):
         self._connect()
 
     def take(self, message: Message) -> bool:
-        """Bytes for this client; false when it has read nothing for a while."""
+        """Accept a message; return False if the buffers of a client that does not read are full."""
         if not self._reading and len(self._unread) >= SOCKET_MESSAGES:
             return False
         identity = self.identity
@@ -208,7 +208,7 @@ class ClientNode(Node):
         return True
 
     def read(self, *, reading: bool) -> None:
-        """Stop reading, or read what has piled up and go on."""
+        """Stop reading, or handle the unread messages and continue."""
         self._reading = reading
         if reading:
             unread, self._unread = self._unread, []
@@ -218,12 +218,12 @@ class ClientNode(Node):
     # ------------------------------------------------------------------ events
 
     def tick(self) -> None:
-        """Let the core evaluate its timers."""
+        """Let the core check its timers."""
         if self._reading:
             self.feed(client.Tick())
 
     def feed(self, event: client.Event) -> None:
-        """Let the core decide and perform what it wants."""
+        """Pass an event to the core and perform the actions it returns."""
         said: list[Message] = []
         for action in self.core.handle(event, self.now):
             match action:
@@ -243,7 +243,7 @@ class ClientNode(Node):
         self._send(said)
 
     def _send(self, messages: list[Message]) -> list[Message]:
-        """Send one envelope; returns the empty next one."""
+        """Send one envelope and return an empty list for the next one."""
         router, identity = self.router, self.identity
         for message in messages:
             if isinstance(message, Submit) and message.request_id in self.live:

@@ -1,6 +1,6 @@
-"""A whole cluster in one process: real cores, seeded network, and what a host does for them.
+"""A whole cluster in one process: real cores, a seeded network and a simulated host.
 
-The supervisor's part (restart what ended, after a pause) is played here too.
+The cluster also plays the supervisor, which restarts ended processes after a pause.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .workers import DecodeNode, PrefillNode, Sizes, WorkerNode
 
 CLUSTER_KEY = "00" * 16
 FLAP_S = 0.02
-"""How long a broken connection takes to stand again."""
+"""Seconds until a broken connection is made again."""
 
 
 @dataclass(slots=True, frozen=True)
 class Shape:
-    """How many processes of each kind, and their sizes; either text workers or embedders."""
+    """Number of processes of each kind and their sizes; either text or embedding workers."""
 
     prefill: int = 2
     decode: int = 2
@@ -73,21 +73,21 @@ class Cluster:
             node.start()
 
     def _routers_from(self, first: int) -> list[RouterNode]:
-        """All routers in their order, beginning with this one."""
+        """Return all routers in order, starting with number ``first``."""
         return [*self.routers[first:], *self.routers[:first]]
 
     @property
     def workers(self) -> list[WorkerNode[Any]]:
-        """Prefill and decode workers, or those of an embedding model."""
+        """All workers: prefill, decode and embedding workers."""
         return [*self.prefills, *self.decodes, *self.embedders]
 
     @property
     def nodes(self) -> list[Node]:
-        """Everything that can die."""
+        """All processes that can crash."""
         return [*self.routers, *self.workers, *self.clients]
 
     def make_router(self, node: RouterNode) -> RouterCore:
-        """A router core for one life of a router node, as its process would make it."""
+        """Create the router core of one incarnation, as the router process would."""
         config = RouterConfig(
             client_address=f"ipc:///simulated/{node.name}",
             worker_address=f"ipc:///simulated/{node.name}-workers",
@@ -100,21 +100,21 @@ class Cluster:
     # ------------------------------------------------------------------ connections
 
     def router_named(self, name: str) -> RouterNode:
-        """The router of this name."""
+        """Return the router with this name."""
         return next(router for router in self.routers if router.name == name)
 
     def decode_at(self, endpoint: str) -> DecodeNode | None:
-        """Decode worker that listens at ``endpoint``."""
+        """Return the decode worker that listens at ``endpoint``, or None."""
         return next((n for n in self.decodes if n.endpoint == endpoint), None)
 
     def to_worker(self, router: RouterNode, identity: bytes, message: Message) -> None:
-        """Deliver to the life of a worker that has this identity; others are unreachable."""
+        """Deliver to the worker incarnation with this identity, if there is one."""
         for node in self.workers:
             if node.alive and node.identity == identity:
                 router.transmit(node, partial(node.hear_router, router.name, message))
 
     def to_client(self, router: RouterNode, identity: bytes, message: Message) -> bool:
-        """Deliver to a client's connection; false when the client does not read."""
+        """Deliver to a client's connection. Return False if the client's buffers are full."""
         for node in self.clients:
             if node.alive and node.identity == identity and node.router is router:
                 return node.take(message)
@@ -123,7 +123,7 @@ class Cluster:
     # ------------------------------------------------------------------ broken connections
 
     def broken(self, node: Node) -> None:
-        """A node died: its peers notice, and it is started again after a while."""
+        """Let the peers notice a node's death, and restart the node later."""
         identity = node.identity
         self.network.after(DETECT_S, lambda: self._notice(node, identity))
         self.network.after(self.shape.restart_s, lambda: self._restart(node))
@@ -163,18 +163,18 @@ class Cluster:
                 decode.when_up(partial(decode.peer_gone, identity))()
 
     def peer_gone(self, decode: DecodeNode, prefill: PrefillNode) -> None:
-        """A prefill worker closed its connection to a decode worker."""
+        """Notify a decode worker that a prefill worker closed its connection."""
         identity = prefill.identity
         self.network.after(DETECT_S, decode.when_up(lambda: decode.peer_gone(identity)))
 
     def reconnect(self, router: RouterNode) -> None:
-        """A router is there: workers connect; clients try by themselves."""
+        """Connect all workers to a router that started. Clients reconnect by themselves."""
         for worker in self.workers:
             if worker.alive and router.alive:
                 worker.when_up(partial(worker.router_up, router))()
 
     def flap(self, one: Node, other: Node) -> None:
-        """A connection breaks and stands again a moment later; what was under way is lost."""
+        """Break a connection and restore it a moment later; messages in flight are lost."""
         self.network.cut(one.name, other.name)
         pair = {type(one): one, type(other): other}
         router, client = pair.get(RouterNode), pair.get(ClientNode)
@@ -192,7 +192,7 @@ class Cluster:
             self._flap_worker(router, next(n for n in (one, other) if n is not router))
 
     def timed_out(self, node: Node, seconds: float) -> None:
-        """Close the connections of a node stopped for ``seconds``; it connects anew later."""
+        """Close the connections of a node stopped for ``seconds``; it reconnects later."""
         if not (node.alive and node.stopped) or self.network.now < node.stopped_at + seconds - 1e-9:
             return
         for router in self.routers:
@@ -203,7 +203,7 @@ class Cluster:
                     node.when_up(partial(self.network.after, FLAP_S, again))()
 
     def cut_off(self, router: RouterNode, worker: WorkerNode[Any], back: float) -> None:
-        """Nothing passed between them for so long that both closed their connection."""
+        """Close a connection after both ends timed out, and restore it at ``back``."""
         if router.alive and worker.alive:
             self._drop(router, worker)
             self.network.at(back, partial(self._connect_again, router, worker))
@@ -219,7 +219,7 @@ class Cluster:
         worker.when_up(lambda: worker.router_up(router) if router.alive else None)()
 
     def twin(self, worker: WorkerNode[Any]) -> None:
-        """Start another process of the same name, at an address of its own."""
+        """Start a second process with the worker's name, at another address."""
         twin = type(worker)(self, worker.name, worker.sizes)
         twin.endpoint += f"-twin-{len(self.twins)}"
         self._pool_of(worker).append(twin)
@@ -227,7 +227,7 @@ class Cluster:
         twin.start()
 
     def end_twins(self) -> None:
-        """The operator has found them: they end for good."""
+        """Stop all twins permanently, as an operator would who found them."""
         for twin in self.twins:
             twin.crash()
             self._pool_of(twin).remove(twin)

@@ -1,4 +1,4 @@
-"""Which steps of the declared transition tables a simulation takes."""
+"""Records which steps of the declared transition tables a simulation takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ V = TypeVar("V")
 
 
 class _Noting(dict[K, V], Generic[K, V]):
-    """A table that notes which of its entries are used."""
+    """A table that records which of its entries are used."""
 
     def __init__(self, table: dict[K, V]) -> None:
         super().__init__(table)
@@ -33,12 +33,12 @@ class _Noting(dict[K, V], Generic[K, V]):
         return value
 
     def report(self, name: str) -> tuple[set[str], set[str]]:
-        """Names of the steps taken and of all steps."""
+        """Return the names of the taken steps and of all steps."""
         return {_label(name, key) for key in self.used}, {_label(name, key) for key in self}
 
 
 class _NotingSet(frozenset[registry.WorkerState]):
-    """A set that notes which of its members are asked for."""
+    """A set that records which of its members are looked up."""
 
     used: set[registry.WorkerState]
 
@@ -50,7 +50,7 @@ class _NotingSet(frozenset[registry.WorkerState]):
 
 
 class Coverage:
-    """Steps taken since :func:`observed` began."""
+    """Steps taken since :func:`observed` was entered."""
 
     def __init__(self) -> None:
         self._tables: dict[str, _Noting[Any, Any]] = {
@@ -64,14 +64,14 @@ class Coverage:
             self._workers[state].used = set()
 
     def install(self) -> None:
-        """Put the noting tables where the machines look."""
+        """Replace the tables of the state machines by the recording tables."""
         grants.TRANSITIONS = self._tables["receiver"]
         sender.TRANSITIONS = self._tables["sender"]
         request.TRANSITIONS = self._tables["request"]
         registry.WORKER_TRANSITIONS = dict(self._workers)
 
     def report(self) -> tuple[set[str], set[str]]:
-        """Names of the steps taken and of those not taken."""
+        """Return the names of the taken steps and of the missing steps."""
         taken: set[str] = set()
         declared: set[str] = set()
         for name, table in self._tables.items():
@@ -86,7 +86,7 @@ class Coverage:
 
 @contextmanager
 def observed() -> Iterator[Coverage]:
-    """Note the steps of every machine made meanwhile."""
+    """Record the steps of all state machines inside the ``with`` block."""
     before = (
         grants.TRANSITIONS,
         sender.TRANSITIONS,

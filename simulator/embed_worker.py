@@ -1,4 +1,4 @@
-"""Workers of a simulated cluster that serves an embedding model: the real core, toy vectors."""
+"""Workers of a simulated embedding cluster: the real core with toy embeddings."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from .workers import WorkerNode, warm_times
 
 
 class EmbedNode(WorkerNode[EmbedCore]):
-    """The real embedding core."""
+    """An embedding worker with the real core."""
 
     role = "prefill"
 
     def make_card(self) -> ModelCard:
-        """The model it serves."""
+        """Return the card of the embedding model."""
         return embed_card()
 
     def make(self) -> None:
-        """A fresh core."""
+        """Create a new core."""
         limits = EmbedLimits(token_budget=4 * self.sizes.token_budget, max_batch=6, max_queue=64)
         self.core = EmbedCore(self.member, limits, warm_times())
 
     def perform(self, action: object) -> None:
-        """What the shell would do."""
+        """Perform an action as the shell would."""
         if isinstance(action, RunBatch):
             batch = action
             self.run(batch.tokens, lambda seconds: self._finish(batch, seconds))
@@ -31,7 +31,7 @@ class EmbedNode(WorkerNode[EmbedCore]):
             super().perform(action)
 
     def _finish(self, run: RunBatch, seconds: float) -> None:
-        """Vectors of all texts, but for those the model has nothing to say of."""
+        """Compute the embeddings of a batch, except for texts the model cannot embed."""
         vectors = {}
         for name, context in run.batch.items():
             tokens = context.tokens.all.tolist()

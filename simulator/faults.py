@@ -1,4 +1,4 @@
-"""When which fault strikes whom in a run; drawn from its seed."""
+"""Chooses the time and the target of each fault in a run, from the run's seed."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from .nodes import Node
 from .scenarios import Scenario
 
 STOP_S = 3.0
-"""Longest time a process is stopped; the worker timeout is longer."""
+"""Longest time for which a process is stopped, seconds; shorter than the worker timeout."""
 PAUSE_S = (0.3, 2.0)
-"""A pause: a container that is throttled, a host that swaps."""
+"""Range of a pause, seconds: a throttled container, a swapping host."""
 ABSENCE_S = (5.5, 9.0)
-"""Longer than the worker timeout: the worker is dead when it goes on."""
+"""Range of an absence, seconds. Longer than the worker timeout: the worker is declared dead."""
 SLOW_STEP_S = (0.3, 3.0)
-"""One step that takes much longer than predicted."""
+"""Range of one step that takes much longer than predicted, seconds."""
 CONNECTION_S = connection_timeout(DEFAULT_WORKER_TIMEOUT_S)
-"""Silence after which both ends close a connection."""
+"""Seconds of silence after which both ends close a connection."""
 RECONNECT_S = 1.0
-"""Longest time until a connection stands again after the network is back."""
+"""Longest time until a connection is restored after the network recovers, seconds."""
 BLOCK_S = 2.0
-"""Longest time a direction is blocked."""
+"""Longest time for which one direction is blocked, seconds."""
 
 CUT_S = 12.0
-"""Longest time a prefill and a decode worker cannot reach each other; several handoff timeouts."""
+"""Longest time a prefill and a decode worker are cut off, seconds; several handoff timeouts."""
 ISOLATE_S = 4.0
-"""Longest time a router is cut off; longer than its clients wait for it."""
+"""Longest time a router is cut off, seconds; longer than its clients wait for it."""
 
 
 class Storm:
-    """Draws faults and puts them into a cluster's future."""
+    """Draws faults and schedules them in a cluster."""
 
     def __init__(self, cluster: Cluster, scenario: Scenario, random: Random) -> None:
         self._cluster = cluster
@@ -42,7 +42,7 @@ class Storm:
         self._victims = [n for n in cluster.nodes if n.name.split("-")[0] in scenario.victims]
 
     def plan(self) -> None:
-        """Draw all faults of a run."""
+        """Draw and schedule all faults of a run."""
         scenario, random = self._scenario, self._random
         kinds = {
             self._crash: scenario.crashes,
@@ -80,7 +80,7 @@ class Storm:
         self._stop_for(worker, when, self._random.uniform(*ABSENCE_S))
 
     def _stop_for(self, node: Node, when: float, seconds: float) -> None:
-        """SIGSTOP, and SIGCONT later; its connections time out meanwhile if that is long enough."""
+        """Schedule SIGSTOP and SIGCONT. A long stop makes the node's connections time out."""
         network = self._cluster.network
         network.at(when, node.stop)
         if seconds > CONNECTION_S:
@@ -97,7 +97,7 @@ class Storm:
         self._cluster.network.at(when, slow)
 
     def _twin(self, node: Node, when: float) -> None:
-        """A second process of a worker's name: a partition healed, or an operator's mistake."""
+        """Start a second process with a worker's name: a healed partition or a mistake."""
         worker = self._random.choice(self._cluster.workers)
         self._cluster.network.at(when, lambda: self._cluster.twin(worker))
 
@@ -119,7 +119,7 @@ class Storm:
         self._cluster.network.at(when, flap)
 
     def _partition(self, node: Node, when: float) -> None:
-        """One direction of a connection passes nothing for a while; nobody is told."""
+        """Block one direction of a connection for a while, without a disconnect event."""
         one, other = self._random.sample(self._pair(), 2)
         links = {(one.name, other.name), (one.name + "/data", other.name)}
         network = self._cluster.network
@@ -128,9 +128,9 @@ class Storm:
         network.at(until, lambda: network.blocked.difference_update(links))
 
     def _cut(self, node: Node, when: float) -> None:
-        """A prefill and a decode worker lose each other, in one direction or both; nobody is told.
+        """Cut a prefill and a decode worker off from each other, without a disconnect event.
 
-        Early enough to last for a while: when the load ends, so do all faults.
+        The cut starts in the first half of the load, because all faults end with the load.
         """
         cluster, random = self._cluster, self._random
         one, other = random.choice(cluster.prefills).name, random.choice(cluster.decodes).name
@@ -142,7 +142,7 @@ class Storm:
         cluster.stats["cuts"] += 1
 
     def _isolate(self, node: Node, when: float) -> None:
-        """Nothing passes between a router and one side of its sockets, or both; nobody is told."""
+        """Cut a router off from all workers, all clients or both, without a disconnect event."""
         cluster, random = self._cluster, self._random
         router = random.choice(cluster.routers)
         sides = random.choice(
@@ -160,7 +160,7 @@ class Storm:
                 cluster.network.at(when + CONNECTION_S, timed_out)
 
     def _drain(self, node: Node, when: float) -> None:
-        """By SIGTERM, or by an operator's wish at the router."""
+        """Drain a worker, by SIGTERM or by an operator's request to the router."""
         cluster, asked = self._cluster, self._random.random() < 0.5
         worker = self._random.choice(cluster.workers)
         operator = self._random.choice(cluster.clients)
@@ -174,7 +174,7 @@ class Storm:
         cluster.network.at(when, drain)
 
     def _jump(self, node: Node, when: float) -> None:
-        """A suspended host, or a clock put right: all the node's timers are due at once."""
+        """Move a node's clock forward (resumed host, corrected clock): all its timers are due."""
         seconds = self._random.choice((0.3, 1.5, 4.0))
 
         def jump() -> None:
@@ -189,7 +189,7 @@ class Storm:
         self._cluster.network.at(until, lambda: client.read(reading=True))
 
     def _misfit(self, node: Node, when: float) -> None:
-        """A worker is started with another model, once."""
+        """Restart a worker with another model, once."""
         worker = self._random.choice(self._cluster.workers)
 
         def replace() -> None:
@@ -199,7 +199,7 @@ class Storm:
         self._cluster.network.at(when, replace)
 
     def _pair(self) -> tuple[Node, Node]:
-        """Two nodes with a connection."""
+        """Return two nodes that have a connection."""
         cluster, random = self._cluster, self._random
         router = random.choice(cluster.routers)
         kind = random.randrange(3 if cluster.decodes else 2)
@@ -211,7 +211,7 @@ class Storm:
 
 
 def _cut_links(kind: str, prefill: str, decode: str) -> set[Link]:
-    """The directions in which nothing passes: KV frames have a connection of their own."""
+    """Return the blocked directions of a kind of cut; KV frames use a connection of their own."""
     control, data = (prefill, decode), (prefill + "/data", decode)
     back = (decode, prefill)
     return {

@@ -1,8 +1,8 @@
-"""What must hold in every simulated run; a violation tells the seed's story.
+"""The invariants of every simulated run. A violation names the seed and the broken rule.
 
-After every event: the books of the node that handled it balance. On every wire: a token is
-the one the model answers with at its position. At every user: tokens come once and in order,
-and one true end. When the faults have stopped: everything ends in time and nothing is held.
+After every event, the counters of the node that handled it must match its state. In every message,
+a token must be the model's answer at its position. Every user must get each token once, in order,
+and one correct end. After the faults, every request must end in time and nothing may be held.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from .workers import DecodeNode, WorkerNode
 
 GRANT_S = 8.0
-"""A grant that no handoff uses is freed within this time, also where its worker was stopped."""
+"""Seconds within which a grant without a handoff is freed, from the resumption of its worker."""
 FINISHED = ("end_of_sequence", "maximum_length")
 LATE_S = 1.0
-"""A request ends at most so long after its deadline."""
+"""Seconds after its deadline within which a request must end."""
 CLIENT_LATE_S = 2.2
-"""The same, when its router could not say so."""
+"""The same if the router could not report the end."""
 
 
 class Violation(Exception):
@@ -35,23 +35,23 @@ class Violation(Exception):
 
 
 class Watcher:
-    """Looks on while a cluster runs."""
+    """Observes a cluster while it runs."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._truth: dict[int, list[int]] = {}
         self._named: dict[bytes, list[Record]] = {}
-        self._empty: set[int] = set()  # lives whose pool was empty when last looked at
+        self._empty: set[int] = set()  # incarnations whose pool was empty at the last check
         self._unused: dict[tuple[int, int, int], float] = {}  # grants without a handoff, since when
 
     # ------------------------------------------------------------------ books
 
     def router(self, node: RouterNode) -> None:
-        """A router has handled an event."""
+        """Check a router after an event."""
         check_router(node)
 
     def worker(self, node: WorkerNode[Any]) -> None:
-        """A worker has handled an event; an empty pool is looked at once."""
+        """Check a worker after an event; a pool that stays empty is checked once."""
         if node.blocks_used:
             self._empty.discard(node.incarnation)
         elif node.incarnation in self._empty:
@@ -61,7 +61,7 @@ class Watcher:
         node.core.check_integrity()
 
     def grants(self, node: DecodeNode) -> None:
-        """Time passed at a decode worker: no grant stays for a handoff that is over."""
+        """Check that a decode worker frees grants whose handoff is over."""
         now = self._cluster.network.now
         before, self._unused = (
             self._unused,
@@ -71,10 +71,10 @@ class Watcher:
             if slot.reserve is None or self._is_handed_over(slot.reserve):
                 continue
             grant = (node.incarnation, slot.index, slot.generation)
-            # A worker that was stopped could free nothing meanwhile.
+            # A stopped worker cannot free anything.
             since = self._unused[grant] = max(before.get(grant, now), node.resumed_at)
             if now > since + GRANT_S:
-                raise Violation(f"{node.name} holds a grant of nobody for {now - since:.1f} s")
+                raise Violation(f"{node.name} holds an unused grant for {now - since:.1f} s")
 
     def _is_handed_over(self, reserve: Reserve) -> bool:
         key = (reserve.request, reserve.attempt)
@@ -86,13 +86,13 @@ class Watcher:
     # ------------------------------------------------------------------ tokens
 
     def named(self, key: bytes, record: Record) -> None:
-        """A client says a request by this key."""
+        """Record the key under which a client submits a request."""
         records = self._named.setdefault(key, [])
         if record not in records:
             records.append(record)
 
     def expected(self, record: Record) -> list[int]:
-        """What the model answers to a request."""
+        """Return the model's answer to a request."""
         known = self._truth.get(id(record))
         if known is None and record.embed:
             known = self._truth[id(record)] = []
@@ -102,13 +102,13 @@ class Watcher:
         return known
 
     def to_router(self, node: WorkerNode[Any], message: Message) -> None:
-        """A worker speaks."""
+        """Check a message from a worker to a router."""
         if isinstance(message, Tokens):
             for run in message.runs:
                 self._check_run(node.name, run)
 
     def to_client(self, node: RouterNode, identity: bytes, message: Message) -> None:
-        """A router speaks to a client."""
+        """Check a message from a router to a client."""
         if isinstance(message, Tokens):
             for run in message.runs:
                 self._check_run(node.name, run)
@@ -118,19 +118,19 @@ class Watcher:
             start = run.position - len(record.prompt)
             if start >= 0 and self.expected(record)[start : start + len(run.tokens)] == run.tokens:
                 return
-        raise Violation(f"{speaker} says wrong tokens {run}")
+        raise Violation(f"{speaker} sends wrong tokens {run}")
 
     def streamed(self, record: Record, new: client.NewTokens) -> None:
-        """A user gets tokens."""
+        """Check tokens that a user receives."""
         if new.position != len(record.prompt) + len(record.tokens):
-            raise Violation(f"{record.request_id}: token {new.position} is not the next")
+            raise Violation(f"{record.request_id}: token {new.position} is out of order")
         record.tokens += new.tokens
         if record.tokens != self.expected(record)[: len(record.tokens)]:
             raise Violation(f"{record.request_id}: wrong tokens {record.tokens}")
 
 
 def check_router(node: RouterNode) -> None:
-    """Admission's sums, the queue and the workers' shares fit the records."""
+    """Check that admission, queue and worker shares match a router's requests."""
     life = node.core.life
     requests = life.requests.values()
     unfinished = [request for request in requests if not request.done]
@@ -141,30 +141,30 @@ def check_router(node: RouterNode) -> None:
         sum(r.queued_tokens for r in unfinished),
     )
     if sums != (admission.requests, admission.context_bytes, admission.queued_tokens):
-        raise Violation(f"{node.name}: admission counts wrong, {sums}")
+        raise Violation(f"{node.name}: admission counts do not match, {sums}")
     for request in requests:
         _check_record(node, request)
     for worker in life.registry.live():
         owed = sum(r.prefill_cost for r in requests if r.prefill is worker)
         owed += sum(r.decode_cost for r in requests if r.decode is worker)
         if worker.outstanding != owed:
-            raise Violation(f"{node.name}: {worker.id} is owed {owed}, not {worker.outstanding}")
+            raise Violation(f"{node.name}: {worker.id} owes {owed}, counted {worker.outstanding}")
         if any(life.requests.get(key) is not one for key, one in worker.requests.items()):
-            raise Violation(f"{node.name}: {worker.id} keeps a forgotten request")
+            raise Violation(f"{node.name}: {worker.id} keeps a request that was removed")
 
 
 def _check_record(node: RouterNode, request: Request) -> None:
     queued = request.key in node.core.life.queued
     if request.slot < 0:
-        raise Violation(f"{node.name}: nobody will look at {request.request_id} again")
+        raise Violation(f"{node.name}: {request.request_id} has no timer")
     if request.next != request.base + len(request.emitted):
-        raise Violation(f"{node.name}: {request.request_id} has lost count of its tokens")
+        raise Violation(f"{node.name}: {request.request_id} has miscounted its tokens")
     if queued != (request.state is State.QUEUED):
-        raise Violation(f"{node.name}: {request.request_id} is queued and {request.state}")
+        raise Violation(f"{node.name}: {request.request_id} is queued and in {request.state}")
 
 
 def check_request(cluster: Cluster, record: Record, allowed: frozenset[str], calm: float) -> None:
-    """One request's history, seen from its user."""
+    """Check one request's history from its user's side."""
     name, want = record.request_id, cluster.watcher.expected(record)
     if record.orphaned:
         return
@@ -186,10 +186,10 @@ def check_request(cluster: Cluster, record: Record, allowed: frozenset[str], cal
 
 
 def _check_vector(record: Record, end: client.Ended) -> None:
-    """A text's own vector, and none for a text that has none."""
+    """Check that a text has its own embedding, or none if the model cannot embed it."""
     found = None if end.embedding is None else end.embedding.tolist()
     if record.mute or found != expected_vector(record.prompt).tolist():
-        raise Violation(f"{record.request_id}: {found} is not the vector of its text")
+        raise Violation(f"{record.request_id}: {found} is not the embedding of its text")
 
 
 def _is_allowed(record: Record, code: str, allowed: frozenset[str]) -> bool:
@@ -211,7 +211,7 @@ def _check_time(record: Record, calm: float) -> None:
 
 
 def check_quiet(cluster: Cluster) -> None:
-    """After the faults have stopped and all requests ended: nothing is held."""
+    """Check that nothing is held after the faults ended and all requests ended."""
     for node in cluster.workers:
         if not node.alive:
             raise Violation(f"{node.name} was not restarted")
@@ -227,16 +227,16 @@ def check_quiet(cluster: Cluster) -> None:
 
 
 def check_forgotten(cluster: Cluster) -> None:
-    """Long after the last request: no table remembers anything of it."""
+    """Check, long after the last request, that no table still has an entry."""
     for node in cluster.workers:
         if node.core.remembered:
-            raise Violation(f"{node.name} remembers {node.core.remembered} entries for ever")
+            raise Violation(f"{node.name} never removes {node.core.remembered} entries")
     for router in cluster.routers:
         life = router.core.life
         if life.requests or len(life.clients) or len(life.wheel):
-            raise Violation(f"{router.name} remembers ended requests")
+            raise Violation(f"{router.name} keeps ended requests")
         for worker in life.registry.live():
             if worker.requests or worker.aborts or worker.outstanding:
-                raise Violation(f"{router.name} still counts on {worker.id}")
+                raise Violation(f"{router.name} still counts load on {worker.id}")
             if worker.state is WorkerState.DRAINING:
-                raise Violation(f"{worker.id} was told to drain and never ended")
+                raise Violation(f"{worker.id} was drained and never ended")

@@ -1,8 +1,8 @@
-"""A network and a clock that obey a seed.
+"""A seeded network and clock.
 
-Messages between two nodes travel over named connections; a connection delivers in order
-unless reordering strikes, and loses what is under way when it breaks. Faults are drawn from
-the seed, or aimed at exact messages by number, so a run is repeated exactly.
+Messages between two nodes use a named connection. A connection delivers in order unless a
+reordering fault strikes, and loses messages in flight when it breaks. Faults are drawn from the
+seed or aimed at single messages by number, so every run can be repeated exactly.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ Link = tuple[str, str]
 
 @dataclass(slots=True, frozen=True)
 class Faults:
-    """Chances per message, and the spread of delays in seconds."""
+    """Fault probabilities per message, and the range of delays in seconds."""
 
     loss: float = 0.0
     duplication: float = 0.0
     reordering: float = 0.0
-    damage: float = 0.0  # of a KV frame's payload, and of what workers say to each other
+    damage: float = 0.0  # of KV payloads and of control messages between workers
     min_delay: float = 0.0001
     max_delay: float = 0.002
 
 
 @dataclass(slots=True, frozen=True)
 class Aim:
-    """Faults at single messages, counted from 1 in the order they are sent."""
+    """Faults for single messages, numbered from 1 in sending order."""
 
     drop: int = 0
     duplicate: int = 0
@@ -40,7 +40,7 @@ class Aim:
 
 @dataclass(slots=True)
 class Network:
-    """Event heap and message delivery."""
+    """Event queue and message delivery."""
 
     random: Random
     faults: Faults = field(default_factory=Faults)
@@ -52,23 +52,23 @@ class Network:
     reordered: int = 0
     events: int = 0
     blocked: set[Link] = field(default_factory=set)
-    """Directions in which nothing passes."""
+    """Directions that pass no messages."""
     _heap: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _order: int = 0
     _last: dict[Link, float] = field(default_factory=dict)
     _lives: dict[Link, int] = field(default_factory=dict)
 
     def at(self, when: float, call: Callable[[], None]) -> None:
-        """Call at simulated time ``when``."""
+        """Schedule a call at simulated time ``when``."""
         self._order += 1
         heapq.heappush(self._heap, (max(when, self.now), self._order, call))
 
     def after(self, delay: float, call: Callable[[], None]) -> None:
-        """Call ``delay`` seconds from now."""
+        """Schedule a call ``delay`` seconds from now."""
         self.at(self.now + delay, call)
 
     def send(self, source: str, target: str, deliver: Callable[[], None]) -> None:
-        """Deliver over the connection from ``source`` to ``target``, if the faults allow."""
+        """Deliver from ``source`` to ``target``, unless a fault prevents it."""
         self.sent += 1
         faults, random, link = self.faults, self.random, (source, target)
         dropped = self.sent == self.aim.drop or link in self.blocked
@@ -102,12 +102,12 @@ class Network:
         self.at(when, arrive)
 
     def cut(self, one: str, other: str) -> None:
-        """Lose what is under way between two nodes, in both directions."""
+        """Lose all messages in flight between two nodes, in both directions."""
         for link in ((one, other), (other, one), (one + "/data", other), (other + "/data", one)):
             self._lives[link] = self._lives.get(link, 0) + 1
 
     def step(self) -> bool:
-        """Run the next event; False when nothing is left."""
+        """Run the next event. Return False if none is left."""
         if not self._heap:
             return False
         self.now, _, call = heapq.heappop(self._heap)

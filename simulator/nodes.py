@@ -1,8 +1,8 @@
-"""Processes of a simulated cluster: their lives, clocks and connections, and the router.
+"""Processes of a simulated cluster, their incarnations, clocks and connections; the router node.
 
-A node has incarnations: a crash loses all state and every connection; a restart is another
-incarnation. A stopped node (SIGSTOP) keeps its state and handles what piled up when it goes
-on. Actions are performed as the real shells do: in order, messages through the network.
+A crash loses all state and every connection of a node; a restart is a new incarnation. A
+stopped node (SIGSTOP) keeps its state and handles its backlog when it resumes.
+Actions are performed as in the real shells: in order, with messages over the network.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 TICK_S = 0.05
 DETECT_S = 0.002
-"""How long a broken connection takes to be noticed."""
+"""Seconds until a broken connection is noticed."""
 
 
 class Node:
-    """A process."""
+    """A simulated process."""
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.cluster = cluster
@@ -32,21 +32,21 @@ class Node:
         self.alive = False
         self.stopped = False
         self.stopped_at = self.resumed_at = 0.0
-        self.skew = 0.0  # of this machine's clock
+        self.skew = 0.0  # offset of this machine's clock, seconds
         self._backlog: list[Callable[[], None]] = []
 
     @property
     def now(self) -> float:
-        """The clock of the node's machine."""
+        """Time by the clock of the node's machine."""
         return self.cluster.network.now + self.skew
 
     @property
     def identity(self) -> bytes:
-        """Routing identity of this life's connections."""
+        """Routing identity of this incarnation's connections."""
         return f"{self.name}:{self.incarnation:x}".encode()
 
     def start(self) -> None:
-        """Begin a new life."""
+        """Start a new incarnation."""
         self.incarnation = self.cluster.network.random.getrandbits(63) | 1
         self.alive, self.stopped = True, False
         self._backlog.clear()
@@ -58,19 +58,19 @@ class Node:
         raise NotImplementedError
 
     def crash(self) -> None:
-        """Kill -9: everything is lost at once; peers notice a little later."""
+        """Die as by SIGKILL: all state is lost at once; peers notice a little later."""
         if self.alive:
             self.alive = False
             self.cluster.broken(self)
 
     def stop(self) -> None:
-        """SIGSTOP."""
+        """Pause the process, as SIGSTOP does."""
         if not self.stopped:
             self.stopped_at = self.cluster.network.now
         self.stopped = True
 
     def resume(self) -> None:
-        """SIGCONT: what arrived meanwhile is handled now, in order."""
+        """Resume as after SIGCONT, and handle the backlog in order."""
         self.stopped = False
         self.resumed_at = self.cluster.network.now
         backlog, self._backlog = self._backlog, []
@@ -78,7 +78,7 @@ class Node:
             call()
 
     def when_up(self, call: Callable[[], None]) -> Callable[[], None]:
-        """``call``, but only in this incarnation, and not while stopped."""
+        """Wrap ``call`` so that it runs in this incarnation only, after a stop if there is one."""
         incarnation = self.incarnation
 
         def guarded() -> None:
@@ -97,42 +97,42 @@ class Node:
             self.cluster.network.after(TICK_S, self.when_up(lambda: self._tick(incarnation)))
 
     def tick(self) -> None:
-        """Let the core evaluate its timers."""
+        """Let the core check its timers."""
         raise NotImplementedError
 
     def transmit(self, target: Node, deliver: Callable[[], None]) -> None:
-        """Send over the network to the target's present incarnation."""
+        """Send over the network to the target's current incarnation."""
         if target.alive:
             self.cluster.network.send(self.name, target.name, target.when_up(deliver))
 
 
 class RouterNode(Node):
-    """The real router core."""
+    """A router with the real core."""
 
     core: RouterCore
 
     def boot(self) -> None:
-        """A router starts with no memory; everyone reconnects."""
+        """Start without state; all peers reconnect."""
         self.core = self.cluster.make_router(self)
         self._held: dict[bytes, list[Message]] = {}
         self.cluster.network.after(DETECT_S, lambda: self.cluster.reconnect(self))
 
     def tick(self) -> None:
-        """Timers, and slow clients that read again."""
+        """Check timers, and retry clients whose buffers were full."""
         self.feed(routing.Tick())
         for identity in list(self._held):
             self._retry(identity)
 
     def hear_client(self, identity: bytes, messages: Sequence[Message]) -> None:
-        """An envelope of a client."""
+        """Handle an envelope from a client."""
         self._perform(self.core.from_client(identity, messages, self.now))
 
     def hear_worker(self, identity: bytes, messages: Sequence[Message]) -> None:
-        """An envelope of a worker."""
+        """Handle an envelope from a worker."""
         self._perform(self.core.from_worker(identity, messages, self.now))
 
     def feed(self, event: routing.Event) -> None:
-        """Let the core decide, then send what it wants sent."""
+        """Pass an event to the core and perform the actions it returns."""
         self._perform(self.core.handle(event, self.now))
 
     def _perform(self, actions: list[routing.Action]) -> None:
@@ -146,16 +146,16 @@ class RouterNode(Node):
         self.cluster.watcher.router(self)
 
     def client_gone(self, identity: bytes) -> None:
-        """A client's connection broke."""
+        """Handle the loss of a client's connection."""
         self._held.pop(identity, None)
         self.feed(routing.ClientGone(identity))
 
     def worker_gone(self, identity: bytes) -> None:
-        """A worker's connection broke."""
+        """Handle the loss of a worker's connection."""
         self.feed(routing.WorkerGone(identity))
 
     def _to_client(self, identity: bytes, message: Message) -> None:
-        """As the shell: behind what a full client is still owed."""
+        """Send to a client as the shell does: after the messages already queued for it."""
         self.cluster.watcher.to_client(self, identity, message)
         if identity in self._held:
             self._held[identity].append(message)

@@ -1,4 +1,4 @@
-"""One simulated run: load, faults, a quiet end, the verdict."""
+"""One simulated run: load, faults, settling, checks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .scenarios import Scenario
 from .toy_model import KILLS_DECODE, KILLS_PREFILL, MUTE, expected_tokens
 
 IDLE_S = 700.0
-"""Longer than any table remembers."""
+"""Seconds after which every table has expired its entries."""
 MUTED = 0.1
-"""Share of texts that have no vector."""
+"""Share of texts without an embedding."""
 IDLE_LOOK_S = 0.7
-"""Time for all timers to have their turn."""
+"""Seconds in which every timer fires at least once."""
 
 
 @dataclass(slots=True)
 class Run:
-    """A scenario played with one seed.
+    """One scenario with one seed.
 
-    ``aim``: further faults at single messages. ``at_event``: calls made after so many events.
+    ``aim``: additional faults for single messages. ``at_event``: calls made after event numbers.
     """
 
     seed: int
@@ -39,12 +39,12 @@ class Run:
     cluster: Cluster = field(init=False)
 
     def __post_init__(self) -> None:
-        """Set up the cluster."""
+        """Create the cluster."""
         scenario = self.scenario
         self.cluster = Cluster(self.seed, scenario.shape, scenario.faults, self.aim)
 
     def play(self) -> Counter[str]:
-        """Everything to the end; returns figures, raises Violation with the seed."""
+        """Run to the end and return the results. Raises Violation with the seed."""
         cluster, scenario, random = self.cluster, self.scenario, Random(self.seed)  # noqa: S311
         _plan_load(cluster, scenario, random)
         Storm(cluster, scenario, random).plan()
@@ -54,8 +54,8 @@ class Run:
             cluster.stats["messages_settled"] = cluster.network.sent
             cluster.stats["events_settled"] = cluster.network.events
             self._check()
-            self._idle()  # whatever waited for a time of grace ends now
-            self._idle()  # and is forgotten now
+            self._idle()  # everything in a grace period ends now
+            self._idle()  # and its last entries expire now
             check_forgotten(cluster)
         except Exception as error:
             text = f"seed {self.seed}: {type(error).__name__}: {error}"
@@ -76,18 +76,18 @@ class Run:
             for record in client.history:
                 check_request(cluster, record, scenario.allowed, self._calm_at())
                 if record.longest_wait > scenario.wait_s:
-                    text = f"nothing was heard for {record.longest_wait:.1f} s"
+                    text = f"no message for {record.longest_wait:.1f} s"
                     raise Violation(f"{record.request_id}: {text}")
         check_quiet(cluster)
         lost = cluster.stats["worker.dead"] + cluster.stats["exits"]
         if scenario.harmless and lost:
-            raise Violation(f"{lost} workers were lost, and no process had ended")
+            raise Violation(f"{lost} workers were lost although no process had ended")
         clean = not (scenario.faults.loss or scenario.faults.duplication)
         if clean and cluster.stats["bad_frames"]:
-            raise Violation(f"{cluster.stats['bad_frames']} frames broke the rules of their grants")
+            raise Violation(f"{cluster.stats['bad_frames']} frames violated their grants")
 
     def _calm_at(self) -> float:
-        """When the last fault's effect ends."""
+        """Return the time at which the last fault's effect ends."""
         scenario = self.scenario
         blocked = BLOCK_S if scenario.partitions else 0.0
         restart = scenario.shape.restart_s
@@ -96,7 +96,7 @@ class Run:
         return scenario.load_s + max(stopped, restart, absent)
 
     def _idle(self) -> None:
-        """Much later: all clocks have gone on, and all timers had their turn."""
+        """Advance all clocks far enough for every timer and expiry."""
         network = self.cluster.network
         for node in self.cluster.nodes:
             node.skew += IDLE_S
@@ -106,7 +106,7 @@ class Run:
 
 
 def run(seed: int, scenario: Scenario) -> Counter[str]:
-    """Play a scenario; returns its figures, raises Violation with the seed."""
+    """Run a scenario and return its results. Raises Violation with the seed."""
     return Run(seed, scenario).play()
 
 

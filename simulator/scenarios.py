@@ -1,4 +1,4 @@
-"""Named scenarios: how much load, on which cluster, and what goes wrong."""
+"""Named scenarios: the load, the cluster and the faults of each."""
 
 from __future__ import annotations
 
@@ -12,44 +12,45 @@ WORKERS = ("prefill", "decode")
 EVERYONE = ("router", "prefill", "decode", "client")
 NOISE = Faults(loss=0.02, duplication=0.02, reordering=0.05, damage=0.03)
 SCARCE = Sizes(decode_blocks=26, prefill_blocks=48, growth=4, slo_ttft=0.05)
-"""So few blocks that requests wait for them and are preempted; most of them become late."""
+"""So few blocks that requests wait for them and are preempted; most requests are late."""
 NARROW = Sizes(frame_bytes=64, window=128, budget=256, stream_tokens=8, token_budget=32)
-"""Long prompts pass layer by layer through small windows."""
+"""Long prompts are sent layer by layer through small windows."""
 
 EMBED = Shape(prefill=0, decode=0, embed=3)
 
 PATIENT_S = 6.0
-"""Longer than all that a router's loss may cost, and less than a client's own doubt takes."""
+"""Longer than the loss of a router may delay a token, shorter than a client's own timeout."""
 TWO = Shape(routers=2, clients=4)
-"""Clients know both routers, and each begins at another."""
+"""Clients use both routers and start with different ones."""
 
 DEVICE = replace(NARROW, device=True)
 MOVES = replace(NARROW, move_s=0.02, decode_blocks=48)
-"""Frames are packed and written some time after they were due, by a transfer stream."""
+"""Frames are packed and written after a delay, as by a transfer stream."""
 
 IN_PLACE = replace(MOVES, in_place=True)
-"""Decode workers read the prefill workers' pools themselves, some time after they were told to."""
+"""Decode workers read the prefill workers' pools themselves, after a delay."""
 
 
 @dataclass(slots=True, frozen=True)
 class Scenario:
-    """What happens in a run.
+    """The load and the faults of a run.
 
-    ``load_s``: how long requests come and faults strike, ``settle_s``: how long everything may
-    take to end afterwards. Counts of faults: ``crashes``, ``stops`` (SIGSTOP of up to 3 s),
-    ``pauses`` (0.3 to 2 s), ``absences`` (longer than the worker timeout), ``slow_steps`` (one
-    that takes up to 3 s), ``twins`` (a second process of a worker's name), ``hangs`` (the engine
-    never finishes a step), ``flaps`` (a connection breaks), ``partitions`` (one direction passes
-    nothing for a while), ``isolations`` (nothing passes between a router and all workers, all
+    ``load_s``: seconds during which requests arrive and faults strike. ``settle_s``: seconds after
+    that in which everything must end. Counts of faults: ``crashes``, ``stops`` (SIGSTOP of up to
+    3 s), ``pauses`` (0.3 to 2 s), ``absences`` (longer than the worker timeout), ``slow_steps``
+    (one step of up to 3 s), ``twins`` (a second process with a worker's name), ``hangs`` (the
+    engine never finishes a step), ``flaps`` (a connection breaks), ``partitions`` (one direction is
+    blocked for a while), ``isolations`` (a router is cut off from all workers, all
     clients or both), ``cuts`` (a prefill and a decode worker cannot reach each other, in one
-    direction or both; ``cut_kinds`` as in :mod:`.faults`), ``drains``, ``jumps`` (a clock goes
-    forward), ``slow`` (a client reads nothing for a while), ``misfits`` (a worker comes with
-    another model). ``victims``: kinds of nodes they strike.
-    Chances per request: ``cancels``, ``pins``, ``deadlines``, ``names`` (an id used before),
+    direction or both; ``cut_kinds`` as in :mod:`.faults`), ``drains``, ``jumps`` (a clock jumps
+    forward), ``slow`` (a client reads nothing for a while), ``misfits`` (a worker restarts with
+    another model). ``victims``: kinds of nodes that faults strike.
+    Probabilities per request: ``cancels``, ``pins``, ``deadlines``, ``names`` (an id used before),
     ``structured`` (answers follow a grammar, which takes a while to compile).
-    ``harmless``: no worker may be declared dead or end by itself while the faults last.
-    ``wait_s``: how long a user may be without a token of a request at most.
-    ``poison``: requests that kill what runs them. ``allowed``: error codes a user may see.
+    ``harmless``: no worker may be declared dead or exit while the faults last.
+    ``wait_s``: limit of the time a user waits for a token.
+    ``poison``: number of requests that crash the worker that runs them. ``allowed``: error codes
+    that users may get.
     """
 
     requests: int = 30
@@ -88,12 +89,12 @@ class Scenario:
 
 
 CUT_WAIT_S = 5.0
-"""A stream waits no longer where one pair of workers is cut: the handoff timeout, the pause
-between two questions, and the time of a replay."""
+"""Limit of a user's wait while one pair of workers is cut off: the handoff timeout, the pause
+between two pings, and the time of a replay."""
 CUT_ROOM = replace(TWO, routers=1, sizes=Sizes(decode_blocks=400, prefill_blocks=400))
 
 UNLUCKY = frozenset({"poisoned", "worker_lost"})
-"""A request that was alone on several workers that died looks as if it had killed them."""
+"""A request that ran alone on several workers that died looks as if it had crashed them."""
 _PINNED = UNLUCKY | frozenset({"endpoint_dead", "endpoint_unknown", "endpoint_draining"})
 _ALL = Scenario(
     crashes=3,
@@ -111,7 +112,7 @@ _ALL = Scenario(
     victims=EVERYONE,
     allowed=_PINNED | {"deadline_exceeded"},
 )
-"""Everything that can go wrong."""
+"""All kinds of faults together."""
 _FAILOVER = Scenario(wait_s=PATIENT_S, shape=TWO, victims=("router",), cancels=0.1)
 _MOVES = Scenario(prompt=120, shape=Shape(sizes=MOVES), cancels=0.6, crashes=1, allowed=UNLUCKY)
 
@@ -124,7 +125,7 @@ SCENARIOS: dict[str, Scenario] = {
     "router": Scenario(crashes=2, victims=("router",), cancels=0.1, deadlines=0.1),
     "router-noise": Scenario(crashes=2, victims=("router",), cancels=0.2, faults=NOISE),
     "stop": Scenario(stops=3, cancels=0.1, allowed=UNLUCKY),
-    # Whoever only pauses loses nothing: no process restarts, nothing is computed twice.
+    # A short pause must cost nothing: no process restarts and nothing is computed twice.
     "pauses": Scenario(
         load_s=4.0,
         pauses=8,
@@ -141,7 +142,7 @@ SCENARIOS: dict[str, Scenario] = {
     "absent-all": replace(_ALL, absences=2, shape=TWO, isolations=1),
     "twins": Scenario(load_s=2.0, twins=3, harmless=True, cancels=0.1, answer=100),
     "twins-pauses": Scenario(load_s=4.0, twins=2, pauses=4, cancels=0.1, answer=100),
-    # Small, so that very many seeds can be played: two lives of one name, with every fault.
+    # Small, so that very many seeds can run: two incarnations of one name, with every fault.
     "lives": Scenario(
         requests=3,
         load_s=0.6,
@@ -228,7 +229,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "poison": Scenario(poison=1, load_s=0.5),
     "poisons": Scenario(poison=3, load_s=0.5, allowed=UNLUCKY),
-    # A name is in use until its cancelled request has ended.
+    # A request id stays in use until its cancelled request has ended.
     "names": Scenario(names=0.7, crashes=1, cancels=0.1, allowed=frozenset({"duplicate_request"})),
     "names-noise": Scenario(
         requests=50,

@@ -1,7 +1,7 @@
-"""Every single fault of a kind in one small run: what chance would take long to find.
+"""Every single fault of a kind in one small run; random faults would take long to cover them.
 
-The small run has two prefill and two decode workers and a few requests, one cancelled, one
-with a short deadline. It is played again for every message lost, repeated or late, and for
+The small run has two prefill and two decode workers and a few requests; one is cancelled, one
+has a short deadline. The run is repeated for every message lost, duplicated or delayed, and for
 every node killed after every event.
 """
 
@@ -28,25 +28,25 @@ SMALL = Scenario(
     deadlines=0.2,
 )
 SEED = 123
-"""Of the small run: it holds a cancel, a deadline, a shared prefix and a streamed prompt."""
+"""Seed of the small run: it has a cancel, a deadline, a shared prefix and a streamed prompt."""
 KINDS = ("drop", "duplicate", "delay")
 
 
 def measure(scenario: Scenario = SMALL, seed: int = SEED) -> tuple[int, int]:
-    """Messages and events of the small run until everything has ended, without a fault."""
+    """Return the numbers of messages and events in the small run without faults."""
     run = Run(seed, scenario)
     figures = run.play()
     return figures["messages_settled"], figures["events_settled"]
 
 
 def messages(kind: str, numbers: range, scenario: Scenario = SMALL) -> Iterator[Run]:
-    """One run per message, with that message lost, repeated or late."""
+    """Yield one run per message, with that message lost, duplicated or delayed."""
     for number in numbers:
         yield Run(SEED, scenario, Aim(**{kind: number}))
 
 
 def crashes(events: range, scenario: Scenario = SMALL) -> Iterator[Run]:
-    """One run per event and node, with that node killed after that event."""
+    """Yield one run per event and node, with that node killed after that event."""
     count = len(Cluster(SEED, scenario.shape).nodes)
     for event in events:
         for index in range(count):

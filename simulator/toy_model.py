@@ -24,11 +24,11 @@ from ..proto.layout import KVLayout, ModelCard
 
 LAYERS = 2
 ANSWERS = 251
-"""Tokens the model may answer with."""
+"""Tokens that the model may generate."""
 KILLS_PREFILL = 251
 KILLS_DECODE = 252
 MUTE = 250
-"""A text with it has no vector."""
+"""A text with this token has no embedding."""
 VOCAB = 253
 EOS = 0
 MAX_LENGTH = 4096
@@ -39,7 +39,7 @@ _INVERSE = pow(_TOKEN, -1, _PRIME)
 
 
 def toy_card(block_size: int = 4) -> ModelCard:
-    """The toy's card."""
+    """Return the toy model's card."""
     layout = KVLayout(num_layers=LAYERS, num_kv_heads=1, head_dim=1, block_size=block_size)
     return ModelCard(
         name="toy",
@@ -54,12 +54,12 @@ def toy_card(block_size: int = 4) -> ModelCard:
 
 
 def embed_card() -> ModelCard:
-    """The card of a model that gives vectors."""
+    """Return the card of the toy embedding model."""
     return msgspec.structs.replace(toy_card(), task="embed", embedding_size=DIMENSIONS)
 
 
 def expected_vector(tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-    """The vector of a text, float32 ``[DIMENSIONS]``; every token counts, and its place."""
+    """Return the embedding of a text, float32 ``[DIMENSIONS]``; depends on all tokens in order."""
     content = np.array(tokens, np.int32).tobytes()
     digest = hashlib.blake2b(content, digest_size=2 * DIMENSIONS).digest()
     return np.frombuffer(digest, np.uint16).astype(np.float32)
@@ -68,7 +68,7 @@ def expected_vector(tokens: Sequence[int]) -> npt.NDArray[np.float32]:
 class ToyMatcher:
     """A grammar that allows one answer: its schema is the list of the answer's tokens.
 
-    A token that it was not shown, or was shown twice, makes it refuse the next one.
+    If a token is skipped or repeated, the matcher rejects the next token.
     """
 
     def __init__(self, task: GrammarTask) -> None:
@@ -77,14 +77,14 @@ class ToyMatcher:
         follow(self, task.emitted)
 
     def consume_token(self, token: int) -> bool:
-        """Advance by the answer's next token."""
+        """Accept the answer's next token. Return False for any other token."""
         fits = self._answer[self._seen : self._seen + 1] == [token]
         self._seen += fits
         return fits
 
 
 def _cells(tokens: npt.NDArray[np.int32], start: int) -> npt.NDArray[np.float32]:
-    """KV numbers ``[LAYERS, 2, n]`` of tokens at positions ``start ..``; exact in float32."""
+    """Return the KV ``[LAYERS, 2, n]`` of tokens at positions ``start ..``; exact in float32."""
     positions = np.arange(start, start + len(tokens), dtype=np.int64)
     base = tokens.astype(np.int64) * _TOKEN + positions * _POSITION
     kinds = np.arange(LAYERS * 2, dtype=np.int64).reshape(LAYERS, 2, 1) * 15_485_863
@@ -92,7 +92,7 @@ def _cells(tokens: npt.NDArray[np.int32], start: int) -> npt.NDArray[np.float32]
 
 
 def _tokens(cells: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    """The tokens behind ``cells`` that start at position 0."""
+    """Recover the tokens from ``cells`` that start at position 0."""
     keys = cells[0, 0].astype(np.int64)
     positions = np.arange(len(keys), dtype=np.int64)
     tokens: npt.NDArray[np.int64] = (keys - positions * _POSITION) * _INVERSE % _PRIME
@@ -105,7 +105,7 @@ def _next_token(cells: npt.NDArray[np.float32]) -> int:
 
 
 def expected_tokens(prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-    """What the toy answers to ``prompt``, computed without any cache."""
+    """Return the toy model's answer to ``prompt``, computed without any cache."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_new_tokens:
         token = _next_token(_cells(np.array(tokens, np.int32), 0))
@@ -116,13 +116,13 @@ def expected_tokens(prompt: Sequence[int], max_new_tokens: int) -> list[int]:
 
 
 class Poisoned(Exception):
-    """The engine met a token it cannot survive."""
+    """The engine met a token that crashes it."""
 
 
 class ToyExecutor:
-    """Runs plans on a real paged pool; its cells start with what no token writes.
+    """Runs plans on a real paged pool whose cells start with values that no token writes.
 
-    ``kills``: the token that ends the process.
+    ``kills``: the token that crashes the process.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, kills: int) -> None:
@@ -132,7 +132,7 @@ class ToyExecutor:
         self.pool = np.full((layout.num_layers, num_blocks, *layout.block_shape), -1.0, np.float32)
 
     def execute(self, plan: StepPlan, seconds: float) -> StepResult:
-        """Write the chunks' KV, draw a token where one is asked for."""
+        """Write the chunks' KV and sample a token where the plan asks for one."""
         sampled = []
         failed: dict[bytes, BatonError] = {}
         for chunk in realized(plan, self._drawn, failed):

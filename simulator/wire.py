@@ -1,4 +1,4 @@
-"""What workers say to each other, as the bytes it is on the wire; some of them get damaged."""
+"""Messages between workers as encoded bytes; faults damage some of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .network import Network
 
 
 class Envelope:
-    """One message under way from worker to worker, sealed as the shells do it.
+    """One message between workers, encoded with a checksum as in the shells.
 
-    One bit is flipped if the network's faults will have it.
+    The network's faults may flip one bit.
     """
 
     _encoder = EnvelopeEncoder(digest=envelope_digest)
@@ -31,7 +31,7 @@ class Envelope:
             self._frames[which] = bytes(body)
 
     def read(self, decoder: EnvelopeDecoder[Message], stats: Counter[str]) -> list[Message]:
-        """What the receiver understands: nothing of a damaged one."""
+        """Decode the messages; empty if the envelope is damaged."""
         try:
             return decoder.decode(self._frames)
         except ProtocolError:
@@ -42,5 +42,5 @@ class Envelope:
 
 
 def sealed_decoder(union: object) -> EnvelopeDecoder[Message]:
-    """The receiving end of one direction."""
+    """Return the decoder for one direction."""
     return EnvelopeDecoder(union, digest=envelope_digest)

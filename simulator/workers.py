@@ -1,7 +1,7 @@
 """Prefill and decode workers of a simulated cluster: the real cores on the toy model.
 
-The shell's part is played as the real ones do it. A frame whose blocks lie side by side is
-read from the pool only when it arrives, as late as a transport without a copy could.
+The nodes act as the real shells do. A frame with contiguous blocks is read from the pool only when
+it arrives, as late as a transport without copies could read it.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ HANG_S = 1e6
 
 @dataclass(slots=True, frozen=True)
 class Sizes:
-    """Sizes of a worker; few blocks and small windows make waiting and preemption happen.
+    """Sizes of a worker; few blocks and small windows provoke waiting and preemption.
 
-    ``window`` and ``budget`` are bytes of credit, ``device`` asks for the fenced hand-over.
-    ``move_s``: what a frame takes at most to be packed or written while the I/O thread goes on, as
-    on a GPU's transfer stream; 0: it happens at once. ``in_place``: decode workers
-    read blocks where prefill workers have them, as over CUDA IPC.
+    ``window`` and ``budget``: bytes of credit. ``device``: use fences.
+    ``move_s``: maximum seconds to pack or write a frame asynchronously, as on
+    a GPU's transfer stream (0: synchronous). ``in_place``: decode workers read
+    blocks in the prefill workers' pools, as over CUDA IPC.
     """
 
     block_size: int = 4
@@ -92,7 +92,7 @@ class Sizes:
 
 
 def warm_times() -> StepTime:
-    """What a worker learns about its steps before it serves."""
+    """Return step times as a worker has learned them before it serves."""
     times = StepTime()
     times.learn(16, 0.005)
     return times
@@ -103,7 +103,7 @@ T = TypeVar("T", bound=PrefillCore | DecodeCore)
 
 
 class WorkerNode(Node, Generic[C]):
-    """What all workers share in the simulation."""
+    """Common part of all simulated workers."""
 
     role = ""
     core: C
@@ -114,25 +114,25 @@ class WorkerNode(Node, Generic[C]):
         self.card = self.make_card()
         self.endpoint = f"ipc:///simulated/{name}"
         self.hangs = self.misfit = False
-        self.slow_step = 0.0  # seconds that its next step takes longer
-        self.idle_from = 0.0  # the engine has done all its steps then
+        self.slow_step = 0.0  # additional seconds for the next step
+        self.idle_from = 0.0  # time at which the engine finishes its steps
 
     @abstractmethod
     def make_card(self) -> ModelCard:
-        """The model it serves."""
+        """Return the card of the model that this worker serves."""
 
     @property
     def blocks_used(self) -> int:
-        """KV blocks that are taken."""
+        """Number of KV blocks in use."""
         return 0
 
     @property
     def preempted(self) -> int:
-        """Preemptions in all its lives."""
+        """Preemptions over all incarnations."""
         return 0
 
     def boot(self) -> None:
-        """A fresh pool and a fresh core; then the routers."""
+        """Create a new pool and core, then connect to the routers."""
         self.hangs = False
         self.idle_from = 0.0
         self.member = self._membership()
@@ -165,39 +165,39 @@ class WorkerNode(Node, Generic[C]):
     # ------------------------------------------------------------------ routers
 
     def to_router(self, name: str, messages: list[Message]) -> None:
-        """One envelope over this life's connection to a router."""
+        """Send one envelope over this incarnation's connection to a router."""
         router, identity = self.cluster.router_named(name), self.identity
         for message in messages:
             self.cluster.watcher.to_router(self, message)
         self.transmit(router, lambda: router.hear_worker(identity, messages))
 
     def hear_router(self, name: str, message: Message) -> None:
-        """A router said something."""
+        """Handle a message from a router."""
         self.feed(FromRouter(name, message))
 
     def router_up(self, router: RouterNode) -> None:
-        """The connection to a router stands."""
+        """Handle a new connection to a router."""
         self.feed(RouterUp(router.name))
 
     def router_down(self, router: RouterNode) -> None:
-        """The connection to a router broke."""
+        """Handle the loss of the connection to a router."""
         self.feed(RouterDown(router.name))
 
     def drain(self) -> None:
-        """SIGTERM."""
+        """Drain, as after SIGTERM."""
         self.feed(DrainRequested())
 
     # ------------------------------------------------------------------ events
 
     def tick(self) -> None:
-        """Timers; a drained worker ends, as its shell would."""
+        """Check timers. A drained worker exits, as in its shell."""
         self.feed(Tick())
         if self.alive and self.core.is_drained:
             self.cluster.stats["drained"] += 1
             self.crash()
 
     def feed(self, event: object) -> None:
-        """Let the core decide, perform what it wants, then check the books."""
+        """Pass an event to the core, perform its actions, check the invariants."""
         envelopes: defaultdict[str, list[Message]] = defaultdict(list)
         for action in self.core.handle(cast(Any, event), self.now):
             if isinstance(action, ToRouter):
@@ -209,7 +209,7 @@ class WorkerNode(Node, Generic[C]):
         self.cluster.watcher.worker(self)
 
     def perform(self, action: object) -> None:
-        """What the shell would do, as far as both roles do it."""
+        """Perform an action as the shells of both roles would."""
         if isinstance(action, Exit) and self.alive:
             self.cluster.stats["exits"] += 1
             self.crash()
@@ -217,7 +217,7 @@ class WorkerNode(Node, Generic[C]):
     def run(self, num_tokens: int, finish: Callable[[float], None]) -> None:
         """Call ``finish(seconds)`` when the step is done, unless the engine hangs.
 
-        A step starts when those before it are over.
+        A step starts after the steps before it.
         """
         network = self.cluster.network
         seconds = network.random.uniform(0.001, 0.004) + 0.0001 * num_tokens + self.slow_step
@@ -235,7 +235,7 @@ class WorkerNode(Node, Generic[C]):
 
 
 class EngineNode(WorkerNode[T]):
-    """What prefill and decode workers of a text model share: KV, grammars, preemption."""
+    """Common part of text workers: KV, grammars, preemption."""
 
     scheduler: Scheduler
     cache: PagedCache
@@ -243,38 +243,38 @@ class EngineNode(WorkerNode[T]):
 
     def __init__(self, cluster: Cluster, name: str, sizes: Sizes) -> None:
         super().__init__(cluster, name, sizes)
-        self._preempted = 0  # in earlier lives
-        self.grammars: dict[Key, object] = {}  # that compile
-        self.unwanted: set[int] = set()  # steps that are out
+        self._preempted = 0  # in earlier incarnations
+        self.grammars: dict[Key, object] = {}  # being compiled
+        self.unwanted: set[int] = set()  # aborted steps
 
     def make_card(self) -> ModelCard:
-        """The model it serves."""
+        """Return the card of the toy model."""
         return toy_card(self.sizes.block_size)
 
     @property
     def blocks_used(self) -> int:
-        """KV blocks that are taken."""
+        """Number of KV blocks in use."""
         return self.cache.pool.used
 
     @property
     def preempted(self) -> int:
-        """Preemptions in all its lives."""
+        """Preemptions over all incarnations."""
         return self._preempted + self.scheduler.load().preemptions
 
     def boot(self) -> None:
-        """Nothing compiles yet, and no step is out."""
+        """Start without compiling grammars and without steps."""
         self.grammars.clear()
         self.unwanted.clear()
         super().boot()
 
     def crash(self) -> None:
-        """Remember what the figures need."""
+        """Keep the preemption count for the results."""
         if self.alive:
             self._preempted += self.scheduler.load().preemptions
         super().crash()
 
     def perform(self, action: object) -> None:
-        """What the shell would do, as far as both roles do it."""
+        """Perform an action as the shells of both roles would."""
         if isinstance(action, CompileGrammar):
             self._compile(action)
         elif isinstance(action, DropGrammar):
@@ -284,7 +284,7 @@ class EngineNode(WorkerNode[T]):
             super().perform(action)
 
     def execute(self, plan: StepPlan, seconds: float) -> StepResult:
-        """Compute a step, or nothing of it when nobody waits for it any more."""
+        """Compute a step, or skip it if all its sequences were aborted."""
         if plan.step not in self.unwanted:
             return self.executor.execute(plan, seconds)
         self.unwanted.remove(plan.step)
@@ -292,7 +292,7 @@ class EngineNode(WorkerNode[T]):
         return abandoned_step(plan, seconds)
 
     def _compile(self, wanted: CompileGrammar) -> None:
-        """As the shells: answered after a while, unless it is dropped."""
+        """Answer after a while, as the shells do, unless the grammar is dropped."""
         if wanted.key in self.grammars:
             raise Violation(f"{self.name} compiles a grammar twice at a time")
         ticket = self.grammars[wanted.key] = object()
@@ -308,14 +308,14 @@ class EngineNode(WorkerNode[T]):
 
 
 class MoveDelays:
-    """A transfer stream: moves happen one after the other, some time after they were started."""
+    """A transfer stream: moves run one after the other, each with a delay."""
 
     def __init__(self, node: WorkerNode[Any], longest: float) -> None:
         self._node, self._longest = node, longest
         self._free_at = 0.0
 
     def start(self, move: Callable[[], None]) -> None:
-        """Carry out ``move`` in its turn, if the worker still lives then."""
+        """Run ``move`` in its turn, if the worker is still alive by then."""
         if not self._longest:
             move()
             return
@@ -326,12 +326,12 @@ class MoveDelays:
 
 
 class PrefillNode(EngineNode[PrefillCore]):
-    """The real prefill core."""
+    """A prefill worker with the real core."""
 
     role = "prefill"
 
     def make(self) -> None:
-        """Fresh pool, fresh core."""
+        """Create pool, scheduler, sender and core."""
         sizes, layout = self.sizes, self.card.layout
         self.executor = ToyExecutor(layout, sizes.prefill_blocks, KILLS_PREFILL)
         self.cache = PagedCache(sizes.prefill_blocks, layout.block_size)
@@ -357,13 +357,13 @@ class PrefillNode(EngineNode[PrefillCore]):
         self.buried: set[int] = set()
 
     def hear_router(self, name: str, message: Message) -> None:
-        """Remember who was said to be dead: what they were given may be used again since."""
+        """Record decode workers declared dead: their blocks may have been reused since."""
         if isinstance(message, PeerDead):
             self.buried.add(message.incarnation)
         super().hear_router(name, message)
 
     def perform(self, action: object) -> None:
-        """What the shell would do."""
+        """Perform an action as the shell would."""
         match action:
             case prefill.ToPeer(endpoint=endpoint, message=message):
                 self._to_peer(endpoint, message)
@@ -393,22 +393,22 @@ class PrefillNode(EngineNode[PrefillCore]):
             self.cluster.peer_gone(node, self)
 
     def believed_alive(self) -> list[DecodeNode]:
-        """Decode workers whose incarnation was never said to be dead here.
+        """Return decode workers whose incarnation was never declared dead to this worker.
 
-        One that lives all the same, cut off from its router, may be linked anew and still read what
-        it was given before; nobody uses that, and it ends when its router refuses it.
+        A decode worker that is cut off from its router may be declared dead and still run. It may
+        read blocks of old handoffs, but its results are never used: its router rejects it.
         """
         nodes = [n for n in self.cluster.decodes if n.incarnation not in self.buried]
         return [n for n in nodes if self.core.knows(n.endpoint, n.incarnation)]
 
     def peer_down(self, endpoint: str) -> None:
-        """A decode worker's connection broke; the socket goes on trying."""
+        """Handle the loss of a decode worker's connection; the socket keeps trying."""
         if endpoint in self.connected:
             self.feed(prefill.PeerDown(endpoint))
             self.cluster.network.after(DETECT_S, self.when_up(lambda: self.reach(endpoint)))
 
     def reach(self, endpoint: str) -> None:
-        """Connect as soon as the decode worker lives."""
+        """Connect as soon as the decode worker is alive."""
         if endpoint not in self.connected:
             return
         node = self.cluster.decode_at(endpoint)
@@ -424,7 +424,7 @@ class PrefillNode(EngineNode[PrefillCore]):
             self.transmit(node, lambda: node.hear(self, identity, envelope))
 
     def hear(self, endpoint: str, envelope: Envelope) -> None:
-        """Control message from a decode worker."""
+        """Handle a control message from a decode worker."""
         for message in envelope.read(self.decoder, self.cluster.stats):
             self.feed(prefill.FromPeer(endpoint, message))
 
@@ -450,7 +450,7 @@ class PrefillNode(EngineNode[PrefillCore]):
         at = network.random.randrange(frame.nbytes)
 
         def arrive() -> None:
-            received = payload.copy()  # only now: the pool may have been written to since
+            received = payload.copy()  # copied on arrival: the pool may have been overwritten
             if damaged:
                 received[at % len(received)] ^= 0x5A
                 self.cluster.stats["damaged"] += 1
@@ -472,12 +472,12 @@ class PrefillNode(EngineNode[PrefillCore]):
 
 
 class DecodeNode(EngineNode[DecodeCore]):
-    """The real decode core."""
+    """A decode worker with the real core."""
 
     role = "decode"
 
     def make(self) -> None:
-        """Fresh pool, fresh core."""
+        """Create pool, scheduler, receiver and core."""
         sizes, layout = self.sizes, self.card.layout
         self.executor = ToyExecutor(layout, sizes.decode_blocks, KILLS_DECODE)
         self.cache = PagedCache(sizes.decode_blocks, layout.block_size)
@@ -502,7 +502,7 @@ class DecodeNode(EngineNode[DecodeCore]):
         self.peers: dict[bytes, PrefillNode] = {}
 
     def perform(self, action: object) -> None:
-        """What the shell would do."""
+        """Perform an action as the shell would."""
         match action:
             case decode.ToPeer(peer=peer, message=message):
                 self._to_peer(peer, message)
@@ -513,12 +513,12 @@ class DecodeNode(EngineNode[DecodeCore]):
             case decode.AbandonStep(step=step):
                 self.unwanted.add(step)
             case Fault(error=error):
-                raise Violation(f"{self.name}: a bug of ours: {error!r}") from error
+                raise Violation(f"{self.name}: internal error: {error!r}") from error
             case _:
                 super().perform(action)
 
     def tick(self) -> None:
-        """Timers; then what no handoff uses must be on its way out."""
+        """Check timers and unused grants."""
         super().tick()
         if self.alive:
             self.cluster.watcher.grants(self)
@@ -527,18 +527,18 @@ class DecodeNode(EngineNode[DecodeCore]):
         self.feed(decode.StepDone(self.execute(plan, seconds)))
 
     def hear(self, node: PrefillNode, identity: bytes, envelope: Envelope) -> None:
-        """Control message from a prefill worker."""
+        """Handle a control message from a prefill worker."""
         self.peers[identity] = node
         for message in envelope.read(self.decoder, self.cluster.stats):
             self.feed(decode.FromPeer(identity, message))
 
     def peer_gone(self, identity: bytes) -> None:
-        """A prefill worker's connection broke."""
+        """Handle the loss of a prefill worker's connection."""
         self.peers.pop(identity, None)
         self.feed(decode.PeerGone(identity))
 
     def _to_peer(self, peer: bytes, message: Message) -> None:
-        """Answer over the connection the peer has, if it is still that life."""
+        """Answer over the peer's connection, if that incarnation is still alive."""
         node = self.peers.get(peer)
         if node is not None and node.alive and node.identity == peer:
             endpoint = self.endpoint
@@ -547,7 +547,7 @@ class DecodeNode(EngineNode[DecodeCore]):
             self.transmit(node, lambda: node.hear(endpoint, envelope))
 
     def data(self, frame: KVFrame, payload: Bytes) -> None:
-        """A KV frame arrived."""
+        """Handle a KV frame."""
         try:
             blocks = self.receiver.locate(frame)
         except ProtocolError:
@@ -559,21 +559,21 @@ class DecodeNode(EngineNode[DecodeCore]):
     def _fetch(
         self, frame: KVFrame, blocks: npt.NDArray[np.int32], payload: Bytes, owner: int
     ) -> bool:
-        """Read blocks that their owner must still hold, as long as it lives."""
+        """Read blocks in their owner's pool. A live owner must still hold them."""
         node = next((n for n in self.cluster.prefills if n.alive and n.incarnation == owner), None)
         theirs = payload.view(np.int32)
         if node is None or theirs.min() < 0 or theirs.max() >= node.cache.num_blocks:
-            return self.writer.fetch(frame, blocks, None, payload)  # dead, or the frame is damaged
+            return self.writer.fetch(frame, blocks, None, payload)  # owner dead or frame damaged
         damaged = self.cluster.stats["damaged"] > 0
         held = all(map(node.cache.pool.is_owned, theirs.tolist()))
         if not held and not damaged and self in node.believed_alive():
-            raise Violation(f"{self.name}: frame {frame.index} is read out of free blocks")
+            raise Violation(f"{self.name}: frame {frame.index} is read from free blocks")
         return self.writer.fetch(frame, blocks, node.executor.pool, payload)
 
     def _write(self, frame: KVFrame, blocks: npt.NDArray[np.int32], payload: Bytes) -> None:
         owner = self.receiver.owner(frame.grant)
         if owner is None:
-            raise Violation(f"{self.name}: frame {frame.index} is written to blocks of nobody")
+            raise Violation(f"{self.name}: frame {frame.index} is written to unowned blocks")
         if frame.shared:
             intact = self._fetch(frame, blocks, payload, owner)
         else:
