@@ -1,9 +1,11 @@
-"""Links in Markdown files lead to existing files and headings; each decision has its own number."""
+"""Links and paths in Markdown files lead somewhere; each decision has its own number."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 CODE_BLOCK = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
@@ -43,3 +45,13 @@ def test_each_decision_has_a_number_of_its_own_in_name_and_title():
     titles = [(ROOT / "docs/decisions" / name).read_text("utf-8").split(".")[0] for name in names]
     assert titles == [f"# {number}" for number in range(1, len(names) + 1)]
     assert [name[:4] for name in names] == [f"{number:04}" for number in range(1, len(names) + 1)]
+
+
+@pytest.mark.parametrize("name", ["architecture.md", "glossary.md"])
+def test_every_module_that_a_page_names_exists(name):
+    text = CODE_BLOCK.sub("", (ROOT / "docs" / name).read_text("utf-8"))
+    named = set(re.findall(r"`((?:\.\./)?[\w./]*/[\w./]*)`", text))
+    folders = (ROOT, ROOT / "engine/kernels")  # the table of CUDA files begins there
+    assert len(named) > 20
+    missing = {path for path in named if not any((folder / path).exists() for folder in folders)}
+    assert missing == set()
