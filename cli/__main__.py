@@ -1,4 +1,4 @@
-"""Where ``baton`` starts: what Ctrl-C does is settled before half a second of imports."""
+"""Entry point of ``baton``. Sets up Ctrl-C first, because the imports take half a second."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ EXIT_INTERRUPTED = 130
 
 
 def main() -> int:
-    """Entry point; returns the exit code.
+    """Run the command and return the exit code.
 
-    Ctrl-C ends the process without a word while it loads and at its very end; in between it is
-    the command's KeyboardInterrupt. Where it was ignored from the start, as in the background
-    of a shell script, it stays so.
+    During imports and at exit, Ctrl-C ends the process silently. In between, Ctrl-C raises
+    KeyboardInterrupt in the command. If SIGINT was ignored from the start, as for a background
+    job of a shell script, it stays ignored.
     """
     heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if heeded:
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def _incomplete(problem: ModuleNotFoundError) -> int:
-    """Name the package that is not installed; a missing module of our own is our bug."""
+    """Report a missing package. Raise the error again if the module is Baton's: that is a bug."""
     name = (problem.name or "").partition(".")[0]
     if name in ("", "baton"):
         raise problem

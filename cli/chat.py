@@ -1,4 +1,4 @@
-"""``baton chat``: a conversation; reads standard input when that is not a terminal."""
+"""``baton chat``: a conversation on the terminal, or with messages from standard input."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..proto.sampling import SamplingParamsInput
 from .cluster import add_address, connect
 from .sampling import add_sampling, sampling_of
 
-HELP = "/reset begins anew, /quit ends; Ctrl-C stops an answer"
+HELP = "/reset: start a new conversation; /quit: exit; Ctrl-C: cancel the answer"
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the verb."""
-    parser = verbs.add_parser("chat", help="talk with the model", epilog=HELP)
+    """Register the command."""
+    parser = verbs.add_parser("chat", help="chat with the model", epilog=HELP)
     add_address(parser)
     add_sampling(parser, max_new_tokens=256)
     parser.add_argument("--system", metavar="TEXT", help="system message")
@@ -25,10 +25,10 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """One answer per line until the end of the input.
+    """Answer each line of the input until its end.
 
-    A line that cannot be answered is reported and forgotten; a script learns of it by the
-    exit code 1.
+    If a line cannot be answered, print the error and remove the line from the conversation. If
+    standard input is not a terminal, such an error makes the exit code 1.
     """
     interactive = sys.stdin.isatty()
     if interactive:
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_lines(prompt: str) -> Iterator[str]:
-    """Lines that are not blank, until /quit or the end."""
+    """Yield the lines that are not blank, until /quit or the end of the input."""
     while True:
         try:
             line = input(prompt).strip()
@@ -68,7 +68,7 @@ def read_lines(prompt: str) -> Iterator[str]:
 
 
 def answer(client: Client, messages: list[dict[str, str]], params: SamplingParamsInput) -> str:
-    """Stream one answer and return it; Ctrl-C ends only the answer."""
+    """Stream one answer and return its text. Ctrl-C cancels only this answer."""
     parts: list[str] = []
     with client.chat(messages, params) as generation:
         try:

@@ -1,6 +1,6 @@
-"""Which running cluster a verb talks to: the ``--address`` flag and a client for it.
+"""The running cluster that a command uses: the ``--address`` flag, and a client for the address.
 
-An address may be a list of routers with commas between them.
+An address may be a list of router addresses, separated by commas.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ TIMEOUT = 5.0
 
 
 def add_address(parser: argparse.ArgumentParser, timeout: float = TIMEOUT) -> None:
-    """The flags that say which cluster, and how long to wait for it."""
+    """Add the flags for the cluster's address, its keys, and the timeout."""
     parser.add_argument(
         "--address",
         metavar="ADDRESS",
-        help="the cluster's address, or its routers' with commas between them "
-        f"(else {ADDRESS_VARIABLE}, else where this user's serve is)",
+        help="address of the cluster, or the addresses of its routers, separated by commas "
+        f"(default: {ADDRESS_VARIABLE}, else the default address of this user's cluster)",
     )
     parser.add_argument(
         "--keys",
         metavar="FOLDER",
-        help=f"key folder, for a cluster that has keys (else {KEYS_VARIABLE})",
+        help=f"key folder, for a cluster with keys (default: {KEYS_VARIABLE})",
     )
     parser.add_argument(
         "--timeout",
         type=seconds,
         default=timeout,
         metavar="SECONDS",
-        help=f"how long to wait for the cluster [{timeout:g}]",
+        help=f"seconds to wait for the cluster [{timeout:g}]",
     )
 
 
 def addresses_of(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """The checked addresses of the cluster's routers."""
+    """Return the checked addresses of the cluster's routers. Raises ConfigError."""
     given: str | None = arguments.address
     return router_addresses(given or os.environ.get(ADDRESS_VARIABLE) or trusted_default_address())
 
 
 def keys_of(arguments: argparse.Namespace) -> str:
-    """The key folder; empty for none."""
+    """Return the key folder, or an empty string for a cluster without keys."""
     return arguments.keys or os.environ.get(KEYS_VARIABLE, "")
 
 
 def connect(arguments: argparse.Namespace) -> Client:
-    """A client of that cluster, at any of its routers."""
+    """Connect a client to any router of the cluster."""
     addresses, keys = addresses_of(arguments), keys_of(arguments)
     return Client(addresses, keys=keys, connect_timeout=arguments.timeout)
 
 
 def parsed(status: dict[str, object]) -> ClusterReport:
-    """A client's ``status()`` as a struct."""
+    """Convert the result of a client's ``status()`` to a struct."""
     return msgspec.convert(status, ClusterReport)

@@ -1,7 +1,7 @@
-"""The ``baton`` command: parse, run one verb, turn errors into one line and an exit code.
+"""The ``baton`` command: parse arguments, run one command, report errors in one line.
 
-Exit codes: 0 done; 1 failed; 2 the command line, a setting or a file named there is wrong, and
-nothing was done; 130 interrupted by Ctrl-C. With 1 and 2 one line says what to do.
+Exit codes: 0 success; 1 failure; 2 wrong command line, setting or file, and nothing was done;
+130 interrupted by Ctrl-C. For 1 and 2, one line on standard error gives the error and the remedy.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ VERBS = (
     "serve", "launch", "demo", "generate", "chat", "embed", "status", "wait-ready", "scale",
     "drain", "rollout", "down", "keygen", "ray-config", "ray-certs", "install", "doctor",
 )  # fmt: skip
-"""Each has a module of its name."""
+"""The commands. Each command has a module with the same name."""
 
 _VARIABLES = frozenset({"BATON_ADDRESS", "BATON_KEYS", "BATON_ADMIN"})
-"""Those that every shell of an operator may have."""
+"""Variables that are not settings; an operator may export them in every shell."""
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
 
 def asked_verbs(argv: Sequence[str]) -> Sequence[str]:
-    """The verb of a command line; all of them where it does not begin with one.
+    """Return the command of a command line, or all commands if its first word is no command.
 
-    To import them all takes longer than many of them run.
+    Importing the modules of all commands takes longer than many commands run.
     """
     words = argv[1:] if argv[:1] == ["--debug"] else argv
     return words[:1] if words[:1] and words[0] in VERBS else VERBS
 
 
 def build_parser(names: Sequence[str] = VERBS) -> Parser:
-    """The parser with these commands."""
+    """Make the parser for these commands."""
     parser = Parser(
         prog="baton",
         usage="%(prog)s [--debug] COMMAND ...",
@@ -49,7 +49,7 @@ def build_parser(names: Sequence[str] = VERBS) -> Parser:
         epilog="baton COMMAND --help shows the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"baton {__version__}")
-    parser.add_argument("--debug", action="store_true", help="show a traceback when it fails")
+    parser.add_argument("--debug", action="store_true", help="show a traceback on failure")
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, prog=parser.prog
     )
@@ -60,7 +60,7 @@ def build_parser(names: Sequence[str] = VERBS) -> Parser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a command line; exits with code 2 and one line for a wrong one."""
+    """Parse a command line. Exits with code 2 and one line if it is wrong."""
     parser = build_parser(asked_verbs(argv))
     words = argv[1:] if argv[:1] == ["--debug"] else argv
     if not words:
@@ -77,9 +77,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def warn_of_variables(environment: Mapping[str, str]) -> None:
-    """Say which ``BATON_`` variables set nothing."""
+    """Print a warning for each ``BATON_`` variable that sets nothing."""
     if any(name.startswith("BATON_") and name not in _VARIABLES for name in environment):
-        from .settings import unknown_variables  # as slow to import as some commands run
+        from .settings import unknown_variables  # the import takes as long as some commands run
 
         for warning in unknown_variables(environment):
             print(f"baton: warning: {warning}", file=sys.stderr)
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warn_of_variables(os.environ)
     try:
         code = int(arguments.run(arguments))
-        sys.stdout.flush()  # a full disk or a gone reader shows itself here at the latest
+        sys.stdout.flush()  # raises here, not at interpreter exit, on a full disk or closed pipe
         return code
     except BatonError as problem:
         if arguments.debug:
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        silence_output()  # whoever read it has seen enough
+        silence_output()  # the reader, such as `head`, closed the pipe: no error
         return 0
     except OSError as problem:
         if arguments.debug:

@@ -30,15 +30,15 @@ REPORT_TIMEOUT = 5.0
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the verb."""
+    """Register the command."""
     parser = verbs.add_parser("demo", help="start a cluster, answer prompts, kill a worker, stop")
-    parser.add_argument("--address", default="", help="serve here instead of a private path")
-    parser.add_argument("questions", metavar="QUESTION", nargs="*", help="ask these instead")
+    parser.add_argument("--address", default="", help="client address [a private socket file]")
+    parser.add_argument("questions", metavar="QUESTION", nargs="*", help="prompts [examples]")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The supervisor keeps the main thread; the questions are asked from another."""
+    """Run the supervisor in the main thread, and ask the questions from another thread."""
     settings = ServeSettings(
         prefill=1, decode=2, address=arguments.address, kv_memory="64MiB", stats_interval=0
     )
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     cluster.on_ready(asker.start)
     code = run_cluster(cluster)
     if cluster.interrupted and not asker.done:
-        raise KeyboardInterrupt  # whatever came of it: the user wanted its end
+        raise KeyboardInterrupt  # also if the cluster failed: the user pressed Ctrl-C
     code = code or asker.outcome()
     if code == 0:
         print("demo finished: the cluster is stopped and its files are removed", flush=True)
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Asker(threading.Thread):
-    """Asks the questions, then lets the cluster end."""
+    """Thread that asks the questions and then stops the cluster."""
 
     def __init__(self, cluster: LocalCluster, questions: tuple[str, ...]) -> None:
         super().__init__(name="demo", daemon=True)
@@ -73,13 +73,13 @@ class _Asker(threading.Thread):
                     show(client, question)
                 show_kill(client, wait_handoff)
             self.done = True
-        except (BatonError, OSError) as problem:  # also when nobody reads the output any more
+        except (BatonError, OSError) as problem:  # OSError: the reader closed the output pipe
             self._problem = problem
         finally:
             self._cluster.interrupt()
 
     def outcome(self) -> int:
-        """0 when every question was answered; raises what went wrong."""
+        """Return 0 if every question was answered, else 1. Raises the error that occurred."""
         if self._problem is not None:
             raise self._problem
         return 0 if self.done else 1
@@ -87,7 +87,7 @@ class _Asker(threading.Thread):
 
 @dataclass(slots=True)
 class Timing:
-    """When a request began and its tokens came; seconds of one monotonic clock."""
+    """Times of a request's start, first token and last token; seconds of one monotonic clock."""
 
     began: float
     first: float = 0.0
@@ -95,14 +95,14 @@ class Timing:
     tokens: int = 0
 
     def count(self, tokens: int, now: float) -> None:
-        """``tokens`` more arrived."""
+        """Record the arrival of ``tokens`` tokens."""
         if tokens:
             self.first = self.first or now
             self.last = now
             self.tokens += tokens
 
     def line(self) -> str:
-        """Time to the first token, and the rate over the whole answer."""
+        """TTFT, and the token rate over the whole answer."""
         took = self.last - self.began
         first = (self.first - self.began) * 1000
         rate = self.tokens / took if took else 0.0
@@ -110,7 +110,7 @@ class Timing:
 
 
 def show(client: Client, question: str) -> None:
-    """Stream one answer, then say who did what."""
+    """Stream one answer, then print which workers produced it and its timing."""
     print(f"\n> {question}\n  ", end="", flush=True)
     handoffs = parsed(client.status(handoffs=0)).handoffs.count
     timing = Timing(time.monotonic())
@@ -120,16 +120,19 @@ def show(client: Client, question: str) -> None:
         timing.count(len(output.tokens), time.monotonic())
         print(output.text or "", end="", flush=True)
     if output is None:
-        raise InternalError("an answer without an end")
+        raise InternalError("the answer had no output")
     if timing.tokens > 1:
         said = describe(output.prefill, output.decode, wait_handoff(client, handoffs))
-    else:  # nothing was left to hand over
+    else:  # the first token ended the answer: no handoff
         said = f"{output.prefill} read the prompt and ended the answer"
     print(f"\n  [{said}]\n  [{timing.line()}]", flush=True)
 
 
 def wait_handoff(client: Client, before: int) -> HandoffRecord:
-    """The newest handoff; its report may reach the router a little after the answer."""
+    """Wait for a handoff after the first ``before`` handoffs, and return the newest.
+
+    The report of a handoff may reach the router shortly after the answer.
+    """
     until = time.monotonic() + REPORT_TIMEOUT
     while time.monotonic() < until:
         handoffs = parsed(client.status(handoffs=1)).handoffs
@@ -140,7 +143,7 @@ def wait_handoff(client: Client, before: int) -> HandoffRecord:
 
 
 def describe(prefill: str, decode: str, handoff: HandoffRecord) -> str:
-    """Which worker did what, and what went over the wire between them."""
+    """One sentence about both workers' parts and the KV cache sent between the workers."""
     return (
         f"{prefill} read the prompt, handed {mebibytes(handoff.bytes_received)} of KV cache "
         f"({handoff.blocks} blocks, {handoff.milliseconds:.1f} ms, {handoff.transport}) "

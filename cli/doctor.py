@@ -1,4 +1,4 @@
-"""``baton doctor``: looks at this machine and says what to do, one line per finding."""
+"""``baton doctor``: check this machine and the installation, one line per finding."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _REQUIRED = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line: ``level`` is ok, warn or fail; ``advice`` says what to do."""
+    """The result of one check. ``level``: ok, warn or fail. ``advice``: the remedy."""
 
     level: str
     subject: str
@@ -49,19 +49,19 @@ class Finding:
     advice: str = ""
 
     def line(self) -> str:
-        """As printed."""
+        """The finding as one line of output."""
         advice = f"; {self.advice}" if self.advice else ""
         return f"{_MARKS[self.level]}  {self.subject:<10} {self.detail}{advice}"
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the verb."""
+    """Register the command."""
     parser = verbs.add_parser("doctor", help="check this machine and installation")
     parser.set_defaults(run=run)
 
 
 def run(_arguments: argparse.Namespace) -> int:
-    """Print every finding; 1 when one of them is a failure."""
+    """Print every finding. Return 1 if any finding is a failure, else 0."""
     findings = [finding for check in CHECKS for finding in check()]
     for finding in findings:
         print(finding.line())
@@ -69,7 +69,7 @@ def run(_arguments: argparse.Namespace) -> int:
 
 
 def check_python() -> Iterable[Finding]:
-    """Version and platform; an older Python cannot even read this package."""
+    """Python version and platform. Too old a Python cannot import this package at all."""
     detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if platform.system() != "Linux":
         yield Finding("warn", "python", detail, "only Linux is tested")
@@ -78,7 +78,7 @@ def check_python() -> Iterable[Finding]:
 
 
 def check_packages() -> Iterable[Finding]:
-    """Third-party packages the processes import."""
+    """Third-party packages that the processes import."""
     found, missing = [], []
     for name in _REQUIRED:
         try:
@@ -93,7 +93,7 @@ def check_packages() -> Iterable[Finding]:
 
 
 def check_distribution() -> Iterable[Finding]:
-    """Another project's distribution of our import name, whose files would lie among ours."""
+    """Another project's distribution with our import name: both install into one folder."""
     for found in importlib.metadata.distributions(name="baton"):
         detail = f"the distribution baton {found.version} uses the import name baton too"
         advice = f"pip uninstall baton, then install {DISTRIBUTION} again"
@@ -102,7 +102,7 @@ def check_distribution() -> Iterable[Finding]:
 
 
 def check_kernels() -> Iterable[Finding]:
-    """The kernels that serve on this machine's processor, and their instruction set."""
+    """The kernels for this machine's processor, and their instruction set."""
     backend = load_backend()
     detail = f"{kernels_title(backend.numerics)}; one compute thread per worker"
     warning = kernels_warning(ServeSettings())
@@ -110,7 +110,7 @@ def check_kernels() -> Iterable[Finding]:
 
 
 def check_blas() -> Iterable[Finding]:
-    """The library behind NumPy's products; the NumPy kernels live on it."""
+    """The BLAS library of NumPy; the speed of the NumPy kernels depends on it."""
     config: Any = np.show_config(mode="dicts")
     blas = config.get("Build Dependencies", {}).get("blas", {})
     detail = f"{blas.get('name', 'unknown')} {blas.get('version', '')}".strip()
@@ -121,16 +121,16 @@ def check_blas() -> Iterable[Finding]:
 
 
 def check_processors() -> Iterable[Finding]:
-    """Cores for at least a router, a prefill and a decode worker."""
+    """Number of cores: prefill and decode workers need at least one core each."""
     cores = len(os.sched_getaffinity(0))
     if cores < 2:
-        yield Finding("warn", "cores", str(cores), "the workers will wait for each other")
+        yield Finding("warn", "cores", str(cores), "prefill and decode workers share one core")
     else:
         yield Finding("ok", "cores", str(cores))
 
 
 def check_memory() -> Iterable[Finding]:
-    """Shared memory, and room for socket files."""
+    """Free shared memory, which carries KV blocks between workers."""
     shm = Path("/dev/shm")  # noqa: S108 -- the kernel's mount point, not a temporary file
     if not shm.is_dir():
         yield Finding("warn", "shm", "no /dev/shm", "mount a tmpfs there")
@@ -142,7 +142,7 @@ def check_memory() -> Iterable[Finding]:
 
 
 def check_ipc() -> Iterable[Finding]:
-    """Unix sockets in the temporary folder, and a loopback port."""
+    """Unix sockets in the temporary folder: length of their paths, and permission to bind."""
     path = Path(tempfile.gettempdir()) / f"baton-run-{'x' * 8}" / "prefill-00.data.sock"
     if len(str(path).encode()) > MAX_IPC_PATH_BYTES:
         yield Finding("fail", "ipc", f"{path} is too long", "set TMPDIR to a shorter folder")
@@ -167,12 +167,12 @@ def check_ports() -> Iterable[Finding]:
 
 
 def check_cluster() -> Iterable[Finding]:
-    """Whether a cluster of this user is running at the default address."""
+    """Whether this user's cluster runs at the default address."""
     path = ipc_path(default_address())
     if path is not None and path.exists() and socket_in_use(path):
-        yield Finding("ok", "cluster", f"one is running at {default_address()}")
+        yield Finding("ok", "cluster", f"running at {default_address()}")
     else:
-        yield Finding("ok", "cluster", f"none at {default_address()}; baton serve starts one")
+        yield Finding("ok", "cluster", f"none at {default_address()}; start with baton serve")
 
 
 def check_model() -> Iterable[Finding]:
@@ -187,13 +187,13 @@ def check_model() -> Iterable[Finding]:
 
 
 def check_optional() -> Iterable[Finding]:
-    """Packages that are only needed for GPUs and for Ray clusters."""
+    """Packages that only GPUs and Ray clusters need."""
     for name, purpose, command in (
         ("cupy", "GPU workers", INSTALL_CUPY),
         ("ray", "clusters of several machines", INSTALL_RAY),
     ):
         present = importlib.util.find_spec(name) is not None
-        absent = f"absent, only needed for {purpose} ({command})"
+        absent = f"not installed; only needed for {purpose} ({command})"
         yield Finding("ok", name, "present" if present else absent)
 
 

@@ -1,4 +1,4 @@
-"""``baton down``: drain a cluster, end all of it, and look whether anything is left."""
+"""``baton down``: drain a cluster, stop all its processes, and verify that nothing is left."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from .cluster import addresses_of
 from .operator import add_operator, admin_of, has_controller, operator
 
 _SPARE_S = 30.0
-"""How much longer than the cluster's grace the end may take."""
+"""Seconds beyond the cluster's grace that the shutdown may take."""
 _FOLLOW_S = 2.0
 _PAUSE = 0.05
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the verb."""
-    parser = verbs.add_parser("down", help="end a cluster and verify that nothing is left")
+    """Register the command."""
+    parser = verbs.add_parser("down", help="stop a cluster and verify that nothing is left")
     add_operator(parser)
     parser.add_argument("--now", action="store_true", help="do not wait for running requests")
     parser.add_argument(
         "--ray-address",
         metavar="HOST:PORT",
-        help="without a controller end all there is on this Ray cluster (auto: this machine's)",
+        help="if no controller runs: stop all Baton processes on this Ray cluster (auto: the Ray "
+        "cluster of this machine)",
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 when nothing runs and nothing is left, also when nothing ran; 1 names what is left."""
+    """Stop the cluster and return 0, also if no cluster ran. Raises RequestFailed for leftovers."""
     if arguments.ray_address and not has_controller(arguments):
         return end_on_ray(arguments.ray_address)
     if not has_controller(arguments):
@@ -46,37 +47,37 @@ def run(arguments: argparse.Namespace) -> int:
         AddressLock.sweep(admin_of(arguments))
         print(f"no cluster runs at {addresses_of(arguments)[0]}")
         for path in swept:
-            print(f"removed {path}, which a killed cluster had left")
+            print(f"removed {path}, left by a killed cluster")
         return 0
     with operator(arguments) as client:
         before = client.overview()
         end(client, before, at_once=arguments.now)
     left = wait_gone(before, until=time.monotonic() + _SPARE_S)
     if left:
-        raise RequestFailed(f"left behind: {', '.join(left)}")
+        raise RequestFailed(f"still there: {', '.join(left)}")
     count = len(before.members) + 1
     print(f"down: {count} processes have ended, no process and no socket is left")
     return 0
 
 
 def refuse_while_served(address: str, admin: str) -> None:
-    """RequestFailed where somebody listens although there is no controller to give orders to.
+    """Raise RequestFailed if a process listens at ``address`` although no controller runs.
 
-    Routers of a controller that was killed just now have a moment to follow it.
+    After a controller was killed, its routers exit within a short time; wait for that first.
     """
     until = time.monotonic() + _FOLLOW_S
     while is_served(address):
         if time.monotonic() >= until:
             raise RequestFailed(
-                f"something listens at {address}, but no controller at {admin}: end the cluster on "
-                "its host as the user who started it, or give its --admin; on Ray without a "
-                "controller: baton down --ray-address auto"
+                f"a process listens at {address}, but no controller at {admin}: run baton down on "
+                "the cluster's host as the user that started it, or give its --admin; on Ray "
+                "without a controller: baton down --ray-address auto"
             )
         time.sleep(_PAUSE)
 
 
 def is_served(address: str) -> bool:
-    """Whether somebody listens at a client address."""
+    """Whether a process listens at a client address."""
     if not address.startswith("tcp://"):
         return listens(address)
     host, _, port = address.removeprefix("tcp://").rpartition(":")
@@ -88,7 +89,7 @@ def is_served(address: str) -> bool:
 
 
 def end_on_ray(address: str) -> int:
-    """End what is left of a cluster whose controller is not to be had."""
+    """Stop the remaining processes of a cluster whose controller is gone."""
     from ..deploy.ray.launch import end_actors  # Ray is an extra
 
     ended = end_actors(address)
@@ -97,7 +98,7 @@ def end_on_ray(address: str) -> int:
 
 
 def end(client: AdminClient, before: Overview, *, at_once: bool) -> None:
-    """Order the end and wait for it; a controller that is gone has ended."""
+    """Order the controller to stop the cluster, and wait. A lost connection counts as stopped."""
     grace = float(before.settings.get("grace", 0.0))
     with contextlib.suppress(ConnectionLost):
         for answer in client.ask(GoDown(at_once=at_once), wait=grace + _SPARE_S):
@@ -107,7 +108,7 @@ def end(client: AdminClient, before: Overview, *, at_once: bool) -> None:
 
 
 def wait_gone(before: Overview, until: float) -> list[str]:
-    """What is still there when the time is over: processes of this host, and files."""
+    """Return the processes of this host and the files that still exist at time ``until``."""
     pids = {"controller": before.pid}
     pids |= {member.name: member.pid for member in before.members if not member.host}
     while True:
@@ -119,7 +120,7 @@ def wait_gone(before: Overview, until: float) -> list[str]:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process of this number runs and is no zombie."""
+    """Whether a process with this id runs and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""``baton drain WORKER``: let a worker finish what it has and take nothing new."""
+"""``baton drain WORKER``: remove a worker after its running requests."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ _FOREVER = float("inf")
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the verb."""
-    parser = verbs.add_parser("drain", help="take a worker out after its requests")
-    parser.add_argument("worker", metavar="WORKER", help="its id, such as decode-1")
+    """Register the command."""
+    parser = verbs.add_parser("drain", help="remove a worker after its running requests")
+    parser.add_argument("worker", metavar="WORKER", help="worker id, such as decode-1")
     add_operator(parser)
     parser.add_argument(
-        "--force", action="store_true", help="drain the last ready worker of its role as well"
+        "--force", action="store_true", help="drain also the last ready worker of a role"
     )
-    parser.add_argument("--wait", action="store_true", help="return when the worker has left")
+    parser.add_argument("--wait", action="store_true", help="return after the worker has exited")
     parser.add_argument(
         "--wait-timeout",
         type=seconds,
         default=_FOREVER,
         metavar="SECONDS",
-        help="how long --wait waits for it at most [no limit]",
+        help="maximum seconds that --wait waits [no limit]",
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask the controller, which bounds it by the grace; without one the router."""
+    """Drain through the controller, which enforces the grace, or else through the router."""
     with connect(arguments) as client:
         before = parsed(client.status(handoffs=0))
         worker = find(before, arguments.worker)
@@ -58,26 +58,29 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def find(report: ClusterReport, name: str) -> WorkerReport | None:
-    """The live worker of this id or endpoint."""
+    """Return the live worker with this id or endpoint, or None."""
     return next((w for w in report.workers if w.alive and name in (w.id, w.endpoint)), None)
 
 
 def is_last(report: ClusterReport, worker: WorkerReport) -> bool:
-    """Whether no other worker of its role takes requests."""
+    """Whether no other worker of the same role takes requests."""
     others = (w for w in report.of_role(worker.role) if w.id != worker.id)
     return not any(w.state == "ready" for w in others)
 
 
 def last_word(worker: WorkerReport) -> str:
-    """What follows for requests when the last one of a role leaves."""
+    """Warning that the last worker of its role is drained."""
     return (
-        f"baton: {worker.id} is the last {worker.role} worker that is ready: no new request is "
-        f"served until there is another (baton scale {worker.role}=1)"
+        f"baton: {worker.id} is the last ready {worker.role} worker: no new request is "
+        f"served until another is ready (baton scale {worker.role}=1)"
     )
 
 
 def wait_left(client: Client, worker: WorkerReport, timeout: float) -> None:
-    """Show what it still has until it has left; raises when it died or the time is over."""
+    """Print the worker's remaining requests until it has exited.
+
+    Raises RequestFailed if the worker died, CapacityError after ``timeout`` seconds.
+    """
     until = time.monotonic() + timeout
     said = ""
     while True:
@@ -94,9 +97,9 @@ def wait_left(client: Client, worker: WorkerReport, timeout: float) -> None:
 
 
 def progress(report: ClusterReport, worker: WorkerReport) -> str | None:
-    """What a draining incarnation still has, None when it has left; raises when it died."""
+    """Count a draining worker's requests; None after it exited. Raises RequestFailed if it died."""
     found = next((w for w in report.workers if w.id == worker.id), None)
-    if found is None:  # a restarted router does not know those that left before
+    if found is None:  # a restarted router has no record of workers that exited before
         return None
     if found.incarnation == worker.incarnation:
         if found.alive:
@@ -107,5 +110,7 @@ def progress(report: ClusterReport, worker: WorkerReport) -> str | None:
 
 
 def _died(worker: WorkerReport, found: WorkerReport) -> BatonError:
-    why = "another took its place" if found.incarnation != worker.incarnation else found.reason
-    return RequestFailed(f"{worker.id} died before it had finished ({why}); others go on for it")
+    why = "it was restarted" if found.incarnation != worker.incarnation else found.reason
+    return RequestFailed(
+        f"{worker.id} died before it had finished ({why}); its requests move to other workers"
+    )

@@ -1,4 +1,4 @@
-"""``baton embed TEXT...``: one vector per text, as JSON lines on standard output."""
+"""``baton embed TEXT...``: print one embedding per text, as JSON lines on standard output."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from .numbers import seconds
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the verb."""
-    parser = verbs.add_parser("embed", help="embeddings of texts, one JSON array per line")
-    parser.add_argument("texts", metavar="TEXT", nargs="*", help="without any, lines of stdin")
+    """Register the command."""
+    parser = verbs.add_parser("embed", help="print embeddings of texts, one JSON array per line")
+    parser.add_argument("texts", metavar="TEXT", nargs="*", help="texts [the lines of stdin]")
     add_address(parser)
     parser.add_argument(
-        "--deadline", type=seconds, metavar="SECONDS", help="seconds after which the request ends"
+        "--deadline", type=seconds, metavar="SECONDS", help="seconds until the request fails"
     )
     parser.set_defaults(run=run)
 
 
 def _lines(text: str) -> list[str]:
-    """Only a line feed ends a line: other texts may hold what Unicode takes for line ends."""
+    """Split at line feeds only: ``str.splitlines`` would also split at Unicode line ends."""
     lines = text.split("\n")
     return lines if lines[-1] else lines[:-1]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the vectors in the texts' order."""
+    """Print the embeddings in the order of the texts."""
     texts = arguments.texts or _lines(sys.stdin.read())
     with connect(arguments) as client:
         for vector in client.embed(texts, deadline=arguments.deadline):

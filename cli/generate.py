@@ -16,9 +16,9 @@ from .sampling import add_sampling, sampling_of
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the verb."""
+    """Register the command."""
     parser = verbs.add_parser("generate", help="continue a prompt")
-    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="text; without it, stdin")
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="text [standard input]")
     parser.add_argument("--chat", action="store_true", help="apply the chat template")
     add_address(parser)
     add_sampling(parser, max_new_tokens=128)
@@ -26,10 +26,10 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--target-endpoint", metavar="ADDRESS", help="send the request to this worker"
     )
     parser.add_argument(
-        "--json-schema", metavar="FILE", help="answer with an instance of this JSON schema"
+        "--json-schema", metavar="FILE", help="constrain the answer to this JSON schema"
     )
     parser.add_argument(
-        "--deadline", type=seconds, metavar="SECONDS", help="seconds after which the request ends"
+        "--deadline", type=seconds, metavar="SECONDS", help="seconds until the request fails"
     )
     parser.set_defaults(run=run)
 
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Stream the answer's text, then a newline."""
     prompt = arguments.prompt if arguments.prompt is not None else sys.stdin.read()
     if not prompt:
-        raise ConfigError("the prompt is empty; give text or pipe it in")
+        raise ConfigError("the prompt is empty; give PROMPT or pipe text to standard input")
     with connect(arguments) as client, _start(client, prompt, arguments) as generation:
         for output in generation:
             print(output.text or "", end="", flush=True)

@@ -1,4 +1,4 @@
-"""``baton install WHEEL``: put a release on every node of a Ray cluster, for a rollout."""
+"""``baton install WHEEL``: install a release on every node of a Ray cluster, before a rollout."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import sys
 from pathlib import Path
 
 _EPILOG = """\
-Run it on the head of the Ray cluster. Processes that run keep the program they have; `baton rollout
---wait` then replaces them without losing a request. Nodes that join later get the wheel of the
-cluster file: name it there and run `ray up --no-restart` first.
+Run this on the head of the Ray cluster. Running processes keep their version; `baton rollout
+--wait` then replaces them without losing a request. Nodes that join later install the wheel of the
+cluster file: put the new wheel there and run `ray up --no-restart` first.
 """
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = verbs.add_parser(
-        "install", help="put a wheel of Baton on every node of a Ray cluster", epilog=_EPILOG
+        "install", help="install a wheel of Baton on every node of a Ray cluster", epilog=_EPILOG
     )
     parser.add_argument("wheel", metavar="WHEEL", type=Path)
     parser.add_argument(
@@ -26,7 +26,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Install, and print what each node did; exit code 1 if any failed."""
+    """Install, and print each node's result. Return 1 if any node failed, else 0."""
     from ..deploy.ray.release import install_everywhere, read_wheel  # Ray is an extra
 
     wheel = read_wheel(arguments.wheel.expanduser())

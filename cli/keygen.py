@@ -1,4 +1,4 @@
-"""``baton keygen FOLDER``: make the keys of a cluster, add one, replace one, withdraw one."""
+"""``baton keygen FOLDER``: make the keys of a cluster; add, rotate or revoke a key."""
 
 from __future__ import annotations
 
@@ -13,56 +13,57 @@ from ..runtime.keyshares import write_share
 from .parser import one_of, shown
 
 _EPILOG = """\
-Without an option it makes FOLDER with a key for each role, and never touches one that is there.
-A host needs allowed.toml and the .key files of what runs there, no others: --for ROLE,ROLE --to
-NEW-FOLDER makes a folder of just these (with --host also the keys made for that host).
+Without an option, make FOLDER with one key for each role; existing keys are never changed.
+A host needs only allowed.toml and the .key files of the roles that run there: --for ROLE,ROLE --to
+NEW-FOLDER makes a folder with just these files (with --host, also the keys made for that host).
 """
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the verb."""
+    """Register the command."""
     parser = verbs.add_parser(
-        "keygen", help="make the keys that let a cluster span hosts", epilog=_EPILOG
+        "keygen", help="make the keys of a cluster of several hosts", epilog=_EPILOG
     )
     parser.add_argument("folder", metavar="FOLDER", type=Path)
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "--add", type=one_of(ROLES), metavar=shown(ROLES), help="make a further key of a role"
+        "--add", type=one_of(ROLES), metavar=shown(ROLES), help="make another key for a role"
     )
     what.add_argument(
-        "--rotate", metavar="KEY", help="replace a key; the old one is let in until --retire"
+        "--rotate", metavar="KEY", help="replace a key; the old key stays valid until --retire"
     )
-    what.add_argument("--retire", metavar="KEY", help="let in only the newest of a replaced key")
-    what.add_argument("--revoke", metavar="KEY", help="let a key in no more and remove its file")
+    what.add_argument("--retire", metavar="KEY", help="revoke the old versions of a rotated key")
+    what.add_argument("--revoke", metavar="KEY", help="revoke a key and remove its file")
     what.add_argument(
         "--for",
         dest="roles",
         metavar="ROLES",
-        help=f"copy the list and the keys of these roles, with commas between: {', '.join(ROLES)}",
+        help="copy allowed.toml and the keys of these roles, separated by commas: "
+        f"{', '.join(ROLES)}",
     )
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="with --for: where to")
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="with --for: the new folder")
     parser.add_argument(
         "--name",
         action="append",
         default=[],
         metavar="NAME",
-        help="with --add: whom the key is for, as decode-1; then nobody else may use that name",
+        help="with --add: a process name, such as decode-1, reserved for this key; repeatable",
     )
     parser.add_argument(
-        "--host", default="", metavar="HOST", help="with --add and --for: whose key it is"
+        "--host", default="", metavar="HOST", help="with --add and --for: the host of the key"
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make or change the folder, and say what is where."""
+    """Make or change the key folder, and print the changed files."""
     folder: Path = arguments.folder
     if arguments.name and not arguments.add:
-        raise ConfigError("--name goes with --add ROLE")
+        raise ConfigError("--name needs --add ROLE")
     if arguments.host and not (arguments.add or arguments.roles):
-        raise ConfigError("--host goes with --add ROLE or --for ROLES")
+        raise ConfigError("--host needs --add ROLE or --for ROLES")
     if (arguments.to is None) != (arguments.roles is None):
-        raise ConfigError("--for ROLES and --to FOLDER go together")
+        raise ConfigError("--for ROLES and --to FOLDER need each other")
     if arguments.roles is not None:
         write_share(folder, arguments.to, arguments.roles.split(","), arguments.host)
         print(f"made {arguments.to}: " + " ".join(sorted(p.name for p in arguments.to.iterdir())))
@@ -72,7 +73,10 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.rotate:
         entry = keyfiles.rotate(folder, arguments.rotate)
         print(f"made {_shown(folder, entry)}")
-        print("copy allowed.toml to every host, then the key; restart who uses it; then --retire")
+        print(
+            "next: copy allowed.toml to every host, then copy the key; restart its processes; "
+            "then run --retire"
+        )
     elif arguments.retire:
         _struck(keyfiles.retire(folder, arguments.retire))
     elif arguments.revoke:
@@ -90,5 +94,5 @@ def _shown(folder: Path, entry: KeyEntry) -> str:
 
 def _struck(entries: list[KeyEntry]) -> None:
     for entry in entries:
-        print(f"struck {entry.public} ({entry.role}, names {' '.join(entry.names)})")
-    print("copy allowed.toml to every host; processes read it again within a second or two")
+        print(f"revoked {entry.public} ({entry.role}, names {' '.join(entry.names)})")
+    print("next: copy allowed.toml to every host; processes reload it within about two seconds")

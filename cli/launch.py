@@ -1,4 +1,4 @@
-"""``baton launch``: start a cluster and leave it running; once more is no harm."""
+"""``baton launch``: start a cluster in the background. Idempotent."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from .parser import one_of, shown
 from .serve import add_settings, run_cluster, settings_of
 
 EPILOG = """\
-A cluster that runs already is left as it is: exit code 0 when it has these settings, else 1.
-Precedence of settings: as of baton serve.
+A running cluster is not changed: the exit code is 0 if it has the same settings, else 1.
+Precedence of settings: as for baton serve.
 """
 BACKENDS = ("local", "ray")
 _PATIENCE_S = 5.0
 _TCP_PATIENCE_S = 1.0
-"""How long a controller may take to answer where it cannot be seen whether one listens."""
+"""Seconds to wait for a controller's answer over TCP, where listening cannot be checked first."""
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the verb."""
+    """Register the command."""
     parser = verbs.add_parser("launch", help="start a cluster in the background", epilog=EPILOG)
     add_settings(parser, {"backend": "kernels"})
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings")
@@ -45,26 +45,26 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         type=one_of(BACKENDS),
         metavar=shown(BACKENDS),
         default="local",
-        help="what starts processes: this machine, or the Ray cluster it is the head of",
+        help="process manager: this machine, or the Ray cluster whose head is this machine",
     )
     parser.add_argument(
         "--ray-address",
         metavar="HOST:PORT",
         default="auto",
-        help="the Ray cluster's head [the cluster that this machine belongs to]",
+        help="head of the Ray cluster [the Ray cluster of this machine]",
     )
     parser.add_argument(
         "--detach",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="return when it serves; without, stay as baton serve does",
+        help="return after the cluster serves; --no-detach stays in the foreground as baton serve",
     )
     parser.add_argument("--log", metavar="FILE", help="log file of a detached cluster")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Start it, unless it runs."""
+    """Start the cluster, unless it runs already."""
     settings = absolute(settings_of(arguments))
     if arguments.where == "ray":
         return on_ray(settings, arguments)
@@ -93,11 +93,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def on_ray(settings: ServeSettings, arguments: argparse.Namespace) -> int:
-    """Have a controller on the head; its members come as Ray has hosts for them."""
+    """Start a controller on Ray's head. Ray starts the other processes as hosts become free."""
     from ..deploy.ray.launch import launch  # Ray is an extra
 
     if not arguments.detach:
-        raise ConfigError("under Ray a cluster runs by itself; leave out --no-detach")
+        raise ConfigError("--no-detach cannot be combined with --backend ray")
     facts, found = launch(settings, arguments.ray_address)
     print(f"{'already running' if found else 'launched'} at {facts.address}")
     print(f"wait for it with: baton wait-ready --address {facts.address}")
@@ -105,7 +105,7 @@ def on_ray(settings: ServeSettings, arguments: argparse.Namespace) -> int:
 
 
 def absolute(settings: ServeSettings) -> ServeSettings:
-    """Paths as another process finds them."""
+    """Make paths absolute, for a process with another working folder."""
     changes: dict[str, Any] = {}
     if settings.model:
         changes["model"] = model_folder(settings)
@@ -117,7 +117,7 @@ def absolute(settings: ServeSettings) -> ServeSettings:
 
 
 def running_cluster(settings: ServeSettings) -> Overview | None:
-    """The cluster at the address of these settings."""
+    """Return the cluster at the address of these settings, or None. Raises ConnectionLost."""
     address = settings.admin or admin_address(settings.address)
     if not listens(address):
         return None
@@ -126,13 +126,13 @@ def running_cluster(settings: ServeSettings) -> Overview | None:
         try:
             return client.overview()
         except ConnectionLost:
-            if address.startswith("ipc://"):  # somebody holds it, and does not answer
+            if address.startswith("ipc://"):  # a controller listens, but does not answer
                 raise
             return None
 
 
 def already(settings: ServeSettings, running: Overview) -> int:
-    """Say that it runs; RequestFailed names the first setting that is another one."""
+    """Print that the cluster runs. Raises RequestFailed with the first setting that differs."""
     wanted = msgspec.to_builtins(with_task(settings))
     for name, value in wanted.items():
         known = (running.settings.get(name), running.launched.get(name))
@@ -146,7 +146,7 @@ def already(settings: ServeSettings, running: Overview) -> int:
 
 
 def log_beside(address: str) -> Path:
-    """The log file of a cluster: beside its first client socket, else in the private folder."""
+    """Return the log file's path: beside the first client socket, else in the private folder."""
     path = ipc_path(separated(address)[0])
     if path is None:
         admin = admin_address(address)

@@ -1,14 +1,14 @@
-"""Numbers on the command line: a wrong one is bad usage and never reaches a cluster."""
+"""Numbers on the command line. A wrong number is a usage error and never reaches a cluster."""
 
 from __future__ import annotations
 
 import argparse
 
-_MOST = 2**63 - 1  # what every message can carry
+_MOST = 2**63 - 1  # the largest integer that every message can carry
 
 
 def seconds(text: str) -> float:
-    """A duration, 0 or more; ``inf`` is without end."""
+    """Parse a duration, 0 or more. ``inf``: no limit."""
     try:
         value = float(text)
     except ValueError:
@@ -19,7 +19,7 @@ def seconds(text: str) -> float:
 
 
 def number(text: str) -> float:
-    """Any number."""
+    """Parse any number."""
     try:
         return float(text)
     except ValueError:
@@ -27,14 +27,14 @@ def number(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """A whole number, 0 or more."""
+    """Parse a whole number, 0 or more."""
     if not text.strip().isdecimal():
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number, 0 or more")
     return whole(text)
 
 
 def whole(text: str) -> int:
-    """A whole number of 64 bits."""
+    """Parse a whole number of at most 64 bits."""
     try:
         value = int(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Which controller a verb talks to, and what is said while it works."""
+"""The controller that a command uses, and the progress printed while the controller works."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ ADMIN_VARIABLE = "BATON_ADMIN"
 
 
 def add_operator(parser: argparse.ArgumentParser, timeout: float = TIMEOUT) -> None:
-    """The flags that say which cluster, by its address or its controller's own."""
+    """Add the flags for the addresses of the cluster and its controller."""
     add_address(parser, timeout)
     parser.add_argument(
         "--admin",
         metavar="ADDRESS",
-        help=f"the controller's address (else {ADMIN_VARIABLE}, else as it follows from --address)",
+        help=f"address of the controller (default: {ADMIN_VARIABLE}, else from --address)",
     )
 
 
 def admin_of(arguments: argparse.Namespace) -> str:
-    """Where the controller would listen."""
+    """Return the controller's address, whether or not a controller listens there."""
     given: str = arguments.admin or os.environ.get(ADMIN_VARIABLE, "")
     return given or admin_address(addresses_of(arguments)[0])
 
 
 def has_controller(arguments: argparse.Namespace) -> bool:
-    """Whether somebody seems to listen there."""
+    """Whether a controller appears to listen. Over TCP, this is assumed."""
     return listens(admin_of(arguments))
 
 
 def operator(arguments: argparse.Namespace, timeout: float | None = None) -> AdminClient:
-    """A connection to the controller. Raises ConnectionLost when nobody listens.
+    """Connect to the controller. Raises ConnectionLost if no controller listens.
 
-    ``timeout``: seconds it may take to answer, instead of those of the flag.
+    ``timeout``: seconds to wait for an answer; default: the value of ``--timeout``.
     """
     address = admin_of(arguments)
     if not listens(address):
@@ -50,7 +50,7 @@ def operator(arguments: argparse.Namespace, timeout: float | None = None) -> Adm
 
 
 def overview(arguments: argparse.Namespace) -> Overview | None:
-    """What the controller says; None where there is none that answers."""
+    """Return the controller's overview, or None if no controller answers."""
     if not has_controller(arguments):
         return None
     try:
@@ -61,7 +61,10 @@ def overview(arguments: argparse.Namespace) -> Overview | None:
 
 
 def carry_out(client: AdminClient, request: Request, *, wait: bool) -> str:
-    """Send an order and show what is said of it, until it is accepted or, to ``wait``, done."""
+    """Send an order and print its progress until it is accepted, or with ``wait`` until done.
+
+    Returns the text of the last answer.
+    """
     text = ""
     for answer in client.ask(request):
         text = answer.text
@@ -73,7 +76,7 @@ def carry_out(client: AdminClient, request: Request, *, wait: bool) -> str:
 
 
 def assignments(words: list[str]) -> dict[str, str]:
-    """``["decode=3"]`` as a mapping. ConfigError for other words, and for a name given twice."""
+    """Parse ``["decode=3"]`` to a mapping. Raises ConfigError for a wrong or repeated word."""
     found: dict[str, str] = {}
     for word in words:
         name, mark, value = word.partition("=")

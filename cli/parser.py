@@ -1,4 +1,4 @@
-"""The command's parser: what is wrong with a command line is said in one line."""
+"""The argument parser, which reports an error in a command line in one line."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _SPELLED = (
     ("argument ", ""),
     ("the following arguments are required: ", "missing "),
 )
-"""What argparse's messages begin with, and what ours begin with instead."""
+"""Beginnings of argparse's messages, and their replacements in our messages."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line with a hint, not the whole usage.
+    """An argument parser that reports an error as one line with a hint, without the usage text.
 
-    An option that does not exist is named before anything else, with the closest one. Options
-    have to be written out: a beginning that is unique today may not be tomorrow.
+    An unknown option is reported before other errors, with the closest known option. Options
+    cannot be abbreviated: a new option could make an abbreviation ambiguous.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -35,21 +35,21 @@ class Parser(argparse.ArgumentParser):
         hint = "" if message.endswith("?") else f"; see {self.prog} --help"
         self.exit(EXIT_USAGE, f"{self.prog}: {message}{hint}\n")
 
-    def parse_known_args(  # type: ignore[override]  # typeshed knows two overloads more
+    def parse_known_args(  # type: ignore[override]  # typeshed has two more overloads
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """As argparse's; exits for an option that this command does not have."""
+        """Parse like argparse, but exit for an option that this command does not have."""
         if args is not None and self._subparsers is None:
             self.refuse_unknown(args)
         return super().parse_known_args(args, namespace)
 
     def unexpected(self, words: Sequence[str]) -> NoReturn:
-        """Exit for words that no argument takes."""
+        """Exit with an error about words that no argument takes."""
         self.refuse_unknown(words)
         self.error(f"unexpected argument {words[0]!r}")
 
     def refuse_unknown(self, words: Sequence[str]) -> None:
-        """Exit for the first option that does not exist, with the closest that does."""
+        """Exit if a word is an unknown option, and name the closest known option."""
         known = self._option_string_actions
         for word in words:
             if word == "--":
@@ -64,9 +64,9 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """``; did you mean that?`` with what comes closest; empty if nothing does.
+    """Return ``; did you mean NAME?`` with the closest known name, or an empty string.
 
-    ``prefix``: what ``word`` and all that is known begin with; it makes nothing similar.
+    ``prefix``: common beginning of ``word`` and all known names, ignored in the comparison.
     """
     bare = [name.removeprefix(prefix) for name in known]
     near = difflib.get_close_matches(word.removeprefix(prefix), bare, n=1)
@@ -74,7 +74,7 @@ def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def one_of(choices: Sequence[str]) -> Callable[[str], str]:
-    """A type for an option with these values."""
+    """Return the type function of an option that takes one of ``choices``."""
 
     def checked(text: str) -> str:
         if text not in choices:

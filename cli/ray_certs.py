@@ -1,4 +1,4 @@
-"""``baton ray-certs FOLDER HOSTS``: make the certificates of Ray's TLS for a cluster's hosts."""
+"""``baton ray-certs FOLDER HOSTS``: make the TLS certificates of a Ray cluster's hosts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 from ..deploy.ray.certificates import DAYS, SHARE, make_certificates
 
 _EPILOG = f"""\
-FOLDER gets an authority, whose key stays there, and FOLDER/{SHARE} with one certificate for all
-hosts. Give `baton ray-config --tls FOLDER/{SHARE}`. For more hosts give all of them again: the same
-authority signs a new certificate. It is valid for {DAYS} days. Needs openssl.
+Writes a certificate authority to FOLDER, and one certificate for all hosts to FOLDER/{SHARE}. The
+authority's key stays in FOLDER. Next: `baton ray-config --tls FOLDER/{SHARE}`. To add hosts, run
+this again with all hosts: the same authority signs a new certificate. Certificates are valid for
+{DAYS} days. Needs openssl.
 """
 
 
@@ -25,7 +26,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make them, and print what to do next."""
+    """Make the certificates, and print the next step."""
     folder: Path = arguments.folder
     make_certificates(folder, arguments.hosts)
     print(f"{folder / SHARE}: for {', '.join(arguments.hosts)}")

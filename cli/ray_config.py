@@ -1,6 +1,6 @@
-"""``baton ray-config``: write a file for `ray up` on hosts of your own, or check any such file.
+"""``baton ray-config``: write a cluster file for `ray up` on your hosts, or check such a file.
 
-With ``--firewall`` it writes firewall rules for the same hosts instead.
+With ``--firewall``, write firewall rules for the same hosts instead.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from ..runtime.keyshares import check_share
 from .numbers import count, number
 
 _EPILOG = """\
-Give --head, --prefill, --decode and --wheel to write a cluster file to standard output, or --check
-FILE. With --firewall in place of --wheel: rules for `nft -f` that close Ray's ports to others.
-Nothing is contacted. Checking needs Ray; writing does not.
+With --head, --prefill, --decode and --wheel, write a cluster file to standard output. With --check
+FILE, check a cluster file (needs Ray). With --firewall in place of --wheel, write rules for
+`nft -f` that close Ray's ports to other machines. No host is contacted.
 """
 _DEFAULTS = FixedCluster(head="", prefill=(), decode=(), wheel="")
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the verb."""
+    """Register the command."""
     parser = verbs.add_parser(
         "ray-config", help="write or check a cluster file for `ray up`", epilog=_EPILOG
     )
     parser.add_argument("--check", metavar="FILE", type=Path, help="check a cluster file")
-    parser.add_argument("--head", metavar="IP", help="the host that runs Ray's head and the router")
+    parser.add_argument("--head", metavar="IP", help="host of Ray's head and the router")
     for pool in ("prefill", "decode"):
         parser.add_argument(f"--{pool}", metavar="IP,IP", type=_hosts, help=f"hosts for {pool}")
         parser.add_argument(
             f"--{pool}-min",
             metavar="N",
             type=count,
-            help=f"{pool} hosts always in use; the rest are taken when asked for [1]",
+            help=f"minimum {pool} hosts in use; the others are added on demand [1]",
         )
     parser.add_argument(
         "--firewall", action="store_true", help="write firewall rules for the hosts (nftables)"
@@ -53,29 +53,32 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         metavar="IP,IP",
         type=_hosts,
         default=(),
-        help="with --firewall: machines that read Ray's metrics [none]",
+        help="with --firewall: machines that may read Ray's metrics [none]",
     )
     parser.add_argument("--wheel", metavar="FILE", help="Baton's wheel, installed on every host")
     for field, meaning in (
         ("name", "the cluster's name"),
-        ("user", "who logs in on the hosts"),
-        ("ssh_key", "private key of that login; a copy goes to the head"),
+        ("user", "user name for SSH login on the hosts"),
+        ("ssh_key", "private SSH key of that user; it is copied to the head"),
         ("token", "file of Ray's token (`ray get-auth-token --generate`)"),
         ("keys", "folder of keys (`baton keygen`)"),
         ("tls", "folder of certificates for Ray's TLS (`baton ray-certs`); empty: no TLS"),
-        ("launch", "further words for `baton launch` on the head, such as a model's folder"),
-        ("python", "command on the hosts that makes the virtual environment"),
+        ("launch", "more arguments for `baton launch` on the head, such as the model's folder"),
+        ("python", "Python command on the hosts that creates the virtual environment"),
     ):
         flag = f"--{field.replace('_', '-')}"
         parser.add_argument(flag, metavar="TEXT", help=f"{meaning} [{getattr(_DEFAULTS, field)}]")
     parser.add_argument(
-        "--idle-minutes", metavar="N", type=number, help="how long an unneeded host stays [1]"
+        "--idle-minutes",
+        metavar="N",
+        type=number,
+        help="minutes before an unused host is removed [1]",
     )
     parser.add_argument(
         "--reconnect",
         metavar="SECONDS",
         type=count,
-        help="how long everything serves on without Ray's head before it ends [3600]",
+        help="seconds that the cluster keeps serving without Ray's head before it stops [3600]",
     )
     parser.set_defaults(run=run)
 
@@ -85,7 +88,7 @@ def _hosts(text: str) -> tuple[str, ...]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a file, or say that one is right."""
+    """Write a cluster file or firewall rules to standard output, or check a file."""
     if arguments.check is not None:
         try:
             prepared = check_cluster(read_cluster_file(arguments.check))

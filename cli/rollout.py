@@ -1,4 +1,4 @@
-"""``baton rollout``: replace every process, one by one, while the cluster serves."""
+"""``baton rollout``: replace every process, one at a time, while the cluster serves."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from .parser import did_you_mean
 from .settings import read_file
 
 EPILOG = """\
-Workers are replaced with one more on top, then the routers at their addresses. A pool without room
-for one more is refused at once; --in-place replaces its workers with one less meanwhile. A rollout
-stops when a new worker does not become ready; the others go on with the settings they have. A
-cluster that still starts is waited for, as long as --timeout says.
+Replaces the workers, then the routers at the same addresses. Each worker's replacement starts
+before the old worker stops, so a pool needs room for one more worker; --in-place stops the old
+worker first. If a replacement does not become ready, the rollout stops and the remaining processes
+keep their settings. If the cluster is still starting, wait up to --timeout.
 """
 _PAUSE = 0.1
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the verb."""
-    parser = verbs.add_parser("rollout", help="replace every process, one by one", epilog=EPILOG)
+    """Register the command."""
+    parser = verbs.add_parser("rollout", help="replace every process, one at a time", epilog=EPILOG)
     parser.add_argument("changes", metavar="SETTING=VALUE", nargs="*", help="a setting to change")
-    parser.add_argument("--config", metavar="FILE", help="TOML file of settings that change")
+    parser.add_argument("--config", metavar="FILE", help="TOML file of settings to change")
     parser.add_argument(
         "--in-place",
         action="store_true",
-        help="let each worker leave before its successor starts: for pools without a spare host",
+        help="stop each worker before its replacement starts: for pools without a spare host",
     )
     add_operator(parser)
-    parser.add_argument("--wait", action="store_true", help="return when the rollout has ended")
+    parser.add_argument("--wait", action="store_true", help="return after the rollout has ended")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Give the order; settings are checked before anything is touched."""
+    """Order the rollout. The changed settings are checked before any process is replaced."""
     changes: dict[str, Any] = read_file(arguments.config) if arguments.config else {}
     changes |= assignments(arguments.changes)
     unknown = sorted(set(changes) - set(ServeSettings.__struct_fields__))
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"no setting {unknown[0]!r}{where}{near or '; see baton serve --help'}")
     for name, value in changes.items():
         if not isinstance(value, (str, int, float, bool)):
-            raise ConfigError(f"{name} must be a text or a number")
+            raise ConfigError(f"{name} must be a string or a number")
     _check_tokenizer(changes)
     with operator(arguments) as client:
         wait_started(client, arguments.timeout)
@@ -76,10 +76,11 @@ def _check_tokenizer(changes: dict[str, Any]) -> None:
 
 
 def wait_started(client: AdminClient, timeout: float) -> None:
-    """Wait until the cluster has served, or the time is over: then the controller says why not.
+    """Wait until the cluster serves, for at most ``timeout`` seconds.
 
-    Its routers may know every worker a moment before it does, so ``baton wait-ready`` can be over
-    while it still starts.
+    After a timeout, the controller's answer to the order gives the reason. Routers may register
+    the last worker shortly before the controller does. So the cluster can still be starting after
+    ``baton wait-ready`` has returned.
     """
     until = time.monotonic() + timeout
     while client.overview().phase == Phase.STARTING.value and time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""The sampling flags ``generate`` and ``chat`` share."""
+"""The sampling flags of ``generate`` and ``chat``."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ from ..proto.sampling import SamplingParamsInput
 from .numbers import number, whole
 
 _FLAGS = (
-    ("--temperature", number, "T", "0 always takes the likeliest token"),
-    ("--top-p", number, "P", "keep the likeliest tokens up to this mass"),
-    ("--top-k", whole, "K", "keep so many of the likeliest tokens; -1 keeps all"),
-    ("--min-p", number, "P", "drop tokens less likely than this share of the likeliest"),
-    ("--seed", whole, "N", "the same seed gives the same answer"),
+    ("--temperature", number, "T", "randomness; 0: always take the most likely token"),
+    ("--top-p", number, "P", "keep the most likely tokens with this total probability"),
+    ("--top-k", whole, "K", "keep this many of the most likely tokens (-1: all)"),
+    ("--min-p", number, "P", "minimum probability, as a share of the most likely token's"),
+    ("--seed", whole, "N", "seed of the random numbers, for reproducible answers"),
 )
 
 
 def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """Register the flags; what is not given comes from the model's generation config."""
+    """Register the flags. Their defaults come from the model's generation config."""
     group = parser.add_argument_group("sampling", "defaults: the model's generation config")
     group.add_argument(
         "--max-new-tokens",
         type=whole,
         default=max_new_tokens,
         metavar="N",
-        help=f"most tokens to generate [{max_new_tokens}]",
+        help=f"maximum tokens to generate [{max_new_tokens}]",
     )
     for flag, kind, metavar, text in _FLAGS:
         group.add_argument(flag, type=kind, metavar=metavar, help=text)
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end here; repeatable")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="text that ends the answer; repeatable"
+    )
 
 
 def sampling_of(arguments: argparse.Namespace) -> SamplingParamsInput:
-    """What the user asked for. ConfigError for a value out of range."""
+    """Return the sampling parameters of the flags. Raises ConfigError for a value out of range."""
     try:
         return SamplingParamsInput(
             max_new_tokens=arguments.max_new_tokens,

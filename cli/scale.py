@@ -1,4 +1,4 @@
-"""``baton scale prefill=2 decode=3``: have pools of this size."""
+"""``baton scale prefill=2 decode=3``: change the sizes of the worker pools."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _MOST_DIGITS = 9
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the verb."""
-    parser = verbs.add_parser("scale", help="change how many workers the pools have")
+    """Register the command."""
+    parser = verbs.add_parser("scale", help="change the number of workers per pool")
     parser.add_argument("pools", metavar="POOL=N", nargs="+", help="such as decode=3")
     add_operator(parser)
-    parser.add_argument("--wait", action="store_true", help="return when the pools have that size")
+    parser.add_argument("--wait", action="store_true", help="return after the pools have that size")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Give the order; what cannot be is refused and changes nothing."""
+    """Order the new sizes. The controller rejects an impossible order and changes nothing."""
     request = ScalePools(targets=sizes(arguments.pools))
     with operator(arguments) as client:
         text = carry_out(client, request, wait=arguments.wait)
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def sizes(words: list[str]) -> dict[str, int]:
-    """Numbers of workers by pool. ConfigError for what is no pool or no number."""
+    """Parse numbers of workers by pool. Raises ConfigError for an unknown pool or bad number."""
     found = {}
     for pool, text in assignments(words).items():
         if pool not in POOLS:
@@ -39,6 +39,6 @@ def sizes(words: list[str]) -> dict[str, int]:
         if not text.isdecimal():
             raise ConfigError(f"{pool}={text}: {text!r} is not a number of workers")
         if len(text) > _MOST_DIGITS:
-            raise ConfigError(f"{pool}={text}: that many workers cannot be meant")
+            raise ConfigError(f"{pool}={text}: the number of workers is too large")
         found[pool] = int(text)
     return found

@@ -1,4 +1,4 @@
-"""``baton serve``: a cluster on this machine until it is interrupted."""
+"""``baton serve``: run a cluster on this machine until it is interrupted."""
 
 from __future__ import annotations
 
@@ -29,18 +29,21 @@ EPILOG = (
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the verb."""
+    """Register the command."""
     parser = verbs.add_parser("serve", help="serve a model until interrupted", epilog=EPILOG)
     add_settings(parser)
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and end")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and exit")
     parser.set_defaults(run=run)
 
 
 def add_settings(
     parser: argparse.ArgumentParser, renamed: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """One flag per setting, of its name or another, below headings; and the positional MODEL."""
+    """Add the positional MODEL and, in groups, one flag per setting.
+
+    ``renamed``: settings whose flag has another name than the setting.
+    """
     parser.usage = "%(prog)s [OPTIONS] [MODEL]"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=HELP["model"])
     types = typing.get_type_hints(ServeSettings)
@@ -64,7 +67,7 @@ def add_settings(
 
 
 def _type(field: str, kind: type) -> Callable[[str], object]:
-    """What checks the text of a flag; a wrong one is one line that says what was expected."""
+    """Return the function that converts a flag's text, and raises ArgumentTypeError."""
     if field in CHOICES:
         return one_of(CHOICES[field])
     return {int: count, float: seconds}.get(kind, str)
@@ -81,7 +84,7 @@ def _metavar(field: str, kind: type) -> str:
 
 
 def settings_of(arguments: argparse.Namespace) -> ServeSettings:
-    """The checked settings of all layers."""
+    """Merge and check the settings of flags, environment and file. Raises ConfigError."""
     names = (*ServeSettings.__struct_fields__, *RENAMED)
     flags = {name: getattr(arguments, name) for name in names}
     renamed = arguments.renamed
@@ -96,7 +99,7 @@ def settings_of(arguments: argparse.Namespace) -> ServeSettings:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve, or print the plan."""
+    """Serve, or print the plan for ``--dry-run``."""
     settings = settings_of(arguments)
     check_start(settings)
     if arguments.dry_run:
@@ -107,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_cluster(cluster: LocalCluster) -> int:
-    """Run it to its end; a failure becomes the error the command ends with."""
+    """Run a cluster until it ends, and return its exit code. Raises RequestFailed if it failed."""
     try:
         code = cluster.run()
     finally:

@@ -1,8 +1,8 @@
-"""From flags, environment and a TOML file to one settings struct.
+"""Merge flags, environment variables and a TOML file into one settings struct.
 
-Precedence, highest first: flag, ``BATON_*`` environment variable, file, default. Each layer
-is a mapping from field name to value; a layer that says nothing of a field lets the next one
-speak. Pure but for reading the file.
+Precedence, highest first: flag, ``BATON_*`` environment variable, file, default. Each layer is a
+mapping from field name to value. If a layer lacks a field, the next lower layer sets the field.
+Reading the file is the only I/O in this module.
 """
 
 from __future__ import annotations
@@ -21,55 +21,60 @@ from .parser import did_you_mean
 ENV_PREFIX = "BATON_"
 _OTHER_VARIABLES = frozenset({"BATON_RAY_SESSION", SWITCH_VARIABLE, KEY_VARIABLE})
 _SERVICE = re.compile(r"_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)$")
-"""What Kubernetes gives every pod for a service whose name begins with ``baton``."""
+"""Suffixes of the variables that Kubernetes sets in every pod for a service named ``baton...``."""
 
 HELP = {
     "model": "folder of the checkpoint (default: the embedded demo model)",
-    "task": "what the model does (default: what it is made for); embed needs no decode workers",
+    "task": "generate text or embed (default: from the model); embed needs no decode workers",
     "prefill": "number of prefill workers",
     "decode": "number of decode workers",
-    "routers": "number of routers; clients take the list of their addresses",
+    "routers": "number of routers; give clients all their addresses, separated by commas",
     "prefill_min": "minimum number of prefill workers (0: no minimum)",
-    "prefill_max": "maximum number of prefill workers (0: none); memory is divided among so many",
+    "prefill_max": "maximum number of prefill workers (0: no maximum); KV memory is divided among "
+    "this many",
     "decode_min": "minimum number of decode workers (0: no minimum)",
-    "decode_max": "maximum number of decode workers (0: none); memory is divided among so many",
-    "autoscale": "on: pools grow and shrink with their load, between their minimum and maximum",
-    "slo_ttft": "target time to first token in seconds, for autoscale and prefill_order",
-    "slo_itl": "target inter-token latency in seconds, for autoscale",
-    "scale_calm": "stabilization window: seconds for which fewer workers must suffice before a "
-    "pool shrinks",
-    "address": "where clients connect: ipc://PATH or tcp://HOST:PORT (default: this user's path)",
-    "transport": "sockets between router and workers; tcp is on 127.0.0.1",
-    "handoff": "how KV blocks travel; auto: through memory that workers on one host share",
+    "decode_max": "maximum number of decode workers (0: no maximum); KV memory is divided among "
+    "this many",
+    "autoscale": "on: scale each pool with its load, between its minimum and maximum",
+    "slo_ttft": "target time to first token (TTFT) in seconds, for autoscale and prefill_order",
+    "slo_itl": "target inter-token latency (ITL) in seconds, for autoscale",
+    "scale_calm": "scale-down stabilization window in seconds: a pool shrinks after fewer workers "
+    "were enough for this long",
+    "address": "client address: ipc://PATH or tcp://HOST:PORT (default: a socket file of this "
+    "user)",
+    "transport": "sockets between router and workers; tcp uses 127.0.0.1",
+    "handoff": "transport of KV blocks; auto: shared memory between workers on one host",
     "policy": "how the router chooses workers",
-    "prefill_order": "which waiting prompt begins first; in_time: those that can still meet "
-    "slo_ttft before those that are late; auto: in_time with autoscale, else arrival",
+    "prefill_order": "order of waiting prompts; in_time: prompts that can still meet slo_ttft run "
+    "before late prompts; auto: in_time with autoscale, else arrival",
     "block_size": "tokens per KV block",
     "kv_blocks": "KV blocks per worker (0: from kv_memory)",
     "kv_memory": "memory for KV blocks per worker, such as 512MiB (default: from free memory)",
     "chunk_budget": "maximum prompt tokens per step of a prefill worker (0: no maximum)",
-    "step_time": "target duration in seconds of a step with prompt tokens, which are cut into "
-    "chunks of 32 tokens or more (0: only the chunk budgets count)",
+    "step_time": "target duration in seconds of a step with prompt tokens; prompts are split into "
+    "chunks of at least 32 tokens (0: use only the chunk budgets)",
     "max_batch": "maximum requests per step of a decode worker",
     "prefill_kv_blocks": "KV blocks per prefill worker (0: kv_blocks)",
     "prefill_kv_memory": "memory for KV blocks per prefill worker (default: kv_memory)",
-    "prefill_max_batch": "maximum requests in work at a prefill worker",
+    "prefill_max_batch": "maximum running requests of a prefill worker",
     "decode_kv_blocks": "KV blocks per decode worker (0: kv_blocks)",
     "decode_kv_memory": "memory for KV blocks per decode worker (default: kv_memory)",
     "decode_chunk_budget": "maximum tokens a decode worker recomputes per step after a preemption "
     "(0: no maximum)",
-    "max_length": "maximum context length in tokens (0: the model's own)",
-    "device": "where models run; cuda: an NVIDIA GPU that all workers share",
-    "backend": "kernels of device cpu; cpu: compiled C, auto: cpu if it was built, else numpy",
-    "grace": "seconds that running requests may take to finish after an interrupt",
+    "max_length": "maximum context length in tokens (0: the model's maximum)",
+    "device": "where models run; cuda: one NVIDIA GPU, shared by all workers",
+    "backend": "kernels of device cpu; cpu: compiled C; auto: cpu if built, else numpy",
+    "grace": "seconds for running requests to finish after an interrupt",
     "worker_timeout": "seconds without heartbeat or progress before a worker is declared dead",
-    "handoff_timeout": "seconds without an answer after which a prefill and a decode worker that "
-    "live count as unreachable for each other",
-    "stats_interval": "seconds between lines of metrics (0: none)",
+    "handoff_timeout": "seconds without an answer before a live prefill worker and a live decode "
+    "worker count as unreachable for each other",
+    "stats_interval": "seconds between log lines with metrics (0: no such lines)",
     "log_level": "lowest severity of log lines shown",
     "run_dir": "parent of the private folder of sockets (default: the system's temporary folder)",
-    "admin": "where scale, rollout and down connect (default: a socket file of this user)",
-    "keys": "key folder made by baton keygen, for sockets that other hosts reach (default: none)",
+    "admin": "controller address for scale, drain, rollout and down (default: a socket file of "
+    "this user)",
+    "keys": "key folder made by baton keygen; required for sockets that other hosts can reach "
+    "(default: no keys)",
 }
 """One line for each field of :class:`ServeSettings`, shown by ``baton serve --help``."""
 
@@ -93,21 +98,21 @@ GROUPS = {
         "worker_timeout", "handoff_timeout", "grace", "stats_interval", "log_level",
     ),
 }  # fmt: skip
-"""Headings of ``baton serve --help`` and the fields below them; ``model`` is no option."""
+"""Headings of ``baton serve --help`` and their fields. ``model`` is a positional argument."""
 
 
 def flag(field: str) -> str:
-    """The option that sets a field."""
+    """Name of the option that sets a field."""
     return f"--{field.replace('_', '-')}"
 
 
 def variable(field: str) -> str:
-    """The environment variable that sets a field."""
+    """Name of the environment variable that sets a field."""
     return ENV_PREFIX + field.upper()
 
 
 class Layer(NamedTuple):
-    """Settings from one source, and how that source spells the name of one."""
+    """Settings from one source. ``spell`` turns a field into its name in that source."""
 
     values: Mapping[str, Any]
     spell: Callable[[str], str]
@@ -122,8 +127,8 @@ def resolve(
 ) -> ServeSettings:
     """Merge the layers and check the result.
 
-    ``spell``: the flag of a field. ConfigError spells the wrong setting as whoever set it did.
-    ``warn`` gets a sentence for each setting that was set under its earlier name.
+    ``spell``: the flag of a field. ``warn`` receives a sentence for each deprecated name.
+    Raises ConfigError for a wrong setting, with the setting's name in the source that set it.
     """
     layers = [
         Layer(read_file(file) if file else {}, lambda name: f"{file}: {name}"),
@@ -143,30 +148,30 @@ def resolve(
 
 
 def _with_present_names(layer: Layer, warn: Callable[[str], None]) -> Layer:
-    """The layer without earlier names, so that a higher layer overrides either name."""
+    """Replace deprecated names in a layer, so that a higher layer overrides either name."""
     values = dict(layer.values)
     for old in RENAMED.keys() & values.keys():
         new = RENAMED[old]
-        warn(f"{layer.spell(old)} is the earlier name of {layer.spell(new)}; use the new name")
+        warn(f"{layer.spell(old)} is deprecated; use {layer.spell(new)}")
         values.setdefault(new, values.pop(old))
     return Layer(values, layer.spell)
 
 
 def _blamed(message: str, layers: Iterable[Layer]) -> str:
-    """A message of :func:`check` with its first word, a setting, as the winning layer spells it."""
+    """Spell the first word of a message of :func:`check`, a setting, as the winning layer does."""
     name, _, rule = message.partition(" ")
     spells = [layer.spell for layer in layers if name in layer.values]
     return f"{spells[-1](name)} {rule}" if spells else message
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The fields set by ``BATON_<FIELD>``."""
+    """Return the fields that ``BATON_<FIELD>`` variables set."""
     names = {variable(field): field for field in (*ServeSettings.__struct_fields__, *RENAMED)}
     return {names[key]: value for key, value in environment.items() if key in names}
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """A warning for each ``BATON_`` variable that sets nothing, with the closest that does."""
+    """Warnings about ``BATON_`` variables that set nothing, each with the closest known name."""
     fields = (*ServeSettings.__struct_fields__, *RENAMED)
     known = {variable(field) for field in fields} | _OTHER_VARIABLES
     return [
@@ -177,7 +182,7 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """Keys of a TOML file; dashes count as underscores."""
+    """Read a TOML file. Dashes in keys become underscores. Raises ConfigError."""
     try:
         with Path(path).open("rb") as file:
             content = tomllib.load(file)

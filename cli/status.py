@@ -1,4 +1,4 @@
-"""``baton status``: workers, handoffs, waiting times and drops of a running cluster."""
+"""``baton status``: workers, handoffs, latencies and dropped messages of a running cluster."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from .numbers import count
 from .operator import add_operator, overview
 
 READY = "ready"
-"""As routers and the controller call a worker that gets requests."""
+"""State of a worker that receives requests, in reports of routers and controller."""
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the verb."""
+    """Register the command."""
     parser = verbs.add_parser("status", help="show workers and handoffs of a running cluster")
     add_operator(parser)
     parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
     parser.add_argument(
-        "--handoffs", type=count, default=16, metavar="N", help="recent handoffs listed [16]"
+        "--handoffs", type=count, default=16, metavar="N", help="recent handoffs to list [16]"
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report of the router, or of each router of a list; one has to answer."""
+    """Print the report of each router. Raises BatonError if no router answers."""
     addresses = addresses_of(arguments)
-    controller = overview(arguments)  # first: what the routers say later is newer
+    controller = overview(arguments)  # before the routers, whose reports are then newer
     answers = {address: _ask(address, arguments) for address in addresses}
     if not any(isinstance(answer, dict) for answer in answers.values()):
         if controller is not None:
@@ -63,10 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe_controller(found: Overview, reports: Sequence[ClusterReport] = ()) -> list[str]:
-    """What is wanted beside what is there, and where a rollout stands.
+    """Lines with the target and actual size of each pool, and the progress of a rollout.
 
-    The controller hears of a suspect worker last, and some of its stages are no state of a router.
-    So a worker counts as ready only if the routers of ``reports``, whose tables follow, say so too.
+    The controller learns of a suspect worker last, and some of its stages are not router states.
+    So a worker counts as ready only if the routers of ``reports`` also report the worker as ready.
     """
     states = {
         worker.id: worker.state
@@ -85,13 +85,13 @@ def describe_controller(found: Overview, reports: Sequence[ClusterReport] = ()) 
         wanted = wanted or (sum(stages.values()) if role == "router" else 0)
         extra = f"  ({', '.join(others)})" if others else ""
         lines.append(f"{role:<12} {stages[READY]} of {wanted} ready{extra}")
-    if found.phase != Phase.SERVING.value:  # a serving cluster has them among its problems
+    if found.phase != Phase.SERVING.value:  # a serving cluster lists these among its problems
         lines += [f"{m.name}: waits for a host: {m.note}" for m in found.members if m.note]
     return [*lines, f"rollout      {found.rollout}"] if found.rollout else lines
 
 
 def _ask(address: str, arguments: argparse.Namespace) -> dict[str, Any] | BatonError:
-    """One router's report, or why there is none."""
+    """Return one router's report, or the error that prevented it."""
     try:
         keys = keys_of(arguments)
         with Client(address, keys=keys, connect_timeout=arguments.timeout) as client:
@@ -101,7 +101,7 @@ def _ask(address: str, arguments: argparse.Namespace) -> dict[str, Any] | BatonE
 
 
 def _as_json(answers: dict[str, dict[str, Any] | BatonError]) -> dict[str, Any]:
-    """The report itself, or the reports of several routers by their addresses."""
+    """The report of one router, or the reports of several routers by address."""
     shown = {
         address: answer if isinstance(answer, dict) else {"error": str(answer)}
         for address, answer in answers.items()
@@ -121,7 +121,7 @@ def _heading(address: str, answer: dict[str, Any] | BatonError) -> str:
 
 
 def describe(report: ClusterReport) -> list[str]:
-    """The report as a table for people."""
+    """Lines of the report as a table."""
     head = f"{'worker':<12} {'state':<9} {'pid':>7} {'running':>7} {'waiting':>7} {'KV blocks':>12}"
     totals = report.handoffs
     return [
@@ -140,7 +140,7 @@ def describe(report: ClusterReport) -> list[str]:
 
 
 def _failed_pairs(report: ClusterReport) -> list[str]:
-    """Workers that live and cannot reach each other."""
+    """Lines about live workers that cannot reach each other."""
     lines = [
         f"  {pair.prefill} -> {pair.decode}: unreachable, {pair.failing_s:.0f} s, "
         f"{pair.failures} requests moved, next try in {pair.next_try_s:.0f} s ({pair.reason})"
@@ -150,7 +150,7 @@ def _failed_pairs(report: ClusterReport) -> list[str]:
 
 
 def _latency(report: ClusterReport) -> list[str]:
-    """Waiting times of the last minutes, of all and of each worker."""
+    """Lines with the latencies of the last minutes: of the cluster, then of each worker."""
     latency = report.router.latency
     kinds = [
         ("first token", [("all", latency.first_token_s)]),
@@ -179,7 +179,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def _dropped(report: ClusterReport) -> list[str]:
-    """Messages that were not used, by process and reason."""
+    """Lines with dropped messages by process and reason."""
     counts = [("router", report.router.dropped)]
     counts += [(worker.id, worker.dropped) for worker in report.workers]
     lines = [
@@ -201,7 +201,7 @@ def _worker_line(worker: WorkerReport) -> str:
 
 
 def describe_handoff(record: HandoffRecord) -> str:
-    """One handoff in a line."""
+    """One line about one handoff."""
     return (
         f"{record.prefill} to {record.decode}: {mebibytes(record.bytes_sent)} in "
         f"{record.blocks} blocks over {record.transport}, {record.cached_tokens} tokens cached, "

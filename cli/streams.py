@@ -1,4 +1,4 @@
-"""The three standard streams as every verb expects them: open, and never the reason of a fault."""
+"""Prepare the three standard streams: open them, and tolerate text they cannot encode."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import sys
 
 
 def prepare_streams() -> None:
-    """Open closed descriptors 0 to 2 on the null device, and forgive odd bytes and characters.
+    """Open closed descriptors 0 to 2 on the null device, and tolerate encoding errors.
 
-    The first socket or loop would otherwise get a low number and be taken for a standard stream.
-    What a terminal cannot show is shown as ``?``; bytes that are not UTF-8 become lone
-    surrogates, which the tokenizer refuses in words.
+    If a descriptor stayed closed, the first socket could get its number, and output would go
+    there. A character that the terminal cannot show becomes ``?``. Input bytes that are not UTF-8
+    become lone surrogates, which the tokenizer rejects with an error message.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
-    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115, PTH123 -- for as long as we live
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is `descriptor`
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115, PTH123 -- open until exit
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115, PTH123
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115, PTH123
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
@@ -28,7 +28,7 @@ def prepare_streams() -> None:
 
 
 def silence_output() -> None:
-    """Send what is left to print nowhere, so that the interpreter's end does not complain."""
+    """Discard buffered output, so that the interpreter's flush at exit cannot fail."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)

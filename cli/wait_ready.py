@@ -1,4 +1,4 @@
-"""``baton wait-ready``: block until every worker of a cluster can serve."""
+"""``baton wait-ready``: wait until every worker of a cluster is ready."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .numbers import count
 from .operator import add_operator, admin_of, has_controller, operator
 
 EPILOG = """\
-Without --prefill and --decode it waits for as many workers as the cluster should have, which its
-controller knows. Where no controller can be asked, as from another host, one of each is enough.
+Without --prefill and --decode, wait for the target sizes of the pools, which the controller
+reports. If no controller answers, as from another host, one worker of each role is enough.
 """
 _PAUSE = 0.1
 _ANSWER_S = 2.0
-"""How long the controller may take to answer; then it is asked again."""
+"""Seconds to wait for the controller's answer before asking again."""
 
 Expected = Callable[[], Mapping[str, int] | None]
-"""Gives the number of workers there should be, by role; None while that is not known."""
+"""Returns the target number of workers by role, or None while it is unknown."""
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the verb."""
+    """Register the command."""
     parser = verbs.add_parser("wait-ready", help="wait until a cluster can serve", epilog=EPILOG)
     add_operator(parser, timeout=60.0)
     for role in ("prefill", "decode"):
@@ -35,13 +35,13 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
             f"--{role}",
             type=count,
             metavar="N",
-            help=f"enough {role} workers [all that the cluster should have]",
+            help=f"{role} workers to wait for [the target size of the pool]",
         )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Say what is ready at every router of the list; ConnectionLost when the time runs out."""
+    """Wait at each router of the list, then print the ready workers. Raises ConnectionLost."""
     until, ready = time.monotonic() + arguments.timeout, dict[str, int]()
     asked = {"prefill": arguments.prefill, "decode": arguments.decode}
     for address in addresses_of(arguments):
@@ -51,15 +51,15 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"ready: {ready['prefill']} prefill, {ready['decode']} decode")
     if None in asked.values() and targets(arguments) is None:
         print(
-            f"baton: no controller at {admin_of(arguments)} says how many workers there should be; "
-            "--prefill and --decode wait for more than one",
+            f"baton: no controller answers at {admin_of(arguments)}, so the target sizes are "
+            "unknown; to wait for more than one worker, give --prefill and --decode",
             file=sys.stderr,
         )
     return 0
 
 
 def targets(arguments: argparse.Namespace) -> Mapping[str, int] | None:
-    """How many workers the controller wants by role; None if none can be asked."""
+    """Return the controller's target sizes by role, or None if no controller answers."""
     if not has_controller(arguments):
         return None
     try:
@@ -76,11 +76,11 @@ def wait_ready(
     timeout: float,
     expected: Expected = lambda: None,
 ) -> dict[str, int]:
-    """Wait until so many workers are ready; returns how many are, by role.
+    """Wait until enough workers are ready. Return the number of ready workers by role.
 
-    None: as many as ``expected`` says, else one; an embedding model has no decode workers. Raises
-    ConnectionLost when the time runs out, TaskMismatch when decode workers are asked for that
-    an embedding model never has.
+    ``prefill`` and ``decode``: workers to wait for; None: the result of ``expected``, else one.
+    An embedding model has no decode workers. Raises ConnectionLost after ``timeout`` seconds, and
+    TaskMismatch if ``decode`` is not 0 for an embedding model.
     """
     until = time.monotonic() + timeout
     ready, needed = {"prefill": 0, "decode": 0}, {"prefill": prefill or 1, "decode": decode or 1}
@@ -90,7 +90,7 @@ def wait_ready(
             report = parsed(client.status(handoffs=0, timeout=left))
         except ConnectionLost:
             if answered and time.monotonic() >= until:
-                break  # the last question had next to no time; what is missing is known
+                break  # the last query had almost no time, and `ready` is known already
             raise
         answered = True
         ready, needed = count_ready(report), _needed(report, prefill, decode, expected)
@@ -107,11 +107,11 @@ def wait_ready(
 def _needed(
     report: ClusterReport, prefill: int | None, decode: int | None, expected: Expected
 ) -> dict[str, int]:
-    """Workers to wait for, by role."""
+    """Number of workers to wait for, by role. Raises TaskMismatch."""
     embeds = report.router.task == "embed"
     if embeds and decode:
         raise TaskMismatch(
-            f"--decode {decode}: an embedding model is served by prefill workers alone"
+            f"--decode {decode}: an embedding model has no decode workers; leave out --decode"
         )
     wanted = expected() if prefill is None or decode is None else None
     if wanted is None:
@@ -123,7 +123,7 @@ def _needed(
 
 
 def count_ready(report: ClusterReport) -> dict[str, int]:
-    """Workers in state ready, by role."""
+    """Count the ready workers by role."""
     return {
         role: sum(worker.state == "ready" for worker in report.of_role(role))
         for role in ("prefill", "decode")

@@ -109,7 +109,7 @@ def test_a_running_cluster(monkeypatch, tmp_path):
     assert f"none at {address}" in only(doctor.check_cluster)[1]
     (tmp_path / "s.sock").touch()
     monkeypatch.setattr(doctor, "socket_in_use", lambda _path: True)
-    assert f"one is running at {address}" in only(doctor.check_cluster)[1]
+    assert f"running at {address}" in only(doctor.check_cluster)[1]
 
 
 def test_optional_packages_are_no_fault(monkeypatch):

@@ -45,9 +45,9 @@ def test_add_rotate_retire_revoke(folder, capsys):
     assert main(["keygen", str(folder), "--add", "decode", "--name", "decode-1"]) == 0
     assert "decode-1.key (decode, names decode-1)" in capsys.readouterr().out
     assert main(["keygen", str(folder), "--rotate", "decode-1"]) == 0
-    assert "then --retire" in capsys.readouterr().out
+    assert "then run --retire" in capsys.readouterr().out
     assert main(["keygen", str(folder), "--retire", "decode-1"]) == 0
-    assert capsys.readouterr().out.startswith("struck ")
+    assert capsys.readouterr().out.startswith("revoked ")
     assert main(["keygen", str(folder), "--revoke", "decode-1"]) == 0
     assert main(["keygen", str(folder), "--revoke", "decode-1"]) == 2
     assert "has no key 'decode-1'" in capsys.readouterr().err
@@ -55,8 +55,8 @@ def test_add_rotate_retire_revoke(folder, capsys):
 
 def test_options_that_mean_nothing_together(folder, capsys):
     assert main(["keygen", str(folder), "--name", "x"]) == 2
-    assert "--name goes with --add ROLE" in capsys.readouterr().err
+    assert "--name needs --add ROLE" in capsys.readouterr().err
     assert main(["keygen", str(folder), "--host", "x"]) == 2
-    assert "--host goes with --add ROLE or --for ROLES" in capsys.readouterr().err
+    assert "--host needs --add ROLE or --for ROLES" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["keygen", str(folder), "--add", "boss", "--name", "x"])

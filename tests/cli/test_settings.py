@@ -32,9 +32,7 @@ def test_an_earlier_name_sets_the_same_and_yields_to_a_higher_layer(tmp_path):
     assert resolve({}, old, str(path), warn=warnings.append).worker_timeout == 3.0
     assert resolve({"worker_timeout": 4.0}, old, str(path)).worker_timeout == 4.0
     assert resolve({"silence": 2.0}, {"BATON_WORKER_TIMEOUT": "4"}, None).worker_timeout == 2.0
-    assert warnings == [
-        "BATON_SILENCE is the earlier name of BATON_WORKER_TIMEOUT; use the new name"
-    ]
+    assert warnings == ["BATON_SILENCE is deprecated; use BATON_WORKER_TIMEOUT"]
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_an_embedding_model_needs_none():
 
 
 def test_decode_workers_of_an_embedding_model_are_not_waited_for():
-    with pytest.raises(TaskMismatch, match="prefill workers alone"):
+    with pytest.raises(TaskMismatch, match="has no decode workers"):
         waited(Router("embed", (0, 0), (1, 0)), decode=1)
 
 

@@ -155,7 +155,7 @@ def test_down_finds_what_a_killed_controller_left(background):
         (["scale", "prefill=0"], 1, "prefill must be at least 1, not 0"),
         (["scale", "decode=5"], 1, "decode must be at most 4 (decode_max), not 5"),
         (["scale", "prefill=1025"], 1, "prefill must be at most 1024, not 1025"),
-        (["scale", "prefill=99999999999"], 2, "that many workers cannot be meant"),
+        (["scale", "prefill=99999999999"], 2, "the number of workers is too large"),
         (["scale", "prefill=1000"], 1, "of memory, this machine has"),
         (["scale", "draft=1"], 2, "no pool 'draft'; the pools are prefill and decode"),
         (["scale", "decode=two"], 2, "'two' is not a number of workers"),
@@ -213,7 +213,7 @@ def test_down_fails_while_somebody_serves_there_without_a_controller_of_ours(lau
         tcp = f"tcp://127.0.0.1:{stranger.getsockname()[1]}"
         refused = baton(tmp_path, "down", f"--address={tcp}")
     assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
-    assert f"something listens at {tcp}, but no controller" in refused.stderr
+    assert f"a process listens at {tcp}, but no controller" in refused.stderr
     wrong = launched.verb("down", f"--admin=ipc://{tmp_path}/other.admin")
     assert wrong.returncode == 1
     assert len(ask(launched)) > 0
