@@ -317,7 +317,7 @@ class Cluster:
         self.router.start()
         self.prefill.start()
         self.decode.start()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while len(list(self.router.shell.core.life.registry.live())) < 2:
             assert time.monotonic() < deadline, "the workers did not join"
             time.sleep(0.001)

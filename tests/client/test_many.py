@@ -102,7 +102,7 @@ def test_texts_contexts_and_chats_come_in_lists_too(cluster, client, tokenizer):
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "did not come true"
         time.sleep(0.002)

@@ -136,7 +136,7 @@ def test_a_live_cluster_gives_one_typed_error_at_once_and_goes_on(cluster):
         for call, message in calls(client):
             with pytest.raises(InputError, match=message):
                 list(call())
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 60
         assert not cluster.prefill.assigned
         assert list(client.generate([1], SamplingParams(max_new_tokens=2)))
 
@@ -147,7 +147,7 @@ def test_the_asyncio_client_gives_the_same_errors(cluster):
         generation = call()
         if isinstance(generation, list):
             generation = generation[-1]  # the wrong prompt is the last one
-        return await asyncio.wait_for(anext(generation), 20)
+        return await asyncio.wait_for(anext(generation), 60)
 
     async def main():
         async with AsyncClient(cluster.address) as client:

@@ -57,7 +57,7 @@ def start(client, spec):
 def end_of(news):
     """The end of a request, which must come soon."""
     while True:
-        heard = news.get(timeout=20)
+        heard = news.get(timeout=60)
         if isinstance(heard, Ended):
             return heard
 

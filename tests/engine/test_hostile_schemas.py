@@ -373,7 +373,7 @@ def test_a_helper_ends_with_its_worker():
     worker.kill()
     worker.wait()
     worker.stdout.close()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while alive(pid):
         assert time.monotonic() < until, "the helper stays"
         time.sleep(0.05)

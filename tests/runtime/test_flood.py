@@ -83,6 +83,8 @@ def run():
         child.stdout.close()
 
 
+@pytest.mark.full  # it keeps both processors of a small machine busy for 10 s
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("said", [b"", GREETING], ids=["silent", "greeting"])
 def test_clients_behind_the_address_of_a_flood_get_in(run, tmp_path, said):
     """Connections that are closed are opened again at once; none has a key."""
