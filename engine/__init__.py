@@ -1,1 +1,1 @@
-"""What a worker computes with: kernels, paged cache, models, scheduler, sampler."""
+"""The engine of a worker: kernels, paged cache, models, scheduler, sampler."""

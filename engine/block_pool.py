@@ -1,13 +1,13 @@
-"""Which KV blocks are free, cached or owned, and which block holds which prefix.
+"""The KV blocks of a pool: free, cached or owned, and the prefix stored in each block.
 
 Every block is in exactly one state:
 
-* *free*: nobody holds it and its content means nothing;
-* *cached*: nobody holds it, but it is in the prefix index and may be found again;
-* *owned*: its reference count is above 0 (it may be in the prefix index as well).
+* *free*: no request holds the block, and its content is meaningless;
+* *cached*: no request holds the block, but the prefix index can still find it;
+* *owned*: its reference count is above 0 (the prefix index may contain it as well).
 
 :meth:`BlockPool.allocate` takes free blocks first and then evicts cached ones, least
-recently released first. All operations are O(1) per block. The pool knows nothing of
+recently released first. All operations are O(1) per block. The pool does not depend on
 requests or tokens; :mod:`.cache` does.
 """
 
@@ -27,35 +27,35 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}
-        # Descending, so that pop() hands out low ids first; the order carries no meaning.
+        # Descending, so that pop() returns low ids first; nothing depends on this order.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # eviction order, oldest first
 
     @property
     def available(self) -> int:
-        """Blocks that :meth:`allocate` can hand out: free and cached."""
+        """Number of blocks that :meth:`allocate` can return: free and cached."""
         return len(self._free) + len(self._cached)
 
     @property
     def cached(self) -> int:
-        """Blocks nobody owns whose content may be found by hash."""
+        """Number of blocks without an owner that can be found by hash."""
         return len(self._cached)
 
     @property
     def used(self) -> int:
-        """Blocks owned by requests; the prefix cache does not count."""
+        """Number of blocks owned by requests; the prefix cache does not count."""
         return self.num_blocks - self.available
 
     def is_owned(self, block: int) -> bool:
-        """Whether somebody holds ``block``."""
+        """True if ``block`` has a reference."""
         return self._refs[block] > 0
 
     def lookup(self, block_hash: bytes) -> int | None:
-        """Block whose content has ``block_hash``, owned or cached."""
+        """Return the block whose content has ``block_hash``, owned or cached, or None."""
         return self._index.get(block_hash)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take ``count`` blocks with a reference count of 1 each, or None and change nothing."""
+        """Allocate ``count`` blocks with one reference each, or return None if they are short."""
         if count > self.available:
             return None
         blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
@@ -64,7 +64,7 @@ class BlockPool:
         return blocks
 
     def pin(self, block: int) -> None:
-        """Hold a block found by :meth:`lookup` once more."""
+        """Add a reference to a block found by :meth:`lookup`."""
         if self._refs[block] == 0:
             if block not in self._cached:
                 raise InternalError(f"block {block} is free and cannot be pinned")
@@ -72,7 +72,7 @@ class BlockPool:
         self._refs[block] += 1
 
     def unpin(self, block: int) -> None:
-        """Let go of one reference; the last one makes the block cached or free."""
+        """Drop one reference. The last one makes the block cached or free."""
         refs = self._refs[block] - 1
         if refs < 0:
             raise InternalError(f"block {block} was released more often than taken")
@@ -85,10 +85,10 @@ class BlockPool:
             self._cached[block] = None
 
     def index(self, block: int, block_hash: bytes) -> bool:
-        """Enter an owned block into the prefix index; False when the hash has a block already.
+        """Add an owned block to the prefix index. Return False if another block has the hash.
 
-        The duplicate stays un-indexed instead of being swapped for the existing block: block
-        tables only ever grow, so a step that runs may keep reading the table it was given.
+        The duplicate stays out of the index instead of being replaced by the existing block. So
+        block tables are append-only, and a running step may keep reading its table.
         """
         if self._refs[block] == 0:
             raise InternalError(f"block {block} has no owner and cannot be indexed")
@@ -109,22 +109,22 @@ class BlockPool:
         return block
 
     def check_integrity(self, holders: Mapping[int, int]) -> None:
-        """Raise InternalError unless every block's references equal ``holders`` and states fit.
+        """Raise InternalError unless references equal ``holders`` and every state is consistent.
 
-        ``holders``: how often each block is held by live allocations; absent means 0.
+        ``holders``: number of live allocations that hold each block; missing means 0.
         """
         free, cached = set(self._free), set(self._cached)
         if len(free) != len(self._free) or free & cached:
             raise InternalError("a block is listed as available twice")
         for block, refs in enumerate(self._refs):
             if refs != holders.get(block, 0):
-                raise InternalError(f"block {block}: {refs} references, not held so often")
+                raise InternalError(f"block {block}: {refs} references do not match its holders")
             states = (block in free) + (block in cached) + (refs > 0)
             if states != 1:
                 raise InternalError(f"block {block} is in {states} states")
             self._check_hash(block, is_free=block in free, is_cached=block in cached)
         if len(self._index) != sum(h is not None for h in self._hashes):
-            raise InternalError("the prefix index names a block that does not know its hash")
+            raise InternalError("the prefix index contains a block without a hash")
 
     def _check_hash(self, block: int, *, is_free: bool, is_cached: bool) -> None:
         block_hash = self._hashes[block]
@@ -134,4 +134,4 @@ class BlockPool:
         elif is_free:
             raise InternalError(f"free block {block} has a hash")
         elif self._index.get(block_hash) != block:
-            raise InternalError(f"block {block} is not where the prefix index says")
+            raise InternalError(f"the prefix index does not contain block {block} under its hash")

@@ -1,11 +1,11 @@
-"""The paged KV cache: block tables for requests, shared prefixes, all-or-nothing room.
+"""The paged KV cache: block tables for requests, shared prefixes, all-or-nothing reservations.
 
 Invariant: free + cached + owned = total, and a block's reference count is the number of
-live :class:`Allocation` objects that hold it. A block held by two allocations is in the
-prefix index and full, so nobody writes to it any more: each block has one writer at most.
+live :class:`Allocation` objects that hold it. A block held by two allocations is full and in the
+prefix index, so it is never written again: each block has at most one writer.
 
-The cache moves no KV data and knows no requests: whoever holds an Allocation (a grant, then
-the sequence it becomes) owns its blocks.
+The cache moves no KV data and does not depend on requests. The owner of an Allocation (a grant,
+later the sequence) owns its blocks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _EMPTY = np.empty(0, np.int32)
 
 
 class Allocation:
-    """Blocks of one request, in logical order; used up by :meth:`PagedCache.free`.
+    """Blocks of one request, in logical order; ended by :meth:`PagedCache.free`.
 
-    ``block_table``: int32 ``[n]``; never written to, growth replaces it by a longer copy, so
-    anyone may keep one as a snapshot. ``capacity``: tokens it has room for.
+    ``block_table``: int32 ``[n]``. The array is never modified; growth replaces it by a longer
+    copy, so it can be kept as a snapshot. ``capacity``: tokens that fit into the blocks.
     ``cached_blocks``: leading blocks found in the prefix cache. ``published``: leading blocks
-    already offered to the prefix index. ``live``: False once freed.
+    already added to the prefix index. ``live``: False after the allocation was freed.
     """
 
     __slots__ = ("block_table", "cached_blocks", "capacity", "live", "published")
@@ -48,7 +48,7 @@ class Allocation:
 
 
 class PagedCache:
-    """Hands out blocks of ``block_size`` tokens from a pool of ``num_blocks``."""
+    """Allocates blocks of ``block_size`` tokens from a pool of ``num_blocks`` blocks."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -56,15 +56,15 @@ class PagedCache:
         self.pool = BlockPool(num_blocks)
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold ``tokens`` tokens."""
+        """Return the number of blocks for ``tokens`` tokens."""
         return -(-tokens // self.block_size)
 
     def fits(self, tokens: int) -> bool:
-        """Whether ``tokens`` tokens have room when nobody else is there."""
+        """True if ``tokens`` tokens fit into the empty pool."""
         return self.blocks_for(tokens) <= self.num_blocks
 
     def match(self, hashes: Sequence[bytes], max_blocks: int) -> list[int]:
-        """Blocks of the longest cached prefix of ``hashes``, at most ``max_blocks``; unpinned."""
+        """Return the blocks of the longest cached prefix, at most ``max_blocks``, unpinned."""
         matched: list[int] = []
         for block_hash in hashes[:max_blocks]:
             block = self.pool.lookup(block_hash)
@@ -76,15 +76,15 @@ class PagedCache:
     def reserve(
         self, hashes: Sequence[bytes], num_tokens: int, growth: int = 0
     ) -> Allocation | None:
-        """Room for ``num_tokens + growth`` tokens, or None when it is not there; all or nothing.
+        """Reserve blocks for ``num_tokens + growth`` tokens; None and no change if they are short.
 
-        ``hashes``: chained hashes of the full blocks of the tokens; the cached prefix is pinned
-        and need not be computed. At least one token is left to compute, since its logits are
-        what the caller is after.
+        ``hashes``: chained hashes of the tokens' full blocks. The cached prefix is pinned
+        and need not be computed. At least one token is left to compute, because the caller needs
+        its logits.
         """
         matched = self.match(hashes, (num_tokens - 1) // self.block_size)
         count = self.blocks_for(num_tokens + growth)
-        # Matched blocks that nobody holds are about to leave the available ones.
+        # Matched blocks without an owner count as available until they are pinned below.
         idle = sum(not self.pool.is_owned(block) for block in matched)
         if count - len(matched) + idle > self.pool.available:
             return None
@@ -97,11 +97,11 @@ class PagedCache:
     def _take(self, count: int) -> list[int]:
         blocks = self.pool.allocate(count)
         if blocks is None:
-            raise InternalError(f"{count} blocks were counted as available and are not")
+            raise InternalError(f"{count} blocks were counted as available but are not")
         return blocks
 
     def grow(self, allocation: Allocation, num_tokens: int) -> bool:
-        """Append blocks until ``num_tokens`` tokens fit; False, changing nothing, without room."""
+        """Append blocks until ``num_tokens`` tokens fit; False and no change if they are short."""
         if not allocation.live:
             raise InternalError("a freed allocation cannot grow")
         if num_tokens <= allocation.capacity:
@@ -115,10 +115,10 @@ class PagedCache:
         return True
 
     def publish(self, allocation: Allocation, hashes: Sequence[bytes], upto_tokens: int) -> None:
-        """Enter the full blocks below ``upto_tokens`` into the prefix index.
+        """Add the full blocks below ``upto_tokens`` to the prefix index.
 
-        The KV of those tokens must be valid. Blocks published before are not looked at again;
-        a block whose hash is indexed already stays an un-indexed duplicate.
+        The KV of those tokens must be valid. Blocks published earlier are skipped. If the index
+        already contains a hash, the block stays a duplicate outside the index.
         """
         if not allocation.live:
             raise InternalError("a freed allocation cannot be published")
@@ -129,9 +129,9 @@ class PagedCache:
         allocation.published = max(allocation.published, full)
 
     def free(self, allocation: Allocation) -> None:
-        """Give all blocks back, tail first so that prefixes are evicted last.
+        """Release all blocks, the last block first, so that prefixes are evicted last.
 
-        Raises InternalError for an allocation that was freed before.
+        Raises InternalError if the allocation was freed before.
         """
         if not allocation.live:
             raise InternalError("an allocation was freed twice")
@@ -142,7 +142,7 @@ class PagedCache:
         allocation.capacity = 0
 
     def hold(self, allocation: Allocation) -> Allocation:
-        """The same blocks once more, for who reads them when their owner has freed them."""
+        """Return a second allocation of the same blocks, for readers that outlive the owner."""
         if not allocation.live:
             raise InternalError("a freed allocation cannot be held")
         for block in allocation.blocks:
@@ -154,10 +154,10 @@ class PagedCache:
     def check_integrity(
         self, live_allocations: Iterable[Allocation], held: Iterable[Allocation] = ()
     ) -> None:
-        """Raise InternalError unless the books fit the allocations and no block has two writers.
+        """Raise InternalError if references and allocations differ or a block has two writers.
 
-        ``live_allocations``: every allocation not freed yet, whoever holds it; ``held``: those of
-        :meth:`hold`, which only keep blocks from being given to others.
+        ``live_allocations``: all allocations that are not freed. ``held``: allocations made by
+        :meth:`hold`, which only prevent reuse of their blocks.
         """
         holders: Counter[int] = Counter()
         writable: list[int] = []
@@ -168,7 +168,7 @@ class PagedCache:
             writable += allocation.blocks[allocation.published :]
         for block in writable:
             if holders[block] > 1:
-                raise InternalError(f"block {block} is written by one holder and held by another")
+                raise InternalError(f"block {block} is writable but has several holders")
         for allocation in held:
             holders.update(allocation.blocks)
         self.pool.check_integrity(holders)

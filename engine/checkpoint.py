@@ -1,7 +1,7 @@
 """A model folder in the Hugging Face layout: config, tensors, generation defaults.
 
-Opening reads the configs and the tensors' headers only; weights are paged in when the
-model packs them. :meth:`Checkpoint.take` is the one way to a tensor, and checks its shape.
+Opening reads only the configs and the tensors' headers. The weights are read when the
+model packs them. All tensors are read through :meth:`Checkpoint.take`, which checks the shape.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ class Checkpoint:
     tensors: TensorStore
 
     def take(self, name: str, shape: tuple[int, ...]) -> Weights:
-        """Tensor as float32 or as uint16 bfloat16 bits (float16 is widened to float32).
+        """Return a tensor as float32 or as uint16 bfloat16 bits; float16 is widened to float32.
 
-        Raises :class:`CheckpointError` naming the tensor, the wanted and the found shape.
+        Raises :class:`CheckpointError` with the tensor's name, the expected and the found shape.
         """
         found = self.tensors.entry(name).shape
         if found != shape:
             raise CheckpointError(
                 f"{self.tensors.path(name)}: tensor '{name}' has shape {list(found)}, "
-                f"config.json asks for {list(shape)}"
+                f"config.json requires {list(shape)}"
             )
         tensor = self.tensors.tensor(name)
         return tensor.astype(np.float32) if tensor.dtype == np.float16 else tensor
 
     def weight_dtypes(self) -> tuple[str, ...]:
-        """Dtypes of the tensors in the file, ascending."""
+        """Return the dtypes of the tensors in the file, sorted."""
         return tuple(sorted({self.tensors.entry(name).dtype for name in self.tensors}))
 
     def fingerprint(self, *, full: bool = False) -> str:
-        """BLAKE2b-128 (hex) of config, tensor names, shapes, dtypes and data.
+        """Return the BLAKE2b-128 (hex) of config, tensor names, shapes, dtypes and data.
 
-        The data enters through evenly spread samples of every tensor, or as a whole when
-        ``full``; samples tell checkpoints apart, they do not prove a file undamaged.
+        The data is represented by evenly spread samples of every tensor, or completely with
+        ``full``. Samples distinguish checkpoints; they do not prove that a file is undamaged.
         """
         digest = blake2b(digest_size=16)
         digest.update(msgspec.msgpack.encode(self.config))
@@ -69,7 +69,7 @@ class Checkpoint:
 
 
 def load_checkpoint(folder: str | Path) -> Checkpoint:
-    """Open a model folder; :class:`CheckpointError` says what is missing or wrong."""
+    """Open a model folder. Raises :class:`CheckpointError` if a file is missing or invalid."""
     path = Path(folder)
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such model folder")
@@ -79,7 +79,7 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def require_tokenizer(folder: str | Path) -> Path:
-    """Path of tokenizer.json; :class:`CheckpointError` when the folder has none."""
+    """Return the path of tokenizer.json. Raises :class:`CheckpointError` if it is missing."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(

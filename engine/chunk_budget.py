@@ -1,30 +1,30 @@
-"""How many prompt tokens a step may compute, so that it takes about as long as it should.
+"""The number of prompt tokens per step, chosen so that a step takes its target time.
 
-A request that is cancelled keeps its blocks until the step that computes it is over, and in a
-decode worker everybody waits for a step. What a step costs depends on the model, the machine and
-who else runs on it, so it is learned from the steps before. Tokens do not depend on how a prompt
-is cut (``docs/architecture.md``, Determinism).
+Long steps delay others: a cancelled request keeps its blocks until its step ends, and in a
+decode worker every request waits for the step. The cost of a step depends on the model, the machine
+and its load, so it is learned from earlier steps. Generated tokens do not depend on how a prompt
+is cut into chunks (``docs/architecture.md``, Determinism).
 
-Pure: durations come in as arguments.
+Pure: durations are passed in.
 """
 
 from __future__ import annotations
 
 GRAIN = 16
-"""Budgets are multiples of this: kernels work on tiles of rows."""
+"""Budgets are multiples of this number, because kernels work on tiles of rows."""
 LEAST = 32
-"""With fewer rows the weights are read for too little work."""
+"""Smallest budget: with fewer rows, reading the weights dominates."""
 FIRST = 64
-"""Before anything was learned."""
+"""Budget before the first measurement."""
 _NEW = 0.25
 _UNBOUNDED = 1 << 62
 
 
 class ChunkBudget:
-    """Prompt tokens of the next step.
+    """The prompt token budget of the next step.
 
-    ``most``: tokens, 0 for no limit. ``seconds``: how long a step should take, 0 for any time.
-    Invariant: with a time, the budget at most doubles from one step to the next.
+    ``most``: maximum tokens, 0 = unlimited. ``seconds``: target duration of a step, 0 = none.
+    Invariant: with a target, the budget at most doubles from one step to the next.
     """
 
     def __init__(self, most: int = 0, seconds: float = 0.0) -> None:
@@ -34,9 +34,9 @@ class ChunkBudget:
         self.tokens = min(self._most, FIRST) if seconds else self._most
 
     def learn(self, tokens: int, seconds: float) -> None:
-        """A step of ``tokens`` tokens, prompt and decode rows together, took ``seconds``.
+        """Learn from a step of ``tokens`` tokens (prompt and decode rows) that took ``seconds``.
 
-        A short step says little of a full one: much of its time does not depend on its tokens.
+        Small steps are ignored: most of their time does not depend on their tokens.
         """
         if not self._seconds or tokens <= 0:
             return

@@ -1,7 +1,7 @@
-"""How a model folder makes vectors, and whether it is meant to.
+"""Reads whether and how a model folder computes embeddings.
 
-The sentence-transformers layout says it in two files: ``modules.json`` lists the stages, and
-the pooling stage has a ``config.json`` of its own. A stage that cannot be run is refused.
+The sentence-transformers layout has two files: ``modules.json`` lists the stages, and the
+pooling stage has its own ``config.json``. An unsupported stage is rejected.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _NAMES = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 class EmbeddingSettings(msgspec.Struct, frozen=True):
     """``pooling``: "mean" over the tokens, or the "cls" (first) or "last" token alone.
 
-    ``normalize``: vectors get length 1. ``max_length``: tokens of a text by
-    ``sentence_bert_config.json``, 0 when it says nothing.
+    ``normalize``: embeddings are scaled to length 1. ``max_length``: maximum tokens of a text from
+    ``sentence_bert_config.json``, 0 if the file sets none.
     """
 
     pooling: str
@@ -38,7 +38,7 @@ class EmbeddingSettings(msgspec.Struct, frozen=True):
 
     @property
     def numerics(self) -> str:
-        """Part of the name of all that decides a result's bits."""
+        """Part of the numerics name, which identifies everything that decides a result's bits."""
         return f"embed-{self.pooling}{'-unit' if self.normalize else ''}"
 
 
@@ -52,7 +52,7 @@ class _SentenceConfig(msgspec.Struct):
 
 
 def load_embedding_settings(folder: Path) -> EmbeddingSettings | None:
-    """What ``modules.json`` says, None without it; CheckpointError for what cannot be run."""
+    """Read ``modules.json``; None without the file. Raises CheckpointError if unsupported."""
     path = folder / "modules.json"
     if not path.is_file():
         return None
@@ -88,7 +88,7 @@ def _pooling(path: Path) -> str:
     others = [key for key, on in raw.items() if on is True and key.startswith("pooling_mode_")]
     if len(modes) != 1 or len(others) > 1:
         known = ", ".join(_POOLINGS)
-        raise CheckpointError(f"{path}: exactly one of {known} must be on, and nothing beside it")
+        raise CheckpointError(f"{path}: exactly one of {known} must be on, and no other mode")
     return modes[0]
 
 

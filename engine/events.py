@@ -1,4 +1,4 @@
-"""What a step did to the requests: the scheduler's answers to whoever runs it."""
+"""Events of the scheduler: what a step changed for each request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class EngineEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 class TokenEvent(EngineEvent, frozen=True, gc=False):
-    """A token was drawn; ``position`` is its index in the context."""
+    """A token was sampled; ``position`` is its index in the context."""
 
     position: int
     token: int
@@ -22,26 +22,26 @@ class TokenEvent(EngineEvent, frozen=True, gc=False):
 
 
 class Finished(EngineEvent, frozen=True, gc=False):
-    """The request has ended and holds no blocks; ``status`` is a GenerationStatus value."""
+    """The request ended and holds no blocks; ``status`` is a GenerationStatus value."""
 
     status: str
 
 
 class Failed(EngineEvent, frozen=True, gc=False):
-    """The request cannot go on and holds no blocks; ``code`` is that of a BatonError."""
+    """The request failed and holds no blocks; ``code`` is the code of a BatonError."""
 
     code: str
     message: str
 
 
 class ChunkDone(EngineEvent, frozen=True, gc=False):
-    """The KV of the first ``num_computed_tokens`` tokens is valid; the prompt goes on."""
+    """The KV of the first ``num_computed_tokens`` tokens is valid; more of the prompt follows."""
 
     num_computed_tokens: int
 
 
 class Prefilled(EngineEvent, frozen=True, gc=False):
-    """Prefill mode: prompt computed, first token drawn; blocks stay until ``release``."""
+    """Prefill mode: prompt computed, first token sampled; blocks are kept until ``release``."""
 
 
 Event = TokenEvent | Finished | Failed | ChunkDone | Prefilled

@@ -1,12 +1,12 @@
-"""JSON schemas as constraints on the tokens drawn, compiled by llguidance.
+"""JSON schemas as constraints on sampled tokens, compiled by llguidance.
 
-A :class:`GrammarCompiler` belongs to one model and is used on a thread of its own; what it
-makes, a :class:`GrammarMatcher`, follows one request. A matcher is a function of the schema,
-the tokenizer and the tokens accepted, so a worker that takes a request over rebuilds it by
-accepting the same tokens again.
+A :class:`GrammarCompiler` belongs to one model and runs on a separate thread. It creates a
+:class:`GrammarMatcher` per request. A matcher is a function of the schema, the tokenizer and the
+accepted tokens, so a worker that takes over a request rebuilds the matcher by accepting the same
+tokens again.
 
-A matcher is used by one thread at a time: the compute thread asks it while a step of its
-request runs, the thread of the scheduler advances it between steps.
+One thread at a time uses a matcher: the compute thread reads it while a step of its request runs,
+and the scheduler's thread advances it between steps.
 """
 
 from __future__ import annotations
@@ -42,35 +42,36 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 COMPILE_LIMIT_S = 10.0
-"""Longest a schema may take; ordinary ones take milliseconds, the largest legal ones a second."""
+"""Time limit for compiling a schema, seconds. Ordinary schemas take milliseconds, the largest legal
+schemas one second."""
 TOKENIZER_LIMIT_S = 60.0
-"""What the first schema may take on top, to read the tokenizer."""
+"""Additional seconds for the first schema, to read the tokenizer."""
 CACHED_SCHEMAS = 64
 MAX_SCHEMAS_BYTES = 1 << 30
-"""Memory of all schemas that requests use or that are kept for the next ones."""
-_LEAST_SCHEMA_BYTES = 1 << 20  # for what a measurement does not see
-_SHARED_TOKENS = 16_384  # that answers may draw from one compiled schema before it is renewed
-_AGAIN_S = 0.25  # what may be compiled again between two tokens
+"""Memory limit for all schemas that requests use or the cache keeps."""
+_LEAST_SCHEMA_BYTES = 1 << 20  # lower bound, for memory that the measurement misses
+_SHARED_TOKENS = 16_384  # tokens that answers may sample from one compiled schema before a new one
+_AGAIN_S = 0.25  # longest compile time for compiling again between two tokens
 _MESSAGE_CHARS = 300
 
 
 @dataclass(slots=True, frozen=True)
 class GrammarTask:
-    """A matcher wanted: by what schema, with which ids that end, behind which tokens."""
+    """A request for a matcher: the schema, the ids that end the answer, the tokens so far."""
 
     schema: str
     eos: frozenset[int]
     emitted: tuple[int, ...] = ()
 
     def leads_to(self, other: GrammarTask) -> bool:
-        """Whether this matcher becomes the other one by accepting further tokens."""
+        """True if accepting further tokens turns this task's matcher into the other's."""
         same = (self.schema, self.eos) == (other.schema, other.eos)
         return same and other.emitted[: len(self.emitted)] == self.emitted
 
 
 @dataclass(slots=True, frozen=True)
 class CompileGrammar:
-    """What a worker's core asks its shell for; answered with :class:`GrammarDone`."""
+    """Action of a worker's core: compile a grammar, then report :class:`GrammarDone`."""
 
     key: tuple[bytes, int]
     task: GrammarTask
@@ -78,21 +79,21 @@ class CompileGrammar:
 
 @dataclass(slots=True, frozen=True)
 class DropGrammar:
-    """Nobody waits for this matcher any more; it is not answered."""
+    """Action of a worker's core: stop compiling a grammar; no :class:`GrammarDone` follows."""
 
     key: tuple[bytes, int]
 
 
 @dataclass(slots=True, frozen=True)
 class GrammarDone:
-    """The matcher of a request, or why there is none."""
+    """The matcher of a request, or the compiler's error."""
 
     key: tuple[bytes, int]
     result: Matcher | BatonError
 
 
 def grammar_task(context: TextContext) -> GrammarTask | None:
-    """What ``context`` needs before its next token can be drawn; None when nothing."""
+    """Return the grammar that ``context`` needs before its next token; None if it needs none."""
     if context.json_schema is None or context.matcher is not None:
         return None
     emitted = context.tokens.all[context.prompt_length :].tolist()
@@ -103,8 +104,8 @@ def grammar_task(context: TextContext) -> GrammarTask | None:
 class _Start:
     """A compiled schema before the first token.
 
-    What its copies see of texts, they share, and there is a limit to it: so a new one takes the
-    place of one that many answers, or one strange answer, have used up.
+    All copies share a cache of lexer states, which has a size limit. Many answers, or one unusual
+    answer, can exhaust it. Then a newly compiled schema replaces this one.
     """
 
     __slots__ = ("__weakref__", "cost", "followed", "matcher", "schema", "tokenizer")
@@ -114,20 +115,20 @@ class _Start:
         self.schema = schema
         self.cost = cost
         self.matcher = compile_schema(tokenizer, schema)
-        self.followed = 0  # tokens
+        self.followed = 0  # tokens accepted by all copies
 
     @property
     def nbytes(self) -> int:
-        """Memory it is taken for."""
+        """Memory accounted for this schema."""
         return max(self.cost.nbytes, _LEAST_SCHEMA_BYTES)
 
     @property
     def used_up(self) -> bool:
-        """Whether the next request should have another."""
+        """True if the next request should get a newly compiled schema."""
         return self.followed >= _SHARED_TOKENS
 
     def alone(self) -> LLMatcher | None:
-        """A state that shares nothing; None when compiling takes too long between two tokens."""
+        """Return a state that shares nothing; None if compiling takes too long between tokens."""
         self.followed = _SHARED_TOKENS
         if self.cost.seconds > _AGAIN_S:
             return None
@@ -135,11 +136,11 @@ class _Start:
 
 
 class GrammarMatcher:
-    """Where one request stands in its grammar.
+    """The position of one request in its grammar.
 
     ``start``: the compiled schema. ``size``: entries of a row of logits. ``eos``: ids that
-    end the request; they are allowed exactly where the text so far is a whole instance.
-    ``foreign``: ids llguidance takes for the end, whatever the request thinks of them.
+    end the request; allowed exactly where the text so far is a complete instance.
+    ``foreign``: ids that llguidance treats as the end although the request does not.
     """
 
     __slots__ = (
@@ -152,9 +153,9 @@ class GrammarMatcher:
     ) -> None:
         self._start = start
         self._matcher = start.matcher.deep_copy()
-        self._alone = False  # shares nothing with other requests
-        self._tokens: list[int] = []  # accepted, without the one that ended
-        self._bits: bytes | None = None  # what may follow them, once it was asked for
+        self._alone = False  # True after the state was rebuilt without sharing
+        self._tokens: list[int] = []  # accepted tokens, without the one that ended the answer
+        self._bits: bytes | None = None  # cached bitmask of the next tokens
         self._size = size
         self._eos = frozenset(eos)
         self._eos_ids = _ids(token for token in self._eos if 0 <= token < size)
@@ -163,16 +164,16 @@ class GrammarMatcher:
         self._ended = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> GrammarMatcher:
-        """Another one at the same place."""
+        """Return a copy at the same position."""
         twin = copy.copy(self)
         twin._matcher = self._matcher.deep_copy()
         twin._tokens = self._tokens.copy()
         return twin
 
     def consume_token(self, token: int) -> bool:
-        """Advance by ``token``; False, and nothing changes, if the grammar does not allow it.
+        """Accept ``token``. Return False, unchanged, if the grammar does not allow the token.
 
-        Raises SchemaTooComplex when the grammar has become too complex to tell.
+        Raises SchemaTooComplex if the grammar became too complex to decide.
         """
         if self._ended or token in self._foreign:
             return False
@@ -191,7 +192,7 @@ class GrammarMatcher:
         return True
 
     def rollback(self, count: int) -> None:
-        """Take back the last ``count`` tokens accepted; ValueError when there are fewer."""
+        """Undo the last ``count`` accepted tokens. Raises ValueError if there are fewer."""
         kept = len(self._tokens) + self._ended - count
         if count < 0 or kept < 0:
             raise ValueError(f"cannot take back {count} tokens of a grammar")
@@ -205,10 +206,10 @@ class GrammarMatcher:
             self._stand_alone()
 
     def allowed(self) -> Bools:
-        """Which tokens may come next, bool ``[size]``; the array is the caller's.
+        """Return the allowed next tokens, bool ``[size]``; the caller owns the array.
 
-        Raises SchemaTooComplex when the grammar has become too complex to tell, InputError
-        when nothing can follow and the text is no instance.
+        Raises SchemaTooComplex if the grammar became too complex to decide, and InputError
+        if no token is allowed and the text is not an instance.
         """
         bits = np.frombuffer(self._following(), np.uint8)
         allowed = np.unpackbits(bits, count=self._size, bitorder="little").view(np.bool_)
@@ -219,7 +220,7 @@ class GrammarMatcher:
         return allowed
 
     def _following(self) -> bytes:
-        """One bit per token."""
+        """Return the bitmask of allowed tokens, one bit per token."""
         if self._bits is None:
             self._bits = self._matcher.compute_bitmask()
             if self._matcher.is_error():
@@ -230,13 +231,13 @@ class GrammarMatcher:
         return self._bits
 
     def _fits(self, token: int) -> bool:
-        """Whether the grammar allows it, by what was asked before or by asking for it alone."""
+        """True if the grammar allows the token, from the cached bitmask if there is one."""
         if self._bits is not None:
             return bool(self._bits[token >> 3] >> (token & 7) & 1)
         return bool(self._matcher.validate_tokens([token]))
 
     def _retreat(self) -> None:
-        """Others may have used up what is shared: go on without them."""
+        """Continue without sharing, because other requests may have exhausted the shared cache."""
         if self._alone:
             raise self._too_complex()
         self._stand_alone()
@@ -255,17 +256,17 @@ class GrammarMatcher:
 
 
 def follow(matcher: Matcher, tokens: Sequence[int]) -> None:
-    """Advance by tokens somebody drew; InputError when they do not fit."""
+    """Accept tokens sampled earlier. Raises InputError if the grammar does not allow them."""
     for position, token in enumerate(tokens):
         if not matcher.consume_token(token):
             raise InputError(f"token {position} of the answer does not fit the json_schema")
 
 
 class GrammarCompiler:
-    """Compiles schemas for the tokenizer of one model folder; the latest ones are kept.
+    """Compiles schemas for the tokenizer of one model folder, and caches the latest ones.
 
-    ``vocab_size``: entries of a row of logits. ``eos_token_ids``: those of the model.
-    Nothing is read before the first schema. Any thread may call it.
+    ``vocab_size``: entries of a row of logits. ``eos_token_ids``: ids of the model.
+    The tokenizer is read with the first schema. Thread-safe.
     """
 
     def __init__(
@@ -282,22 +283,22 @@ class GrammarCompiler:
         self._cached = cached
         self._max_bytes = max_bytes
         self._known: OrderedDict[bytes, _Start | InputError] = OrderedDict()
-        self._starts: weakref.WeakSet[_Start] = weakref.WeakSet()  # kept, or used by a request
+        self._starts: weakref.WeakSet[_Start] = weakref.WeakSet()  # cached or used by a request
         self._tokenizer: LLTokenizer | None = None
         self._trial = SchemaTrial(self._folder, vocab_size, self._eos)
-        self._lock = Lock()  # of what is kept; never held while something is compiled
+        self._lock = Lock()  # guards the cache; never held while compiling
         self.compiled = 0
 
     def time_limit(self) -> float:
-        """Seconds the next :meth:`compile` may take."""
+        """Time limit of the next :meth:`compile`, in seconds."""
         return COMPILE_LIMIT_S + (TOKENIZER_LIMIT_S if self._tokenizer is None else 0.0)
 
     def compile(self, task: GrammarTask) -> GrammarMatcher:
-        """The matcher behind the emitted tokens.
+        """Return the matcher after the emitted tokens.
 
-        Raises InputError for a schema that is wrong, unsatisfiable or beyond what llguidance
-        can hold an answer to, and for tokens that do not fit it; SchemaTooComplex for one that
-        takes too much; CapacityError when others take all that there is.
+        Raises InputError if the schema is invalid, unsatisfiable or not supported by
+        llguidance, or if the tokens do not fit it; SchemaTooComplex if the schema
+        takes too much time or memory; CapacityError if other schemas use all the memory.
         """
         matcher = GrammarMatcher(self._start(task.schema), self._vocab_size, task.eos, self._eos)
         follow(matcher, task.emitted)
@@ -308,7 +309,7 @@ class GrammarCompiler:
         self._trial.close()
 
     def _start(self, schema: str) -> _Start:
-        """The state before the first token, compiled or kept; not to be advanced."""
+        """Return the state before the first token, cached or compiled; do not advance it."""
         digest = blake2b(schema.encode(errors="surrogatepass"), digest_size=16).digest()
         with self._lock:
             known = self._known.get(digest)
@@ -325,7 +326,7 @@ class GrammarCompiler:
         return known
 
     def _make(self, schema: str, cost: SchemaCost | None) -> _Start | InputError:
-        """A compiled schema, or what is wrong with it; ``cost`` if it was tried before."""
+        """Compile a schema or return its error; ``cost``: the result of an earlier trial."""
         try:
             check_json_schema(schema)
             if self._tokenizer is None:

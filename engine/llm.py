@@ -1,7 +1,7 @@
-"""The engine alone: a loaded model generating, without processes or sockets.
+"""The engine alone: generates with a loaded model, without processes or sockets.
 
-Tests, benchmarks and "engine alone" baselines use it. It knows nothing of text: prompts are
-token ids.
+Used by tests, benchmarks and "engine alone" baselines. The engine does not handle text: prompts
+are token ids.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .step_loop import StepLoop
 
 
 class LLMEngine(StepLoop):
-    """Continuous batching over one loaded model; for one thread.
+    """Continuous batching over one loaded model, in one thread.
 
     ``runner``: model, KV memory and pipeline. ``config``: limits of a step.
     """
@@ -33,10 +33,10 @@ class LLMEngine(StepLoop):
     def generate(
         self, prompts: Many[Many[int]], params: SamplingParams | Many[SamplingParams]
     ) -> list[TextContext]:
-        """Run all prompts (token ids) to their ends, batched; contexts in the prompts' order.
+        """Generate all answers in batches; return the contexts in the order of the prompts.
 
-        ``params``: for all, or one per prompt; unset fields are the model's defaults. Raises
-        the first failure once all have ended.
+        ``params``: shared, or one per prompt; unset fields use the model's defaults. Raises
+        the first failure after all requests have ended.
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         contexts = [self._context(p, own) for p, own in zip(prompts, each, strict=True)]

@@ -1,8 +1,8 @@
-"""What a model is, read from config.json of either layout.
+"""The model's configuration, read from config.json in its older and newer layouts.
 
-Checkpoints on hubs carry ``rope_theta``, ``rope_scaling`` and ``torch_dtype``; newer ones
-``rope_parameters`` and ``dtype``. Both become one :class:`ModelConfig`; everything behind
-it is blind to the difference. A setting the decoder cannot honour is refused here.
+Older checkpoints have ``rope_theta``, ``rope_scaling`` and ``torch_dtype``; newer ones
+``rope_parameters`` and ``dtype``. Both become one :class:`ModelConfig`, so later code
+does not see the difference. Settings that the models do not support are rejected here.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 32,
         "head_dim": 128,
     },
-    "BertModel": {},  # they are in its own struct
+    "BertModel": {},  # its defaults are in _RawBert
 }
-"""Values transformers gives to keys a config.json leaves out, by architecture."""
+"""The defaults of transformers for keys missing in a config.json, by architecture."""
 
 SUPPORTED_ARCHITECTURES = tuple(_DEFAULTS)
 
@@ -46,9 +46,9 @@ SUPPORTED_ARCHITECTURES = tuple(_DEFAULTS)
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Shape and options of a decoder.
 
-    ``windows``: per layer, positions a token sees (0: all). ``eos_token_ids``: those of
-    config.json; generation_config.json may name others. ``dtype``: what the checkpoint says
-    of itself; the tensors decide.
+    ``windows``: sliding window per layer, in tokens (0: full attention). ``eos_token_ids``: from
+    config.json; generation_config.json may set others. ``dtype``: as stated by the checkpoint;
+    the tensors decide.
     """
 
     architecture: str
@@ -72,27 +72,27 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BertConfig(ModelConfig, frozen=True, kw_only=True):
-    """Shape of a BERT encoder; of ``rope`` only the number of positions means something."""
+    """Shape of a BERT encoder; of ``rope``, only the number of positions is used."""
 
     layer_norm_eps: float
     type_vocab_size: int
 
 
 class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """generation_config.json: ids that end a text, defaults for what a user leaves open."""
+    """generation_config.json: ids that end a text, defaults for unset sampling parameters."""
 
     eos_token_ids: tuple[int, ...]
     defaults: SamplingParamsGenerationConfigDefaults
 
 
 Size = Annotated[int, Meta(le=MAX_SIZE)]
-"""A dimension; what must be positive is checked with the other settings, in words."""
+"""A dimension. Whether it is positive is checked later, with a readable message."""
 Layers = Annotated[int, Meta(le=MAX_LAYERS)]
 Positions = Annotated[int, Meta(le=MAX_POSITIONS)]
 
 
 class _Raw(msgspec.Struct, kw_only=True):
-    """The keys read from config.json, typed and bounded; others are ignored."""
+    """The keys read from config.json, typed and bounded; other keys are ignored."""
 
     vocab_size: Size
     hidden_size: Size
@@ -128,7 +128,7 @@ class _RawGeneration(msgspec.Struct, kw_only=True):
 
 
 def load_model_config(folder: Path) -> ModelConfig:
-    """Read ``config.json``; :class:`CheckpointError` says what cannot be served."""
+    """Read ``config.json``. Raises :class:`CheckpointError` if the model is not supported."""
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder}: config.json is missing; is this a model folder?")
@@ -144,10 +144,10 @@ def load_model_config(folder: Path) -> ModelConfig:
 
 
 def load_generation_config(folder: Path, config: ModelConfig) -> GenerationConfig:
-    """Read ``generation_config.json``; without it, the ids of config.json and no defaults.
+    """Read ``generation_config.json``. If it is missing: ids of config.json, no defaults.
 
-    A ``top_k`` beyond what requests may ask for becomes the largest one (docs/sampling.md);
-    other values that no request could have raise CheckpointError.
+    A ``top_k`` above the limit for requests is lowered to that limit (docs/sampling.md);
+    other values outside the limits for requests raise CheckpointError.
     """
     path = folder / "generation_config.json"
     try:
@@ -172,7 +172,7 @@ def load_generation_config(folder: Path, config: ModelConfig) -> GenerationConfi
 
 
 def parse_model_config(raw: dict[str, Any], architecture: str) -> ModelConfig:
-    """Build the config from config.json's object; raises as :func:`load_model_config`."""
+    """Build the config from config.json's object. Raises as :func:`load_model_config`."""
     filled = {**_DEFAULTS[architecture], **raw}
     fields = msgspec.convert(filled, _Raw)
     _refuse(filled, fields)
@@ -208,7 +208,7 @@ def parse_model_config(raw: dict[str, Any], architecture: str) -> ModelConfig:
 
 
 class _RawBert(msgspec.Struct, kw_only=True):
-    """The keys read from a BERT's config.json, with the values left out ones have."""
+    """The keys read from a BERT's config.json, with their defaults."""
 
     vocab_size: Size = 30522
     hidden_size: Size = 768
@@ -226,7 +226,7 @@ class _RawBert(msgspec.Struct, kw_only=True):
 
 
 def parse_bert_config(raw: dict[str, Any], architecture: str) -> BertConfig:
-    """Build a BERT's config from config.json's object; raises as :func:`load_model_config`."""
+    """Build a BERT's config from config.json's object. Raises as :func:`load_model_config`."""
     fields = msgspec.convert(raw, _RawBert)
     _refuse_sizes(fields, raw)
     if fields.hidden_act != "gelu":
@@ -276,7 +276,7 @@ def _architecture(path: Path, raw: dict[str, Any]) -> str:
 
 
 def _refuse(raw: dict[str, Any], fields: _Raw) -> None:
-    """Settings that would silently change the results."""
+    """Reject settings that would silently change the results."""
     if fields.hidden_act != "silu":
         raise CheckpointError(f"config.json: unsupported hidden_act '{fields.hidden_act}'")
     _refuse_sizes(fields, raw)
@@ -301,7 +301,7 @@ def _refuse_sizes(fields: _Raw | _RawBert, raw: dict[str, Any]) -> None:
 
 
 def _windows(fields: _Raw, architecture: str) -> tuple[int, ...]:
-    """Sliding window of each layer, 0 for full attention."""
+    """Return the sliding window of each layer, 0 for full attention."""
     layers, window = fields.num_hidden_layers, fields.sliding_window
     if architecture == "LlamaForCausalLM":
         return (0,) * layers
@@ -329,7 +329,7 @@ def _windows_by_type(types: list[str], layers: int, window: int | None) -> tuple
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Token ids given as one number, a list, or not at all."""
+    """Return token ids given as one number, as a list, or not at all."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(dict.fromkeys(value))

@@ -1,8 +1,8 @@
 """Philox4x32-10: random numbers as a pure function of (seed, position, lane, stream).
 
-A draw depends on nothing but the request's seed and the absolute position of the token
-drawn, so it is the same on every worker, in every batch and on replay. Arithmetic is on
-Python integers, exact on every platform.
+A sampled token depends only on the request's seed and the token's absolute position, so it is the
+same on every worker, in every batch and on replay. The arithmetic uses Python integers and is
+exact on every platform.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROUNDS = 10
 
 
 def philox4x32(counter: Words4, key: tuple[int, int]) -> Words4:
-    """Ten rounds of Philox on four 32-bit counter words under two 32-bit key words."""
+    """Run ten rounds of Philox on four 32-bit counter words with two 32-bit key words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -32,10 +32,10 @@ def philox4x32(counter: Words4, key: tuple[int, int]) -> Words4:
 
 
 def uniform(seed: int, position: int, lane: int = 0, stream: int = 0) -> float:
-    """Multiple of 2**-53 in ``[0, 1)``.
+    """Return a multiple of 2**-53 in ``[0, 1)``.
 
     Key: low and high word of ``seed`` modulo 2**64. Counter: low word of ``position``,
-    ``lane``, ``stream``, high word of ``position``. The number is made of the upper 27 bits
+    ``lane``, ``stream``, high word of ``position``. The result combines the upper 27 bits
     of the first word and the upper 26 bits of the second.
     """
     key = (seed & _MASK, (seed >> 32) & _MASK)

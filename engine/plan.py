@@ -1,8 +1,8 @@
-"""What the scheduler tells the executor to compute in one step, and what comes back.
+"""The plan of one step, from the scheduler to the executor, and its result.
 
-These structs never leave the process; arrays are shared, not copied. The scheduler makes
-them on the I/O thread, the executor reads them on the compute thread, and neither touches
-an object the other may change: ``tokens``, ``block_table`` and ``history`` are snapshots, and
+These structs stay in the process; arrays are shared, not copied. The scheduler creates
+them on the I/O thread and the executor reads them on the compute thread. Neither touches
+an object that the other may change: ``tokens``, ``block_table`` and ``history`` are snapshots, and
 a ``mask`` is advanced only between the steps of its request.
 """
 
@@ -21,29 +21,29 @@ from ..proto.sampling import SamplingParams
 
 Int32 = npt.NDArray[np.int32]
 OnLayers = Callable[[bytes, int], None]
-"""Called with a request and the end of its layers whose keys and values are final."""
+"""Called with a request and the end of its layers whose KV is final."""
 Bools = npt.NDArray[np.bool_]
 
 
 @runtime_checkable
 class TokenMask(Protocol):
-    """A grammar's say in the next token; asked on the compute thread, while a step runs."""
+    """A grammar's constraint on the next token; read on the compute thread during a step."""
 
     def allowed(self) -> Bools:
-        """Which tokens may come next, bool ``[vocab]``."""
+        """Return the allowed next tokens, bool ``[vocab]``."""
         ...
 
 
 @dataclass(slots=True, frozen=True)
 class SampleSpec:
-    """How to draw the token behind a chunk.
+    """How to sample the token after a chunk.
 
-    ``position``: absolute index of the token drawn (the Philox counter).
-    ``history``: int32, all tokens before it, or empty when no penalty needs them.
-    ``prompt_length``: boundary inside ``history`` between prompt and generated.
-    ``banned``: token ids that may not be drawn (EOS before ``min_new_tokens``).
+    ``position``: absolute index of the sampled token (the Philox counter).
+    ``history``: int32, all earlier tokens, or empty if no penalty needs them.
+    ``prompt_length``: boundary in ``history`` between prompt and generated tokens.
+    ``banned``: token ids that must not be sampled (EOS before ``min_new_tokens``).
     ``logprobs``: 0 = off, n = also the n most likely tokens.
-    ``mask``: what a grammar leaves to draw from, or None.
+    ``mask``: constraint of a grammar, or None.
     """
 
     params: SamplingParams
@@ -61,8 +61,8 @@ class Chunk:
 
     ``tokens``: int32 ``[n]``, the inputs at positions ``start .. start+n``.
     ``block_table``: int32, pool block of each logical block, covering ``start + n`` tokens.
-    ``sample``: draw a token from the last row's logits, or None (chunk of a longer prompt).
-    ``stream_layers``: report finished layers while the step runs (handoff overlaps compute).
+    ``sample``: how to sample from the last row's logits; None if more of the prompt follows.
+    ``stream_layers``: report finished layers during the step, so that handoff overlaps compute.
     """
 
     request: bytes
@@ -77,8 +77,8 @@ class Chunk:
 class StepPlan:
     """One forward pass: decode rows first, then prefill chunks.
 
-    ``ahead``: planned before the tokens of the step before were known. Each chunk is the one
-    token that step draws for its request; :func:`realized` puts them in.
+    ``ahead``: planned before the tokens of the previous step were known. Each chunk is then the
+    token that the previous step samples for its request; :func:`realized` fills it in.
     """
 
     step: int
@@ -93,7 +93,7 @@ class StepPlan:
 
 @dataclass(slots=True, frozen=True)
 class Sampled:
-    """One token drawn."""
+    """One sampled token."""
 
     request: bytes
     token: int
@@ -102,9 +102,9 @@ class Sampled:
 
 @dataclass(slots=True, frozen=True)
 class StepResult:
-    """Outcome of a plan. ``failed``: the requests whose step failed, and why.
+    """The result of a plan. ``failed``: requests whose step failed, and the reason.
 
-    ``abandoned``: it was not computed to its end, so ``seconds`` say nothing of its tokens.
+    ``abandoned``: the step was not finished, so ``seconds`` must not be used for estimates.
     """
 
     step: int
@@ -118,9 +118,9 @@ class StepResult:
 def realized(
     plan: StepPlan, drawn: Mapping[bytes, int], failed: dict[bytes, BatonError]
 ) -> Sequence[Chunk]:
-    """The chunks of a plan, with the tokens ``drawn`` in the step before where it lacks them.
+    """Return the chunks of a plan; a plan ahead gets the tokens ``drawn`` in the previous step.
 
-    Requests for which that step drew nothing go to ``failed``; they have ended meanwhile.
+    Requests without a token from that step have ended in the meantime and are added to ``failed``.
     """
     if not plan.ahead:
         return plan.chunks
@@ -135,13 +135,13 @@ def realized(
 
 
 def abandoned_step(plan: StepPlan, seconds: float) -> StepResult:
-    """The result of a step that was left after ``seconds``, because nobody waited for its rows."""
-    why = InternalError("the step was left")
+    """Return the result of a step abandoned after ``seconds`` because no request needed it."""
+    why = InternalError("the step was abandoned")
     failed: dict[bytes, BatonError] = {c.request: why for c in plan.chunks}
     return StepResult(plan.step, (), seconds, plan.num_tokens, failed, abandoned=True)
 
 
 def failed_step(plan: StepPlan, error: Exception) -> StepResult:
-    """The result of a step that raised as a whole: all its requests fail, the engine goes on."""
+    """Return the result of a step that raised: all its requests fail, the engine continues."""
     why = InternalError(f"{type(error).__name__}: {error}")
     return StepResult(plan.step, (), 0.0, plan.num_tokens, {c.request: why for c in plan.chunks})

@@ -1,4 +1,4 @@
-"""From a model folder to a pipeline: backend, weights, KV memory, card."""
+"""Loads a model folder into a pipeline: backend, weights, KV memory, card."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ DEFAULT_KV_BYTES = 256 << 20
 
 
 class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What to load and how much memory to give it.
+    """The model to load and its memory.
 
     ``model``: folder. ``backend``: "auto", "cpu", "numpy" or "cuda". ``block_size``: tokens per
-    KV block. ``num_blocks`` or ``kv_bytes``: size of the pool (``num_blocks`` wins); neither, on
-    a GPU: what the weights leave of ``device_share`` of its memory.
-    ``max_length``: longest context served, 0 for the model's own limit; a pool that holds
-    fewer tokens lowers it. ``name``: what clients call the model, by default the folder's
-    name. ``task``: "generate" or "embed", by default what the folder is made for.
+    KV block. ``num_blocks`` or ``kv_bytes``: size of the pool (``num_blocks`` takes precedence).
+    If both are unset, a GPU's pool gets ``device_share`` of its memory minus the weights.
+    ``max_length``: longest context served, 0 for the model's own limit; a smaller pool lowers it.
+    ``name``: the model's name for clients, by default the folder's name. ``task``: "generate" or
+    "embed", by default the folder's own task.
     ``layer_group``: layers between two reports of a streaming chunk, 0 for a quarter of the
     model. ``full_digest``: fingerprint all weight bytes instead of samples.
     """
@@ -66,12 +66,12 @@ class Runner:
 
     @property
     def pool(self) -> F32:
-        """KV pool ``[L, NB, 2, Hk, BS, D]``, shared with the pipeline."""
+        """The KV pool ``[L, NB, 2, Hk, BS, D]``, shared with the pipeline."""
         return self.pipeline.pool
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the pool."""
+        """Number of blocks in the pool."""
         return self.pipeline.kv.num_blocks
 
 
@@ -84,9 +84,9 @@ class EmbeddingRunner:
 
 
 def model_task(checkpoint: Checkpoint, asked: str = "") -> str:
-    """What a checkpoint is to do: as ``asked``, else what its folder and architecture say.
+    """Return the task of a checkpoint: ``asked``, else the task of its folder and architecture.
 
-    Raises ConfigError for a task that it, or nobody, can do.
+    Raises ConfigError if the task is unknown or the model does not support it.
     """
     entry = architecture_of(checkpoint.config, checkpoint.folder)
     if asked not in ("", *TASKS):
@@ -107,8 +107,8 @@ def load_runner(
 ) -> Runner:
     """Load a text model.
 
-    ``on_progress(done, total)``: bytes of weights packed so far. ``allocate``: gives the memory
-    of the KV pool, which others may share. ``backend``: instead of the one that the config names.
+    ``on_progress(done, total)``: bytes of weights packed so far. ``allocate``: allocates the memory
+    of the KV pool, which may be shared. ``backend``: used instead of the configured backend.
     Raises :class:`CheckpointError` for the folder, :class:`ConfigError` for the settings.
     """
     checkpoint = load_checkpoint(config.model)
@@ -121,7 +121,7 @@ def load_runner(
     if not backend.on_host:
         _check_device(checkpoint, layout)
     if config.num_blocks or config.kv_bytes or backend.on_host:
-        _num_blocks(config.num_blocks, config.kv_bytes, layout)  # before the weights are read
+        _num_blocks(config.num_blocks, config.kv_bytes, layout)  # fail before reading the weights
     model = make(checkpoint, backend, length, on_progress, block_size=config.block_size)
     kv_bytes = config.kv_bytes
     if not backend.on_host and not kv_bytes:
@@ -147,7 +147,7 @@ def _load_backend(name: str) -> Backend:
 
 
 def _check_device(checkpoint: Checkpoint, layout: KVLayout) -> None:
-    """ConfigError for a model that the GPU's kernels cannot serve."""
+    """Raise ConfigError for a model that the GPU's kernels do not support."""
     from .kernels.cuda.attention import refusal
 
     group = checkpoint.config.num_heads // layout.num_kv_heads
@@ -159,7 +159,7 @@ def _check_device(checkpoint: Checkpoint, layout: KVLayout) -> None:
 def _device_steps(
     model: PipelineModel, backend: Backend, length: int, layout: KVLayout, blocks: int
 ) -> StepComputer | None:
-    """What computes steps on a GPU; None for a model on the host."""
+    """Return the object that computes steps on a GPU; None for a model on the host."""
     if backend.on_host:
         return None
     from .kernels.cuda.backend import CudaBackend
@@ -173,11 +173,11 @@ def _device_steps(
 
 
 def load_embedder(config: RunnerConfig, on_progress: Progress | None = None) -> EmbeddingRunner:
-    """Load an embedding model; as :func:`load_runner`."""
+    """Load an embedding model. Parameters and errors as in :func:`load_runner`."""
     checkpoint = load_checkpoint(config.model)
     entry = architecture_of(checkpoint.config, checkpoint.folder)
     if entry.embedder is None or model_task(checkpoint, config.task) != EMBED:
-        raise ConfigError(f"{checkpoint.folder} is a text model; to embed with it say task=embed")
+        raise ConfigError(f"{checkpoint.folder} is a text model; to embed with it set task=embed")
     if config.backend == "cuda":
         raise ConfigError("embedding models run on the CPU: leave --device cuda out")
     settings = load_embedding_settings(checkpoint.folder) or entry.pooling
@@ -234,9 +234,9 @@ def _num_blocks(num_blocks: int, kv_bytes: int, layout: KVLayout) -> int:
 
 
 def _fit_pool(length: int, blocks: int, layout: KVLayout) -> int:
-    """The longest context served: a longer one than the pool holds could never run.
+    """Return the longest context served: a longer one than the pool holds could never run.
 
-    The model itself keeps ``length``, which may have chosen its rope frequencies.
+    The model itself keeps ``length``, which may have decided its rope frequencies.
     """
     return min(length, blocks * layout.block_size)
 
@@ -266,8 +266,8 @@ def _card(
 
 
 def _numerics(checkpoint: Checkpoint, backend: Backend, length: int) -> str:
-    """Everything beside the weights that decides a result's bits."""
+    """Return a name for everything except the weights that decides a result's bits."""
     parts = [backend.numerics, "+".join(checkpoint.weight_dtypes())]
     if length > checkpoint.config.rope.default_length():
-        parts.append(f"rope-{length}")  # the served length chose the frequencies
+        parts.append(f"rope-{length}")  # here the served length decides the rope frequencies
     return "/".join(parts)

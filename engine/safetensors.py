@@ -1,9 +1,9 @@
-"""Reading safetensors files without trusting them.
+"""Reads safetensors files as untrusted input.
 
 A file is an 8-byte little-endian header length, a JSON header and the tensors' bytes. The
-whole header is checked against the file's size before any tensor is touched, so a view is
-never made from an unchecked offset. Views share the file's memory map: nothing is read
-until it is used. bfloat16 has no NumPy dtype and is given as uint16 bits.
+whole header is checked against the file's size before any tensor is read, so no view uses an
+unchecked offset. Views share the file's memory map: nothing is read before it is used.
+NumPy has no bfloat16 dtype, so such tensors are returned as uint16 bits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _READABLE: dict[str, npt.DTypeLike] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """Where a tensor lies: ``begin`` and ``end`` count from the end of the header."""
+    """Position of a tensor: ``begin`` and ``end`` are relative to the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class SafetensorsFile:
-    """One file, its header checked; :meth:`tensor` gives views of the memory map."""
+    """One file with a checked header; :meth:`tensor` returns views of the memory map."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,9 +57,9 @@ class SafetensorsFile:
         self.entries = _entries(path, self._map[8 : self._data], len(self._map) - self._data)
 
     def tensor(self, name: str) -> Weights:
-        """View of a tensor: float32, float16, or uint16 bits of bfloat16.
+        """Return a view of a tensor: float32, float16, or uint16 bits of bfloat16.
 
-        Raises :class:`CheckpointError` for an unknown name and for other dtypes.
+        Raises :class:`CheckpointError` for an unknown name or another dtype.
         """
         entry = self.entries.get(name)
         if entry is None:
@@ -77,7 +77,7 @@ class SafetensorsFile:
         return shaped if shaped.flags.aligned else shaped.copy()
 
     def raw(self, name: str) -> memoryview:
-        """The bytes of a tensor of any dtype."""
+        """Return the bytes of a tensor of any dtype."""
         entry = self.entries[name]
         return memoryview(self._map)[self._data + entry.begin : self._data + entry.end]
 
@@ -114,24 +114,24 @@ class TensorStore:
         return len(self._files)
 
     def entry(self, name: str) -> TensorEntry:
-        """Dtype, shape and place of a tensor."""
+        """Return dtype, shape and position of a tensor."""
         return self._file(name).entries[name]
 
     def tensor(self, name: str) -> Weights:
-        """View of a tensor, see :meth:`SafetensorsFile.tensor`."""
+        """Return a view of a tensor; see :meth:`SafetensorsFile.tensor`."""
         return self._file(name).tensor(name)
 
     def raw(self, name: str) -> memoryview:
-        """The bytes of a tensor of any dtype."""
+        """Return the bytes of a tensor of any dtype."""
         return self._file(name).raw(name)
 
     def path(self, name: str) -> Path:
-        """File that holds a tensor."""
+        """Return the path of the file that contains a tensor."""
         return self._file(name).path
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Total bytes of all tensors."""
         return sum(f.entries[n].end - f.entries[n].begin for n, f in self._files.items())
 
     def _file(self, name: str) -> SafetensorsFile:
@@ -143,7 +143,7 @@ class TensorStore:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Object in a JSON file; :class:`CheckpointError` when unreadable or not an object."""
+    """Read a JSON object. Raises :class:`CheckpointError` if unreadable or not an object."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:

@@ -1,9 +1,9 @@
-"""Drawing a token from a row of logits; docs/sampling.md defines the method.
+"""Samples a token from a row of logits; docs/sampling.md defines the method.
 
 The result is a pure function of the row and the :class:`SampleSpec`. This module is the
-quick form of :func:`.sampler_reference.sample_reference`, equal to it bit by bit: it never
-sorts token ids, because equal weights can change places without changing a sum, so sorted
-values give the cut and ids decide only between values equal to it.
+fast form of :func:`.sampler_reference.sample_reference` and agrees with it bit by bit. It never
+sorts token ids: equal weights can change places without changing a sum. So sorted
+values give the cut, and ids decide only between values equal to the cut.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _PIECE = 64
 
 
 def sample(logits: F32, spec: SampleSpec) -> tuple[int, TokenLogProbs | None]:
-    """Draw a token from ``logits[vocab]`` (left unchanged), with log-probs if asked for.
+    """Sample a token from ``logits[vocab]`` (left unchanged), with log-probs if requested.
 
-    Raises :class:`InternalError` when the history does not fit the vocabulary or bans,
-    processors and a grammar leave no token; and what a mask raises.
+    Raises :class:`InternalError` if the history does not fit the vocabulary, or if bans,
+    processors and a grammar leave no token. Errors of a mask propagate.
     """
     token = _draw(_adjusted(logits, spec), spec)
     return token, log_probs(logits, token, spec.logprobs) if spec.logprobs else None
 
 
 def is_greedy(params: SamplingParams) -> bool:
-    """Whether the most likely token is taken without a draw."""
+    """True if the most likely token is taken without a random draw."""
     return params.top_k == 1 or np.float32(params.temperature) == 0
 
 
 def log_probs(logits: F32, token: int, top: int) -> TokenLogProbs:
-    """Log-softmax of the raw logits: of ``token``, and of the ``top`` most likely tokens."""
+    """Return the log-softmax of the raw logits for ``token`` and for the ``top`` tokens."""
     highest = float(logits.max())
     log_total = float(np.log(np.exp(logits - np.float32(highest)).sum(dtype=np.float64)))
     ids = _largest(logits, min(top, len(logits)))
@@ -53,7 +53,7 @@ def log_probs(logits: F32, token: int, top: int) -> TokenLogProbs:
 
 
 def _adjusted(logits: F32, spec: SampleSpec) -> F32:
-    """Logits after penalties, processors, bans and mask; the input itself without any."""
+    """Return the logits after penalties, processors, bans and mask; the input if none apply."""
     params, mask = spec.params, spec.mask
     if not (params.needs_penalties or params.logits_processors or spec.banned or mask is not None):
         return logits
@@ -70,7 +70,7 @@ def _adjusted(logits: F32, spec: SampleSpec) -> F32:
 
 
 def _left(allowed: Bools, banned: tuple[int, ...]) -> Bools:
-    """What a grammar and bans leave; a grammar that allows nothing else lifts the bans."""
+    """Combine a grammar and bans. If the grammar allows only banned tokens, bans are lifted."""
     if not banned:
         return allowed
     left = allowed.copy()
@@ -94,14 +94,14 @@ def _penalize(logits: F32, spec: SampleSpec) -> None:
 
 
 def _draw(logits: F32, spec: SampleSpec) -> int:
-    """Greedy choice, or the filters and one draw."""
+    """Choose the most likely token, or filter and draw once."""
     params = spec.params
     best = int(logits.argmax())
     if not np.isfinite(logits[best]):
         raise InternalError("no token is left to draw, or a logit is not a number")
     if is_greedy(params):
         return best
-    with np.errstate(over="ignore"):  # -inf, weight 0, is the right limit
+    with np.errstate(over="ignore"):  # an overflow gives -inf, weight 0: the correct limit
         scaled = (logits - logits[best]) / np.float32(params.temperature)
     ids: Ids | None = None
     if 0 < params.top_k < len(scaled):
@@ -115,7 +115,7 @@ def _draw(logits: F32, spec: SampleSpec) -> int:
 
 
 def _choose(weights: F32, params: SamplingParams, share: float) -> int:
-    """Index drawn after top-p and min-p."""
+    """Return the index drawn after top-p and min-p."""
     keep = _filtered(weights, params)
     if keep is None:
         return _invert(weights, share)
@@ -123,7 +123,7 @@ def _choose(weights: F32, params: SamplingParams, share: float) -> int:
 
 
 def _filtered(weights: F32, params: SamplingParams) -> Ids | None:
-    """Ascending indices that top-p and min-p leave, None for all."""
+    """Return the ascending indices that top-p and min-p keep; None for all."""
     keep = _nucleus(weights, params.top_p) if params.top_p < 1 else None
     if params.min_p > 0:
         likely = weights >= np.float32(params.min_p)
@@ -132,13 +132,13 @@ def _filtered(weights: F32, params: SamplingParams) -> Ids | None:
 
 
 def _largest(values: F32, count: int) -> Ids:
-    """Ascending indices of the ``count`` largest values, the lowest index first among equals."""
+    """Return the ascending indices of the ``count`` largest values; ties prefer low indices."""
     at = len(values) - count
     return _above(values, np.partition(values, at)[at], count) if count else np.empty(0, np.intp)
 
 
 def _above(values: F32, cut: np.float32, count: int) -> Ids:
-    """Indices above ``cut``, filled up to ``count`` with the lowest ones equal to it."""
+    """Return the indices above ``cut``, filled up to ``count`` with the lowest equal ones."""
     ids = np.flatnonzero(values >= cut)
     surplus = len(ids) - count
     if surplus <= 0:
@@ -148,10 +148,10 @@ def _above(values: F32, cut: np.float32, count: int) -> Ids:
 
 
 def _nucleus(weights: F32, top_p: float) -> Ids:
-    """Indices of the shortest list of largest weights whose sum reaches ``top_p`` of all."""
+    """Return the indices of the fewest largest weights whose sum reaches ``top_p`` of all."""
     total = _Sums(weights).total
     target = top_p * total
-    # Weights below this bound weigh less than half of 1 - top_p together: none can be needed.
+    # All weights below this bound together weigh less than half of 1 - top_p: none is needed.
     bound = np.float32(0.5 * (1 - top_p) * total / len(weights))
     possible = weights >= bound
     few = 2 * np.count_nonzero(possible) < len(weights)
@@ -165,10 +165,10 @@ def _nucleus(weights: F32, top_p: float) -> Ids:
 
 
 def _invert(weights: F32, draw: float) -> int:
-    """First index whose running sum exceeds ``draw`` times the total."""
+    """Return the first index whose running sum exceeds ``draw`` times the total."""
     sums = _Sums(weights)
     threshold = draw * sums.total
-    # Rounding can lift the product to the total: then the last weight above 0.
+    # Rounding can lift the product to the total; then take the last weight above 0.
     return sums.find(threshold, "right" if threshold < sums.total else "left")
 
 
@@ -176,8 +176,8 @@ class _Sums:
     """Running sums of float32 weights in float64.
 
     Order of summation: blocks of 128 entries, each from left to right, then the blocks from
-    left to right. The running sum at an entry is the sum of the blocks before and of its own
-    block up to it. Blocks keep rounding, time and a parallel machine's depth small.
+    left to right. The running sum at an entry is the sum of the previous blocks and of its own
+    block up to the entry. Blocks limit rounding, time and the depth of a parallel version.
     """
 
     def __init__(self, weights: F32) -> None:
@@ -185,16 +185,16 @@ class _Sums:
         blocks = -(-len(weights) // _BLOCK)
         self._blocks = np.zeros((blocks, _BLOCK), np.float32)
         self._blocks.reshape(-1)[: len(weights)] = weights
-        # Pieces, because fresh memory for all of it at once costs more than the sums.
+        # In pieces: allocating memory for all blocks at once costs more than the sums.
         pieces = range(0, blocks, _PIECE)
         inside = [_sum_blocks(self._blocks[at : at + _PIECE]) for at in pieces]
         self._ends = np.cumsum(np.concatenate(inside))
         self.total = float(self._ends[-1])
 
     def find(self, threshold: float, side: Literal["left", "right"]) -> int:
-        """First index whose running sum reaches ("left") or exceeds ("right") ``threshold``.
+        """Return the first index whose sum reaches ("left") or exceeds ("right") ``threshold``.
 
-        The last index if none does.
+        Returns the last index if no sum does.
         """
         block = int(np.searchsorted(self._ends, threshold, side))
         if block == len(self._ends):
@@ -206,7 +206,7 @@ class _Sums:
 
 
 def _sum_blocks(blocks: F32) -> npt.NDArray[np.float64]:
-    """Sum of each row of ``blocks[n, 128]``, left to right."""
+    """Return the sum of each row of ``blocks[n, 128]``, from left to right."""
     if len(blocks) == 1:  # NumPy would fold the axes and sum in another order
         return np.cumsum(blocks[0], dtype=np.float64)[-1:]
     columns = blocks.T.astype(np.float64, order="C")

@@ -1,6 +1,6 @@
-"""The sampling method spelled out for reading, step by step as in docs/sampling.md.
+"""The sampling method written for reading, step by step as in docs/sampling.md.
 
-Nothing serves from here; tests hold :mod:`.sampler` to these results, token by token.
+Not used for serving; tests compare :mod:`.sampler` with these results, token by token.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Weigh = Callable[[F32, np.float32], tuple[F32, F32]]
 
 
 def platform_weights(below: F32, temperature: np.float32) -> tuple[F32, F32]:
-    """Scores and weights of logits less their largest, with the platform's exponential."""
+    """Return scores and weights of logits minus their maximum, with the platform's exp()."""
     with np.errstate(over="ignore"):
         scores = below / temperature
     return scores, np.exp(scores)
 
 
 def sample_reference(logits: F32, spec: SampleSpec, weigh: Weigh = platform_weights) -> int:
-    """Draw a token from ``logits[vocab]``."""
+    """Sample a token from ``logits[vocab]``."""
     params = spec.params
     logits = logits.astype(np.float32)
     _penalties(logits, spec)
@@ -34,7 +34,7 @@ def sample_reference(logits: F32, spec: SampleSpec, weigh: Weigh = platform_weig
     banned = set(spec.banned)
     if spec.mask is not None:
         allowed = {token for token, yes in enumerate(spec.mask.allowed()) if yes}
-        if allowed <= banned:  # the end is all the grammar leaves
+        if allowed <= banned:  # the grammar allows nothing but the end
             banned = set()
         banned |= set(range(len(logits))) - allowed
     for token in banned:
@@ -68,7 +68,7 @@ def sample_reference(logits: F32, spec: SampleSpec, weigh: Weigh = platform_weig
 
 
 def running_sums(weights: list[np.float32]) -> list[float]:
-    """Sums in float64: inside blocks of 128 entries, on top of the blocks before."""
+    """Return running sums in float64: inside blocks of 128 entries, plus the previous blocks."""
     sums, before = [], 0.0
     for start in range(0, len(weights), 128):
         inside = 0.0

@@ -1,23 +1,23 @@
-"""Which tokens are computed in the next step.
+"""Decides which tokens the next step computes.
 
-There are no phases: every sequence has tokens whose KV is computed and tokens whose KV is
+There are no phases. Every sequence has tokens whose KV is computed and tokens whose KV is
 not, and each step lets *computed tokens catch up with total tokens*. A sequence with one
-token left to compute is a decode row; with more it is a prefill chunk, cut by the token
-budget. The step that catches up draws the next token. Chunked prefill, prefix hits,
-recompute after preemption and the arrival of a handoff are all the same thing: another
+token left to compute is a decode row. A sequence with more is a prefill chunk, cut by the token
+budget. The step that catches up samples the next token. Chunked prefill, prefix hits,
+recompute after preemption and the arrival of a handoff differ only in the
 ``num_computed_tokens`` to start from.
 
 Invariants, after every call:
 
-* a sequence is waiting, ready or running (:mod:`.roster`), or prefilled: then it has left and
-  keeps its blocks until :meth:`Scheduler.release`;
-* at most two steps are out, the second planned ahead while the first runs; blocks of their
-  sequences are not freed before the last of their results is in; one whose sequences have all
-  left is told of (:meth:`Scheduler.take_unwanted`), as it need not be computed to its end;
-* a sequence is preempted only for one of lower rank (priority, then arrival), so the first of
-  them always gets on; it fails only when the whole pool could not hold it.
+* a sequence is waiting, ready or running (:mod:`.roster`), or prefilled. A prefilled sequence has
+  left the queues and keeps its blocks until :meth:`Scheduler.release`;
+* at most two steps are out, the second planned ahead while the first runs. Blocks of their
+  sequences are freed only after the last of these results is applied. A step whose sequences have
+  all left is reported once (:meth:`Scheduler.take_unwanted`), because it need not be finished;
+* a sequence is preempted only for one that ranks before it (priority, then arrival), so the first
+  in rank always progresses. A sequence fails only if the whole pool cannot hold it.
 
-The scheduler knows no device, socket or clock, and nothing of what the tokens mean.
+The scheduler uses no device, socket or clock, and does not interpret tokens.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from .roster import Roster, by_rank
 from .sequence import Sequence
 
 _Rows = dict[bytes, tuple[Sequence, int]]
-"""Sequences of a step and how many of their tokens it computes, by request."""
+"""Sequences of a step and the number of tokens it computes for each, by request."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of one step.
 
-    ``max_batch``: sequences running at once. ``token_budget``: prefill tokens per step, 0 for
-    no limit; decode rows come on top, so neither can starve the other. ``step_seconds``: how
-    long a step with prefill tokens should take, 0 for any time (:mod:`.chunk_budget`).
-    ``one_token``: prefill mode, a sequence leaves with its first token. ``growth``: tokens
-    beyond the known ones a sequence gets room for when it is admitted, against early preemption.
+    ``max_batch``: maximum running sequences. ``token_budget``: maximum prefill tokens per step, 0 =
+    unlimited; decode rows are not counted, so neither can starve the other. ``step_seconds``:
+    target duration of a step with prefill tokens, 0 = none (:mod:`.chunk_budget`).
+    ``one_token``: prefill mode, a sequence leaves after its first token. ``growth``: tokens for
+    which an admitted sequence gets additional blocks, to avoid early preemption.
     """
 
     max_batch: int = 32
@@ -58,7 +58,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class _Counters:
-    """Sums since start, for :class:`WorkerLoad`."""
+    """Totals since the start, for :class:`WorkerLoad`."""
 
     __slots__ = (
         "compute_seconds", "generated_tokens", "preemptions", "prefix_hit_tokens", "prompt_tokens"
@@ -78,38 +78,38 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, cache: PagedCache) -> None:
         self.config = config
         self.cache = cache
-        self.steps = 0  # steps applied: the engine's progress
+        self.steps = 0  # number of applied steps: the engine's progress
         self._roster = Roster()
         self._prefilled: set[Sequence] = set()
-        self._out: deque[_Rows] = deque()  # of the steps not applied yet, oldest first
-        self._left = False  # a sequence of one of them has left since they were looked through
-        self._unwanted: set[int] = set()  # of them, those that were told of
+        self._out: deque[_Rows] = deque()  # rows of the steps not applied yet, oldest first
+        self._left = False  # a sequence of such a step has left since the last take_unwanted()
+        self._unwanted: set[int] = set()  # steps that take_unwanted() has reported
         self._events: list[Event] = []
         self._refused: tuple[Sequence, int] | None = None
         self._counters = _Counters()
         self._budget = ChunkBudget(config.token_budget, config.step_seconds)
 
-    # ------------------------------------------------------------------ requests come and go
+    # ------------------------------------------------------------------ adding and removing
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """Queue a request of which nothing is computed; ``now`` becomes its arrival."""
+        """Queue a request without computed tokens; ``now`` becomes its arrival."""
         sequence.arrival = now
         self._roster.enter(sequence)
 
     def adopt(self, sequence: Sequence) -> None:
-        """Take a request whose KV is in its allocation up to the last token (a handoff)."""
+        """Add a request whose KV is complete up to the last token (a handoff)."""
         allocation, computed = sequence.allocation, sequence.num_tokens - 1
         if allocation is None or not allocation.live or allocation.capacity < computed:
             raise InternalError("an adopted sequence has no room for the KV it claims")
         if sequence.num_computed_tokens != computed:
-            raise InternalError("an adopted sequence has one token to compute")
+            raise InternalError("an adopted sequence must have exactly one token to compute")
         self._roster.enter(sequence)
 
     def abort(self, request: bytes) -> bool:
-        """Drop a request; False when it is not here.
+        """Remove a request. Return False if the scheduler does not have it.
 
         Its blocks are free on return, unless a step that is out may still write to them
-        (:meth:`is_inflight`): then :meth:`apply` of that step frees them and drops its result.
+        (:meth:`is_inflight`). Then :meth:`apply` of that step frees them and drops its result.
         """
         sequence = self._roster.find(request)
         if sequence is None:
@@ -119,14 +119,14 @@ class Scheduler:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Free the blocks a :class:`Prefilled` sequence kept; they stay cached."""
+        """Free the blocks of a :class:`Prefilled` sequence; they stay cached."""
         if sequence not in self._prefilled:
             raise InternalError("only a prefilled sequence can be released, and only once")
         self._prefilled.remove(sequence)
         self._free(sequence)
 
     def is_inflight(self, request: bytes) -> bool:
-        """Whether a step that is out works on ``request``, aborted or not."""
+        """True if a step that is out works on ``request``, even if it was aborted."""
         return any(request in rows for rows in self._out)
 
     @property
@@ -136,13 +136,13 @@ class Scheduler:
 
     @property
     def steps_out(self) -> int:
-        """Steps planned whose results are not in."""
+        """Number of planned steps whose results are not applied yet."""
         return len(self._out)
 
     def take_unwanted(self) -> list[int]:
-        """Numbers of the steps that are out and that nobody waits for, each of them told once.
+        """Return the numbers of steps whose sequences have all left, each step once.
 
-        They may be abandoned where they are; their results are to be applied all the same.
+        Such steps may be abandoned, but their results must still be applied.
         """
         if not self._left:
             return []
@@ -162,12 +162,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs."""
+        """True if a request waits or runs."""
         return len(self._roster) > 0
 
     @property
     def blocks_wanted(self) -> int:
-        """Blocks that requests already here need next; who grants blocks to others leaves these."""
+        """Blocks already promised to local requests; excluded from new grants."""
         roster, cache = self._roster, self.cache
         wanted = cache.blocks_for(roster.waiting[0].num_tokens) if roster.waiting else 0
         for sequence in roster.running:
@@ -178,7 +178,7 @@ class Scheduler:
 
     @property
     def tokens_waiting(self) -> int:
-        """Tokens not yet computed, decode rows not counted."""
+        """Number of tokens not computed yet, without decode rows."""
         return self._roster.tokens_waiting
 
     def _is_out(self, sequence: Sequence) -> bool:
@@ -188,12 +188,12 @@ class Scheduler:
     # ------------------------------------------------------------------ the next step
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None when nothing can run; then see :meth:`take_events`.
+        """Return the next step, or None if nothing can run; then see :meth:`take_events`.
 
         Raises InternalError while a step is out.
         """
         if self._out:
-            raise InternalError("the result of the last step is not in yet")
+            raise InternalError("the result of the last step is not applied yet")
         self._make_room()
         self._admit(now)
         rows: _Rows = {}
@@ -204,19 +204,20 @@ class Scheduler:
         return StepPlan(self.steps, chunks)
 
     def plan_ahead(self) -> StepPlan | None:
-        """The step behind the one that runs, so that the executor need not wait for a plan.
+        """Return the step after the running one, so that the executor need not wait for a plan.
 
-        Its rows are the tokens the running step draws. None unless every running sequence draws
-        one and can go on without it being seen, has room for it, and nobody who could join
-        waits: then planning has to see the result first. A request that ends by its token has
-        one row too many in this step; its result is dropped and its blocks stay until then.
+        Its rows are the tokens that the running step samples. None unless every running sequence
+        samples a token, can continue before that token is known and has room for it, and no queued
+        sequence could join; otherwise planning needs the result first. A request that ends with its
+        token has a surplus row in this step. That row's result is dropped, and the request's blocks
+        are kept until then.
         """
         roster = self._roster
         joins = (roster.waiting or roster.ready) and len(roster.running) < self.config.max_batch
         if len(self._out) != 1 or joins or self.config.one_token:
             return None
         running = self._out[0]
-        rows = [s for s in roster.running if s.remaining_tokens > 1]  # the others end for certain
+        rows = [s for s in roster.running if s.remaining_tokens > 1]  # the others certainly end
         if not rows or not all(_draws(s, running) for s in roster.running):
             return None
         if not all(self._may_go_on(s) for s in rows):
@@ -232,7 +233,7 @@ class Scheduler:
         return self.cache.grow(allocation, sequence.num_tokens + 1)
 
     def _make_room(self) -> None:
-        """Blocks for all tokens of every running sequence, preempting the highest rank."""
+        """Get blocks for all tokens of the running sequences; preempt the last in rank if short."""
         for sequence in tuple(self._roster.running):
             allocation = sequence.allocation
             if allocation is None or sequence.num_tokens <= allocation.capacity:
@@ -243,14 +244,14 @@ class Scheduler:
             while not self.cache.grow(allocation, sequence.num_tokens):
                 holders = self._roster.holders()
                 if len(holders) == 1:
-                    break  # only grants are in the way: keep the blocks and skip a step
+                    break  # only grants hold the other blocks: keep these and skip a step
                 victim = max(holders, key=by_rank)
                 self._preempt(victim)
                 if victim is sequence:
                     break
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Free the blocks and compute all tokens again later, or find them in the prefix cache."""
+        """Free the blocks. The tokens are later computed again or found in the prefix cache."""
         self._free(sequence)
         sequence.num_computed_tokens = 0
         self._roster.send_back(sequence)
@@ -262,7 +263,7 @@ class Scheduler:
         self._fail(sequence, CapacityError.code, message, self._events)
 
     def _admit(self, now: float) -> None:
-        """Fill the batch by rank; a waiting sequence without room lets only ready ones pass."""
+        """Fill the batch by rank. If a waiting sequence has no room, only ready ones pass it."""
         running = self._roster.running
         left = (s.num_tokens - s.num_computed_tokens for s in running)
         budget = self._budget.tokens - sum(n for n in left if n > 1)
@@ -286,12 +287,12 @@ class Scheduler:
         return ready.pop(0) if ready else None
 
     def _reserve(self, sequence: Sequence) -> bool:
-        """Blocks for all known tokens and some growth, starting with the cached prefix."""
+        """Reserve blocks for all known tokens and some growth, starting with the cached prefix."""
         available, alone = self.cache.pool.available, not self._roster.running
         if self._refused is not None and not alone:
             refused, then = self._refused
             if refused is sequence and available <= then:
-                return False  # nothing was freed since: spare the walk over its hashes
+                return False  # nothing was freed since: skip the walk over the hashes
         hashes, tokens = sequence.extend_hashes(), sequence.num_tokens
         growth = 0 if self.config.one_token else sequence.remaining_tokens
         allocation = self.cache.reserve(hashes, tokens, min(growth, self.config.growth))
@@ -307,9 +308,9 @@ class Scheduler:
         return True
 
     def _chunks(self, out: _Rows) -> tuple[Chunk, ...]:
-        """Decode rows first, then prefill chunks in order of admission within the budget.
+        """Return decode rows first, then prefill chunks in admission order within the budget.
 
-        What they compute is entered into ``out``.
+        The computed tokens of each sequence are added to ``out``.
         """
         rows: list[Chunk] = []
         prefills: list[Chunk] = []
@@ -319,7 +320,7 @@ class Scheduler:
             tokens, allocation = sequence.num_tokens, sequence.allocation
             count = tokens - sequence.num_computed_tokens
             if allocation is None or allocation.capacity < tokens:
-                continue  # found no room in this step
+                continue  # no blocks in this step
             if count > 1:
                 count = min(count, budget)
                 budget -= count
@@ -335,9 +336,9 @@ class Scheduler:
     # ------------------------------------------------------------------ the step's result
 
     def apply(self, result: StepResult, now: float) -> list[Event]:
-        """Book what the step computed; results of requests aborted meanwhile are dropped."""
+        """Apply the result of a step; results of aborted requests are dropped."""
         if result.step != self.steps or not self._out:
-            raise InternalError(f"step {result.step} is not the one that runs ({self.steps})")
+            raise InternalError(f"step {result.step} is not the running step ({self.steps})")
         self._unwanted.discard(self.steps)
         self.steps += 1
         self._counters.compute_seconds += result.seconds
@@ -358,7 +359,7 @@ class Scheduler:
         return events
 
     def take_events(self) -> list[Event]:
-        """Events that came up in :meth:`plan`; :meth:`apply` returns them with its own."""
+        """Return the events of :meth:`plan`; :meth:`apply` returns them with its own."""
         events, self._events = self._events, []
         return events
 
@@ -380,7 +381,7 @@ class Scheduler:
         position = sequence.num_tokens
         try:
             sequence.accept(drawn.token, drawn.logprobs)
-        except ValueError as error:  # a grammar refused the token: this request's failure only
+        except ValueError as error:  # a grammar rejected the token: only this request fails
             code = error.code if isinstance(error, BatonError) else InternalError.code
             self._fail(sequence, code, str(error), events)
             return
@@ -402,7 +403,7 @@ class Scheduler:
         if allocation is not None and computed // self.cache.block_size > allocation.published:
             self.cache.publish(allocation, sequence.extend_hashes(), computed)
 
-    # ------------------------------------------------------------------ ends
+    # ------------------------------------------------------------------ ending
 
     def _fail(self, sequence: Sequence, code: str, message: str, events: list[Event]) -> None:
         self._roster.leave(sequence)
@@ -410,7 +411,7 @@ class Scheduler:
         events.append(Failed(sequence.request, code, message))
 
     def _let_go(self, sequence: Sequence) -> None:
-        """Free the blocks of a sequence that has left, once no step that is out writes to them."""
+        """Free the blocks of a removed sequence after the last step that writes to them."""
         sequence.aborted = True
         if self._is_out(sequence):
             self._left = True
@@ -422,10 +423,10 @@ class Scheduler:
         if allocation is not None:
             self.cache.free(allocation)
 
-    # ------------------------------------------------------------------ books
+    # ------------------------------------------------------------------ accounting
 
     def load(self) -> WorkerLoad:
-        """State and sums for heartbeats."""
+        """Return the load that heartbeats report."""
         pool, counters = self.cache.pool, self._counters
         return WorkerLoad(
             kv_blocks_total=pool.num_blocks,
@@ -447,7 +448,7 @@ class Scheduler:
         """Raise InternalError unless every block is accounted for.
 
         ``others``: live allocations outside the scheduler (grants of the decode worker).
-        ``held``: blocks that are kept for readers.
+        ``held``: blocks kept for readers.
         """
         self._roster.check_integrity()
         holders = {*self._roster.holders(), *self._prefilled}
@@ -457,6 +458,6 @@ class Scheduler:
 
 
 def _draws(sequence: Sequence, rows: _Rows) -> bool:
-    """Whether a step of these rows draws the next token of ``sequence``."""
+    """True if a step with these rows samples the next token of ``sequence``."""
     owner, count = rows.get(sequence.request, (None, 0))
     return owner is sequence and sequence.num_computed_tokens + count == sequence.num_tokens

@@ -1,7 +1,7 @@
-"""The one place that calls llguidance to read a tokenizer and to compile a schema.
+"""The only module that calls llguidance to read a tokenizer and to compile a schema.
 
-What it cannot hold an answer to, it says; but nothing bounds the time, the memory and the stack
-that a schema takes. So foreign ones are tried first (:mod:`.schema_trial`).
+llguidance reports schemas that it does not support, but does not limit the time, memory and stack
+of a compilation. So untrusted schemas are first compiled in a trial (:mod:`.schema_trial`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 _MAX_LEXER_STATES = 32_000  # about 0.6 KiB each
 _MESSAGE_CHARS = 300
-# Blanks between JSON tokens are the model's choice, but a weak one must not write them for ever.
+# Whitespace between JSON tokens is the model's choice; the limit stops endless whitespace.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-# Options that leave JSON what it is; the others change how it is spelled.
+# Options that keep the answer JSON; the other options change its spelling.
 _OPTIONS = frozenset({"coerce_one_of", "lenient", "whitespace_flexible"})
 
 
 def load_tokenizer(folder: Path, vocab_size: int, eos: Iterable[int]) -> LLTokenizer:
-    """The tokenizer of a model folder; InputError when no grammar can be laid over it."""
+    """Load a model folder's tokenizer. Raises InputError if it does not support grammars."""
     from llguidance import LLTokenizer
 
     ids = sorted(token for token in eos if 0 <= token < vocab_size)
@@ -46,16 +46,16 @@ def load_tokenizer(folder: Path, vocab_size: int, eos: Iterable[int]) -> LLToken
 
 
 def compile_schema(tokenizer: LLTokenizer, schema: str) -> LLMatcher:
-    """The state before the first token.
+    """Compile a schema and return the state before the first token.
 
-    Raises InputError for a schema that is wrong, unsatisfiable or beyond what llguidance can
-    hold an answer to, SchemaTooComplex for one that is too large for it.
+    Raises InputError if the schema is invalid, unsatisfiable or not supported by
+    llguidance, and SchemaTooComplex if it is too large.
     """
     from llguidance import LLMatcher, LLParserLimits
 
     check_json_schema(schema)
     _check_options(schema)
-    if schema.strip() in ("true", "false"):  # options need an object to stand in
+    if schema.strip() in ("true", "false"):  # options can only be added to an object
         schema = "{}" if schema.strip() == "true" else '{"enum":[]}'
     limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
     try:
@@ -69,7 +69,7 @@ def compile_schema(tokenizer: LLTokenizer, schema: str) -> LLMatcher:
     except Exception as error:
         raise InputError(f"json_schema: {one_line(str(error))}") from None
     except BaseException as error:
-        if not type(error).__name__.startswith("Panic"):  # how a panic of the library arrives
+        if not type(error).__name__.startswith("Panic"):  # a panic of the Rust library
             raise
         raise InputError(f"json_schema cannot be compiled: {one_line(str(error))}") from None
     if matcher.is_error():
@@ -80,7 +80,7 @@ def compile_schema(tokenizer: LLTokenizer, schema: str) -> LLMatcher:
 
 
 def _refusal(text: str) -> InputError:
-    """A complaint of llguidance as an error; what its limits say, by its words."""
+    """Convert an error text of llguidance; its wording tells which limit was exceeded."""
     line = one_line(text)
     too_complex = any(word in line for word in ("too large", "too many", "Unable to determine"))
     kind = SchemaTooComplex if too_complex else InputError
@@ -88,7 +88,7 @@ def _refusal(text: str) -> InputError:
 
 
 def _check_options(schema: str) -> None:
-    """Raise InputError for options by which an answer would not be JSON any more."""
+    """Raise InputError for options that would make the answer something else than JSON."""
     value = msgspec.json.decode(schema)
     options = value.get("x-guidance") if isinstance(value, dict) else None
     if options is None:
@@ -99,6 +99,6 @@ def _check_options(schema: str) -> None:
 
 
 def one_line(text: str) -> str:
-    """A foreign message on one line of bounded length."""
+    """Shorten a library's message to one line of limited length."""
     line = " ".join(text.replace("<non-verbose/>", "").split())
     return line if len(line) <= _MESSAGE_CHARS else line[: _MESSAGE_CHARS - 1] + "…"

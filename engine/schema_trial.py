@@ -1,12 +1,13 @@
-"""Compiling a foreign schema where it can do no harm: in a process of its own.
+"""Compiles an untrusted schema in a separate process, where it can do no harm.
 
-A few hundred characters can cost the library gigabytes, hours or more stack than a thread has,
-and nothing inside a process can stop it. So a helper process, which has read the tokenizer,
-forks for every schema; the fork compiles it under limits of memory, time and stack. What ends
-the fork is refused; what passes is compiled again by the worker, which knows then what it costs.
+A few hundred characters can cost the library gigabytes, hours, or more stack than a thread has,
+and no code inside the same process can stop it. So a helper process loads the tokenizer and
+forks for every schema. The fork compiles the schema under limits on memory, time and stack. A
+schema that ends the fork is rejected. After a successful trial, the worker compiles the schema
+itself and knows its cost.
 
-Invariant: every trial is answered, in little more than its time, whatever the schema does; a
-helper whose worker is gone ends.
+Invariants: every trial returns within little more than its time limit, whatever the schema does.
+The helper ends with its worker.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 STACK_BYTES = 2 << 20
-"""Stack of a trial; threads of a worker have several times as much."""
+"""Stack of a trial; the worker's threads have several times as much."""
 MAX_SCHEMA_BYTES = 128 << 20
-"""Memory a compiled schema may take."""
-_SLACK_BYTES = 256 << 20  # address space that costs nothing: the allocator's arenas
+"""Memory limit of a compiled schema."""
+_SLACK_BYTES = 256 << 20  # reserved address space without memory: the allocator's arenas
 _START_S = 60.0  # for the helper to read the tokenizer
-_ANSWER_S = 1.0  # on top of the trial's own time
+_ANSWER_S = 1.0  # added to the trial's own time limit
 
 
 class SchemaCost(msgspec.Struct, frozen=True, array_like=True):
-    """What a schema took: ``seconds`` of CPU to compile, ``nbytes`` of memory."""
+    """Cost of a schema: ``seconds`` of CPU time to compile, ``nbytes`` of memory."""
 
     seconds: float
     nbytes: int
@@ -57,9 +58,9 @@ class _Verdict(msgspec.Struct, array_like=True):
 
 
 class SchemaTrial:
-    """The helper of one model folder, started by the first trial. Any thread may ask.
+    """The helper process of one model folder, started by the first trial. Thread-safe.
 
-    ``limit_s``: seconds a schema may take.
+    ``limit_s``: time limit of a schema, seconds.
     """
 
     def __init__(
@@ -71,13 +72,13 @@ class SchemaTrial:
         ]  # fmt: skip
         self._limit_s = limit_s
         self._helper: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()  # held while a schema is tried
+        self._lock = threading.Lock()  # held during a trial
         self._closed = False
 
     def cost(self, schema: str) -> SchemaCost:
         """Try a schema. Raises InputError as :func:`.compile_schema`, or CapacityError.
 
-        SchemaTooComplex when it takes more than its time, memory or stack.
+        Raises SchemaTooComplex if the schema exceeds its time, memory or stack limit.
         """
         with self._lock:
             try:
@@ -94,7 +95,7 @@ class SchemaTrial:
         return verdict.cost
 
     def close(self) -> None:
-        """End the helper at once, also in the middle of a trial, which gets CapacityError."""
+        """End the helper at once. A running trial raises CapacityError."""
         self._closed = True
         self._stop()
 
@@ -109,7 +110,7 @@ class SchemaTrial:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # a fork should find no threads
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # fork() must not find other threads
         )
         weakref.finalize(self, _end, helper)
         _read(helper.stdout, _START_S)
@@ -139,7 +140,7 @@ def _write(pipe: IO[bytes] | None, content: bytes) -> None:
 
 
 def _read(pipe: IO[bytes] | None, seconds: float | None = None) -> bytes:
-    """One frame. Raises EOFError, or TimeoutError after ``seconds``."""
+    """Read one frame. Raises EOFError, or TimeoutError after ``seconds``."""
     if pipe is None:
         raise EOFError("no pipe")
     until = None if seconds is None else time.monotonic() + seconds
@@ -151,7 +152,7 @@ def _exactly(pipe: int, size: int, until: float | None) -> bytes:
     content = b""
     while len(content) < size:
         left = None if until is None else max(0.0, until - time.monotonic())
-        ready = select.poll()  # select() takes no descriptors above 1,023
+        ready = select.poll()  # select() rejects descriptors above 1,023
         ready.register(pipe, select.POLLIN)
         if not ready.poll(None if left is None else 1000 * left):
             raise TimeoutError("no answer in time")
@@ -166,7 +167,7 @@ def _exactly(pipe: int, size: int, until: float | None) -> bytes:
 
 
 def main(arguments: list[str]) -> None:
-    """Read the tokenizer, then try what comes on standard input until it ends."""
+    """Read the tokenizer, then try schemas from standard input until it ends."""
     folder, vocab_size, eos, limit_s = arguments
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker says when it is over
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -180,7 +181,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _fork(tokenizer: LLTokenizer, schema: str, limit_s: float) -> _Verdict:
-    """Compile in a fork; its end, whatever it is, becomes a verdict."""
+    """Compile in a fork and turn its end, whatever it is, into a verdict."""
     answers, into = os.pipe()
     helper, child = os.getpid(), os.fork()
     if not child:
@@ -210,7 +211,7 @@ def _too_complex(reason: str) -> _Verdict:
 
 
 def _bound(limit_s: float) -> None:
-    """Limits of this process."""
+    """Set the limits of this process."""
     seconds = int(limit_s) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -243,7 +244,7 @@ def _try(tokenizer: LLTokenizer, schema: str) -> _Verdict:
 
 
 def _pages(index: int) -> int:
-    """Bytes of this process: 0 addressed, 1 resident."""
+    """Return bytes of this process: field 0 is address space, field 1 resident memory."""
     fields = Path("/proc/self/statm").read_bytes().split()
     return int(fields[index]) * resource.getpagesize()
 

@@ -1,8 +1,8 @@
-"""One request inside the engine: its context, its blocks and how far its KV is computed.
+"""One request inside the engine: its context, its blocks and the progress of its KV.
 
-Invariant: KV is valid for the tokens below ``num_computed_tokens`` and
-``num_computed_tokens < num_tokens``, so there is always a token left whose logits give the
-next one. A sequence does not know whether it is in "prefill" or in "decode".
+Invariant: KV is valid for the tokens below ``num_computed_tokens``, and
+``num_computed_tokens < num_tokens``. So there is always a token left to compute, and its logits
+give the next token. A sequence has no "prefill" or "decode" state.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _UNKNOWN: Int32 = np.array([FUTURE_TOKEN], np.int32)
 
 
 class Sequence:
-    """A request the scheduler works on.
+    """A request that the scheduler works on.
 
-    ``request``: key of the request. ``context``: tokens, status and sampling parameters; from
-    here on it grows by :meth:`accept` only. ``num_tokens``: its tokens, prompt and generated;
-    ``prompt_length``: those the request came with; ``end_length``: those it may have at most.
-    ``salt``: keys the block hashes (tenant and model). ``priority``: lower goes first; equal
-    ones by arrival. ``stream_from``: first token of the prompt the receiver lacks; then
-    finished layers are reported while a step runs, with None they are not. ``arrival``,
-    ``admitted``, ``first_token``: moments in seconds of the caller's clock.
+    ``request``: key of the request. ``context``: tokens, status and sampling parameters; it
+    grows only through :meth:`accept`. ``num_tokens``: its tokens, prompt and generated;
+    ``prompt_length``: tokens of the original request; ``end_length``: maximum tokens.
+    ``salt``: keys the block hashes (tenant and model). ``priority``: lower goes first, ties
+    by arrival. ``stream_from``: first prompt token that the receiver lacks; if set, finished
+    layers are reported during a step. ``arrival``, ``admitted``, ``first_token``: times in
+    seconds of the caller's clock.
     """
 
     __slots__ = (
@@ -59,7 +59,7 @@ class Sequence:
         self.priority = priority
         self.arrival = arrival
         self.stream_from = stream_from
-        self.rank: tuple[int, float, int] = (priority, arrival, 0)  # serial: by the scheduler
+        self.rank: tuple[int, float, int] = (priority, arrival, 0)  # last: set by the scheduler
         self.allocation: Allocation | None = None
         self.num_tokens = len(context.tokens)
         self.prompt_length = context.prompt_length
@@ -79,17 +79,17 @@ class Sequence:
         self.mask = None if context.matcher is None else _mask_of(context.matcher)
 
     def constrain(self, matcher: Matcher) -> None:
-        """Draw from what a grammar allows from here on; ``matcher`` has seen all tokens so far."""
+        """Constrain the next tokens by a grammar; ``matcher`` has accepted all tokens so far."""
         self.context.set_matcher(matcher)
         self.mask = _mask_of(matcher)
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens the request may still generate."""
+        """Number of tokens the request may still generate."""
         return max(self.end_length - self.num_tokens, 0)
 
     def extend_hashes(self) -> list[bytes]:
-        """Hashes of all full blocks of the tokens, computed for new blocks only."""
+        """Return the hashes of all full blocks; only those of new blocks are computed."""
         start, end = len(self.hashes), self.num_tokens // self.block_size
         if start < end:
             tokens = self._tokens(start * self.block_size, end * self.block_size)
@@ -98,7 +98,7 @@ class Sequence:
         return self.hashes
 
     def chunk(self, count: int, *, stream_layers: bool = False) -> Chunk:
-        """The next ``count`` uncomputed tokens as work for the executor."""
+        """Return the next ``count`` uncomputed tokens as work for the executor."""
         if self.allocation is None:
             raise ValueError("a sequence without blocks has no chunk")
         start = self.num_computed_tokens
@@ -109,16 +109,16 @@ class Sequence:
 
     @property
     def can_go_on_unseen(self) -> bool:
-        """Whether the token after next may be planned before the next one is known.
+        """True if a step may be planned before the token of the previous step is known.
 
-        A penalty or a grammar has to see each token before the one behind it is drawn.
+        Penalties and grammars need each token before the next one can be sampled.
         """
         return not self.needs_history and self.context.matcher is None
 
     def chunk_ahead(self) -> Chunk:
-        """The token that the running step draws, as the work of the step behind it.
+        """Return the token that the running step samples, as work for the step after it.
 
-        A placeholder stands for it in the context until :meth:`accept`; ``num_tokens`` counts
+        The context holds a placeholder for this token until :meth:`accept`. ``num_tokens`` counts
         known tokens only.
         """
         if self.allocation is None:
@@ -128,9 +128,9 @@ class Sequence:
         return Chunk(self.request, self.num_tokens, _UNKNOWN, self.allocation.block_table, sample)
 
     def accept(self, token: int, logprobs: TokenLogProbs | None) -> None:
-        """Append a drawn token; the context's status says afterwards whether the request ended.
+        """Append a sampled token; the context's status then shows if the request ended.
 
-        Raises ValueError, and nothing changes, for a token the context refuses.
+        Raises ValueError, and changes nothing, if the context rejects the token.
         """
         context = self.context
         if len(context.tokens) > self.num_tokens:
@@ -157,5 +157,5 @@ class Sequence:
 
 
 def _mask_of(matcher: Matcher) -> TokenMask | None:
-    """A matcher's say in what is drawn; one that only refuses has none."""
+    """Return the matcher as a mask, or None if it can only accept or reject tokens."""
     return matcher if isinstance(matcher, TokenMask) else None

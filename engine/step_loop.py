@@ -24,11 +24,11 @@ class _Books(Protocol):
 
 
 class PlanRunner(Protocol):
-    """What computes a plan: a pipeline."""
+    """Computes plans; implemented by a pipeline."""
 
     @property
     def kv(self) -> _Books:
-        """Makes the books over its KV blocks."""
+        """The pipeline's KV cache, which creates its bookkeeping."""
         ...
 
     def execute(self, plan: StepPlan, on_layers: OnLayers | None = None) -> StepResult:
@@ -37,7 +37,7 @@ class PlanRunner(Protocol):
 
 
 class StepLoop:
-    """Continuous batching over one pipeline. ``fingerprint``: of the model, keys block hashes."""
+    """Continuous batching over one pipeline. ``fingerprint``: the model's, keys block hashes."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class StepLoop:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished."""
+        """True if a request is unfinished."""
         return self.scheduler.has_work
 
     def add(self, context: TextContext) -> bytes:

@@ -109,7 +109,7 @@ def test_integrity_check_sees_two_writers() -> None:
     first = reserved(cache, [1, 2, 3])
     cache.pool.pin(first.blocks[0])
     twin = Allocation(first.block_table, 0, first.capacity)
-    with pytest.raises(InternalError, match="written by one holder"):
+    with pytest.raises(InternalError, match="is writable but has several holders"):
         cache.check_integrity([first, twin])
 
 

@@ -503,11 +503,11 @@ def test_only_one_step_is_out() -> None:
     driver.add(LONG)
     plan = driver.start()
     assert plan is not None
-    with pytest.raises(InternalError, match="not in yet"):
+    with pytest.raises(InternalError, match="not applied yet"):
         driver.scheduler.plan(0.0)
     result = driver.function.execute(plan)
     driver.scheduler.apply(result, 0.0)
-    with pytest.raises(InternalError, match="not the one"):
+    with pytest.raises(InternalError, match="not the running step"):
         driver.scheduler.apply(result, 0.0)
 
 
