@@ -1,4 +1,4 @@
-"""Kernel sets of the devices, behind one Backend protocol."""
+"""The kernels of all devices, with one Backend protocol."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ BUILD_KERNELS = (
     "install a C compiler (such as gcc) and Python's headers, then build Baton again: make setup "
     "in a checkout, or pip install --force-reinstall --no-deps FOLDER"
 )
-"""How to get the compiled kernels."""
+"""Hint for users: how to get the compiled kernels."""
 
 
 def load_backend(name: str = "auto", *, isa: str | None = None) -> Backend:
-    """Return a kernel set: ``cpu`` (compiled), ``numpy``, or ``auto``: cpu where it was built.
+    """Return kernels: ``cpu`` (compiled), ``numpy``, or ``auto``: cpu if it was built.
 
-    ``isa`` forces an instruction set of the cpu backend (tests); None takes the best one.
+    ``isa`` forces an instruction set of the cpu kernels (tests); None chooses the best one.
 
     Raises:
-        ValueError: unknown name, or an instruction set this machine does not have.
-        ImportError: ``cpu`` was asked for and the extension was not built.
+        ValueError: unknown name, or an instruction set that this machine does not have.
+        ImportError: ``cpu`` was requested but the extension was not built.
 
     """
     if name not in ("auto", "cpu", "numpy"):
@@ -41,7 +41,7 @@ def load_backend(name: str = "auto", *, isa: str | None = None) -> Backend:
 
 
 def compiled_kernels_problem() -> str:
-    """Why the compiled kernels cannot be loaded here; empty if they can."""
+    """Return why the compiled kernels cannot be loaded here; empty if they can."""
     if importlib.util.find_spec(f"{__name__}._cpu") is None:
         return "they were not built when Baton was installed"
     try:
@@ -52,7 +52,7 @@ def compiled_kernels_problem() -> str:
 
 
 def kernels_title(numerics: str) -> str:
-    """Kernel set of a numerics fingerprint for people: ``cpu-1-avx512/F32`` is ``C, avx512``."""
+    """Return a readable name of a numerics string: ``cpu-1-avx512/F32`` is ``C, avx512``."""
     kind, *parts = numerics.partition("/")[0].split("-")
     match kind, parts:
         case "cpu", [_, instructions]:
@@ -65,5 +65,5 @@ def kernels_title(numerics: str) -> str:
 
 
 def weights_dtype(numerics: str) -> str:
-    """Dtypes of the weights in a numerics fingerprint: ``BF16`` of ``cpu-1-avx512/BF16``."""
+    """Return the weight dtypes of a numerics string: ``BF16`` for ``cpu-1-avx512/BF16``."""
     return numerics.partition("/")[2].partition("/")[0]

@@ -1,14 +1,14 @@
-"""The kernel set a device must offer; models and scheduler know nothing else of a device.
+"""The kernels that a device must provide; models and scheduler use only this interface.
 
-Every kernel writes into ``out`` arguments the caller owns and allocates nothing that
-outlives the call. A row's result must not depend on the other rows of the call (their number
-or content): that is what makes logits bitwise equal however a request is batched or chunked.
+Every kernel writes into ``out`` arguments that the caller owns, and keeps no allocation after the
+call. A row's result must not depend on the other rows of the call (their number
+or content). So logits are bitwise equal however a request is batched or chunked.
 
-Arrays live where the backend computes: NumPy arrays on a CPU, device arrays elsewhere, with the
-annotations of the former. Callers get them of :meth:`Backend.empty`, :meth:`Backend.upload` and
-:meth:`Backend.parameters`, slice and reshape them, and hand them back. On a CPU all floats are
-float32 and bfloat16 weights are uint16 bits; another backend may hold activations, keys and
-values in an element type of its own. Logits are float32 everywhere.
+Arrays are in the memory where the backend computes: NumPy arrays on a CPU, device arrays elsewhere,
+annotated as NumPy arrays. Callers get arrays from :meth:`Backend.empty`, :meth:`Backend.upload` and
+:meth:`Backend.parameters`, slice and reshape them, and pass them to kernels. On a CPU all floats
+are float32 and bfloat16 weights are uint16 bits. Another backend may hold activations, keys and
+values in its own element type. Logits are float32 everywhere.
 
 Shapes: ``T`` rows (tokens of all chunks of a step), ``H`` hidden, ``Hq``/``Hk`` query and KV
 heads, ``D`` head dim, ``NB`` pool blocks, ``BS`` block size, ``S`` chunks (sequences).
@@ -35,7 +35,7 @@ Weights = npt.NDArray[np.generic]
 
 
 class PackedLinear(Protocol):
-    """A weight matrix in the backend's own order."""
+    """A weight matrix in the backend's own layout."""
 
     @property
     def in_features(self) -> int:
@@ -49,115 +49,115 @@ class PackedLinear(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of memory."""
         ...
 
 
 class Mapping(Protocol):
-    """Memory of another process; arrays on it must not be used after the close."""
+    """Mapped memory of another process; its arrays must not be used after the close."""
 
     def close(self) -> None:
-        """Give it back."""
+        """Unmap the memory."""
         ...
 
 
 class BlockMove(Protocol):
-    """Blocks on their way; see :class:`baton.kv_transfer.moves.Move`."""
+    """A running copy of blocks; see :class:`baton.kv_transfer.moves.Move`."""
 
     def wait(self) -> None:
-        """Block until the move is done; any thread."""
+        """Block until the move is done. May be called from any thread."""
         ...
 
     @property
     def digest(self) -> int:
-        """Of the bytes moved, once that is done."""
+        """XXH3-64 of the moved bytes; valid after the move is done."""
         ...
 
     @property
     def payload(self) -> U8:
-        """What was gathered, once that is done and until :meth:`release`."""
+        """The gathered bytes; valid after the move is done and until :meth:`release`."""
         ...
 
     def release(self) -> None:
-        """Give back the buffers of a move that is done."""
+        """Return the buffers of a finished move."""
         ...
 
 
 class BlockStream(Protocol):
-    """Starts moves in order; None while all buffers are taken, ValueError for what misfits."""
+    """Starts moves in order; None while all buffers are taken, ValueError for bad arguments."""
 
     def gather(self, start: int, count: int, ids: I32) -> BlockMove | None:
         """Pack blocks ``ids`` of layers ``start..`` into pinned memory."""
         ...
 
     def scatter(self, start: int, count: int, ids: I32, payload: U8) -> BlockMove | None:
-        """Unpack a payload; it may change when this returns."""
+        """Unpack a payload. The caller may change ``payload`` after this returns."""
         ...
 
     def copy(
         self, source: F32, start: int, count: int, source_ids: I32, ids: I32
     ) -> BlockMove | None:
-        """Copy blocks out of another pool."""
+        """Copy blocks from another pool."""
         ...
 
     def sum(self, start: int, count: int, ids: I32) -> BlockMove | None:
-        """The digest alone."""
+        """Compute the digest of blocks without copying them."""
         ...
 
 
 class Backend(Protocol):
-    """Kernels of one device."""
+    """The kernels of one device."""
 
     name: str
     numerics: str
-    """Names the arithmetic (backend, build, instruction set); equal strings give equal bits."""
+    """Name of the arithmetic (kernels, build, instruction set); equal names give equal bits."""
     row_independent: bool
-    """Whether a row's bits are independent of the other rows (False: NumPy on BLAS)."""
+    """True if a row's bits do not depend on the other rows (False: NumPy with BLAS)."""
     kv_dtype: str
     """Element type of keys and values, as :class:`~baton.proto.layout.KVLayout` names it."""
     on_host: bool
-    """Whether arrays are NumPy's, so that others may read them without a copy."""
+    """True if arrays are NumPy arrays, so that other code may read them without a copy."""
 
     def empty(self, rows: int, columns: int, *, logits: bool = False) -> F32:
-        """Activations ``[rows, columns]`` of any content; float32 if they are ``logits``."""
+        """Return activations ``[rows, columns]``, content undefined; float32 for ``logits``."""
         ...
 
     def upload(self, array: npt.NDArray[A]) -> npt.NDArray[A]:
-        """A host array where kernels read it: itself on a CPU, elsewhere a copy."""
+        """Return a host array where kernels can read it: itself on a CPU, a copy elsewhere."""
         ...
 
     def parameters(self, weights: npt.NDArray[A]) -> npt.NDArray[A]:
-        """An embedding table or a norm's weights as the kernels read them."""
+        """Return an embedding table or a norm's weights in the kernels' element type."""
         ...
 
     def kv_pool(self, shape: tuple[int, ...], allocate: Callable[[int], U8]) -> F32:
-        """KV pool ``[L, NB, 2, Hk, BS, D]`` of zeros; ``allocate`` gives memory of the host."""
+        """Allocate a zeroed KV pool ``[L, NB, 2, Hk, BS, D]``; ``allocate``: for host memory."""
         ...
 
     def pool_ticket(self, pool: F32) -> DeviceTicket | None:
-        """Where other processes of this host find the pool on the device; None: nowhere."""
+        """Return a ticket by which processes of this host can map the pool; None if impossible."""
         ...
 
     def open_pool(self, ticket: DeviceTicket, layout: KVLayout) -> tuple[Mapping, F32]:
-        """Another process's pool on the device, to read: the mapping to close, and the array.
+        """Map another process's pool on the device for reading: the mapping and the array.
 
-        Raises ValueError for a ticket that does not fit, OSError when it cannot be opened.
+        Raises ValueError if the ticket does not fit, OSError if the pool cannot be opened.
         """
         ...
 
     def block_stream(self, pool: F32, nbytes: int) -> BlockStream | None:
-        """Moves of the pool's blocks that nobody waits for, ``nbytes`` each or a little more.
+        """Return a stream of asynchronous block moves, of about ``nbytes`` each.
 
-        None where blocks move at once, in the thread that asks for it.
+        None if block moves are synchronous.
         """
         ...
 
     def memory_bytes(self) -> int:
-        """All memory of the machine or device that arrays can be in."""
+        """Return the total memory of the machine or device that holds the arrays."""
         ...
 
     def plan_attention(self, row_offsets: I32, positions: I32) -> object:
-        """What :meth:`attention` wants to know of host arrays; for its ``plan``, as is."""
+        """Plan :meth:`attention` from host arrays; pass the result as ``plan``."""
         ...
 
     def take_rows(self, x: F32, rows: I32, out: F32) -> None:
@@ -222,11 +222,11 @@ class Backend(Protocol):
 
         Row ``t`` of sequence ``s`` (``row_offsets[S+1]``) attends to positions
         ``max(0, p - window + 1) .. p`` (``window`` 0: all), ``p = positions[t]``, through
-        ``block_tables[S, Nmax]``; ``out[T, Hq * D]``. KV is walked in tiles aligned to absolute
-        positions, in order. ``positions`` says what a row sees, not where its own key lies: with
-        the sequence's last position for all its rows, attention is bidirectional. ``plan``: of
-        :meth:`plan_attention` for the same rows; a CPU has none. ``halves``: what is multiplied
-        may be rounded to bfloat16, as in a model whose weights are.
+        ``block_tables[S, Nmax]``; ``out[T, Hq * D]``. KV is read in tiles aligned to absolute
+        positions, in order. ``positions`` is the last visible position of a row, not the place of
+        its own key: if all rows get the sequence's last position, attention is bidirectional.
+        ``plan``: result of :meth:`plan_attention` for the same rows; a CPU has none. ``halves``:
+        factors may be rounded to bfloat16, as in a model with bfloat16 weights.
         """
         ...
 
@@ -245,8 +245,8 @@ class Backend(Protocol):
     ) -> None:
         """``out[T, H] = (silu(x @ gate.T) * (x @ up.T)) @ down.T``, biases included.
 
-        ``gate_up`` is gate stacked on up; ``products[T, 2 F]`` and ``active[T, F]`` are space
-        for what lies between, their content behind it is anything.
+        ``gate_up`` is gate stacked on up. ``products[T, 2 F]`` and ``active[T, F]`` are scratch
+        space for intermediate results; their content is undefined after the call.
         """
         ...
 
@@ -292,15 +292,15 @@ class Backend(Protocol):
         """Copy blocks of some layers from one pool to another and checksum them.
 
         ``target[l, target_ids[i]] = source[l, source_ids[i]]`` for ``layer_count`` layers from
-        ``layer_start``. The pools ``[L, NB, 2, Hk, BS, D]`` share no memory and differ in
-        ``NB`` only; ``source`` may be read-only. Returns the XXH3-64 of the bytes copied, the
-        one of :meth:`gather_blocks` for the same source blocks. Wrong arguments raise
+        ``layer_start``. The pools ``[L, NB, 2, Hk, BS, D]`` share no memory and differ only in
+        ``NB``; ``source`` may be read-only. Returns the XXH3-64 of the copied bytes, equal to the
+        result of :meth:`gather_blocks` for the same source blocks. Wrong arguments raise
         ValueError before anything is written.
         """
         ...
 
     def sum_blocks(self, pool: F32, layer_start: int, layer_count: int, block_ids: I32) -> int:
-        """The XXH3-64 that :meth:`gather_blocks` would return; ``pool`` may be read-only.
+        """Return the XXH3-64 that :meth:`gather_blocks` would return; ``pool`` may be read-only.
 
         Wrong arguments raise ValueError.
         """

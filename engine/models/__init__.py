@@ -1,1 +1,1 @@
-"""Model architectures over the Backend kernels."""
+"""Model architectures, built on the kernels of a Backend."""

@@ -1,7 +1,7 @@
-"""BERT as an encoder: absolute positions, LayerNorm behind every sum, GELU, attention both ways.
+"""BERT as an encoder: absolute positions, LayerNorm after every sum, GELU, bidirectional attention.
 
-Keys and values go through the paged kernels of the decoder, unrotated: each row is asked for
-as if it stood at its text's end, so it sees the whole text.
+Keys and values use the decoder's paged kernels, unrotated. Every row is given the position of its
+text's last token, so it attends to the whole text.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class BertModel(PipelineModel, KVCacheMixin):
     ) -> None:
         config = checkpoint.config
         if not isinstance(config, BertConfig):
-            raise CheckpointError(f"{checkpoint.folder}: config.json is not that of a BERT")
+            raise CheckpointError(f"{checkpoint.folder}: config.json is not a BERT config")
         loader = WeightLoader(checkpoint, backend, on_progress)
         self.config = config
         self.backend = backend
@@ -79,7 +79,7 @@ class BertModel(PipelineModel, KVCacheMixin):
         )
         positions = loader.take(f"{base}.position_embeddings.weight", places)
         self._words = loader.take(f"{base}.word_embeddings.weight", (config.vocab_size, hidden))
-        # All text is of the first kind, so its vector is part of every position's.
+        # All tokens have token type 0, so its embedding is added to every position's.
         self._positions = widened(positions) + widened(kinds)[0]
         self._norm = _norm(loader, f"{base}.LayerNorm", hidden)
         self._layers = [_load_layer(loader, config, i) for i in range(config.num_layers)]
@@ -90,17 +90,17 @@ class BertModel(PipelineModel, KVCacheMixin):
         self._space = Workspace(backend)
 
     def prepare_initial_token_inputs(self, context_batch: Sequence[Chunk]) -> ModelInputs:
-        """Not how an encoder is fed: its pipeline lays texts out over memory of its own."""
+        """Raise: the pipeline of an encoder lays texts out over its own memory."""
         raise NotImplementedError("an encoder has no KV memory that outlives a batch")
 
     def prepare_next_token_inputs(
         self, next_tokens: I32, prev_model_inputs: ModelInputs
     ) -> ModelInputs:
-        """An encoder has no next token."""
+        """Raise: an encoder generates no tokens."""
         raise NotImplementedError("an encoder has no next token")
 
     def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
-        """Hidden states ``[R, hidden]`` of the wanted rows after the last layer."""
+        """Return the hidden states ``[R, hidden]`` of the wanted rows after the last layer."""
         inputs = model_inputs
         space, config = self._space, self.config
         rows, hidden = len(inputs.tokens), config.hidden_size
@@ -120,7 +120,7 @@ class BertModel(PipelineModel, KVCacheMixin):
     def _attend(
         self, layer: Layer, inputs: ModelInputs, seen: I32, kv_layer: F32, states: F32, out: F32
     ) -> None:
-        """``out = norm(states + attention(states))``; ``states`` is used up."""
+        """Compute ``out = norm(states + attention(states))``; overwrites ``states``."""
         config, space, rows = self.config, self._space, len(states)
         heads, dim, hidden = config.num_heads, config.head_dim, config.hidden_size
         qkv = space.rows("qkv", rows, 3 * hidden)
@@ -138,7 +138,7 @@ class BertModel(PipelineModel, KVCacheMixin):
         self._add_norm(delta, states, layer.attention_norm, out)
 
     def _feed_forward(self, layer: Layer, states: F32, out: F32) -> None:
-        """``out = norm(states + mlp(states))``; ``states`` is used up."""
+        """Compute ``out = norm(states + mlp(states))``; overwrites ``states``."""
         space, rows, wide = self._space, len(states), self.config.intermediate_size
         up, active = space.rows("up", rows, wide), space.rows("active", rows, wide)
         delta = space.rows("delta", rows, self.config.hidden_size)
@@ -153,7 +153,7 @@ class BertModel(PipelineModel, KVCacheMixin):
 
 
 def _ends(inputs: ModelInputs) -> I32:
-    """For every row the last position of its text."""
+    """Return the last position of each row's text."""
     offsets = inputs.row_offsets
     last = inputs.positions[offsets[1:] - 1]
     return np.repeat(last, np.diff(offsets))

@@ -1,9 +1,9 @@
-"""One decoder for all Llama-type models; architectures differ in the config's options only.
+"""One decoder for all Llama-type models; architectures differ only in the config's options.
 
-The forward pass calls nothing but :class:`Backend` kernels. A row's arithmetic never
-depends on other rows, and the keys and values of a layer are complete before any row
-attends to them. Behind the last layer's keys and values only rows whose logits are wanted
-are computed, so the chunks of a long prompt skip that layer's MLP and the LM head.
+The forward pass calls only :class:`Backend` kernels. A row's arithmetic never
+depends on other rows, and a layer's keys and values are complete before any row
+attends to them. After the last layer's keys and values, only rows whose logits are wanted
+are computed. So the chunks of a long prompt skip that layer's MLP and the LM head.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Layer:
 
 
 class Decoder(PipelineModel, KVCacheMixin):
-    """A loaded model. Not thread-safe: the workspace is shared by all calls.
+    """A loaded model. Not thread-safe: all calls share the workspace.
 
-    ``block_size``: tokens per KV block. ``head``: with False it gives hidden states instead
-    of logits, and the checkpoint needs no head.
+    ``block_size``: tokens per KV block. ``head``: if False, the model returns hidden states
+    instead of logits, and the checkpoint needs no head.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class Decoder(PipelineModel, KVCacheMixin):
         self._pool: F32 | None = None
         cos_sin = cos_sin_table(config.rope, config.head_dim, max_length)
         if not np.isfinite(cos_sin).all():
-            raise CheckpointError(f"{checkpoint.folder}: rope settings give no finite angles")
+            raise CheckpointError(f"{checkpoint.folder}: the rope settings give non-finite angles")
         self._cos_sin = backend.upload(cos_sin)
-        # Embedding checkpoints are often saved without the wrapper that adds the head.
+        # Embedding checkpoints are often saved without the wrapper class that adds the head.
         base = "" if not head and "embed_tokens.weight" in checkpoint.tensors else "model."
         table = loader.take(f"{base}embed_tokens.weight", (config.vocab_size, config.hidden_size))
         self._table = backend.parameters(table)
@@ -108,39 +108,39 @@ class Decoder(PipelineModel, KVCacheMixin):
         loader.finish(unused=("lm_head.weight",) if headless else ())
         self._space = Workspace(backend)
 
-    # ------------------------------------------------------------------ what pipelines call
+    # ------------------------------------------------------------------ called by pipelines
 
     def load_kv_manager(
         self, session: Backend, available_cache_memory: int, allocate: Allocate = aligned_zeros
     ) -> KVManager:
-        """As the mixin's; inputs prepared from now on are for its pool."""
+        """Allocate the KV memory; inputs prepared later refer to its pool."""
         manager = super().load_kv_manager(session, available_cache_memory, allocate)
         self._pool = manager.pool
         return manager
 
     def prepare_initial_token_inputs(self, context_batch: Sequence[Chunk]) -> ModelInputs:
-        """Rows of the chunks, over the KV memory loaded."""
+        """Lay the chunks out as rows over the loaded KV memory."""
         if self._pool is None:
-            raise ValueError("no KV memory was loaded")
+            raise ValueError("KV memory must be loaded first")
         return lay_out(context_batch, self._pool)
 
     def prepare_next_token_inputs(
         self, next_tokens: I32, prev_model_inputs: ModelInputs
     ) -> ModelInputs:
-        """One row after the last of each sequence."""
+        """Lay out the next row of each sequence."""
         return lay_out_next(next_tokens, prev_model_inputs)
 
     def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
-        """Logits of the wanted rows; without a head their hidden states."""
+        """Return the logits of the wanted rows, or their hidden states if there is no head."""
         wanted = narrowed(model_inputs)
         rows = uploaded(model_inputs, self.backend)
         every = wanted is model_inputs
         return self.forward(rows, rows if every else uploaded(wanted, self.backend))
 
     def forward(self, inputs: ModelInputs, wanted: ModelInputs) -> ModelOutputs:
-        """:meth:`execute` over uploaded rows: it reads no array on the host.
+        """Run :meth:`execute` on uploaded rows, without reading host arrays.
 
-        ``wanted``: the uploaded :func:`narrowed` rows, ``inputs`` itself if that is all of them.
+        ``wanted``: the uploaded :func:`narrowed` rows, or ``inputs`` itself if it wants all rows.
         """
         states = self._states(inputs, wanted)
         if self._head is None:
@@ -158,17 +158,17 @@ class Decoder(PipelineModel, KVCacheMixin):
         batch_top_n: Sequence[int],
         batch_echo: Sequence[bool],
     ) -> list[TokenLogProbs | None]:
-        """Log-softmax of the logits, as the sampler gives it; prompts are not echoed."""
+        """Return the log-softmax of the logits as the sampler does; prompts are not supported."""
         logits = model_outputs.next_token_logits
         if logits is None or any(batch_echo):
-            raise NotImplementedError("log-probabilities are those of drawn tokens alone")
+            raise NotImplementedError("log-probabilities are available for drawn tokens only")
         rows = zip(logits, next_tokens, batch_top_n, strict=True)
         return [log_probs(row, token, top) if top else None for row, token, top in rows]
 
     # ------------------------------------------------------------------ the forward pass
 
     def _states(self, inputs: ModelInputs, wanted: ModelInputs) -> F32:
-        """Normed hidden states ``[R, hidden]`` of the wanted rows.
+        """Return the normed hidden states ``[R, hidden]`` of the wanted rows.
 
         Writes keys and values at ``slots``. Raises ValueError for ids, positions or blocks out
         of range.
@@ -196,7 +196,7 @@ class Decoder(PipelineModel, KVCacheMixin):
         return normed
 
     def _append(self, layer: Layer, batch: ModelInputs, normed: F32, kv_layer: F32) -> F32:
-        """Project to q, k, v; store k and v; returns rotated q ``[T, Hq, D]``."""
+        """Project to q, k, v and store k and v; return the rotated q ``[T, Hq, D]``."""
         config, rows = self.config, len(normed)
         qkv = self._space.rows("qkv", rows, layer.qkv.out_features)
         q = self._space.rows("q", rows, config.num_heads * config.head_dim)
@@ -238,7 +238,7 @@ class Decoder(PipelineModel, KVCacheMixin):
         self.backend.add_rms_norm(delta, residual, layer.post_norm, config.rms_norm_eps, normed)
 
     def _mlp(self, layer: Layer, residual: F32, normed: F32, following: F32) -> None:
-        """Add the MLP to ``residual``; ``normed`` becomes the input of what follows."""
+        """Add the MLP to ``residual``; ``normed`` becomes the input of the next layer."""
         rows, width = len(normed), self.config.intermediate_size
         gate_up = self._space.rows("gate_up", rows, 2 * width)
         active = self._space.rows("active", rows, width)
@@ -247,7 +247,7 @@ class Decoder(PipelineModel, KVCacheMixin):
         self.backend.add_rms_norm(delta, residual, following, self.config.rms_norm_eps, normed)
 
     def _taken(self, q: F32, residual: F32, rows: I32) -> tuple[F32, F32]:
-        """Queries and residual of some rows."""
+        """Copy queries and residual of the given rows."""
         some_q = self._space.rows("some_q", len(rows), q.shape[1] * q.shape[2])
         some_q = some_q.reshape(len(rows), *q.shape[1:])
         some = self._space.rows("some", len(rows), residual.shape[1])

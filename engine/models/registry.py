@@ -1,4 +1,4 @@
-"""What Baton knows of the ``architectures[0]`` of a config.json: one entry per name."""
+"""The supported model architectures, by the ``architectures[0]`` of a config.json."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Validator = Callable[[TextContext], None]
 
 
 class Embedder(Protocol):
-    """A constructor of models that give hidden states."""
+    """A constructor of models that return hidden states."""
 
     def __call__(
         self,
@@ -57,13 +57,13 @@ _MEAN = EmbeddingSettings("mean", normalize=False)
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Architecture:
-    """One architecture.
+    """One supported architecture.
 
-    ``generator``: class of the model that gives logits, None for one that cannot.
-    ``embedder``: makes one that gives hidden states, None for one that cannot. ``pooling``: of
-    an embedder whose folder does not say. ``context``: class of its requests. ``validators``:
-    raise InputError for a context it cannot take. ``tokenizer``: the file that turns text into
-    its ids; clients read it, workers see ids alone.
+    ``generator``: model class that returns logits, None if the architecture has none.
+    ``embedder``: constructor of a model that returns hidden states, or None. ``pooling``: used if
+    the folder of an embedding model sets none. ``context``: class of its requests. ``validators``:
+    functions that raise InputError for unsupported contexts. ``tokenizer``: file that converts text
+    to token ids; clients read it, workers see only ids.
     """
 
     generator: type[Decoder] | None = None
@@ -75,7 +75,7 @@ class Architecture:
 
     @property
     def task(self) -> str:
-        """What it is for unless its folder or the operator says otherwise."""
+        """Default task; the folder or the operator may choose another."""
         return EMBED if self.generator is None else GENERATE
 
 
@@ -95,7 +95,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def architecture_of(config: ModelConfig, origin: object) -> Architecture:
-    """The entry of a checkpoint's architecture; CheckpointError, naming ``origin``, if none."""
+    """Return the entry of a checkpoint's architecture. CheckpointError names ``origin``."""
     entry = ARCHITECTURES.get(config.architecture)
     if entry is None:
         raise CheckpointError(
@@ -108,11 +108,11 @@ def architecture_of(config: ModelConfig, origin: object) -> Architecture:
 def read_context(
     architecture: str, wire: WireContext, request_id: RequestID, emitted: Sequence[int] = ()
 ) -> TextContext:
-    """A request as its model's context, checked by its validators.
+    """Convert a request into its model's context, checked by the model's validators.
 
-    Raises InputError or ValueError for one that cannot be run.
+    Raises InputError or ValueError if the context cannot be run.
     """
-    check_kind(wire)  # a text context would leave the images of another kind out
+    check_kind(wire)  # a text context would silently omit the images of another kind
     entry = ARCHITECTURES.get(architecture, _PLAIN)
     context = context_to_run(wire, request_id, emitted, entry.context)
     for validate in entry.validators:

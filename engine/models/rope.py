@@ -5,11 +5,11 @@ sines (second half). Frequencies and angles are rounded to float32 exactly where
 transformers rounds them, because at position 1000 one unit in the last place of a
 frequency is visible in the logits.
 
-Two scalings depend on the length of a sequence, which a paged cache shared between
-sequences cannot follow: their frequencies are fixed by the served length instead.
+Two scalings depend on the length of a sequence. A paged cache that sequences share cannot
+follow that, so the served length fixes their frequencies instead.
 ``dynamic`` up to ``max_position`` and ``longrope`` up to ``original_max_position`` are
 served exactly as transformers computes them, and these lengths are the default limits.
-A longer served length (up to :meth:`RopeConfig.ceiling`) takes the frequencies of that
+A longer served length (up to :meth:`RopeConfig.ceiling`) uses the frequencies of that
 length for all positions of all sequences.
 """
 
@@ -32,7 +32,7 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Rope settings under the names of ``rope_parameters``; see :data:`SCALINGS`.
 
     ``rope_theta``: base. ``max_position_embeddings`` and the top-level
-    ``original_max_position_embeddings`` are copied in from the model's config.
+    ``original_max_position_embeddings`` are copied from the model's config.
     """
 
     rope_type: str = "default"
@@ -54,23 +54,23 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def original(self) -> int:
-        """Length of the sequences the model was first trained on."""
+        """Sequence length of the model's original training."""
         return self.original_max_position_embeddings or self.max_position_embeddings
 
     def default_length(self) -> int:
-        """Positions served unless the operator asks for more."""
+        """Default number of positions to serve."""
         if self.rope_type == "longrope":
             return min(self.original, self.max_position_embeddings)
         return self.max_position_embeddings
 
     def ceiling(self) -> int:
-        """Most positions that can be served."""
+        """Largest number of positions that can be served."""
         if self.rope_type == "dynamic":
             return int(self.max_position_embeddings * max(1.0, self.require("factor")))
         return self.max_position_embeddings
 
     def require(self, field: str) -> float:
-        """Value of a field its scaling cannot do without."""
+        """Return a field that the scaling needs. Raises CheckpointError if it is missing."""
         value = getattr(self, field)
         if value is None:
             raise CheckpointError(f"config.json: rope type '{self.rope_type}' needs '{field}'")
@@ -78,7 +78,7 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_rope(raw: dict[str, Any]) -> RopeConfig:
-    """Rope settings of a config.json, old layout (``rope_scaling``) or new."""
+    """Read the rope settings of a config.json, in the old (``rope_scaling``) or new layout."""
     fields = {}
     for key in ("rope_scaling", "rope_parameters"):
         nested = msgspec.convert(raw.get(key) or {}, dict[str, Any])
@@ -102,19 +102,19 @@ def parse_rope(raw: dict[str, Any]) -> RopeConfig:
 
 
 def frequencies(config: RopeConfig, head_dim: int, length: int) -> tuple[F32, float]:
-    """Frequencies for sequences of up to ``length`` positions.
+    """Return the frequencies for sequences of up to ``length`` positions.
 
-    Returns the angle per position of each pair of channels, float32 ``[head_dim / 2]``, and
-    the factor on cosine and sine.
+    The result is the angle per position of each pair of channels, float32 ``[head_dim / 2]``, and
+    the factor for cosine and sine.
     """
     return SCALINGS[config.rope_type](config, head_dim, length)
 
 
 def cos_sin_table(config: RopeConfig, head_dim: int, length: int) -> F32:
-    """Table ``[length, head_dim]``: cosines, then sines, attention factor included."""
+    """Return the table ``[length, head_dim]``: cosines, then sines, with the attention factor."""
     inv_freq, scale = frequencies(config, head_dim, length)
     angles = np.arange(length, dtype=np.float32)[:, None] * inv_freq
-    # The angle is rounded to float32, its cosine is not approximated further.
+    # As in transformers, the angle is rounded to float32; its cosine is computed in float64.
     exact = angles.astype(np.float64)
     table = np.concatenate([np.cos(exact), np.sin(exact)], axis=1).astype(np.float32)
     return np.ascontiguousarray(table * np.float32(scale))
@@ -142,7 +142,7 @@ def _linear(config: RopeConfig, head_dim: int, length: int) -> tuple[F32, float]
 
 
 def _proportional(config: RopeConfig, head_dim: int, length: int) -> tuple[F32, float]:  # noqa: ARG001
-    """Only the leading part of the pairs rotates, with the full head's frequencies."""
+    """Only the first pairs rotate, with the frequencies of the full head."""
     rotated = int(config.partial_rotary_factor * head_dim // 2)
     inv_freq = np.zeros(head_dim // 2, np.float32)
     inv_freq[:rotated] = _inverse(_powers(config.rope_theta, head_dim, rotated))
@@ -150,7 +150,7 @@ def _proportional(config: RopeConfig, head_dim: int, length: int) -> tuple[F32, 
 
 
 def _dynamic(config: RopeConfig, head_dim: int, length: int) -> tuple[F32, float]:
-    """NTK: the base grows with the served length beyond ``max_position_embeddings``."""
+    """NTK scaling: the base grows with a served length above ``max_position_embeddings``."""
     factor, limit = config.require("factor"), config.max_position_embeddings
     stretch = factor * max(length, limit) / limit - (factor - 1)
     theta = config.rope_theta * stretch ** (head_dim / (head_dim - 2))
@@ -158,11 +158,11 @@ def _dynamic(config: RopeConfig, head_dim: int, length: int) -> tuple[F32, float
 
 
 def _llama3(config: RopeConfig, head_dim: int, length: int) -> tuple[F32, float]:  # noqa: ARG001
-    """Long wavelengths are interpolated, short ones kept, those between blended."""
+    """Long wavelengths are interpolated, short ones kept, those in between blended."""
     factor = np.float32(config.require("factor"))
     low, high = config.require("low_freq_factor"), config.require("high_freq_factor")
     plain = _inverse(_powers(config.rope_theta, head_dim))
-    # torch divides a number by a tensor as reciprocal times number; so the roundings agree.
+    # torch computes number / tensor as reciprocal times number; this order gives equal roundings.
     wavelength = _inverse(plain) * np.float32(2 * math.pi)
     turns = _inverse(wavelength) * np.float32(config.original)
     smooth = (turns - np.float32(low)) / np.float32(high - low)
@@ -173,7 +173,7 @@ def _llama3(config: RopeConfig, head_dim: int, length: int) -> tuple[F32, float]
 
 
 def _yarn(config: RopeConfig, head_dim: int, length: int) -> tuple[F32, float]:  # noqa: ARG001
-    """Interpolation for slow channels, none for fast ones, a ramp between, and a factor."""
+    """Slow channels are interpolated, fast ones kept, with a ramp in between; plus a factor."""
     factor = config.factor or config.max_position_embeddings / config.original
     powers = _powers(config.rope_theta, head_dim)
     extrapolated = _inverse(powers)
@@ -186,7 +186,7 @@ def _yarn(config: RopeConfig, head_dim: int, length: int) -> tuple[F32, float]: 
 
 
 def _yarn_range(config: RopeConfig, head_dim: int) -> tuple[float, float]:
-    """Channels between which the ramp runs."""
+    """Return the channels between which the ramp runs."""
 
     def channel(rotations: float) -> float:
         turns = config.original / (rotations * 2 * math.pi)
@@ -211,7 +211,7 @@ def _yarn_attention(config: RopeConfig, factor: float) -> float:
 
 
 def _longrope(config: RopeConfig, head_dim: int, length: int) -> tuple[F32, float]:
-    """A factor per pair of channels: the short set up to the original length."""
+    """One factor per pair of channels; the short factors up to the original length."""
     long = length > config.original
     factors = np.asarray(config.long_factor if long else config.short_factor, np.float32)
     if factors.shape != (head_dim // 2,):

@@ -1,4 +1,4 @@
-"""Handing a checkpoint's tensors to a backend, with progress and nothing left over."""
+"""Passes a checkpoint's tensors to a backend, reports progress and rejects unused tensors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ F32 = npt.NDArray[np.float32]
 Progress = Callable[[int, int], None]
 
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "embeddings.position_ids")
-"""Tensors old checkpoints carry though they follow from the config."""
+"""Tensors in old checkpoints that are redundant because the config implies them."""
 
 
 class WeightLoader:
-    """Takes tensors by name, checks their shapes, packs them, reports bytes done and total."""
+    """Reads tensors by name, checks their shapes, packs them, reports progress in bytes."""
 
     def __init__(
         self, checkpoint: Checkpoint, backend: Backend, on_progress: Progress | None
@@ -34,7 +34,7 @@ class WeightLoader:
         self._taken: set[str] = set()
 
     def take(self, name: str, shape: tuple[int, ...]) -> Weights:
-        """Tensor of the given shape: float32, or uint16 bfloat16 bits."""
+        """Return a tensor of the given shape: float32, or uint16 bfloat16 bits."""
         tensor = self._checkpoint.take(name, shape)
         if name not in self._taken:
             entry = self._checkpoint.tensors.entry(name)
@@ -43,22 +43,22 @@ class WeightLoader:
         return tensor
 
     def vector(self, name: str, size: int) -> F32:
-        """Tensor ``[size]`` as float32 of its own."""
+        """Return a copy of the tensor ``[size]`` as float32."""
         return widened(self.take(name, (size,)))
 
     def norm(self, name: str, size: int) -> F32:
-        """Weights ``[size]`` of a norm, as the backend reads them."""
+        """Return the weights ``[size]`` of a norm in the backend's form."""
         return self._backend.parameters(self.vector(name, size))
 
     def halves(self, parts: Sequence[tuple[str, int]]) -> bool:
-        """Whether the weights of all these modules ``(name, out_features)`` are bfloat16."""
+        """True if the weights of all these modules ``(name, out_features)`` are bfloat16."""
         entry = self._checkpoint.tensors.entry
         return all(entry(f"{name}.weight").dtype == "BF16" for name, _ in parts)
 
     def linear(
         self, parts: Sequence[tuple[str, int]], in_features: int, *, bias: bool
     ) -> PackedLinear:
-        """Pack the modules ``(name, out_features)``, stacked; with their biases if asked."""
+        """Pack the modules ``(name, out_features)`` into one matrix, with biases if requested."""
         weights = [self.take(f"{name}.weight", (out, in_features)) for name, out in parts]
         if len({w.dtype for w in weights}) > 1:
             weights = [widened(w) for w in weights]
@@ -70,9 +70,9 @@ class WeightLoader:
         return packed
 
     def finish(self, unused: Sequence[str] = ()) -> None:
-        """Refuse a checkpoint with weights the config has no place for; report the end.
+        """Report the end. Raises CheckpointError for weights that the model does not use.
 
-        ``unused``: tensors that may be there and have no use.
+        ``unused``: tensors that may be present without being used.
         """
         for name in self._checkpoint.tensors:
             known = name in self._taken or name in unused or name.endswith(_IGNORED_SUFFIXES)
@@ -86,7 +86,7 @@ class WeightLoader:
 
 
 def widened(tensor: Weights) -> F32:
-    """Copy as float32; uint16 arrays hold bfloat16 bits."""
+    """Return a float32 copy; uint16 arrays hold bfloat16 bits."""
     if tensor.dtype == np.uint16:
         return (tensor.astype(np.uint32) << 16).view(np.float32)
     return tensor.astype(np.float32)

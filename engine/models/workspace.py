@@ -1,4 +1,4 @@
-"""Scratch arrays of the forward pass, kept between calls."""
+"""Scratch arrays of the forward pass, reused between calls."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ F32 = npt.NDArray[np.float32]
 
 
 class Workspace:
-    """Named arrays of a backend that grow to the next power of two of rows and never shrink."""
+    """Named device arrays; they grow to the next power of two of rows and never shrink."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._arrays: dict[str, F32] = {}
 
     def rows(self, name: str, rows: int, columns: int, *, logits: bool = False) -> F32:
-        """First ``rows`` of the array ``name``, contiguous ``[rows, columns]``.
+        """Return the first ``rows`` of the array ``name``, contiguous ``[rows, columns]``.
 
-        The content is whatever the last user left; two calls with one name share memory.
-        ``logits``: float32 whatever the backend computes in.
+        The content is undefined: calls with the same name share memory.
+        ``logits``: float32, whatever the backend computes in.
         """
         array = self._arrays.get(name)
         if array is None or len(array) < rows or array.shape[1] != columns:
@@ -31,5 +31,5 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes held by all arrays."""
         return sum(array.nbytes for array in self._arrays.values())

@@ -1,4 +1,4 @@
-"""How models are run: the interfaces of contexts.md, and the pipelines workers compute with."""
+"""Runs models: the pipeline interfaces of contexts.md and the pipelines of the workers."""
 
 from ...proto.generators import AudioGenerator, EmbeddingsGenerator, EmbeddingsOutput
 from .embeddings import EmbeddingsPipeline

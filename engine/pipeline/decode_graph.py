@@ -1,4 +1,4 @@
-"""One captured decode step: a row per sequence, from token ids to token ids."""
+"""One captured decode step: one row per sequence, from token ids to sampled token ids."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ I32 = npt.NDArray[np.int32]
 
 _ALIGNED = 256
 _NOWHERE = -1
-"""The cache slot of a row that writes no keys."""
+"""Cache slot of a row that writes no keys."""
 
 
 class GraphModel(Protocol):
-    """A model whose pass over uploaded rows reads nothing on the host."""
+    """A model whose forward pass over uploaded rows reads no host memory."""
 
     vocab_size: int
 
     def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
-        """Run rows that are on the host."""
+        """Run rows that are in host memory."""
         ...
 
     def forward(self, inputs: ModelInputs, wanted: ModelInputs) -> ModelOutputs:
@@ -41,10 +41,10 @@ class GraphModel(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class GraphSizes:
-    """What the buffers of every graph hold.
+    """Sizes of the buffers of every graph.
 
-    ``table_width``: blocks of the longest context. ``max_length``: its tokens. ``pool_tokens``:
-    tokens of the KV pool, which bound the attention work of a step.
+    ``table_width``: blocks of the longest context. ``max_length``: tokens of the longest context.
+    ``pool_tokens``: tokens of the KV pool; they limit the attention work of a step.
     """
 
     table_width: int
@@ -53,7 +53,7 @@ class GraphSizes:
 
 
 class _Buffers:
-    """Arrays that lie side by side on the device and are written with one copy."""
+    """Arrays that are contiguous on the device and are written with one copy."""
 
     def __init__(self, device: Device, shapes: dict[str, tuple[tuple[int, ...], Any]]) -> None:
         ends, total = {}, 0
@@ -72,12 +72,12 @@ class _Buffers:
             self.device[name] = self._all[ends[name]].view(dtype).reshape(shape)
 
     def send(self) -> None:
-        """Copy everything to the device."""
+        """Copy all arrays to the device."""
         self._device.write(self._all, self._host)
 
 
 class DecodeGraph:
-    """A decode step of up to ``rows`` sequences, captured when it is made."""
+    """A decode step of up to ``rows`` sequences, captured when it is first run."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class DecodeGraph:
         )
         self._buffers.host["slots"][:] = _NOWHERE
         self._tables: Any = device.zeros((rows, sizes.table_width), np.int32)
-        self._sent: list[I32 | None] = [None] * rows  # the tables that are on the device
+        self._sent: list[I32 | None] = [None] * rows  # the block tables on the device
         self._plan = GraphPlan(device, rows, sizes.max_length, sizes.pool_tokens)
         self._tokens = device.zeros((rows,), np.int32)
         self._errors = device.zeros((rows,), np.int32)
@@ -110,7 +110,7 @@ class DecodeGraph:
         self._graph: Graph | None = None
 
     def fits(self, inputs: ModelInputs) -> bool:
-        """Whether the buffers hold these rows."""
+        """True if these rows fit into the buffers."""
         return self._plan.fits(inputs.positions)
 
     def run(
@@ -142,7 +142,7 @@ class DecodeGraph:
         self._buffers.send()
         self._plan.write(inputs.positions)
         for row, chunk in enumerate(chunks):
-            # A table is never written to: the same object is the same blocks.
+            # Block tables are never modified, so the same object means the same blocks.
             if self._sent[row] is not chunk.block_table:
                 self._device.write(self._tables[row, : len(chunk.block_table)], chunk.block_table)
                 self._sent[row] = chunk.block_table
@@ -164,7 +164,7 @@ class DecodeGraph:
         def step() -> None:
             logits: Any = self._model.forward(inputs, inputs).next_token_logits
             if logits is None:
-                raise ValueError("the model gives no logits")
+                raise ValueError("the model returns no logits")
             sampling.sample(
                 self._device, logits, arrays["sampling"], self._space, self._tokens, self._errors
             )

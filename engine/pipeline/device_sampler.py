@@ -1,4 +1,4 @@
-"""Drawing tokens where the logits are: the sampler of a GPU, for rows of any request."""
+"""Samples tokens on the GPU, where the logits are, for rows of any request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WHY = {
 
 @dataclass(slots=True)
 class SampleRows:
-    """What a batch's rows ask for, on the host; and the rows that only the host can draw."""
+    """Sampling parameters of a batch's rows, on the host; and the rows only the host can sample."""
 
     rows: npt.NDArray[np.void]
     masks: list[npt.NDArray[np.uint32]] = field(default_factory=list)
@@ -38,15 +38,15 @@ class SampleRows:
 
     @property
     def plain(self) -> bool:
-        """Whether the rows alone say everything."""
+        """True if the rows need no masks, histories, reports or host sampling."""
         return not (self.masks or self.seen or self.on_host or self.reported)
 
 
 class DeviceSampler:
-    """Draws a token per row of logits on ``device``; see :mod:`..kernels.cuda.sampling`.
+    """Samples a token per row of logits on ``device``; see :mod:`..kernels.cuda.sampling`.
 
-    Rows with logits processors, which are Python, and rows beyond the kernels' limits are drawn
-    on the host.
+    The host samples rows with logits processors, which are Python code, and rows beyond the
+    kernels' limits.
     """
 
     def __init__(self, device: Device, vocab: int) -> None:
@@ -56,16 +56,16 @@ class DeviceSampler:
         self._space: sampling.Workspace | None = None
 
     def rows_of(self, chunks: Sequence[Chunk], failed: dict[bytes, BatonError]) -> SampleRows:
-        """What the chunks ask for; those whose grammar or history fails go to ``failed``."""
+        """Collect the chunks' sampling parameters; invalid requests go to ``failed``."""
         asked = SampleRows(np.zeros(len(chunks), sampling.ROW))
         for at, chunk in enumerate(chunks):
             if chunk.sample is None:
-                raise InternalError("a chunk that draws nothing has no row")
+                raise InternalError("a chunk that samples no token has no row")
             try:
                 self._ask(asked, at, chunk.sample)
-            except InputError as error:  # what a grammar says of itself
+            except InputError as error:  # an error of the request's grammar
                 failed[chunk.request] = error
-            except Exception as error:  # one request's parameters, one failure
+            except Exception as error:  # one request's bad parameters fail this request only
                 failed[chunk.request] = InternalError(f"sampling: {describe(error)}")
         return asked
 
@@ -76,7 +76,7 @@ class DeviceSampler:
         asked: SampleRows,
         failed: dict[bytes, BatonError],
     ) -> list[Sampled]:
-        """A token per row that has not failed; rows that cannot be drawn go to ``failed``."""
+        """Sample a token per row that has not failed; rows that fail now go to ``failed``."""
         count, device = len(chunks), self._device
         tokens, errors = device.empty((count,), np.int32), device.empty((count,), np.int32)
         report = _new_report(device, count) if asked.reported else None
@@ -98,7 +98,7 @@ class DeviceSampler:
         return sampled + self._draw_on_host(logits, chunks, asked.on_host, failed)
 
     def workspace(self, rows: int) -> sampling.Workspace:
-        """A workspace of its own, for who keeps it."""
+        """Return a separate workspace, for a caller that keeps it."""
         return sampling.workspace(self._device, rows, self._vocab)
 
     def _workspace(self, rows: int) -> sampling.Workspace:
@@ -108,7 +108,7 @@ class DeviceSampler:
         return self._space
 
     def _ask(self, asked: SampleRows, at: int, spec: SampleSpec) -> None:
-        """Fill in row ``at``; a row that only the host can draw stays greedy on the device."""
+        """Fill in row ``at``; a row that only the host can sample stays greedy on the device."""
         mask = history = -1
         words = None if spec.mask is None else sampling.mask_words(spec.mask.allowed(), spec.banned)
         if words is not None:
@@ -171,9 +171,9 @@ def collect(
     skipped: set[int],
     failed: dict[bytes, BatonError],
 ) -> list[Sampled]:
-    """Tokens of the rows that have one, with log-probs where they were asked for.
+    """Return the tokens of the rows that have one, with log-probs where requested.
 
-    ``report``: log-prob of the token ``[B]``, ids and log-probs of the likeliest ``[B, 20]``.
+    ``report``: log-prob of the token ``[B]``, ids and log-probs of the most likely ``[B, 20]``.
     """
     sampled = []
     for at, (chunk, token, error) in enumerate(

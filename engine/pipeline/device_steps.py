@@ -1,9 +1,9 @@
-"""Steps on a GPU: decode steps replay a captured graph, everything else is launched as it comes.
+"""Steps on a GPU: decode steps replay a captured graph, other steps launch kernels one by one.
 
-A graph is captured per bucket of rows, with buffers of its own that are filled before each
-replay; rows of a bucket that no request needs have no keys and write nowhere. Whatever says more
-than a graph's rows can hold (a grammar, penalties, log-probabilities, prompt chunks) is launched
-kernel by kernel, with the same results but for the cut of attention's sums.
+A graph is captured per bucket of rows. It has separate buffers, which are filled before each
+replay; unused rows of a bucket have no keys and write nothing. A step that needs more than a
+graph's rows can express (a grammar, penalties, log-probabilities, prompt chunks) is launched
+kernel by kernel. Its results are the same except for the split of attention's sums.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .device_sampler import DeviceSampler
 from .model import LayerDone, ModelInputs
 
 BUCKETS = (1, 2, 4, 8, *range(16, 257, 8))
-"""Rows that a graph is captured for; larger steps are launched kernel by kernel."""
+"""Row counts for which graphs are captured; larger steps are launched kernel by kernel."""
 
 
 class DeviceSteps:
     """A model on a GPU and its sampler.
 
-    ``sizes``: what a graph's buffers must hold. ``buckets``: ascending; none for no graphs.
+    ``sizes``: sizes of a graph's buffers. ``buckets``: ascending; empty = no graphs.
     """
 
-    can_stop = False  # what was launched goes on to write
+    can_stop = False  # launched kernels cannot be stopped and would still write
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class DeviceSteps:
     def run(
         self, chunks: Sequence[Chunk], inputs: ModelInputs, failed: dict[bytes, BatonError]
     ) -> list[Sampled]:
-        """Run the rows and draw."""
+        """Run the rows and sample."""
         drawn = [chunk for chunk in chunks if chunk.sample is not None]
         asked = self._sampler.rows_of(drawn, failed)
         if asked.plain and not failed and len(drawn) == len(inputs.tokens) == len(chunks):
@@ -65,14 +65,14 @@ class DeviceSteps:
         inputs.layer_done = self._marking(inputs.layer_done)
         logits = self._model.execute(inputs).next_token_logits
         if logits is None:
-            raise InternalError("the model gives no logits")
+            raise InternalError("the model returns no logits")
         if not drawn:
             self._backend.device.synchronize()
             return []
         return self._sampler.draw(logits, drawn, asked, failed)
 
     def _marking(self, told: LayerDone | None) -> LayerDone:
-        """Before anybody hears that a layer is queued, mark where: it is computed later."""
+        """Record an event before reporting a layer: the layer is queued but computed later."""
 
         def layer_done(layer_end: int) -> None:
             self._backend.marks.set(layer_end)
@@ -82,13 +82,13 @@ class DeviceSteps:
         return layer_done
 
     def clear(self, pool: Any, block: int) -> None:
-        """Make a block zeros, in the order of what is launched."""
+        """Zero a block, in the order of the launched kernels."""
         for layer in pool:
             target = layer[block]
             self._backend.device.write(target, np.zeros(target.shape, target.dtype))
 
     def _graph(self, rows: int) -> DecodeGraph | None:
-        """The smallest bucket's graph that holds ``rows``, captured when it is first needed."""
+        """Return the smallest graph that holds ``rows``; it is created on first use."""
         bucket = next((b for b in self._buckets if b >= rows), None)
         if bucket is None:
             return None

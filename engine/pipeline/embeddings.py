@@ -1,7 +1,7 @@
-"""Texts to vectors: one forward pass over a batch, pooling, length 1.
+"""Computes embeddings of texts: one forward pass per batch, pooling, scaling to length 1.
 
-Invariant: a text's vector depends on its own tokens alone, not on the batch. Keys and values
-live no longer than a layer, so one layer's worth of memory serves all of them.
+Invariant: a text's embedding depends only on its own tokens, not on the batch. Keys and values
+are needed only within a layer, so all layers share the memory of one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SMALLEST_NORM = np.float32(1e-12)
 
 
 class EmbeddingsPipeline:
-    """An embedding model with its pooling; used from one thread.
+    """An embedding model with its pooling; for one thread.
 
     ``layout``: KV blocks of the model.
     """
@@ -32,15 +32,15 @@ class EmbeddingsPipeline:
     def __init__(self, model: PipelineModel, layout: KVLayout, settings: EmbeddingSettings) -> None:
         self.model = model
         self.settings = settings
-        self.layers_done = 0  # since start; another thread may read it
+        self.layers_done = 0  # since the start; other threads may read it
         self._layout = layout
         self._pool = self._scratch(1)
 
     def encode(self, batch: Mapping[RequestID, TextContext]) -> dict[RequestID, EmbeddingsOutput]:
-        """The vectors of the batch; left out are contexts the model cannot take.
+        """Return the embeddings of the batch, without contexts the model cannot embed.
 
-        Those are empty ones, longer ones than it serves, contexts with images, ids outside its
-        vocabulary, and what gives values that are no numbers.
+        Those are empty contexts, contexts above the model's length, with images or with ids outside
+        the vocabulary, and contexts whose embedding is not finite.
         """
         texts = {r: c.tokens.all.astype(np.int32) for r, c in batch.items() if self._fits(c)}
         if not texts:
@@ -69,7 +69,7 @@ class EmbeddingsPipeline:
         return bool(tokens.min() >= 0 and tokens.max() < self.model.vocab_size)
 
     def _chunks(self, texts: Mapping[RequestID, I32]) -> list[Chunk]:
-        """Each text in blocks of its own."""
+        """Give each text its own blocks."""
         used, chunks = 0, []
         for tokens in texts.values():
             blocks = self._layout.blocks_for(len(tokens))
@@ -81,7 +81,7 @@ class EmbeddingsPipeline:
         return chunks
 
     def _scratch(self, blocks: int) -> F32:
-        """A pool whose layers are all the same memory."""
+        """Return a pool whose layers share the same memory."""
         one = KVLayout(
             num_layers=1,
             num_kv_heads=self._layout.num_kv_heads,
@@ -102,7 +102,7 @@ class EmbeddingsPipeline:
                 return offsets[1:] - np.int32(1)
 
     def _pooled(self, states: F32, offsets: I32) -> F32:
-        """One vector per text, float32 ``[S, dim]``."""
+        """Return one embedding per text, float32 ``[S, dim]``."""
         if self.settings.pooling == "mean":
             rows = pairwise(offsets.tolist())
             vectors = np.stack([states[start:end].mean(axis=0) for start, end in rows])

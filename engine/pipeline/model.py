@@ -1,7 +1,7 @@
-"""What a model is to those who run it: rows in, logits or hidden states out.
+"""The model interface for pipelines: rows in, logits or hidden states out.
 
-Invariant: a model knows no request. It gets rows grouped by sequence, each with its place in
-the KV cache; who they belong to and what becomes of the result is the pipeline's business.
+Invariant: a model does not depend on requests. It gets rows grouped by sequence, each with its
+slot in the KV cache. The pipeline relates rows and results to requests.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ModelInputs:
     row. ``block_tables``: int32 ``[S, N]``, padded with 0. ``row_offsets``: int32 ``[S+1]``.
     ``logit_rows``: int32 ``[R]``, ascending, rows whose results are wanted. ``pool``: KV pool
     ``[L, NB, 2, Hk, BS, D]``, written at ``slots``, read through the block tables.
-    ``layer_done(n)``: told that keys and values of layers ``0 .. n`` are final. ``plan``: of
-    the backend's attention, for rows that were uploaded.
+    ``layer_done(n)``: called when keys and values of layers ``0 .. n`` are final. ``plan``: the
+    backend's attention plan, for uploaded rows.
     """
 
     tokens: I32
@@ -55,8 +55,8 @@ class ModelOutputs:
     """Results of the wanted rows, float32, valid until the model's next call.
 
     ``next_token_logits``: ``[R, vocab]``, of the last row of each sequence that samples.
-    ``logits``: ``[T, vocab]``, of all rows, from models that give them. ``hidden_states``:
-    ``[R, hidden]``, behind the last norm, from embedding models.
+    ``logits``: ``[T, vocab]``, of all rows, from models that return them. ``hidden_states``:
+    ``[R, hidden]``, after the last norm, from embedding models.
     """
 
     next_token_logits: F32 | None = None
@@ -65,22 +65,22 @@ class ModelOutputs:
 
 
 class PipelineModel(ABC):
-    """A loaded model; one thread calls it."""
+    """A loaded model; called by one thread."""
 
     max_length: int
-    """Positions served."""
+    """Largest number of positions served."""
     vocab_size: int
     weights_bytes: int
 
     @abstractmethod
     def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
-        """Run the rows; ValueError for ids, positions or blocks out of range."""
+        """Run the rows. Raises ValueError for ids, positions or blocks out of range."""
 
     @abstractmethod
     def prepare_initial_token_inputs(self, context_batch: Sequence[Chunk]) -> ModelInputs:
         """Lay chunks of contexts out as rows.
 
-        A chunk is the snapshot of a context that another thread may read while the context
+        A chunk is a snapshot of a context, so another thread may read it while the context
         grows.
         """
 
@@ -88,7 +88,7 @@ class PipelineModel(ABC):
     def prepare_next_token_inputs(
         self, next_tokens: I32, prev_model_inputs: ModelInputs
     ) -> ModelInputs:
-        """One row for the next token of each sequence; its block table must have room for it.
+        """Lay out one row for the next token of each sequence; block tables must have room for it.
 
         ``next_tokens``: int32 ``[S]``, in the order of ``prev_model_inputs``.
         """
@@ -101,28 +101,28 @@ class PipelineModel(ABC):
         batch_top_n: Sequence[int],
         batch_echo: Sequence[bool],
     ) -> list[TokenLogProbs | None]:
-        """Log-probs of the drawn tokens and of the ``batch_top_n`` likeliest; 0 gives None."""
+        """Return log-probs of sampled tokens and of the ``batch_top_n`` likeliest; 0 gives None."""
         raise NotImplementedError(f"{type(self).__name__} computes no log-probabilities")
 
     def estimate_memory_footprint(self) -> int:
-        """Bytes left for KV memory on this machine with the weights loaded."""
+        """Return the bytes available for KV memory on this machine after loading the weights."""
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(slots=True, frozen=True)
 class KVManager:
-    """The KV memory of one modality: ``pool`` ``[L, NB, 2, Hk, BS, D]`` and its shape."""
+    """The KV memory of one modality: ``pool`` ``[L, NB, 2, Hk, BS, D]`` and its layout."""
 
     layout: KVLayout
     pool: F32
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the pool."""
+        """Number of blocks in the pool."""
         return int(self.pool.shape[1])
 
     def new_cache(self) -> PagedCache:
-        """Books over all blocks; one at a time may hand out a pool's blocks."""
+        """Create the bookkeeping of all blocks. Only one cache may be in use at a time."""
         return PagedCache(self.num_blocks, self.layout.block_size)
 
 
@@ -132,16 +132,16 @@ class KVCacheMixin:
     kv_layout: KVLayout
 
     def estimate_kv_cache_size(self, available_cache_memory: int) -> int:
-        """Bytes of the whole blocks that ``available_cache_memory`` hold."""
+        """Return the bytes of the whole blocks that fit into ``available_cache_memory``."""
         block = self.kv_layout.block_bytes * self.kv_layout.num_layers
         return max(0, available_cache_memory) // block * block
 
     def load_kv_manager(
         self, session: Backend, available_cache_memory: int, allocate: Allocate = aligned_zeros
     ) -> KVManager:
-        """KV memory on the device of ``session``; what models of one modality have one of.
+        """Allocate KV memory on the device of ``session``; one manager serves one modality.
 
-        ``allocate`` gives the memory. Raises ValueError when not even a block fits.
+        ``allocate`` allocates host memory. Raises ValueError if not even one block fits.
         """
         layout = self.kv_layout
         size = self.estimate_kv_cache_size(available_cache_memory)
@@ -153,7 +153,7 @@ class KVCacheMixin:
 
 
 def make_pool(layout: KVLayout, blocks: int, allocate: Allocate = aligned_zeros) -> F32:
-    """A pool of ``blocks`` blocks in the host's memory; see :func:`host_pool`."""
+    """Allocate a pool of ``blocks`` blocks in host memory; see :func:`host_pool`."""
     return host_pool((layout.num_layers, blocks, *layout.block_shape), allocate)
 
 
@@ -183,7 +183,7 @@ def lay_out(chunks: Sequence[Chunk], pool: F32) -> ModelInputs:
 
 
 def uploaded(inputs: ModelInputs, backend: Backend) -> ModelInputs:
-    """The same rows where the backend's kernels read them."""
+    """Return the rows in the memory that the backend's kernels read."""
     return replace(
         inputs,
         tokens=backend.upload(inputs.tokens),
@@ -197,7 +197,7 @@ def uploaded(inputs: ModelInputs, backend: Backend) -> ModelInputs:
 
 
 def narrowed(inputs: ModelInputs) -> ModelInputs:
-    """Only the rows whose results are wanted, as a batch; ``inputs`` itself if all are."""
+    """Return a batch of only the wanted rows; ``inputs`` itself if all are wanted."""
     rows = inputs.logit_rows
     if len(rows) == len(inputs.tokens):
         return inputs
@@ -212,7 +212,7 @@ def narrowed(inputs: ModelInputs) -> ModelInputs:
 
 
 def lay_out_next(next_tokens: I32, before: ModelInputs) -> ModelInputs:
-    """The row behind each sequence's last one: :func:`lay_out` without looking at chunks."""
+    """Lay out the row after each sequence's last row: :func:`lay_out` without chunks."""
     count, block_size = len(next_tokens), before.pool.shape[4]
     rows = np.arange(count, dtype=np.int32)
     positions = before.positions[before.row_offsets[1:] - 1] + np.int32(1)

@@ -1,4 +1,4 @@
-"""Computing one step: a forward pass, then a token for each row that wants one."""
+"""Computes one step: a forward pass, then a token for each sampling row."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ F32 = npt.NDArray[np.float32]
 
 
 class StepComputer(Protocol):
-    """What a pipeline leaves to the device its model is on.
+    """The part of a pipeline that depends on the model's device.
 
-    ``can_stop``: whether what ``layer_done`` raises ends the pass there; nothing is written later.
+    ``can_stop``: an exception in ``layer_done`` ends the forward pass, and nothing is written
+    after it.
     """
 
     can_stop: bool
@@ -27,19 +28,19 @@ class StepComputer(Protocol):
     def run(
         self, chunks: Sequence[Chunk], inputs: ModelInputs, failed: dict[bytes, BatonError]
     ) -> list[Sampled]:
-        """Run the rows of ``chunks`` and draw; requests that got no token go to ``failed``.
+        """Run the rows of ``chunks`` and sample; requests without a token go to ``failed``.
 
-        What fails the pass itself is raised.
+        Raises if the forward pass itself fails.
         """
         ...
 
     def clear(self, pool: F32, block: int) -> None:
-        """Make a block zeros in all layers, before what is run next."""
+        """Zero a block in all layers before the next run."""
         ...
 
 
 class HostSteps:
-    """The model, and the sampler on the host."""
+    """Runs the model and samples on the host."""
 
     can_stop = True
 
@@ -49,21 +50,21 @@ class HostSteps:
     def run(
         self, chunks: Sequence[Chunk], inputs: ModelInputs, failed: dict[bytes, BatonError]
     ) -> list[Sampled]:
-        """Run the rows and draw row by row."""
+        """Run the rows and sample row by row."""
         logits = self._model.execute(inputs).next_token_logits
         if logits is None:
-            raise InternalError("the model gives no logits")
+            raise InternalError("the model returns no logits")
         return sample_rows(logits, [c for c in chunks if c.sample is not None], failed)
 
     def clear(self, pool: F32, block: int) -> None:
-        """Make a block zeros."""
+        """Zero a block."""
         pool[:, block] = 0
 
 
 def sample_rows(
     logits: F32, chunks: Sequence[Chunk], failed: dict[bytes, BatonError]
 ) -> list[Sampled]:
-    """Draw a token per row of ``logits``; rows that cannot be drawn from go to ``failed``."""
+    """Sample a token per row of ``logits``; rows that cannot be sampled go to ``failed``."""
     sampled = []
     # A sum is finite only if every logit is: NaN and infinities survive addition.
     finite = np.isfinite(logits.sum(axis=1))
@@ -75,10 +76,10 @@ def sample_rows(
             continue
         try:
             token, logprobs = sample(row, chunk.sample)
-        except InputError as error:  # what a grammar says of itself
+        except InputError as error:  # an error of the request's grammar
             failed[chunk.request] = error
             continue
-        except Exception as error:  # one request's parameters, one failure
+        except Exception as error:  # one request's bad parameters fail this request only
             failed[chunk.request] = InternalError(f"sampling: {describe(error)}")
             continue
         sampled.append(Sampled(chunk.request, token, logprobs))
@@ -86,5 +87,5 @@ def sample_rows(
 
 
 def describe(error: Exception) -> str:
-    """An error in a line."""
+    """Return the error's type and message on one line."""
     return f"{type(error).__name__}: {error}"

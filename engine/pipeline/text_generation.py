@@ -1,12 +1,13 @@
-"""Text generation: running a plan, and whole batches of contexts without a scheduler of one's own.
+"""Text generation: runs plans, or whole batches of contexts with a built-in scheduler.
 
-Running a plan means rows out of chunks, one forward pass, one token per sampling chunk. Workers
-call :meth:`TextGenerationPipeline.execute` on their compute thread with plans of a scheduler on
-another; :meth:`TextGenerationPipeline.next_token` does both in the caller's thread.
+Running a plan means: lay out the chunks as rows, run one forward pass, sample one token per
+sampling chunk. Workers call :meth:`TextGenerationPipeline.execute` on their compute thread, with
+plans of a scheduler on another thread. :meth:`TextGenerationPipeline.next_token` schedules and
+computes in the caller's thread.
 
-Errors stay with the request that caused them: a chunk that does not fit the model or the
-pool is left out of the pass, and a row with non-finite logits or an error in sampling fails
-alone. What fails the pass itself fails every request in it, as the cause cannot be told.
+An error fails only the request that caused it. A chunk that does not fit the model or the
+pool is left out of the pass, and a row with non-finite logits or a sampling error fails
+alone. If the pass itself fails, every request in it fails, because the cause is unknown.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from .steps import HostSteps, StepComputer, describe
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 Unwanted = Callable[[], bool]
-"""Asked on the compute thread: whether nobody waits for the step any more."""
+"""Called on the compute thread; True if no request needs the running step any more."""
 
 
 class _Abandoned(Exception):
-    """Nobody waits for the step that runs."""
+    """No request needs the running step any more."""
 
 
 class TextGenerationPipeline:
-    """A text model over its KV memory; used from one thread.
+    """A text model with its KV memory; for one thread.
 
-    ``layer_group``: layers between two reports to ``on_layers``. ``computer``: runs rows and draws
-    tokens; by default the model, and the sampler on the host. Either :meth:`execute` or
-    :meth:`next_token` is used, as both hand out the blocks of ``kv``.
+    ``layer_group``: layers between two reports to ``on_layers``. ``computer``: runs rows and
+    samples tokens; by default the model, with the sampler on the host. Use either :meth:`execute`
+    or :meth:`next_token`, because both allocate the blocks of ``kv``.
     """
 
     def __init__(
@@ -59,11 +60,11 @@ class TextGenerationPipeline:
         self._computer = computer or HostSteps(model)
         self.kv = kv
         self.pool = kv.pool
-        self.layers_done = 0  # since start; another thread may read it
+        self.layers_done = 0  # since the start; other threads may read it
         self.layer_group = layer_group or max(1, -(-len(kv.pool) // 4))
         self._blocks, self._block_size = kv.num_blocks, kv.layout.block_size
-        self._last: tuple[Sequence[Chunk], ModelInputs] | None = None  # the step before
-        self._drawn: dict[bytes, int] = {}  # its tokens
+        self._last: tuple[Sequence[Chunk], ModelInputs] | None = None  # the previous step
+        self._drawn: dict[bytes, int] = {}  # the tokens of the previous step
         self._loop: StepLoop | None = None
         self._keys: dict[RequestID, bytes] = {}
 
@@ -72,14 +73,14 @@ class TextGenerationPipeline:
     def next_token(
         self, batch: Mapping[RequestID, TextContext], num_steps: int = 1
     ) -> dict[RequestID, TextGenerationOutput]:
-        """Up to ``num_steps`` further tokens of every context of the batch, with its status.
+        """Generate up to ``num_steps`` tokens for every context; return them with the status.
 
-        A context's first step computes its whole prompt. One that ends early gets no more
-        tokens; one that finds no KV memory waits and may get none. Contexts of earlier calls
-        that are not in the batch rest, and keep of their KV what the prefix cache keeps.
-        Raises the error of the first context that fails, once all others are done; what they
-        got is in the next call's outputs. InputError before anything is computed when a context
-        has images, which a text model cannot see.
+        A context's first step computes its whole prompt. A context that ends early gets no more
+        tokens; a context without KV memory waits and may get none. Contexts of earlier calls
+        that are not in the batch are paused; the prefix cache may keep their KV.
+        If contexts fail, raises the error of the first after all others are done; their tokens
+        are in the next call's outputs. Raises InputError before computing if a context
+        has images, which a text model does not support.
         """
         for context in batch.values():
             validate_text_only(context)
@@ -103,7 +104,7 @@ class TextGenerationPipeline:
         return {request_id: c.to_generation_output() for request_id, c in batch.items()}
 
     def release(self, context: TextContext) -> None:
-        """Forget a context and free its blocks; harmless when it is not here."""
+        """Remove a context and free its blocks, if it is known."""
         key = self._keys.pop(context.request_id, None)
         if key is not None and self._loop is not None:
             self._loop.abort(key)
@@ -118,10 +119,10 @@ class TextGenerationPipeline:
     ) -> StepResult:
         """Run a plan and sample.
 
-        ``on_layers(request, layer_end)`` is called while the step runs for every chunk with
+        ``on_layers(request, layer_end)`` is called during the step for every chunk with
         ``stream_layers``: keys and values of layers ``0 .. layer_end`` are in the pool.
-        ``unwanted()`` is asked before the first layer and, where the computer can stop, after
-        each: once it is true, the step is abandoned and nothing writes to its blocks any more.
+        ``unwanted()`` is checked before the first layer and, if the computer can stop, after
+        each layer. Once it returns True, the step is abandoned and no longer writes to its blocks.
         """
         began = time.perf_counter()
         failed: dict[bytes, BatonError] = {}
@@ -141,7 +142,7 @@ class TextGenerationPipeline:
         return StepResult(plan.step, tuple(sampled), seconds, plan.num_tokens, failed)
 
     def clear(self, block: int) -> None:
-        """Make a block of the pool zeros; nobody may hold it."""
+        """Zero a block of the pool; no request may hold it."""
         self._computer.clear(self.pool, block)
 
     def _run(
@@ -154,7 +155,7 @@ class TextGenerationPipeline:
             return self._computer.run(chunks, inputs, failed)
         except _Abandoned:
             raise
-        except Exception as error:  # whatever it is, the loop must go on
+        except Exception as error:  # whatever the error, the loop must continue
             why = InternalError(f"forward pass: {describe(error)}")
             failed.update({c.request: why for c in chunks})
             return []
@@ -162,17 +163,17 @@ class TextGenerationPipeline:
     def _admit(
         self, chunks: Sequence[Chunk], failed: dict[bytes, BatonError]
     ) -> tuple[Sequence[Chunk], ModelInputs | None]:
-        """Chunks the kernels can take, laid out; the others are failed."""
+        """Lay out the chunks that the kernels can run; fail the others."""
         chunks = _without(chunks, self._misfit, failed)
         inputs = self._prepare(chunks) if chunks else None
         if inputs is None or self._in_range(inputs.tokens, inputs.block_tables):
             return chunks, inputs
-        # Only now, as it is rare, look for the culprits one by one.
+        # Out-of-range ids are rare, so the chunks are checked one by one only now.
         chunks = _without(chunks, self._stray, failed)
         return chunks, self._prepare(chunks) if chunks else None
 
     def _prepare(self, chunks: Sequence[Chunk]) -> ModelInputs:
-        """Rows of the chunks: made of the last step's where each goes on behind it."""
+        """Lay out rows, from the previous step's rows if every chunk continues it."""
         if self._last is not None and _go_on(chunks, self._last[0]):
             tokens = np.concatenate([c.tokens for c in chunks])
             inputs = self.model.prepare_next_token_inputs(tokens, self._last[1])
@@ -206,7 +207,7 @@ class TextGenerationPipeline:
     def _reporter(
         self, chunks: Sequence[Chunk], on_layers: OnLayers | None, unwanted: Unwanted | None
     ) -> LayerDone:
-        """What the model calls after each layer."""
+        """Return the function that the model calls after each layer."""
         asked = unwanted if self._computer.can_stop else None
         streaming = [c.request for c in chunks if c.stream_layers] if on_layers else []
         layers = len(self.pool)
@@ -223,7 +224,7 @@ class TextGenerationPipeline:
 
 
 def _go_on(chunks: Sequence[Chunk], before: Sequence[Chunk]) -> bool:
-    """Whether each chunk is the one token behind its predecessor, in the same blocks."""
+    """True if each chunk is the token after its predecessor, in the same blocks."""
     if len(chunks) != len(before):
         return False
     for chunk, last in zip(chunks, before, strict=True):
@@ -240,7 +241,7 @@ def _go_on(chunks: Sequence[Chunk], before: Sequence[Chunk]) -> bool:
 def _without(
     chunks: Sequence[Chunk], fault: Callable[[Chunk], str | None], failed: dict[bytes, BatonError]
 ) -> Sequence[Chunk]:
-    """Chunks without a fault; the others go to ``failed``."""
+    """Return the chunks without a fault; the others go to ``failed``."""
     faults = {c.request: reason for c in chunks if (reason := fault(c)) is not None}
     failed.update({request: InternalError(reason) for request, reason in faults.items()})
     return [c for c in chunks if c.request not in faults]
@@ -249,9 +250,9 @@ def _without(
 def token_steps(
     outputs: Mapping[RequestID, TextGenerationOutput],
 ) -> list[dict[RequestID, TextGenerationOutput]]:
-    """Outputs of :meth:`TextGenerationPipeline.next_token` step by step, one token each.
+    """Split the outputs of :meth:`TextGenerationPipeline.next_token` into steps of one token.
 
-    A request that is absent from a later step has ended, or found no room for a token.
+    A request that is missing in a later step has ended or had no memory for a token.
     """
     longest = max((len(output.tokens) for output in outputs.values()), default=0)
     return [
