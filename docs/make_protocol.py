@@ -1,7 +1,7 @@
 """Writes the message tables of docs/protocol.md from the structs, so they cannot drift.
 
-``python docs/make_protocol.py`` rewrites the part between the markers; with ``--check`` it
-only says whether that would change anything.
+``python docs/make_protocol.py`` rewrites the part between the markers. With ``--check`` the exit
+code is 1 if that would change the page.
 """
 
 from __future__ import annotations
