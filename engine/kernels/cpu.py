@@ -1,7 +1,7 @@
-"""The compiled kernels of one core.
+"""The compiled CPU kernels; each call uses one core.
 
-Invariant: a row's bits depend on its own inputs alone. ``numerics`` names the instruction set
-in use; it and the revision of the C code determine every bit.
+Invariant: a row's bits depend on its own inputs alone. ``numerics`` names the instruction set;
+together with the revision of the C code this determines every bit.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .host_arrays import HostArrays
 from .memory import Arena
 
 REVISIONS = {"amx": 4, "avx512": 1, "avx2": 1, "plain": 1}
-"""Raise that of an instruction set when a change of the C code changes a bit of its results."""
+"""Increase an instruction set's number when a change of the C code changes a bit of its results."""
 
 
 @dataclass(slots=True)
 class CpuLinear:
     """Weights as panels ``[ceil(out / panel), in, panel]`` of float32 or bfloat16.
 
-    With tiles (``amx``) bfloat16 panels are padded to 32 terms: ``[.., ceil(in / 32), 16, 16, 2]``,
-    pairs of terms innermost.
+    With tiles (``amx``), bfloat16 panels are padded to 32 terms with pairs of terms innermost:
+    ``[.., ceil(in / 32), 16, 16, 2]``.
 
     ``bias`` is padded to whole panels; ``isa`` is the instruction set that packed them.
     """
@@ -42,18 +42,18 @@ class CpuLinear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of memory."""
         return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 class CpuBackend(HostArrays):
     """Kernels in C; see :class:`~baton.engine.kernels.backend.Backend`.
 
-    ``isa`` picks an instruction set by name (``amx``, ``avx512``, ``avx2``, ``plain``), None
-    the best one of this machine. ``amx`` multiplies bfloat16 weights, and what attention
-    may round, on matrix tiles, with the other side rounded to bfloat16 and sums in float32, and
-    makes a gated MLP in one kernel; it is ``avx512`` in all else. Wrong arguments raise
-    ValueError before anything is written.
+    ``isa`` selects an instruction set by name (``amx``, ``avx512``, ``avx2``, ``plain``); None
+    selects the best one of this machine. ``amx`` uses matrix tiles for bfloat16 weights and for
+    the parts of attention that may be rounded. There it rounds the other factor to bfloat16, sums
+    in float32, and computes a gated MLP in one kernel; elsewhere it equals ``avx512``. Wrong
+    arguments raise ValueError before anything is written.
     """
 
     name = "cpu"
@@ -71,7 +71,7 @@ class CpuBackend(HostArrays):
     def pack_linear(self, parts: Sequence[Weights], bias: F32 | None = None) -> CpuLinear:
         """Pack weights ``[out_i, in]`` (float32, or uint16 bfloat16 bits), stacked on ``out``.
 
-        They stay bfloat16 when all parts are.
+        The packed weights are bfloat16 if all parts are.
         """
         if not parts or any(p.ndim != 2 or p.shape[1] != parts[0].shape[1] for p in parts):
             raise ValueError("weights must be matrices with the same number of columns")
@@ -159,7 +159,7 @@ class CpuBackend(HostArrays):
         active: F32,
         out: F32,
     ) -> None:
-        """``out = (silu(x @ gate.T) * (x @ up.T)) @ down.T``; one kernel on tiles."""
+        """``out = (silu(x @ gate.T) * (x @ up.T)) @ down.T``; one kernel if tiles are available."""
         if (
             isinstance(gate_up, CpuLinear)
             and isinstance(down, CpuLinear)
@@ -209,7 +209,7 @@ class CpuBackend(HostArrays):
     def scatter_blocks(
         self, pool: F32, layer_start: int, layer_count: int, block_ids: I32, payload: U8
     ) -> int:
-        """Inverse of :meth:`gather_blocks`; returns the XXH3-64 of what it wrote."""
+        """Inverse of :meth:`gather_blocks`; return the XXH3-64 of the written bytes."""
         digest = _cpu.scatter(self._isa, pool, layer_start, layer_count, block_ids, payload)
         return self.checksum(payload) if digest is None else digest
 
@@ -233,7 +233,7 @@ class CpuBackend(HostArrays):
         return digest
 
     def sum_blocks(self, pool: F32, layer_start: int, layer_count: int, block_ids: I32) -> int:
-        """The XXH3-64 that :meth:`gather_blocks` would return; writes nothing."""
+        """Return the XXH3-64 that :meth:`gather_blocks` would return; writes nothing."""
         digest = _cpu.sum_blocks(self._isa, pool, layer_start, layer_count, block_ids)
         if digest is None:
             payload = _payload(pool, layer_count, block_ids)
@@ -241,17 +241,17 @@ class CpuBackend(HostArrays):
         return digest
 
     def checksum(self, payload: U8) -> int:
-        """XXH3-64 of a payload."""
+        """Return the XXH3-64 of a payload."""
         digest = _cpu.checksum(self._isa, payload)
         return xxhash.xxh3_64_intdigest(payload.data) if digest is None else digest
 
     def payload_digest(self, payload: U8) -> int:
-        """Digest of a payload that a GPU packed or is to unpack; see :mod:`.digest`."""
+        """Return the digest of a payload packed or unpacked by a GPU; see :mod:`.digest`."""
         digest = _cpu.payload_digest(self._isa, payload)
         return numpy_digest(payload) if digest is None else digest
 
 
 def _payload(pool: F32, layer_count: int, block_ids: I32) -> U8:
-    """Room for blocks the kernels cannot sum on the way: the digest is that of what arrives."""
+    """Allocate a copy of the blocks, for kernels that cannot compute the digest while copying."""
     block = pool.itemsize * math.prod(pool.shape[2:])
     return np.empty(layer_count * len(block_ids) * block, np.uint8)

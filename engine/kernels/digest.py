@@ -1,12 +1,12 @@
 """The digest of a payload packed or unpacked on a GPU: a sum over its words, in any order.
 
-Each 64-bit word is mixed with its place and the results are added modulo 2^64, so threads may
-take the words in any order and a part's sum may be taken anywhere (``docs/decisions/``, number 12):
+Each 64-bit word is mixed with its position and the results are added modulo 2^64. So threads may
+process the words in any order, and partial sums can be combined (``docs/decisions/``, number 12):
 
     digest(payload) = mix(sum(mix(word[i] ^ (START + i * PLACE))) + len(payload) * LENGTH)
 
-``mix`` is a bijection, so damage within one word is always found; any other damage with
-probability 1 - 2^-64. ``csrc/digest.cuh`` is the same for CUDA.
+``mix`` is a bijection, so damage within one word is always detected; any other damage is detected
+with probability 1 - 2^-64. ``csrc/digest.cuh`` is the same for CUDA.
 
 Source: Bellare and Micciancio 1997 (randomize-then-combine, "AdHash"); mix and constants are the
 final avalanche and the primes of XXH64.
@@ -27,17 +27,17 @@ MIX_2 = 0x165667B19E3779F9
 LENGTH = 0x85EBCA77C2B2AE63
 
 _MASK = (1 << 64) - 1
-_WORDS_AT_ONCE = 1 << 14  # what stays in a core's own cache
+_WORDS_AT_ONCE = 1 << 14  # fits into a core's private cache
 
 
 def payload_digest(payload: U8) -> int:
     """Return the digest of a one-dimensional contiguous payload.
 
-    A last word that is not whole counts with zeros behind it. Raises ValueError for anything but
+    An incomplete last word is padded with zeros. Raises ValueError unless the payload is
     contiguous uint8.
     """
     if payload.dtype != np.uint8 or payload.ndim != 1 or not payload.flags.c_contiguous:
-        raise ValueError("a payload is a contiguous one-dimensional uint8 array")
+        raise ValueError("a payload must be a contiguous one-dimensional uint8 array")
     whole = len(payload) // 8 * 8
     total = words_sum(payload[:whole].view("<u8"))
     if whole < len(payload):
@@ -48,7 +48,7 @@ def payload_digest(payload: U8) -> int:
 
 
 def words_sum(words: U64, first: int = 0) -> int:
-    """Sum of the mixed words ``[n]`` of which the first has the place ``first``, modulo 2^64."""
+    """Return the sum of the mixed words ``[n]`` at positions ``first ..``, modulo 2^64."""
     total = 0
     places = np.arange(_WORDS_AT_ONCE, dtype=np.uint64) * np.uint64(PLACE)
     for start in range(0, len(words), _WORDS_AT_ONCE):

@@ -1,7 +1,7 @@
-"""Choice of one of many weights in compiled code.
+"""Compiled selection of one of many weights.
 
-The result is the one of the sampler's NumPy form, bit by bit; where it might not be, or where
-nothing was compiled, the answer is None.
+The result equals the sampler's NumPy form bit by bit. If it might differ, or if the kernels are
+not compiled, the result is None.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _draw = _compiled()
 
 
 def draw(weights: F32, top_p: float, min_p: float, uniform: float) -> int | None:
-    """Index drawn from ``weights[n]`` (0 or more, contiguous) after top-p and min-p.
+    """Return the index drawn from ``weights[n]`` (>= 0, contiguous) after top-p and min-p.
 
-    None where rounding could decide a filter, or without compiled kernels.
+    Returns None if rounding could decide a filter, or without compiled kernels.
     """
     if _draw is None:
         return None

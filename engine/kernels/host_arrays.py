@@ -1,4 +1,4 @@
-"""Arrays of backends that compute in the host's own memory."""
+"""Array management for backends that compute in host memory."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from .memory import host_pool
 
 
 class HostArrays:
-    """The part of a backend that says where arrays live, for one that reads NumPy's."""
+    """The array methods of a backend whose kernels read NumPy arrays."""
 
     kv_dtype = "float32"
     on_host = True
 
     def empty(self, rows: int, columns: int, *, logits: bool = False) -> F32:
-        """Float32 ``[rows, columns]`` of any content."""
+        """Return float32 ``[rows, columns]``, content undefined."""
         return np.empty((rows, columns), np.float32)
 
     def upload(self, array: npt.NDArray[A]) -> npt.NDArray[A]:
-        """The array itself: kernels read the host's memory."""
+        """Return the array itself, because kernels read host memory."""
         return array
 
     def parameters(self, weights: npt.NDArray[A]) -> npt.NDArray[A]:
-        """The weights themselves."""
+        """Return the weights unchanged."""
         return weights
 
     def kv_pool(self, shape: tuple[int, ...], allocate: Callable[[int], U8]) -> F32:
-        """KV pool of zeros in the memory that ``allocate`` gives."""
+        """Allocate a zeroed KV pool with ``allocate``."""
         return host_pool(shape, allocate)
 
     def pool_ticket(self, pool: F32) -> DeviceTicket | None:
-        """None: the memory is the host's."""
+        """Return None: the pool is in host memory."""
         return None
 
     def open_pool(self, ticket: DeviceTicket, layout: KVLayout) -> tuple[Mapping, F32]:
-        """Raise ValueError: a kernel of the host does not reach a GPU's memory."""
+        """Raise ValueError: host kernels cannot read a GPU's memory."""
         raise ValueError("this worker computes on the CPU")
 
     def block_stream(self, pool: F32, nbytes: int) -> None:
-        """None: blocks of the host move at once."""
+        """Return None: block moves in host memory are synchronous."""
 
     def memory_bytes(self) -> int:
-        """The machine's memory."""
+        """Return the machine's memory in bytes."""
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def plan_attention(self, row_offsets: I32, positions: I32) -> object:
-        """None: attention reads its rows where they are."""
+        """Return None: attention on the host needs no plan."""
         return None
 
     def take_rows(self, x: F32, rows: I32, out: F32) -> None:

@@ -172,11 +172,11 @@ def test_a_decode_worker_reads_blocks_out_of_the_sender_s_gpu_memory(
     ("change", "why"),
     [
         ({"host": "elsewhere"}, "another host"),
-        ({"nbytes": 100}, "not made of blocks"),
+        ({"nbytes": 100}, "not a multiple of block size"),
         ({"offset": 512 + 8}, "not aligned"),
         ({"offset": 512 + 256}, "its ticket says"),
         ({"handle": bytes(64)}, "names nothing"),
-        ({"handle": bytes(63)}, "a handle of 63 bytes"),
+        ({"handle": bytes(63)}, "the handle has 63 bytes"),
     ],
 )
 def test_a_ticket_that_does_not_fit_is_refused_in_words(

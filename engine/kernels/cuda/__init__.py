@@ -1,4 +1,4 @@
-"""The CUDA kernels: checking launchers, their device, and the NumPy definition of each kernel.
+"""The CUDA kernels: launchers with argument checks, devices, and NumPy definitions of the kernels.
 
-Importing this package needs neither CuPy nor a GPU; nothing on the CPU's path imports it.
+Importing this package needs neither CuPy nor a GPU. Code for the CPU never imports it.
 """

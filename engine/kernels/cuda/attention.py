@@ -2,11 +2,10 @@
 
 Queries, outputs and the pool are bfloat16 bits (uint16). ``kv_layer[NB, 2, Hk, BS, D]`` is one
 layer of the pool, ``D`` 64 or 128, ``BS`` a multiple of 8; query head ``h`` reads KV head
-``h // (Hq / Hk)``. A row's bits do not depend on other rows, on where its blocks lie or, in
-prefill, on the chunk it is in. The keys a row sees must be finite, and so must be those that the
-rows of its tile see; what lies outside is not read. Plans come from :mod:`.attention_plan`, tables
-are checked by its ``check_tables`` where they are made. Wrong types, shapes and orders raise
-ValueError before the launch.
+``h // (Hq / Hk)``. A row's bits do not depend on other rows, on the placement of its blocks or, in
+prefill, on its chunk. All keys visible to the rows of a tile must be finite; other keys are
+not read. Plans come from :mod:`.attention_plan`, which also has ``check_tables`` for block tables.
+Wrong types, shapes and orders raise ValueError before the launch.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .device import Device, DeviceArray, Kernel
 
 HEAD_DIMS = (64, 128)
 DECODE_BLOCKS = 264
-"""Twice the multiprocessors of an H200: as many blocks of threads as run at once."""
+"""Twice the multiprocessors of an H200: the number of thread blocks that run at once."""
 
 _DECODE = {d: Kernel("decode_attention.cu", f"decode_attention_d{d}") for d in HEAD_DIMS}
 _COMBINE = {d: Kernel("decode_attention.cu", f"decode_combine_d{d}") for d in HEAD_DIMS}
@@ -45,11 +44,11 @@ def decode_attention(
     out: DeviceArray,
     blocks: int = DECODE_BLOCKS,
 ) -> None:
-    """``out[S, Hq, D]``: one query row ``q[S, Hq, D]`` per sequence, keys as the plan says.
+    """Compute ``out[S, Hq, D]`` for one query row ``q[S, Hq, D]`` per sequence, by the plan.
 
-    ``block_tables[S, Nmax]`` and ``plan[shape.rows, 4]`` int32; workspace float32
-    ``partial[shape.items, Hq, D]`` and ``partial_stats[shape.items, Hq, 2]`` (peak in base 2, sum
-    of weights), undefined before. Grids depend on ``shape`` and ``blocks`` alone.
+    ``block_tables[S, Nmax]`` and ``plan[shape.rows, 4]`` are int32. The workspace is float32
+    ``partial[shape.items, Hq, D]`` and ``partial_stats[shape.items, Hq, 2]`` (maximum in base 2,
+    sum of weights), undefined before the call. Grids depend only on ``shape`` and ``blocks``.
     """
     kv_heads, group, block_size, dim = _check_heads(q, kv_layer, scale)
     sequences, heads = shape.sequences, kv_heads * group
@@ -60,7 +59,7 @@ def decode_attention(
     check_array("partial", partial, np.float32, (shape.items, heads, dim))
     check_array("partial_stats", partial_stats, np.float32, (shape.items, heads, 2))
     if blocks < 1:
-        raise ValueError(f"{blocks} blocks of threads")
+        raise ValueError(f"the number of thread blocks must be positive, not {blocks}")
     numbers = [sequences, block_tables.shape[1], kv_heads, group, block_size]
     device.launch(
         _DECODE[dim],
@@ -90,10 +89,10 @@ def prefill_attention(
     window: int,
     out: DeviceArray,
 ) -> None:
-    """``out[T, Hq, D]``: rows ``q[T, Hq, D]`` of several sequences, each up to ``positions[T]``.
+    """Compute ``out[T, Hq, D]`` for rows ``q[T, Hq, D]``, each with keys up to ``positions[T]``.
 
-    ``block_tables[S, Nmax]``, ``positions`` and ``plan[n, 8]`` int32; the plan is made with the
-    same positions and window (0: all). No tiles launch nothing.
+    ``block_tables[S, Nmax]``, ``positions`` and ``plan[n, 8]`` are int32; the plan must be made
+    with the same positions and window (0: all). An empty plan launches nothing.
     """
     kv_heads, group, block_size, dim = _check_heads(q, kv_layer, scale)
     rows, heads = q.shape[0], kv_heads * group
@@ -121,7 +120,7 @@ def prefill_attention(
 
 
 def refusal(head_dim: int, block_size: int, group: int) -> str:
-    """Why these kernels cannot serve a model, or nothing; ``group``: query heads per KV head."""
+    """Return why the kernels do not support a model, or ""; ``group``: query heads per KV head."""
     if head_dim not in HEAD_DIMS:
         known = " and ".join(map(str, HEAD_DIMS))
         return f"the CUDA kernels have head sizes {known}, this model has {head_dim}"
@@ -133,7 +132,7 @@ def refusal(head_dim: int, block_size: int, group: int) -> str:
 
 
 def _check_heads(q: DeviceArray, kv_layer: DeviceArray, scale: float) -> tuple[int, int, int, int]:
-    """Return KV heads, group, block size and head dim after checking that kernels have them."""
+    """Return KV heads, group, block size and head dim after checking that kernels support them."""
     check_array("kv_layer", kv_layer, BF16, (None, 2, None, None, None))
     blocks, _, kv_heads, block_size, dim = kv_layer.shape
     if dim not in HEAD_DIMS:
@@ -149,5 +148,5 @@ def _check_heads(q: DeviceArray, kv_layer: DeviceArray, scale: float) -> tuple[i
 
 
 def _base2(scale: float) -> np.float32:
-    """Scale scores such that 2^score is what exp of the scaled score would be."""
+    """Return the factor for scores with which 2^score equals exp() of the scaled score."""
     return np.float32(scale * math.log2(math.e))

@@ -1,11 +1,11 @@
-"""How the work of an attention call is cut into pieces: pure, on the host, from lengths alone.
+"""Cuts the work of an attention call into pieces: pure, on the host, from lengths alone.
 
-Decode: the keys of a sequence are cut at multiples of ``chunk`` positions, so the cuts, and with
-them the bits of the result, follow from the sequence's own length, never from the batch. A plan is
+Decode: the keys of a sequence are cut at multiples of ``chunk`` positions. So the cuts, and with
+them the bits of the result, depend on the sequence's own length and never on the batch. A plan is
 written into an array of fixed shape: a captured graph reads it from a buffer that is filled before
 each replay. Prefill: the rows of each chunk are cut into tiles of 128 rows of tokens and heads.
 
-Longer pieces come first: those started last, which nothing can overlap, are then the short ones.
+Longer pieces come first, so that the last pieces, which nothing overlaps, are short.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ PREFILL_ROWS = 128
 PREFILL_KEYS = 64
 MIN_CHUNK, MAX_CHUNK = 256, 1024
 ALL_POSITIONS = 1 << 30
-"""A window that hides nothing."""
+"""A window that includes all positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """What a decode plan may hold: decides its buffers, and is fixed for a captured graph.
+    """Capacity of a decode plan; determines its buffers and is fixed for a captured graph.
 
-    ``sequences`` rows of q; ``items`` pieces of work at most over all of them; ``chunk`` positions
-    per piece at most; ``window`` positions that a row sees (0: all).
+    ``sequences``: rows of q. ``items``: maximum pieces of work in total. ``chunk``: maximum
+    positions per piece. ``window``: positions visible to a row (0: all).
     """
 
     sequences: int
@@ -40,7 +40,7 @@ class DecodeShape:
     window: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ValueError for sizes that are none."""
+        """Raise ValueError for invalid sizes."""
         if min(self.sequences, self.items, self.chunk) < 1 or self.window < 0:
             raise ValueError(f"not a shape of a decode plan: {self}")
 
@@ -54,16 +54,16 @@ class DecodeShape:
 
     @property
     def rows(self) -> int:
-        """Rows of four int32 of a plan: a head, one per sequence, one per item."""
+        """Rows of four int32 in a plan: a header, one per sequence, one per item."""
         return 1 + self.sequences + self.items
 
 
 def decode_chunk(sequences: int, kv_heads: int) -> int:
     """Return a good ``chunk`` for a batch size: few rows need many pieces to fill a GPU.
 
-    At a group of 4 the partial results of pieces of 1024 positions are 0.8 % of the traffic, of
-    pieces of 256 3 %; but these give one sequence of 8,192 tokens with 8 KV heads as many blocks of
-    threads as an H200 runs at once.
+    At a group of 4, the partial results are 0.8 % of the traffic with pieces of 1024 positions and
+    3 % with pieces of 256. But with 256, one sequence of 8,192 tokens with 8 KV heads gives as many
+    thread blocks as an H200 runs at once.
     """
     wanted = 2 * sequences * kv_heads
     return min(max(1 << (wanted - 1).bit_length(), MIN_CHUNK), MAX_CHUNK)
@@ -72,9 +72,9 @@ def decode_chunk(sequences: int, kv_heads: int) -> int:
 def plan_decode(shape: DecodeShape, lengths: I32, out: I32) -> None:
     """Write the plan for one row per sequence at positions ``lengths - 1`` into ``out[rows, 4]``.
 
-    ``lengths[n]``, ``n`` up to ``shape.sequences``; a row of length 0 has no keys, its output is
-    zeros, as are those of rows left out. Raises ValueError when the shape is too small or ``out``
-    is not of it.
+    ``lengths[n]`` has up to ``shape.sequences`` entries. Rows of length 0 and missing rows have no
+    keys, and their output is zeros. Raises ValueError if the shape is too small or ``out`` has
+    another shape.
     """
     if out.shape != (shape.rows, 4) or out.dtype != np.int32:
         raise ValueError(f"out is {out.dtype} {out.shape}, not int32 ({shape.rows}, 4)")
@@ -105,10 +105,10 @@ def plan_decode(shape: DecodeShape, lengths: I32, out: I32) -> None:
 
 
 def plan_prefill(row_offsets: I32, positions: I32, group: int, window: int = 0) -> I32:
-    """Return the tiles ``[n, 8]`` of rows that see up to ``positions[T]`` through their sequences.
+    """Return the tiles ``[n, 8]`` of rows that see up to ``positions[T]`` in their sequences.
 
-    A tile: sequence, first row, rows, the positions ``begin, end`` that some row sees, those that
-    every row sees, 0. Raises ValueError when offsets and positions do not fit, or for a group of
+    A tile: sequence, first row, rows, the positions ``begin, end`` seen by some row, those seen by
+    every row, 0. Raises ValueError if offsets and positions do not match, or if a group has
     more heads than a tile has rows.
     """
     rows = len(positions)
@@ -141,11 +141,11 @@ def plan_prefill(row_offsets: I32, positions: I32, group: int, window: int = 0) 
 def check_tables(
     block_tables: I32, lengths: I32, block_size: int, num_blocks: int, window: int = 0
 ) -> None:
-    """Raise ValueError unless the tables name a pool's blocks wherever the kernels look.
+    """Raise ValueError unless all table entries that the kernels read are blocks of the pool.
 
-    ``block_tables[S, Nmax]`` of sequences of ``lengths[S]`` positions; with a window the entries
-    of blocks that no row sees any more may be anything. The window is that of the last row: for
-    prefill give none, or lengths and tables as for its first row.
+    ``block_tables[S, Nmax]`` of sequences of ``lengths[S]`` positions. With a window, the entries
+    of blocks before the window are not checked. The window applies to the last row: for prefill
+    pass no window, or lengths and tables as for its first row.
     """
     width = block_tables.shape[1]
     blocks = -(-lengths // block_size)

@@ -23,16 +23,16 @@ from .linear import linear
 from .row_plan import RowPlan
 
 HANDLE_BYTES = 64
-"""Of a CUDA IPC handle."""
+"""Size of a CUDA IPC handle."""
 ALIGNED = 256
-"""Bytes that allocations of CUDA, and so pools, are aligned to."""
+"""Alignment of CUDA allocations, and so of pools, in bytes."""
 REVISION = 1
-"""Raise it when a change of the CUDA code changes a bit of any result."""
+"""Increase it when a change of the CUDA code changes a bit of any result."""
 
 
 @dataclass(slots=True, frozen=True)
 class CudaLinear:
-    """Weights bfloat16 ``[out, in]`` and bias float32 ``[out]`` on the device."""
+    """Weights as bfloat16 ``[out, in]`` and bias as float32 ``[out]``, on the device."""
 
     weight: Any
     bias: Any
@@ -49,16 +49,16 @@ class CudaLinear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held on the device."""
+        """Bytes of device memory."""
         return int(self.weight.nbytes) + (0 if self.bias is None else int(self.bias.nbytes))
 
 
 class CudaBackend:
     """Kernels of one GPU; see :class:`~baton.engine.kernels.backend.Backend`.
 
-    Arrays are the device's own; the annotations are those of a CPU. Activations, weights, keys and
-    values are bfloat16 bits (uint16), logits float32. Rows are not independent: large products go
-    to cuBLAS, which chooses by the number of rows. Wrong arguments raise ValueError before
+    Arrays are device arrays, annotated as CPU arrays. Activations, weights, keys and
+    values are bfloat16 bits (uint16), logits float32. Rows are not independent: large products use
+    cuBLAS, which chooses its kernel by the number of rows. Wrong arguments raise ValueError before
     anything is launched.
     """
 
@@ -71,56 +71,56 @@ class CudaBackend:
         self.device = device
         self.numerics = f"{device.name}-{REVISION}-bf16"
         self.marks = LayerMarks(device)
-        # Blocks move on other threads than the one that computes, each with buffers of its own.
+        # Threads other than the compute thread move blocks; each needs separate buffers.
         self._local = threading.local()
 
     # ------------------------------------------------------------------ arrays
 
     def empty(self, rows: int, columns: int, *, logits: bool = False) -> Any:
-        """Activations bfloat16 ``[rows, columns]``, or float32 if they are ``logits``."""
+        """Return activations bfloat16 ``[rows, columns]``, or float32 for ``logits``."""
         return self.device.empty((rows, columns), np.float32 if logits else np.uint16)
 
     def upload(self, array: npt.NDArray[A]) -> Any:
-        """A copy on the device, of the same type."""
+        """Return a copy on the device, with the same type."""
         return self.device.upload(np.ascontiguousarray(array))
 
     def parameters(self, weights: npt.NDArray[A]) -> Any:
-        """A bfloat16 copy on the device of float32 weights, or of bfloat16 bits."""
+        """Return a bfloat16 copy on the device of float32 weights or bfloat16 bits."""
         return self.device.upload(_bits(weights))
 
     def kv_pool(self, shape: tuple[int, ...], allocate: Callable[[int], U8]) -> Any:
-        """KV pool of the device's own memory, bfloat16; ``allocate`` is not asked."""
+        """Allocate a zeroed bfloat16 KV pool in device memory; ``allocate`` is not used."""
         return self.device.shareable(shape, np.uint16)
 
     def pool_ticket(self, pool: Any) -> DeviceTicket:
-        """The pool's handle and place, for decode workers on GPUs of this host."""
+        """Return the pool's handle and offset, for decode workers on GPUs of this host."""
         handle, offset = self.device.export(pool)
         return DeviceTicket(host_id(), handle, offset, int(pool.nbytes))
 
     def open_pool(self, ticket: DeviceTicket, layout: KVLayout) -> tuple[Mapping, Any]:
-        """The pool of another process, ``[L, NB, 2, Hk, BS, D]``; its blocks are only read."""
+        """Map another process's pool ``[L, NB, 2, Hk, BS, D]``; its blocks are only read."""
         block = layout.num_layers * layout.block_bytes
         if layout.dtype != self.kv_dtype or ticket.nbytes < block or ticket.nbytes % block:
-            raise ValueError(f"a pool of {ticket.nbytes} bytes is not made of blocks of {block}")
+            raise ValueError(f"pool size {ticket.nbytes} is not a multiple of block size {block}")
         if ticket.host != host_id():
             raise ValueError("the pool is on another host")
         if ticket.offset % ALIGNED:
             raise ValueError(f"a pool {ticket.offset} bytes into an allocation is not aligned")
         if len(ticket.handle) != HANDLE_BYTES:  # CuPy would raise an IndexError
-            raise ValueError(f"a handle of {len(ticket.handle)} bytes, not {HANDLE_BYTES}")
+            raise ValueError(f"the handle has {len(ticket.handle)} bytes, not {HANDLE_BYTES}")
         shape = (layout.num_layers, ticket.nbytes // block, *layout.block_shape)
         return self.device.open(ticket.handle, ticket.offset, shape, np.uint16)
 
     def block_stream(self, pool: Any, nbytes: int) -> BlockStream:
-        """Moves of the pool's blocks on a stream of their own."""
+        """Return a stream for asynchronous moves of the pool's blocks."""
         return BlockStream(self.device, pool, self.marks, nbytes)
 
     def memory_bytes(self) -> int:
-        """All memory of the GPU."""
+        """Return the GPU's total memory in bytes."""
         return self.device.memory_bytes()
 
     def plan_attention(self, row_offsets: I32, positions: I32) -> RowPlan:
-        """Work lists of the rows, for :meth:`attention`."""
+        """Return the work lists of the rows, for :meth:`attention`."""
         return RowPlan(self.device, row_offsets, positions)
 
     def take_rows(self, x: Any, rows: Any, out: Any) -> None:
@@ -131,7 +131,7 @@ class CudaBackend:
     # ------------------------------------------------------------------ products
 
     def pack_linear(self, parts: Sequence[Weights], bias: F32 | None = None) -> CudaLinear:
-        """Weights ``[out_i, in]`` (float32, or uint16 bfloat16 bits), stacked on ``out``."""
+        """Pack weights ``[out_i, in]`` (float32, or uint16 bfloat16 bits), stacked on ``out``."""
         if not parts or any(p.ndim != 2 or p.shape[1] != parts[0].shape[1] for p in parts):
             raise ValueError("weights must be matrices with the same number of columns")
         weight = self.device.upload(np.concatenate([_bits(part) for part in parts]))
@@ -176,17 +176,17 @@ class CudaBackend:
         self.linear(active, down, out)
 
     def layer_norm(self, x: Any, weight: Any, bias: Any, eps: float, out: Any) -> None:
-        """Not to be had: encoders run on the CPU."""
+        """Raise: encoders run on the CPU."""
         raise NotImplementedError("the CUDA backend has no layer norm")
 
     def add_layer_norm(
         self, x: Any, residual: Any, weight: Any, bias: Any, eps: float, out: Any
     ) -> None:
-        """Not to be had: encoders run on the CPU."""
+        """Raise: encoders run on the CPU."""
         raise NotImplementedError("the CUDA backend has no layer norm")
 
     def gelu(self, x: Any, out: Any) -> None:
-        """Not to be had: encoders run on the CPU."""
+        """Raise: encoders run on the CPU."""
         raise NotImplementedError("the CUDA backend has no GELU")
 
     # ------------------------------------------------------------------ attention
@@ -221,7 +221,7 @@ class CudaBackend:
         plan: object = None,
         halves: bool = False,
     ) -> None:
-        """Causal paged attention with grouped heads; ``plan`` is of :meth:`plan_attention`."""
+        """Causal paged attention with grouped heads; ``plan``: from :meth:`plan_attention`."""
         if not isinstance(plan, RowPlan):
             raise ValueError("attention needs the plan of its rows")  # noqa: TRY004
         rows, heads, dim = q.shape
@@ -271,13 +271,13 @@ class CudaBackend:
     def gather_blocks(
         self, pool: Any, layer_start: int, layer_count: int, block_ids: I32, out: U8
     ) -> int:
-        """Copy blocks of some layers to the host; the digest of the copy."""
+        """Copy blocks of some layers to the host; return the digest of the copy."""
         return self._mover.gather(pool, layer_start, layer_count, block_ids, out)
 
     def scatter_blocks(
         self, pool: Any, layer_start: int, layer_count: int, block_ids: I32, payload: U8
     ) -> int:
-        """Inverse of :meth:`gather_blocks`; the digest of what it wrote."""
+        """Inverse of :meth:`gather_blocks`; return the digest of the written bytes."""
         return self._mover.scatter(pool, layer_start, layer_count, block_ids, payload)
 
     def copy_blocks(
@@ -289,15 +289,15 @@ class CudaBackend:
         source_ids: I32,
         target_ids: I32,
     ) -> int:
-        """Copy blocks from pool to pool on the device; the digest of their bytes."""
+        """Copy blocks from pool to pool on the device; return the digest of their bytes."""
         return self._mover.copy(source, target, layer_start, layer_count, source_ids, target_ids)
 
     def sum_blocks(self, pool: Any, layer_start: int, layer_count: int, block_ids: I32) -> int:
-        """The digest that :meth:`gather_blocks` would return."""
+        """Return the digest that :meth:`gather_blocks` would return."""
         return self._mover.sum(pool, layer_start, layer_count, block_ids)
 
     def checksum(self, payload: U8) -> int:
-        """The digest of a payload on the host."""
+        """Return the digest of a payload in host memory."""
         return self._mover.digest(payload)
 
     @property
@@ -309,7 +309,7 @@ class CudaBackend:
 
 
 def host_id() -> str:
-    """Tells this boot of this machine from others; empty where the system does not say."""
+    """Return an id of this boot of this machine; empty if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     except OSError:

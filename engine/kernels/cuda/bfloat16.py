@@ -1,4 +1,4 @@
-"""float32 to bfloat16 bits on the host, as the kernels round."""
+"""Rounds float32 to bfloat16 bits on the host, as the kernels do."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _NAN = 0x7FFF
 
 
 def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """The nearest bfloat16 of each value, ties to even, as bits; NaN is 0x7FFF, as on a GPU."""
+    """Return the nearest bfloat16 bits, ties to even; NaN is 0x7FFF, as on a GPU."""
     flat = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint32)
     bits = np.empty(len(flat), np.uint16)
-    for start in range(0, len(flat), _AT_ONCE):  # bounds the temporaries
+    for start in range(0, len(flat), _AT_ONCE):  # limits the temporary arrays
         part = flat[start : start + _AT_ONCE]
         nan = (part & 0x7FFFFFFF) > 0x7F800000
         rounded = (part + (0x7FFF + ((part >> 16) & 1))) >> 16

@@ -1,4 +1,4 @@
-"""KV blocks between a device's pool and the host's bytes, or another pool of the device."""
+"""Copies KV blocks between a device's pool and host memory or another pool of the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ U8 = npt.NDArray[np.uint8]
 
 
 class BlockMover:
-    """Moves blocks as they are in the pool, bfloat16, and takes the payload's digest on the way."""
+    """Copies blocks as bfloat16, as in the pool, and computes the payload's digest in passing."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -33,7 +33,7 @@ class BlockMover:
         self._workspace = device.zeros((WORKSPACE_WORDS,), np.uint64)
 
     def gather(self, pool: DeviceArray, start: int, count: int, ids: I32, out: U8) -> int:
-        """Copy blocks ``ids`` of layers ``start..`` into ``out``; the digest of the bytes."""
+        """Copy blocks ``ids`` of layers ``start..`` into ``out``; return the digest."""
         layout = _layout(pool, count, len(ids))
         if out.nbytes != layout.nbytes:
             raise ValueError(f"out has {out.nbytes} bytes, the blocks {layout.nbytes}")
@@ -42,7 +42,7 @@ class BlockMover:
         return self._sum()
 
     def scatter(self, pool: DeviceArray, start: int, count: int, ids: I32, payload: U8) -> int:
-        """Inverse of :meth:`gather`; the digest of the bytes written."""
+        """Inverse of :meth:`gather`; return the digest of the written bytes."""
         layout = _layout(pool, count, len(ids))
         if payload.nbytes != layout.nbytes:
             raise ValueError(f"the payload has {payload.nbytes} bytes, the blocks {layout.nbytes}")
@@ -59,7 +59,7 @@ class BlockMover:
         source_ids: I32,
         target_ids: I32,
     ) -> int:
-        """Copy blocks from one pool of the device to another; the digest of their bytes."""
+        """Copy blocks from one pool of the device to another; return the digest."""
         device = self._device
         copy_blocks(
             device,
@@ -75,7 +75,7 @@ class BlockMover:
         return self._sum()
 
     def sum(self, pool: DeviceArray, start: int, count: int, ids: I32) -> int:
-        """The digest that :meth:`gather` would return."""
+        """Return the digest that :meth:`gather` would return."""
         sum_blocks(
             self._device,
             pool,
@@ -88,7 +88,7 @@ class BlockMover:
         return self._sum()
 
     def digest(self, payload: U8) -> int:
-        """The digest of bytes on the host."""
+        """Return the digest of bytes in host memory."""
         return _host_digest()(payload)
 
     def _packed(
@@ -134,7 +134,7 @@ class BlockMover:
 
 @cache
 def _host_digest() -> Callable[[U8], int]:
-    """The digest as the fastest kernels of this host take it, NumPy's if none were built."""
+    """Return the fastest digest function of this host: compiled if built, else NumPy."""
     try:
         from ..cpu import CpuBackend
     except ImportError:

@@ -1,13 +1,13 @@
-"""Moves of KV blocks that nobody waits for: on a stream of their own, by way of pinned memory.
+"""Asynchronous moves of KV blocks, on a separate stream, through pinned memory.
 
-A move takes a slot of a bounded ring: pinned bytes of the host and as many on the device. What it
-queues (ids up, the kernel, bytes down or up) ends with an event; the slot belongs to the move until
-:meth:`BlockMove.release`. Moves are queued by one thread and done in order; while they are
-carried out, the compute stream goes on.
+A move takes a slot of a bounded ring: pinned host memory and device memory of the same size. Its
+queued operations (ids to the device, the kernel, bytes down or up) end with an event. The slot
+belongs to the move until :meth:`BlockMove.release`. One thread queues moves, and they run in
+order, while the compute stream continues.
 
-Invariants: a block is read only behind the event of :class:`LayerMarks` that stands behind the
-kernels that wrote it; neither payload nor digest is looked at before the move's event is done.
-That nobody frees or computes on a block while a move writes to it is for the caller: see
+Invariants: a block is read only after the event in :class:`LayerMarks` that follows the kernels
+that wrote it; payload and digest are read only after the move's event. The caller must
+ensure that no block is freed or computed on while a move writes to it: see
 ``docs/decisions/0015-a-transfer-stream.md``.
 """
 
@@ -34,15 +34,15 @@ I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
 
 SLOTS = 8
-"""Moves that may be under way, or wait for somebody to read their payload."""
+"""Maximum moves under way, including finished moves whose payload is still being read."""
 _IDS = 1024
 
 
 class LayerMarks:
-    """Where in the compute stream the newest step wrote each layer.
+    """Events in the compute stream after which the newest step has written each layer.
 
-    The compute thread marks, another reads. A mark of a later step stands behind that of an
-    earlier one, so waiting for the newest is right for whatever was announced before.
+    The compute thread sets the marks and another thread reads them. The mark of a later step comes
+    after that of an earlier step, so waiting for the newest is safe for earlier steps too.
     """
 
     def __init__(self, device: Device) -> None:
@@ -50,16 +50,16 @@ class LayerMarks:
         self._events: dict[int, Event] = {}
 
     def set(self, layer_end: int) -> None:
-        """All kernels that write layers below ``layer_end`` are queued."""
+        """Record an event after all queued kernels that write layers below ``layer_end``."""
         self._events[layer_end] = self._device.record()
 
     def behind(self, layer_end: int) -> Event | None:
-        """The event behind which layers below ``layer_end`` are final; None: they are already."""
+        """Return the event after which layers below ``layer_end`` are final; None: already."""
         return self._events.get(layer_end)
 
 
 class _Slot:
-    """Room of one move, on the host and on the device; grows with what it is asked for."""
+    """Host and device buffers of one move; they grow on demand."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device = device
@@ -71,14 +71,14 @@ class _Slot:
         self._host_ids = device.host_buffer((_IDS,), np.int32)
 
     def payload(self, nbytes: int) -> tuple[DeviceArray, U8]:
-        """``nbytes`` on the device and as many pinned ones, of any content."""
+        """Return ``nbytes`` on the device and as many pinned bytes, content undefined."""
         if nbytes > len(self._host_payload):
             self._payload = self._device.empty((nbytes,), np.uint8)
             self._host_payload = self._device.host_buffer((nbytes,), np.uint8)
         return self._payload[:nbytes], self._host_payload[:nbytes]
 
     def upload_ids(self, *lists: I32) -> list[BlockIds]:
-        """Queue one copy of lists of block ids; ValueError for ids that no pool has."""
+        """Queue one copy of lists of block ids. Raises ValueError for invalid ids."""
         total = sum(len(ids) for ids in lists)
         if total > len(self._host_ids):
             self._ids = self._device.empty((total,), np.int32)
@@ -87,7 +87,7 @@ class _Slot:
         for ids in lists:
             start, end = end, end + len(ids)
             if not len(ids) or ids.min() < 0:
-                raise ValueError("block ids are one row of at least one id from 0 on")
+                raise ValueError("block ids must be one row of at least one id from 0 on")
             self._host_ids[start:end] = ids
             distinct = len(np.unique(ids)) == len(ids)
             found.append(BlockIds(self._ids[start:end], len(ids), int(ids.max()), distinct))
@@ -96,7 +96,7 @@ class _Slot:
 
 
 class BlockMove:
-    """A move that is queued; see :class:`~baton.kv_transfer.moves.Move`."""
+    """A queued move; see :class:`~baton.kv_transfer.moves.Move`."""
 
     def __init__(
         self, stream: BlockStream, slot: _Slot, event: Event, payload: U8 | None = None
@@ -105,51 +105,51 @@ class BlockMove:
         self._payload = payload
 
     def wait(self) -> None:
-        """Block the calling thread, which may be any, until the move is done."""
+        """Block the calling thread until the move is done. May be called from any thread."""
         self._event.wait()
 
     @property
     def digest(self) -> int:
-        """Of the bytes moved; InternalError before the move is done."""
+        """Digest of the moved bytes. Raises InternalError before the move is done."""
         self._check_done()
         return int(self._slot.host_digest[0])
 
     @property
     def payload(self) -> U8:
-        """What was gathered, until :meth:`release`; InternalError before the move is done."""
+        """Gathered bytes, until :meth:`release`. Raises InternalError before the move is done."""
         self._check_done()
         if self._payload is None:
             raise InternalError("only gathered blocks have a payload")
         return self._payload
 
     def release(self) -> None:
-        """Give the slot to the next move; nobody reads the payload any more."""
+        """Return the slot to the ring. The payload must not be read any more."""
         self._payload = None
         self._stream.give(self._slot)
 
     def _check_done(self) -> None:
         if not self._event.done:
-            raise InternalError("a move's outcome is looked at before its event")
+            raise InternalError("the result of a move was read before its event")
 
 
 class BlockStream:
     """Moves between ``pool`` and the host or other pools; used by one thread.
 
-    ``nbytes``: what most payloads have at most. Every method returns None while no slot is free and
-    raises ValueError for what does not fit, before anything is launched.
+    ``nbytes``: usual maximum size of a payload. Every method returns None if no slot is free, and
+    raises ValueError for wrong arguments before anything is launched.
     """
 
     def __init__(
         self, compute: Device, pool: DeviceArray, marks: LayerMarks, nbytes: int, slots: int = SLOTS
     ) -> None:
         self._device = compute.another_stream()
-        self._device.wait_for(compute.record())  # the pool was cleared there
+        self._device.wait_for(compute.record())  # the compute stream cleared the pool
         self._pool, self._marks = pool, marks
         self._workspace = self._device.zeros((WORKSPACE_WORDS,), np.uint64)
         self._free = [_Slot(self._device, nbytes) for _ in range(slots)]
 
     def give(self, slot: _Slot) -> None:
-        """Take back a slot."""
+        """Return a slot to the ring."""
         self._free.append(slot)
 
     def gather(self, start: int, count: int, ids: I32) -> BlockMove | None:
@@ -170,7 +170,7 @@ class BlockStream:
             return self._finish(slot, payload)
 
     def scatter(self, start: int, count: int, ids: I32, payload: U8) -> BlockMove | None:
-        """Unpack a payload into blocks; it may change as soon as this returns."""
+        """Unpack a payload into blocks. The caller may change ``payload`` after this returns."""
         slot = self._take()
         if slot is None:
             return None
@@ -192,7 +192,7 @@ class BlockStream:
     def copy(
         self, source: DeviceArray, start: int, count: int, source_ids: I32, ids: I32
     ) -> BlockMove | None:
-        """Copy blocks out of another pool that this device reads."""
+        """Copy blocks from another pool that this device can read."""
         slot = self._take()
         if slot is None:
             return None
@@ -205,7 +205,7 @@ class BlockStream:
             return self._finish(slot)
 
     def sum(self, start: int, count: int, ids: I32) -> BlockMove | None:
-        """Take the digest that :meth:`gather` would, and no payload."""
+        """Compute the digest that :meth:`gather` would return, without a payload."""
         slot = self._take()
         if slot is None:
             return None
@@ -236,7 +236,7 @@ class BlockStream:
 
 
 class _Returning:
-    """Gives a slot back when what was to use it raises; nothing of it is under way then."""
+    """Returns a slot to the ring if queueing raises; nothing uses the slot then."""
 
     def __init__(self, stream: BlockStream, slot: _Slot) -> None:
         self._stream, self._slot = stream, slot

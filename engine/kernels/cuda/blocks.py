@@ -1,12 +1,12 @@
-"""KV blocks between paged pools and payloads: one kernel per move, see ``csrc/blocks.cu``.
+"""Moves KV blocks between paged pools and payloads: one kernel per move, see ``csrc/blocks.cu``.
 
 A pool is ``[L, NB, 2, Hk, BS, D]`` of bf16 (uint16 bits). A payload holds some layers and some
-blocks of it, in the receiver's heads, block size and encoding (:class:`PayloadLayout`). Every move
-writes the payload's digest (``engine/kernels/digest.py``), also where none is made.
+blocks of a pool, in the receiver's heads, block size and encoding (:class:`PayloadLayout`). Every
+move computes the payload's digest (``engine/kernels/digest.py``), even if it writes no payload.
 
 Tokens are counted along the list of blocks: token t of a request is slot ``t % size`` of block
-``t // size`` on either side. If one side has room for more tokens than the other, a payload has
-zeros there and a pool keeps what it had.
+``t // size`` on both sides. If one side has room for more tokens than the other, a payload gets
+zeros there and a pool keeps its old values.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ I32 = npt.NDArray[np.int32]
 
 SOURCE = "blocks.cu"
 WORKSPACE_WORDS = 2
-"""uint64 words of a workspace: zeros at first, and again after every launch."""
+"""uint64 words of a workspace; they must be zero at first, and every launch leaves them zero."""
 
 PROCESSORS = 132
-"""Streaming multiprocessors a grid is made for; others have more or less to do in turns."""
+"""Streaming multiprocessors that the grid is sized for; other GPUs need more or fewer rounds."""
 PIECE_THREADS, PIECE_BLOCKS = 256, 4
 PIECE_SLOTS, BYTE_PIECE_SLOTS = 4, 8
 """Vectors of a piece that a lane has in flight, of 16 and of 8 bytes; as in ``blocks.cu``."""
@@ -37,7 +37,7 @@ TILE_SLOTS, MAX_TILE_THREADS, TILE_THREADS_PER_PROCESSOR = 8, 512, 1024
 
 @dataclass(frozen=True, slots=True)
 class BlockIds:
-    """Ids of pool blocks, in the order of a request's tokens: on the device, checked once."""
+    """Ids of pool blocks in token order: on the device, already checked."""
 
     array: DeviceArray
     count: int
@@ -46,10 +46,10 @@ class BlockIds:
 
 
 def upload_ids(device: Device, ids: Sequence[int] | I32) -> BlockIds:
-    """Copy block ids to the device. Raises ValueError unless they are some ids in ``0..2^31``."""
+    """Copy block ids to the device. Raises ValueError if empty or outside ``0..2^31``."""
     host = np.asarray(ids)
     if host.ndim != 1 or not len(host) or host.dtype.kind not in "iu":
-        raise ValueError("block ids are one row of at least one integer")
+        raise ValueError("block ids must be one row of at least one integer")
     if host.min() < 0 or host.max() >= 2**31:
         raise ValueError(f"block ids from {host.min()} to {host.max()} are out of range")
     distinct = len(np.unique(host)) == len(host)
@@ -103,14 +103,14 @@ def scatter_blocks(
 ) -> None:
     """Unpack a payload into the pool: the inverse of :func:`gather_blocks`.
 
-    ``digest`` becomes that of the payload as it was read: a receiver compares it with the
-    sender's before anybody reads the blocks. Ids must be distinct. Raises ValueError before
+    ``digest`` is computed from the payload as it was read. A receiver compares it with the
+    sender's before the blocks are used. Ids must be distinct. Raises ValueError before
     anything is launched.
     """
     _check_move(pool, ids, layout, payload, layer_start, head_start)
     _check_words(digest, workspace)
     if not ids.distinct:
-        raise ValueError("a block would be written twice: its id is there twice")
+        raise ValueError("block ids must be distinct: a block would be written twice")
     slots = BYTE_PIECE_SLOTS if layout.scales else PIECE_SLOTS
     record = geometry(pool.shape, layout, layer_start, head_start, ids.count, slots)
     grid, block, shared = _piece_launch(record, processors)
@@ -134,8 +134,8 @@ def copy_blocks(
 ) -> None:
     """``target[l, target_ids[i]] = source[l, source_ids[i]]`` for ``layer_count`` layers.
 
-    The pools share no memory and differ in their number of blocks only; ``source`` may be
-    another process's. ``digest`` is that of the bf16 payload the blocks would make. Target ids must
+    The pools share no memory and differ only in their number of blocks; ``source`` may
+    be another process's. ``digest`` equals that of the blocks' bf16 payload. Target ids must
     be distinct. Raises ValueError before anything is launched.
     """
     _check_pool("source", source, source_ids)
@@ -146,7 +146,7 @@ def copy_blocks(
     if source_ids.count != target_ids.count:
         raise ValueError(f"{source_ids.count} blocks do not fit {target_ids.count}")
     if not target_ids.distinct:
-        raise ValueError("a block would be written twice: its id is there twice")
+        raise ValueError("block ids must be distinct: a block would be written twice")
     here = _whole_blocks(source, source_ids, layer_start, layer_count)
     there = _whole_blocks(target, target_ids, layer_start, layer_count)
     grid, block, shared = _piece_launch(here, processors)
@@ -172,10 +172,10 @@ def reslice_blocks(
 ) -> None:
     """Copy ``heads`` heads of a request from pool to pool, between block sizes, without a payload.
 
-    Leaves in ``target`` and ``digest`` what :func:`gather_blocks` in the target's block size and
-    :func:`scatter_blocks` would, in one pass: tokens that only the target has room for become
-    zeros. The pools share no memory; target ids must be distinct. Raises ValueError before anything
-    is launched.
+    In one pass, ``target`` and ``digest`` get the same values as from :func:`gather_blocks` in the
+    target's block size followed by :func:`scatter_blocks`. Tokens that only the target has room for
+    become zeros. The pools share no memory; target ids must be distinct. Raises ValueError before
+    anything is launched.
     """
     _check_pool("target", target, target_ids)
     layout = PayloadLayout(layer_count, target_ids.count, heads, target.shape[4], target.shape[5])
@@ -183,7 +183,7 @@ def reslice_blocks(
     _check_request(target, target_ids, layout, layer_start, target_head)
     _check_words(digest, workspace)
     if not target_ids.distinct:
-        raise ValueError("a block would be written twice: its id is there twice")
+        raise ValueError("block ids must be distinct: a block would be written twice")
     run = min(source.shape[4], target.shape[4])
     here, there = (
         geometry(pool.shape, layout, layer_start, head, ids.count, PIECE_SLOTS, run)
@@ -208,7 +208,7 @@ def sum_blocks(
     layer_count: int,
     processors: int = PROCESSORS,
 ) -> None:
-    """Write the digest that :func:`copy_blocks` would; nothing else is written.
+    """Write only the digest that :func:`copy_blocks` would write.
 
     Raises ValueError before anything is launched.
     """
@@ -228,14 +228,14 @@ def _whole_blocks(pool: DeviceArray, ids: BlockIds, layer_start: int, layer_coun
 
 
 def _piece_launch(record: np.void, processors: int) -> tuple[int, int, int]:
-    """Grid, block and shared bytes of a kernel in which warps take pieces."""
+    """Return grid, block and shared bytes of a kernel in which warps process pieces."""
     warps = PIECE_THREADS // 32
     grid = min(-(-int(record["pieces"]) // warps), processors * PIECE_BLOCKS)
     return grid, PIECE_THREADS, 0
 
 
 def _tile_launch(layout: PayloadLayout, processors: int) -> tuple[int, int, int]:
-    """Grid, block and shared bytes of a kernel in which thread blocks take tiles."""
+    """Return grid, block and shared bytes of a kernel in which thread blocks process tiles."""
     vectors = layout.block_size * layout.head_dim // VECTOR
     block = -(-vectors // (TILE_SLOTS * 32)) * 32
     if block > MAX_TILE_THREADS:

@@ -1,4 +1,4 @@
-"""What launchers check before a launch: a wrong argument is a ValueError, never a wild address."""
+"""Argument checks before a launch: a wrong argument raises ValueError, never a wild access."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 from .device import DeviceArray
 
 BF16: np.dtype[Any] = np.dtype(np.uint16)
-"""bfloat16 as NumPy and CuPy hold it: the bits."""
+"""bfloat16 in NumPy and CuPy: the bits."""
 
 
 def check_array(

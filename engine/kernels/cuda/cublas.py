@@ -1,8 +1,8 @@
-"""cuBLAS by its own functions: one handle on one stream, with a workspace that is ours.
+"""cuBLAS through its own functions: one handle on one stream, with a workspace of this module.
 
-CuPy's binding refuses every call while its stream is captured; the library does not. With a
-workspace that is set, a product allocates nothing, so a graph may hold it, and two graphs of
-one device share the workspace only because one stream runs them in turn.
+CuPy's binding rejects every call while its stream is captured; the library does not. With a
+preset workspace, a product allocates nothing, so a graph may contain it. Two graphs of
+one device can share the workspace only because one stream runs them one after the other.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ctypes
 from functools import cache
 
 WORKSPACE_BYTES = 32 << 20
-"""What NVIDIA's documentation of cublasSetWorkspace recommends for Hopper."""
+"""Size that NVIDIA's documentation of cublasSetWorkspace recommends for Hopper."""
 
 _CUDA_R_32F, _CUDA_R_16BF = 0, 14
 _COMPUTE_32F, _GEMM_DEFAULT = 68, -1
@@ -30,16 +30,16 @@ _SIGNATURES = {
 
 
 class CublasFailed(RuntimeError):
-    """A function of cuBLAS returned a status other than success."""
+    """A cuBLAS function returned a status other than success."""
 
 
 @cache
 def find_library() -> str:
-    """Path of the cuBLAS that this process has loaded, or would load.
+    """Return the path of the cuBLAS that this process has loaded, or would load.
 
-    Raises RuntimeError where there is none.
+    Raises RuntimeError if cuBLAS is not installed.
     """
-    # Comes with CuPy.
+    # This package is installed with CuPy.
     from cuda.pathfinder import (  # pyright: ignore[reportMissingImports]
         load_nvidia_dynamic_lib,
     )
@@ -51,9 +51,9 @@ def find_library() -> str:
 
 
 class Cublas:
-    """A handle of cuBLAS for ``stream``; the current device must be the stream's.
+    """A cuBLAS handle for ``stream``, whose device must be the current one.
 
-    ``workspace``: address of :data:`WORKSPACE_BYTES` on the device, which the caller keeps.
+    ``workspace``: device address of :data:`WORKSPACE_BYTES` bytes, kept alive by the caller.
     Raises CublasFailed. Not thread-safe.
     """
 
@@ -65,12 +65,12 @@ class Cublas:
         self._handle = _POINTER()
         self._call("cublasCreate_v2", ctypes.byref(self._handle))
         self._call("cublasSetStream_v2", self._handle, stream)
-        # Setting the stream resets the workspace, so this comes second.
+        # Setting the stream resets the workspace, so the workspace is set second.
         self._call("cublasSetWorkspace_v2", self._handle, workspace, WORKSPACE_BYTES)
         self._one, self._onto = ctypes.c_float(1.0), (ctypes.c_float(0.0), ctypes.c_float(1.0))
 
     def close(self) -> None:
-        """Give the handle back; nothing may be called any more."""
+        """Destroy the handle. No other method may be called afterwards."""
         handle, self._handle = self._handle, _POINTER()
         if handle:
             self._call("cublasDestroy_v2", handle)
@@ -85,13 +85,13 @@ class Cublas:
         wide: bool,
         add: bool,
     ) -> None:
-        """Queue ``out[m, N] = x[m, K] @ weight[N, K].T``, on top of ``out`` if ``add``.
+        """Queue ``out[m, N] = x[m, K] @ weight[N, K].T``; ``add`` adds to ``out``.
 
-        Addresses on the device, ``sizes`` are m, N, K; ``x`` and ``weight`` bf16, ``out`` float32
-        if ``wide``, else bf16. Sums are float32.
+        Arguments are device addresses; ``sizes`` are m, N, K. ``x`` and ``weight`` are bf16;
+        ``out`` is float32 if ``wide``, else bf16. Sums are float32.
         """
         rows, width, depth = sizes
-        # cuBLAS counts columns first: out.T = weight @ x.T.
+        # cuBLAS is column-major: out.T = weight @ x.T.
         self._call(
             "cublasGemmEx", self._handle, _OP_T, _OP_N, width, rows, depth,
             ctypes.addressof(self._one), weight, _CUDA_R_16BF, depth, x, _CUDA_R_16BF, depth,

@@ -1,4 +1,4 @@
-"""The device through CuPy: arrays of its memory pool, kernels compiled by NVRTC at first use."""
+"""A GPU through CuPy: arrays in its memory pool, kernels compiled by NVRTC at first use."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _PLAIN_SHARED_BYTES = 48 * 1024
 _PIECE = 2 << 20
 _OPTIONS = ("-std=c++17",)
 INSTALL_CUPY = "pip install 'cupy-cuda13x[ctk]'"
-"""With ``ctk`` it brings NVRTC, which compiles the kernels."""
+"""The extra ``ctk`` includes NVRTC, which compiles the kernels."""
 
 
 def cupy_is_installed() -> bool:
-    """Whether there is CuPy, which may still find no GPU."""
+    """True if CuPy is installed; it may still find no GPU."""
     return importlib.util.find_spec("cupy") is not None
 
 
 def cuda_is_available() -> bool:
-    """Whether CuPy is installed and finds a GPU; never raises."""
+    """True if CuPy is installed and finds a GPU; never raises."""
     if not cupy_is_installed():
         return False
     import cupy  # pyright: ignore[reportMissingImports]
@@ -39,7 +39,7 @@ def cuda_is_available() -> bool:
 
 
 class CupyGraph:
-    """A captured graph with the arrays its kernels use."""
+    """A captured graph with the arrays of its kernels."""
 
     def __init__(self, device: CupyDevice, graph: Any, kept: list[Any]) -> None:
         self._device, self._graph, self._kept = device, graph, kept
@@ -56,33 +56,33 @@ class CupyMapping:
         self._device, self._pointer = device, pointer
 
     def close(self) -> None:
-        """Wait for what was queued, then unmap."""
+        """Wait for the queued work, then unmap."""
         self._device.unmap(self._pointer)
 
 
 class CupyEvent:
-    """A place in a stream; see :class:`~baton.engine.kernels.cuda.device.Event`."""
+    """A position in a stream; see :class:`~baton.engine.kernels.cuda.device.Event`."""
 
     def __init__(self, event: Any) -> None:
         self.event = event
 
     @property
     def done(self) -> bool:
-        """Whether the GPU has come to it."""
+        """True if the GPU has reached the event."""
         return bool(self.event.done)
 
     def wait(self) -> None:
-        """Sleep until it has; other Python threads run meanwhile."""
+        """Sleep until the GPU has reached the event; other Python threads keep running."""
         self.event.synchronize()
 
 
 class CupyDevice:
     """One GPU; see :class:`~baton.engine.kernels.cuda.device.Device`.
 
-    Everything is queued on one stream of its own, whichever thread asks: a graph can be captured
-    there, and what one thread writes another's later launch sees. :meth:`another_stream` gives
-    a device of the same memory with another stream.
-    ``source`` gives the text of a kernel's file. Raises ConfigError without CuPy or without a GPU.
+    All threads queue on one separate stream: a graph can be captured there, and a launch sees
+    earlier writes of other threads. :meth:`another_stream` returns a device with the same memory
+    and another stream.
+    ``source`` returns the text of a kernel's file. Raises ConfigError without CuPy or a GPU.
     """
 
     def __init__(self, ordinal: int = 0, source: Callable[[str], str] = cuda_source) -> None:
@@ -101,12 +101,12 @@ class CupyDevice:
         self._functions: dict[Kernel, Any] = {}
         with self._device:
             self._stream = cupy.cuda.Stream(non_blocking=True)
-        self._lock = threading.RLock()  # what another thread queues must not join a capture
-        self._streams = [(self._lock, self._stream)]  # of all devices over this memory
+        self._lock = threading.RLock()  # keeps other threads' launches out of a capture
+        self._streams = [(self._lock, self._stream)]  # all streams that use this memory
         self._load_lock = threading.Lock()
         self._kept: list[Any] | None = None  # arrays of the launches being captured
         self._cublas: Cublas | None = None
-        self._cublas_space: DeviceArray | None = None  # cuBLAS writes there
+        self._cublas_space: DeviceArray | None = None  # the workspace of cuBLAS
         self._shared_bytes: dict[Kernel, int] = {}
         self._source = source
         capability = self._device.compute_capability
@@ -119,16 +119,16 @@ class CupyDevice:
 
     @property
     def stream(self) -> Any:
-        """The CuPy stream that everything is queued on."""
+        """The CuPy stream on which everything is queued."""
         return self._stream
 
     def compile(self, source: str) -> None:
-        """Compile the kernels of a file now, or find them compiled in CuPy's cache."""
+        """Compile the kernels of a file now, or load them from CuPy's cache."""
         with self._lock, self._device, self._stream:
             self._module(source).compile()
 
     def another_stream(self) -> CupyDevice:
-        """The same GPU, memory and kernels behind a stream of its own."""
+        """Return a device with the same GPU, memory and kernels and a new stream."""
         other = copy.copy(self)
         with self._device:
             other._stream = self._cupy.cuda.Stream(non_blocking=True)
@@ -138,32 +138,32 @@ class CupyDevice:
         return other
 
     def record(self) -> CupyEvent:
-        """Mark what has been queued so far; waiting threads sleep instead of spinning."""
+        """Record an event after the queued work; waiting threads sleep instead of spinning."""
         with self._lock, self._device:
             event = self._cupy.cuda.Event(block=True, disable_timing=True)
             event.record(self._stream)
         return CupyEvent(event)
 
     def wait_for(self, event: Event) -> None:
-        """Queue nothing before ``event`` is done."""
+        """Make later work on this stream wait for ``event``."""
         theirs: Any = event
         with self._lock, self._device:
             self._stream.wait_event(theirs.event)
 
     def read(self, array: DeviceArray, out: Array) -> None:
-        """Queue a copy to the host; into memory that is not pinned it waits."""
+        """Queue a copy to the host; a copy to unpinned memory blocks."""
         _check_copy(out, array)
         source: Any = array
         with self._lock, self._device:
             source.data.copy_to_host_async(out.ctypes.data, out.nbytes, self._stream)
 
     def local_bytes(self) -> dict[str, int]:
-        """Local memory per thread of each kernel launched so far; spilled registers lie there."""
+        """Return the local memory per thread of each launched kernel (spilled registers)."""
         with self._lock, self._device:
             return {k.name: int(f.local_size_bytes) for k, f in self._functions.items()}
 
     def memory_bytes(self) -> int:
-        """All memory of the GPU, whoever uses it."""
+        """Return the GPU's total memory, used or not."""
         with self._device:
             return int(self._cupy.cuda.runtime.memGetInfo()[1])
 
@@ -180,9 +180,9 @@ class CupyDevice:
         return array
 
     def shareable(self, shape: Sequence[int], dtype: npt.DTypeLike) -> DeviceArray:
-        """Make an array of zeros by an allocation past the memory pool, whose handle is its own.
+        """Allocate a zeroed array outside the memory pool, with an IPC handle of its own.
 
-        Of smaller pieces than 2 MiB the driver packs several into what a handle shows.
+        For allocations below 2 MiB, the driver may export several together with one handle.
         """
         dtype = np.dtype(dtype)
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -194,7 +194,7 @@ class CupyDevice:
         return cast("DeviceArray", array)
 
     def export(self, array: DeviceArray) -> tuple[bytes, int]:
-        """CUDA IPC handle of the allocation that ``array`` lies in, and its offset there."""
+        """Return the CUDA IPC handle of the allocation of ``array``, and the array's offset."""
         base: Any = array
         start, runtime = base.data.mem.ptr, self._cupy.cuda.runtime
         with self._device:
@@ -207,7 +207,7 @@ class CupyDevice:
     def open(
         self, handle: bytes, offset: int, shape: Sequence[int], dtype: npt.DTypeLike
     ) -> tuple[CupyMapping, DeviceArray]:
-        """Map what another process exported; OSError when that cannot be, ValueError for a lie."""
+        """Map another process's memory. OSError if impossible, ValueError if it is too small."""
         cuda, dtype = self._cupy.cuda, np.dtype(dtype)
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         with self._device:
@@ -227,10 +227,10 @@ class CupyDevice:
         return mapping, array
 
     def unmap(self, pointer: int) -> None:
-        """Give back what :meth:`open` mapped, once everything queued on any stream is done."""
+        """Unmap memory mapped by :meth:`open`, after the queued work of all streams."""
         with self._device:
             for lock, stream in self._streams:
-                with lock:  # a stream that is captured cannot be waited for
+                with lock:  # waiting would end another thread's capture
                     stream.synchronize()
             self._cupy.cuda.runtime.ipcCloseMemHandle(pointer)
 
@@ -241,13 +241,13 @@ class CupyDevice:
         return copy
 
     def download(self, array: DeviceArray) -> Array:
-        """Copy an array to the host; waits for what was queued before."""
+        """Copy an array to the host; waits for the queued work."""
         with self._lock, self._device, self._stream:
             copy: Array = self._cupy.asnumpy(array)
         return copy
 
     def host_buffer(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
-        """Make a pinned array of zeros, which goes back when nothing refers to it."""
+        """Allocate a zeroed pinned array, freed with its last reference."""
         dtype = np.dtype(dtype)
         count = int(np.prod(shape, dtype=np.int64))
         with self._device:
@@ -257,7 +257,7 @@ class CupyDevice:
         return array
 
     def write(self, array: DeviceArray, values: Array) -> None:
-        """Queue a copy from the host; ``values`` that are not pinned are read at once."""
+        """Queue a copy from the host; unpinned ``values`` are read before this returns."""
         _check_copy(array, values)
         target: Any = array
         with self._lock, self._device:
@@ -282,7 +282,7 @@ class CupyDevice:
         return CupyGraph(self, graph, kept)
 
     def replay(self, graph: Any) -> None:
-        """Queue a graph of CuPy's."""
+        """Queue a CuPy graph."""
         with self._lock, self._device:
             graph.launch(self._stream)
 
@@ -306,7 +306,7 @@ class CupyDevice:
     def matmul(
         self, x: DeviceArray, weight: DeviceArray, out: DeviceArray, *, add: bool = False
     ) -> None:
-        """Queue a product of cuBLAS; CuPy's own gives no float32 and cannot be captured."""
+        """Queue a cuBLAS product; CuPy's own has no float32 output and cannot be captured."""
         sizes = (x.shape[0], weight.shape[0], x.shape[1])
         arrays: list[Any] = [x, weight, out]
         at = [array.data.ptr for array in arrays]
@@ -323,8 +323,8 @@ class CupyDevice:
         return Cublas(find_library(), self._stream.ptr, space.data.ptr)
 
     def synchronize(self) -> None:
-        """Wait for everything queued."""
-        with self._lock, self._device:  # waiting while another thread captures would end that
+        """Wait for all queued work."""
+        with self._lock, self._device:  # waiting would end another thread's capture
             self._stream.synchronize()
 
     def _function(self, kernel: Kernel, shared_bytes: int) -> Any:
@@ -332,7 +332,7 @@ class CupyDevice:
         if function is None:
             function = self._module(kernel.source).get_function(kernel.name)
             self._functions[kernel] = function
-        # More than 48 KiB must be asked for once; it stays with the function.
+        # More than 48 KiB must be requested once per function.
         if shared_bytes > self._shared_bytes.get(kernel, _PLAIN_SHARED_BYTES):
             function.max_dynamic_shared_size_bytes = shared_bytes
             self._shared_bytes[kernel] = shared_bytes
@@ -354,7 +354,7 @@ def _check_copy(target: DeviceArray, source: DeviceArray) -> None:
 
 
 def _as_passed(argument: Argument) -> Any:
-    """Null, and a structure, as CuPy takes them by value: an array of one record."""
+    """Convert null and structures for CuPy, which takes a structure as an array of one record."""
     if argument is None:
         return np.uint64(0)
     return np.array([argument]) if isinstance(argument, np.void) else argument

@@ -1,7 +1,7 @@
-"""What the launchers of the CUDA kernels need of a device.
+"""The device interface of the CUDA launchers.
 
-CuPy offers it on a GPU (:mod:`.cupy_device`); the tests offer it by executing the same sources on
-the CPU. bfloat16 is uint16 bits, fp8 is uint8 bits: neither NumPy nor CuPy has these types.
+CuPy implements it on a GPU (:mod:`.cupy_device`); the tests implement it by running the same
+sources on the CPU. bfloat16 is uint16 bits and fp8 is uint8 bits, because NumPy and CuPy lack them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Flags(Protocol):
 
     @property
     def c_contiguous(self) -> bool:
-        """Whether the elements lie in row-major order without gaps."""
+        """True if the elements are in row-major order without gaps."""
         ...
 
 
 class DeviceArray(Protocol):
-    """An array in the device's memory; CuPy's and NumPy's arrays both are one."""
+    """An array in device memory; implemented by CuPy's and NumPy's arrays."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -58,69 +58,69 @@ class DeviceArray(Protocol):
 
 Scalar = np.int32 | np.uint32 | np.int64 | np.uint64 | np.float32 | np.float64
 Argument = DeviceArray | Scalar | np.void | None
-"""What a kernel takes: an array (its address), a number of exactly that type, a record (a structure
+"""A kernel argument: an array (its address), a number of exactly this type, a record (a structure
 by value), None (null)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel by its file in ``csrc/`` and its exported name."""
+    """A kernel, named by its file in ``csrc/`` and its exported name."""
 
     source: str
     name: str
 
 
 class Graph(Protocol):
-    """Launches that were captured."""
+    """Captured launches."""
 
     def replay(self) -> None:
-        """Queue all of them again, with the same arrays and numbers."""
+        """Queue all launches again, with the same arrays and numbers."""
         ...
 
 
 class Event(Protocol):
-    """A place in a stream: everything that was queued before it."""
+    """A position in a stream, after all work queued before."""
 
     @property
     def done(self) -> bool:
-        """Whether all of that has been carried out; never waits."""
+        """True if that work is done; never waits."""
         ...
 
     def wait(self) -> None:
-        """Block the calling thread, which may be any, until that is so."""
+        """Block the calling thread until that work is done. May be called from any thread."""
         ...
 
 
 class Device(Protocol):
-    """Memory of one device, and a stream of it: what is queued here is carried out in order."""
+    """The memory of one device and one of its streams; work on the stream runs in order."""
 
     name: str
 
     def another_stream(self) -> Device:
-        """The same memory and kernels behind a queue of its own.
+        """Return a device with the same memory and kernels and a new stream.
 
-        Nothing orders two streams but :meth:`wait_for`.
+        Only :meth:`wait_for` orders two streams.
         """
         ...
 
     def record(self) -> Event:
-        """Mark what has been queued here so far."""
+        """Record an event after the work queued so far."""
         ...
 
     def wait_for(self, event: Event) -> None:
-        """Queue nothing before ``event`` of another stream is done; the caller does not wait."""
+        """Make later work here wait for ``event`` of another stream; the caller does not wait."""
         ...
 
     def read(self, array: DeviceArray, out: Array) -> None:
-        """Queue a copy of a contiguous array into ``out`` of :meth:`host_buffer`.
+        """Queue a copy of a contiguous array into ``out``, an array of :meth:`host_buffer`.
 
-        ``out`` is undefined until an event recorded behind this is done. ValueError for another
+        ``out`` is undefined until an event recorded later is done. Raises ValueError for another
         shape or type.
         """
         ...
 
     def memory_bytes(self) -> int:
-        """All memory of the device."""
+        """Return the total memory of the device in bytes."""
         ...
 
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> DeviceArray:
@@ -132,23 +132,22 @@ class Device(Protocol):
         ...
 
     def shareable(self, shape: Sequence[int], dtype: npt.DTypeLike) -> DeviceArray:
-        """Make an array of zeros in an allocation of its own, which can be exported."""
+        """Make a zeroed array in a separate allocation, which can be exported."""
         ...
 
     def export(self, array: DeviceArray) -> tuple[bytes, int]:
-        """Return a handle for other processes of this host, and where in it the array begins.
+        """Return a handle for other processes of this host, and the array's offset in it.
 
-        OSError where the system has no such handles.
+        Raises OSError if the system has no such handles.
         """
         ...
 
     def open(
         self, handle: bytes, offset: int, shape: Sequence[int], dtype: npt.DTypeLike
     ) -> tuple[Mapping, DeviceArray]:
-        """Map what another process exported; OSError when that cannot be.
+        """Map memory exported by another process. Raises OSError if that is impossible.
 
-        ValueError when the allocation behind the handle is smaller than what is asked for; nothing
-        stays mapped then.
+        Raises ValueError, and leaves nothing mapped, if the allocation is smaller than requested.
         """
         ...
 
@@ -157,25 +156,25 @@ class Device(Protocol):
         ...
 
     def download(self, array: DeviceArray) -> Array:
-        """Copy an array to the host; waits for what was queued before."""
+        """Copy an array to the host; waits for the queued work."""
         ...
 
     def host_buffer(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
-        """Make an array of the host that :meth:`write` copies from without waiting."""
+        """Allocate a host array from which :meth:`write` copies without waiting."""
         ...
 
     def write(self, array: DeviceArray, values: Array) -> None:
         """Queue a copy of host ``values`` into a contiguous array of the same shape and type.
 
-        ``values`` of :meth:`host_buffer` must stay as they are until something downloaded later
-        is there, or an event recorded later is done. ValueError for what does not fit.
+        ``values`` of :meth:`host_buffer` must not change until a later download returns or
+        a later event is done. Raises ValueError if shapes or types differ.
         """
         ...
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Run ``work`` once, then capture what it launches; its arrays live as long as the graph.
+        """Run ``work`` once, then capture its launches; its arrays live as long as the graph.
 
-        ``work`` may launch, and allocate in its first run only; it may not download.
+        ``work`` may launch kernels, and allocate in its first run only; it must not download.
         """
         ...
 
@@ -189,21 +188,21 @@ class Device(Protocol):
     ) -> None:
         """Queue a kernel with ``shared_bytes`` of dynamic shared memory.
 
-        Nothing is checked here that the launchers have checked: arrays pass as addresses, so
-        their strides count for nothing, and a number of another type is read as garbage.
+        The launchers have already checked the arguments. Arrays are passed as addresses, so
+        their strides are ignored, and a number of the wrong type is read as garbage.
         """
         ...
 
     def matmul(
         self, x: DeviceArray, weight: DeviceArray, out: DeviceArray, *, add: bool = False
     ) -> None:
-        """Queue ``out[m, N] = x[m, K] @ weight[N, K].T``, on top of ``out`` if ``add``.
+        """Queue ``out[m, N] = x[m, K] @ weight[N, K].T``; ``add`` adds to ``out``.
 
-        ``x`` and ``weight`` bf16, ``out`` bf16 or float32, sums in float32; checked by
+        ``x`` and ``weight`` are bf16, ``out`` bf16 or float32, sums float32; checked by
         :func:`.linear.linear`.
         """
         ...
 
     def synchronize(self) -> None:
-        """Wait for everything queued."""
+        """Wait for all queued work."""
         ...

@@ -1,4 +1,4 @@
-"""What the CUDA driver says of memory that another process exported; CuPy does not ask it."""
+"""Asks the CUDA driver about memory exported by other processes; CuPy has no function for this."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from collections.abc import Callable
 _LIBRARY = "libcuda.so.1"
 
 AddressRange = Callable[[int], tuple[int, int]]
-"""Start and bytes of the allocation that an address of the device lies in; OSError without one."""
+"""Returns start and size of the allocation at a device address; raises OSError if there is none."""
 
 
 def address_range(pointer: int) -> tuple[int, int]:
-    """Ask the driver (cuMemGetAddressRange); the calling thread has a current context."""
+    """Ask the driver (cuMemGetAddressRange); the calling thread needs a current context."""
     query = ctypes.CDLL(_LIBRARY).cuMemGetAddressRange_v2
     query.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64]
     start, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
     failure = query(ctypes.byref(start), ctypes.byref(nbytes), pointer)
     if failure:
-        raise OSError(f"the driver knows no allocation there: error {failure}")
+        raise OSError(f"no CUDA allocation at this address: error {failure}")
     return start.value, nbytes.value
 
 
 def check_allocation(pointer: int, needed: int, ask: AddressRange = address_range) -> None:
     """Raise ValueError unless ``needed`` bytes from ``pointer`` lie in one allocation.
 
-    What a peer says of its memory is believed only so far: a read behind the end would end this
-    process. OSError when the driver cannot tell.
+    The size comes from another process and is not trusted: a read past the end would kill this
+    process. Raises OSError if the driver does not know the allocation.
     """
     start, nbytes = ask(pointer)
     room = start + nbytes - pointer

@@ -1,12 +1,12 @@
-"""Launchers of ``elementwise.cu``: kernels that walk rows of bfloat16 bits (uint16).
+"""Launchers of ``elementwise.cu``: kernels that process rows of bfloat16 bits (uint16).
 
-Meaning: :class:`~baton.engine.kernels.backend.Backend`; float32 inside, rounded to bfloat16 where
-a kernel writes. Each writes into arrays the caller owns and allocates nothing. Wrong types, shapes
+Semantics: :class:`~baton.engine.kernels.backend.Backend`; float32 inside, rounded to bfloat16 on
+writing. Every kernel writes into arrays of the caller and allocates nothing. Wrong types, shapes
 or orders raise ValueError before the launch. Empty inputs launch nothing.
 
-Ids on the device cannot be looked at without waiting for it. Callers that know them on the host
-pass them as ``known_...`` too, and they are checked; the kernels themselves stay inside the arrays
-whatever the ids are.
+Ids on the device cannot be checked without waiting for the device. Callers that have them on the
+host also pass them as ``known_...``, to be checked. The kernels themselves never access memory
+outside the arrays, whatever the ids are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Known = npt.NDArray[np.integer[Any]]
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 MAX_WIDTH = 16_384
-"""Values of a row that a block of 1,024 threads keeps in registers."""
+"""Widest row that a block of 1,024 threads can keep in registers."""
 
 _SOURCE = "elementwise.cu"
 _VECTOR = 8
@@ -44,8 +44,8 @@ def embed(
 ) -> None:
     """``out[t] = table[ids[t]]``: int32 ``[T]``, bf16 ``[V, H]``, bf16 ``[T, H]``.
 
-    ``H`` is a multiple of 8. An id outside the table, which ``known_ids`` would report, gives
-    zeros.
+    ``H`` is a multiple of 8. An id outside the table gives zeros, or ValueError if it is in
+    ``known_ids``.
     """
     check_array("ids", ids, np.int32, (None,))
     check_array("table", table, BF16, (None, None))
@@ -99,7 +99,7 @@ def add_rms_norm(
 def _check_norm(
     x: DeviceArray, weight: DeviceArray, eps: float, out: DeviceArray
 ) -> tuple[str, tuple[np.int32, np.float32, np.float32]]:
-    """Return the kernel's suffix for the type of ``out``, and the numbers it takes."""
+    """Return the kernel's suffix for the type of ``out``, and its numeric arguments."""
     check_array("x", x, BF16, (None, None))
     rows, width = x.shape
     check_array("weight", weight, BF16, (width,))
@@ -115,7 +115,7 @@ def _check_norm(
 
 
 def _norm_block(width: int) -> tuple[int]:
-    """Two loads of 16 bytes per thread and tensor."""
+    """Return the block size for two loads of 16 bytes per thread and tensor."""
     return (32 * -(-width // (_VECTOR * 2 * 32)),)
 
 
@@ -140,9 +140,9 @@ def qk_norm_rope_append(
     cosines, second half sines), ``q_norm`` and ``k_norm`` bf16 ``[D]`` or None, ``kv_layer`` bf16
     ``[NB, 2, Hk, BS, D]``, ``q_out`` bf16 ``[T, Hq, D]``; ``D`` is one of ``HEAD_DIMS``.
 
-    A slot outside the pool appends nothing: rows that only fill a bucket have slot -1, which
-    ``known_slots`` allows too. A position outside the table, which ``known_positions`` would
-    report, counts as the nearest inside.
+    A slot outside the pool appends nothing: unused rows of a bucket have slot -1, which
+    ``known_slots`` also allows. A position outside the table is replaced by the nearest one inside,
+    or raises ValueError if it is in ``known_positions``.
     """
     check_array("kv_layer", kv_layer, BF16, (None, 2, None, None, None))
     blocks, _, kv_heads, block_size, dim = kv_layer.shape

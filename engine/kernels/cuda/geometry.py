@@ -1,4 +1,4 @@
-"""The numbers a move of KV blocks is made of, as the kernels of ``csrc/blocks.cu`` take them."""
+"""The numbers that describe a move of KV blocks to the kernels of ``csrc/blocks.cu``."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ GEOMETRY = np.dtype(
 )
 """``struct Geometry``, passed to kernels by value."""
 
-_LIMIT = 2**31  # what the kernels' divisions are exact below
+_LIMIT = 2**31  # the kernels' divisions are exact below this number
 
 
 def divisor(by: int) -> tuple[int, int, int]:
     """``(by, factor, shift)`` with ``n // by == (n * factor >> 32) >> shift`` for n < 2^31.
 
-    ``by`` 1 has no such factor; kernels leave n as it is. Source: Granlund and Montgomery 1994,
-    "Division by invariant integers using multiplication".
+    No such factor exists for ``by`` 1; kernels leave n unchanged. Source: Granlund and Montgomery
+    1994, "Division by invariant integers using multiplication".
     """
     if not 1 <= by < _LIMIT:
-        raise ValueError(f"{by} divides nothing")
+        raise ValueError(f"cannot divide by {by}")
     if by == 1:
         return 1, 0, 0
     power = 31 + (by - 1).bit_length()
@@ -54,13 +54,13 @@ def geometry(
     slots: int,
     run_tokens: int = 0,
 ) -> np.void:
-    """Return the record for a pool ``[L, NB, 2, Hk, BS, D]`` and a payload of it.
+    """Return the record for a pool ``[L, NB, 2, Hk, BS, D]`` and a payload of the pool.
 
-    ``slots``: vectors of a piece per lane. What both sides hold in one stretch becomes one run:
-    all of a block, all heads of a shard, or the tokens that both block sizes share; with scales
+    ``slots``: vectors of a piece per lane. Elements that are contiguous on both sides form one run:
+    a whole block, all heads of a shard, or the tokens shared by both block sizes. With scales,
     runs stay within a tile.
-    ``run_tokens``: tokens of a run of one head, if another pool than this one has a say in it: then
-    runs are not joined. The arguments are checked already but for their product: ValueError
+    ``run_tokens``: tokens of a run of one head, if a second pool limits the runs; then
+    runs are not joined. The arguments must be checked already. Raises ValueError
     for a move of more than 2^31 pieces.
     """
     _, num_blocks, _, pool_heads, pool_block, _ = pool_shape

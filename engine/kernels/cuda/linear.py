@@ -1,8 +1,8 @@
-"""Products with weight matrices: a kernel of our own for few rows, cuBLAS for many.
+"""Products with weight matrices: our own kernel for few rows, cuBLAS for many rows.
 
-Up to :data:`MAX_SKINNY` rows a product waits for its weights alone; the kernel streams them, and
-gives a row the same bits whatever the other rows and their number. With more rows the device's
-matrix product is used, whose bits follow the number of rows. Wrong types, shapes or orders raise
+Up to :data:`MAX_SKINNY` rows, reading the weights limits the speed. The kernel streams them and
+gives a row the same bits whatever the other rows and their number. With more rows, the device's
+matrix product is used, whose bits depend on the number of rows. Wrong types, shapes or orders raise
 ValueError before anything is launched; nothing is allocated.
 """
 
@@ -18,7 +18,7 @@ _SOURCE = "skinny_linear.cu"
 _THREADS = 256
 _TILE_ROWS, _HALF_ROWS = 16, 8
 _WIDE_FROM = 3072
-"""Weight rows from which blocks of 32 still fill the machine; below, blocks of 16."""
+"""Weight rows from which blocks of 32 rows still fill the GPU; below that, blocks of 16."""
 
 MAX_SKINNY = 16
 
@@ -32,10 +32,10 @@ def linear(
     *,
     add: bool = False,
 ) -> None:
-    """``out[m, N] = x[m, K] @ weight[N, K].T + bias[N]``, on top of ``out`` if ``add``.
+    """``out[m, N] = x[m, K] @ weight[N, K].T + bias[N]``; ``add`` adds to ``out``.
 
     ``x`` and ``weight`` bf16, ``bias`` float32, ``out`` bf16 or float32, ``K`` a multiple of 8.
-    Sums are float32 and rounded once; with more than 16 rows and a bias twice.
+    Sums are float32, rounded once; with a bias and more than 16 rows they are rounded twice.
     """
     rows, width, depth = _check(x, weight, out)
     if bias is not None:
@@ -63,8 +63,8 @@ def linear_silu_mul(
 ) -> None:
     """``out[m, F] = silu(x @ gate.T) * (x @ up.T)``, ``weight[2 F, K]`` gate above up; all bf16.
 
-    ``space``: bf16 ``[m, 2 F]``, used above 16 rows only; there gate and up are rounded to bf16
-    in between, up to 16 rows they stay float32. ``F`` and ``K`` are multiples of 8.
+    ``space``: bf16 ``[m, 2 F]``, used for more than 16 rows; then gate and up are rounded to bf16
+    in between. For up to 16 rows they stay float32. ``F`` and ``K`` are multiples of 8.
     """
     check_array("out", out, BF16, (None, None))
     rows, width = out.shape
@@ -83,7 +83,7 @@ def linear_silu_mul(
 
 
 def _check(x: DeviceArray, weight: DeviceArray, out: DeviceArray) -> tuple[int, int, int]:
-    """Rows, width and depth; ValueError for what does not fit together."""
+    """Return rows, width and depth. Raises ValueError if the arguments do not fit together."""
     check_array("weight", weight, BF16, (None, None))
     width, depth = weight.shape
     check_multiple("the depth of weight", depth, 8)

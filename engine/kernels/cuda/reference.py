@@ -1,7 +1,7 @@
 """bfloat16 on the host and the NumPy definition of the elementwise kernels.
 
-A definition computes in float64 and rounds where its kernel writes: the kernel, with float32
-inside, may differ by one step of bfloat16 where the exact value lies near the middle of two.
+A definition computes in float64 and rounds where its kernel writes. The kernel computes in float32,
+so it may differ by one bfloat16 step if the exact value is near the middle of two steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Bits = npt.NDArray[np.uint16]
 
 
 def to_bf16(values: npt.ArrayLike) -> Bits:
-    """Round float32 values to bfloat16 bits, to nearest even; a NaN stays one."""
+    """Round float32 values to bfloat16 bits, ties to even; NaN stays NaN."""
     return bfloat16_bits(np.asarray(values, np.float32))
 
 
@@ -28,18 +28,18 @@ def from_bf16(bits: npt.NDArray[Any]) -> F64:
 
 
 def embed(ids: npt.NDArray[np.int32], table: Bits) -> Bits:
-    """``table[ids]``, zeros for ids outside."""
+    """Return ``table[ids]``, with zeros for ids outside the table."""
     known = (ids >= 0) & (ids < len(table))
     return np.where(known[:, None], table[np.where(known, ids, 0)], np.uint16(0))
 
 
 def rms_norm(x: Bits, weight: Bits, eps: float) -> F64:
-    """``x / sqrt(mean(x^2) + eps) * weight`` along the last axis, not yet rounded."""
+    """Return ``x / sqrt(mean(x^2) + eps) * weight`` along the last axis, without rounding."""
     return _rms(from_bf16(x), weight, eps)
 
 
 def add_rms_norm(x: Bits, residual: Bits, weight: Bits, eps: float) -> tuple[Bits, F64]:
-    """The new residual ``residual + x``, rounded, and its norm, not yet rounded."""
+    """Return the new residual ``residual + x``, rounded, and its norm, without rounding."""
     total = to_bf16(from_bf16(residual) + from_bf16(x))
     return total, rms_norm(total, weight, eps)
 
@@ -79,7 +79,7 @@ def _rms(x: F64, weight: Bits, eps: float) -> F64:
 
 
 def silu_mul(gate_up: Bits) -> Bits:
-    """``silu(gate) * up`` for ``gate_up[T, 2 F]``."""
+    """Return ``silu(gate) * up`` for ``gate_up[T, 2 F]``."""
     gate, up = np.split(from_bf16(gate_up), 2, axis=1)
-    with np.errstate(over="ignore"):  # of a large negative gate nothing is left
+    with np.errstate(over="ignore"):  # exp overflows for a very negative gate; the result is 0
         return to_bf16(gate / (1 + np.exp(-gate)) * up)

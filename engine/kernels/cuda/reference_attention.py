@@ -1,7 +1,7 @@
-"""The NumPy definition of paged attention as the CUDA kernels round it.
+"""The NumPy definition of paged attention, with the rounding of the CUDA kernels.
 
-float64 inside. Weights are rounded to bfloat16 relative to a peak that is a whole power of two, so
-that the rounding is the same whatever was seen before; they are summed as rounded.
+Computes in float64. Weights are rounded to bfloat16 relative to a maximum that is a power of two,
+so the rounding does not depend on the keys processed before. The rounded weights are summed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def attention(
     scale: float,
     window: int,
 ) -> F64:
-    """Attention of ``q[T, Hq, D]`` over ``kv_layer[NB, 2, Hk, BS, D]``; returns ``[T, Hq, D]``.
+    """Return the attention ``[T, Hq, D]`` of ``q[T, Hq, D]`` over ``kv_layer[NB, 2, Hk, BS, D]``.
 
     Row ``t`` of sequence ``s`` (``row_offsets[S+1]``) attends to positions
     ``max(0, p - window + 1) .. p``, ``p = positions[t]`` (``window`` 0: all), through

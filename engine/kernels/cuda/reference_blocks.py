@@ -1,15 +1,15 @@
-"""What the kernels of ``csrc/blocks.cu`` compute, in NumPy.
+"""The NumPy definition of the kernels in ``csrc/blocks.cu``.
 
-Error of a number x that comes back as bf16 from a tile (or token) whose largest finite magnitude
-is A; u = 2^-8 is bf16's rounding, and terms below 2^-20 are in the last digit:
+Error of a number x after encoding to a payload and decoding to bf16. A is the largest finite
+magnitude of its tile (or token), u = 2^-8 is bf16's rounding, and terms below 2^-20 are omitted:
 
 * bf16: none. fp16: none for magnitudes from 2^-14 to 65504, at most 2^-25 below, 65504 beyond.
 * fp8: ``(2^-4 + u + 2^-11) * |x| + (1 + 2^-7) * 2^-10 * A / 448``. e4m3 has 4 significant bits,
   or steps of 2^-9 below 2^-6.
 * int8: ``(1 + 2^-7) * A / 254 + u * |x|``: half a step, then bf16.
 
-Infinity becomes A (65504 in fp16), NaN stays NaN, in int8 it becomes 0. A below 2^-100 counts as
-zero: the scale is 0 and so is what comes back.
+Infinity becomes A (65504 in fp16). NaN stays NaN, except in int8, where it becomes 0. If A is below
+2^-100, the scale is 0 and all decoded values are 0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAN_16, NAN_FP8 = 0x7FFF, 0x7F
 def gather_blocks(
     pool: U16, ids: I32, layout: PayloadLayout, *, layer_start: int = 0, head_start: int = 0
 ) -> U8:
-    """The payload ``[layout.nbytes]`` of some blocks; see :mod:`.blocks`."""
+    """Return the payload ``[layout.nbytes]`` of some blocks; see :mod:`.blocks`."""
     taken = _tokens(pool, layout, layer_start, head_start)[:, ids]
     moved = _resliced(taken, layout.blocks, layout.block_size)
     payload = np.zeros(layout.nbytes, np.uint8)
@@ -50,7 +50,7 @@ def scatter_blocks(
     layer_start: int = 0,
     head_start: int = 0,
 ) -> None:
-    """Write a payload into ``pool``; tokens it has no room for in ``payload`` stay."""
+    """Write a payload into ``pool``; pool tokens that the payload lacks keep their values."""
     place = _tokens(pool, layout, layer_start, head_start)
     size = pool.shape[4]
     moved = _resliced(decode(payload, layout), len(ids), size)
@@ -61,7 +61,7 @@ def scatter_blocks(
 
 
 def encode(elements: U16, layout: PayloadLayout, payload: U8) -> None:
-    """Write bf16 elements of ``layout.shape`` into a payload of zeros, with their scales."""
+    """Write bf16 elements of ``layout.shape`` with their scales into a zeroed payload."""
     out, name = layout.elements(payload), layout.encoding
     if name == "bf16":
         out[...] = elements
@@ -78,7 +78,7 @@ def encode(elements: U16, layout: PayloadLayout, payload: U8) -> None:
 
 
 def decode(payload: U8, layout: PayloadLayout) -> U16:
-    """The elements of a payload as bf16 of ``layout.shape``."""
+    """Return the elements of a payload as bf16 of ``layout.shape``."""
     elements, name = layout.elements(payload), layout.encoding
     if name == "bf16":
         return np.array(elements, np.uint16)
@@ -91,14 +91,14 @@ def decode(payload: U8, layout: PayloadLayout) -> U16:
 
 
 def scaling(values: F32, layout: PayloadLayout) -> tuple[F32, F32]:
-    """Scales and the factors that numbers are multiplied by: ``[..., scales, 1]``."""
+    """Return the scales, and the factors that numbers are multiplied by: ``[..., scales, 1]``."""
     finite = np.where(np.isfinite(values), np.abs(values), np.float32(0))
     largest = finite.max(-1 if layout.how.per_token else (-2, -1), keepdims=True)
     zero = largest < SMALLEST
     safe = np.where(zero, np.float32(1), largest)
     code = np.float32(layout.how.largest)
     scale = np.where(zero, np.float32(0), largest * (np.float32(1) / code))
-    # A scale of zero gives zeros whatever the codes are; fp8 has a NaN to keep.
+    # A zero scale gives zeros whatever the codes are, but fp8 must keep NaN.
     blank = np.float32(0 if layout.how.dtype == np.int8 else 1)
     return scale, np.where(zero, blank, code / safe)
 
@@ -115,7 +115,7 @@ def reslice_blocks(
     layer_start: int,
     layer_count: int,
 ) -> None:
-    """Heads of a request from one pool ``[L, NB, 2, Hk, BS, D]`` into another, in place."""
+    """Copy heads of a request from one pool ``[L, NB, 2, Hk, BS, D]`` into another."""
     layers = slice(layer_start, layer_start + layer_count)
     taken = source[layers, source_ids, :, source_head : source_head + heads]
     placed = _resliced(taken, len(target_ids), target.shape[4])
@@ -124,13 +124,13 @@ def reslice_blocks(
 
 
 def widened(bits: U16) -> F32:
-    """Bf16 as float32; numbers below the normal range are zeros, as on a GPU."""
+    """Return bf16 as float32; subnormal numbers become zeros, as on a GPU."""
     values = (bits.astype(np.uint32) << 16).view(np.float32)
     return np.where(np.abs(values) < 2.0**-126, np.copysign(np.float32(0), values), values)
 
 
 def rounded(values: F32) -> U16:
-    """Float32 as bf16, to nearest even; one NaN."""
+    """Round float32 to bf16, ties to even; all NaNs become the same."""
     return bfloat16_bits(values.astype(np.float32, copy=False))
 
 
@@ -140,7 +140,7 @@ def _tokens(pool: U16, layout: PayloadLayout, layer_start: int, head_start: int)
 
 
 def _resliced(blocks: U16, count: int, size: int) -> U16:
-    """``[layers, n, 2, heads, BS, D]`` in ``count`` blocks of another size, zeros at the end."""
+    """Rearrange ``[layers, n, 2, heads, BS, D]`` into ``count`` blocks of another size."""
     layers, n, _, heads, block_size, head_dim = blocks.shape
     tokens = np.zeros((layers, 2, heads, max(n * block_size, count * size), head_dim), np.uint16)
     lined_up = blocks.transpose(0, 2, 3, 1, 4, 5).reshape(layers, 2, heads, -1, head_dim)

@@ -11,7 +11,7 @@ from .reference import F64, Bits, from_bf16
 def linear(
     x: Bits, weight: Bits, bias: npt.NDArray[np.float32] | None = None, onto: F64 | None = None
 ) -> F64:
-    """``x @ weight.T + bias``, on top of ``onto``; not yet rounded."""
+    """Return ``x @ weight.T + bias``, plus ``onto``, without rounding."""
     product: F64 = from_bf16(x) @ from_bf16(weight).T
     if bias is not None:
         product += bias
@@ -19,7 +19,7 @@ def linear(
 
 
 def linear_silu_mul(x: Bits, weight: Bits) -> F64:
-    """``silu(x @ gate.T) * (x @ up.T)``, ``weight`` gate above up; not yet rounded."""
+    """Return ``silu(x @ gate.T) * (x @ up.T)`` without rounding; ``weight`` is gate above up."""
     gate, up = np.split(linear(x, weight), 2, axis=1)
     product: F64 = gate / (1 + np.exp(-gate)) * up
     return product

@@ -1,7 +1,7 @@
 """The NumPy definition of ``sample.cu``: the CPU's reference sampler with the kernel's weights.
 
-Scores and weights are made of fused multiply-adds. Here each is computed in extended precision
-and rounded once more, which gives the kernel's bits but for about one value in 10^11.
+Scores and weights consist of fused multiply-adds. Here each is computed in extended precision
+and rounded once more, which equals the kernel's bits except for about one value in 10^11.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _POLYNOMIAL = tuple(
 
 
 def sample(logits: F32, spec: SampleSpec) -> int:
-    """Token that the kernels draw from ``logits[vocab]``, which has one left to draw."""
+    """Return the token that the kernels sample from ``logits[vocab]``."""
     return sample_reference(logits, spec, scores_and_weights)
 
 
 def scores_and_weights(below: F32, temperature: np.float32) -> tuple[F32, F32]:
-    """Logits less the largest, divided by the temperature, and their exponential.
+    """Return (logits - maximum) / temperature, and the exponential of it.
 
-    The quotient is a product with the rounded inverse, corrected once; temperatures beyond 2^-126
-    and 2^126 count as these.
+    The quotient is a product with the rounded inverse, corrected once. Temperatures are limited to
+    2^-126 .. 2^126.
     """
     value = min(max(np.float32(temperature), _LEAST), 1 / _LEAST)
     inverse = np.float32(1) / value
@@ -42,7 +42,7 @@ def scores_and_weights(below: F32, temperature: np.float32) -> tuple[F32, F32]:
 
 
 def weights(scores: F32) -> F32:
-    """Exponential of ``scores <= 0``, 0 below -87: nearest power of two, then a polynomial."""
+    """Return exp(scores) for ``scores <= 0``, 0 below -87: power of two times a polynomial."""
     x = np.where(scores < -87, np.float32(0), scores)
     magic = np.float32(12582912)
     shifted = _fma(x, np.float32(float.fromhex("0x1.715476p+0")), magic)
@@ -63,5 +63,5 @@ def _fma(a: npt.ArrayLike, b: npt.ArrayLike, c: npt.ArrayLike) -> F32:
 
 
 def _flushed(values: F32) -> F32:
-    """Denormals are zero on the device."""
+    """Flush denormals to zero, as on the device."""
     return np.where(np.abs(values) < _LEAST, np.float32(0), values)

@@ -1,7 +1,7 @@
-"""What attention wants to know of a pass's rows, on the host, before it is launched.
+"""Plans the attention of a pass, on the host, before the launch.
 
-Rows come grouped by sequence, decode rows first. Sequences of one row at the front are decoded,
-each by itself; the others are prefilled.
+Rows are grouped by sequence, decode rows first. The leading sequences of one row use decode
+attention; all others use prefill attention.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ I32 = npt.NDArray[np.int32]
 
 
 class DecodeWork:
-    """A decode work list on the device, with room for the partial results it names."""
+    """A decode work list on the device, with memory for its partial results."""
 
     def __init__(self, device: Device, plan: DeviceArray, shape: DecodeShape) -> None:
         self.plan, self.shape = plan, shape
@@ -25,7 +25,7 @@ class DecodeWork:
         self._stats: DeviceArray | None = None
 
     def partial(self, q: DeviceArray) -> DeviceArray:
-        """float32 ``[items, Hq, D]`` for queries ``q[S, Hq, D]``; layers take turns with it."""
+        """float32 ``[items, Hq, D]`` for queries ``q[S, Hq, D]``; reused by each layer."""
         if self._partial is None:
             shape = (self.shape.items, *q.shape[1:])
             self._partial = self._device.empty(shape, np.float32)
@@ -39,23 +39,23 @@ class DecodeWork:
 
 
 class RowPlan:
-    """The work lists of one pass, made for a window when a layer first asks for it.
+    """The work lists of one pass, created per window when a layer first needs them.
 
-    ``row_offsets[S+1]``, ``positions[T]``: int32 on the host, as the model's inputs have them.
+    ``row_offsets[S+1]``, ``positions[T]``: int32 on the host, as in the model's inputs.
     """
 
     def __init__(self, device: Device, row_offsets: I32, positions: I32) -> None:
         steps = np.diff(row_offsets)
         longer = np.flatnonzero(steps != 1)
         self.decoded = int(longer[0]) if len(longer) else len(steps)
-        """Leading sequences, and rows, that decode attention takes."""
+        """Number of leading sequences, and rows, for decode attention."""
         self._device = device
         self._offsets, self._positions = row_offsets, positions
         self._decode: dict[tuple[int, int], DecodeWork] = {}
         self._prefill: dict[tuple[int, int], DeviceArray] = {}
 
     def decode(self, kv_heads: int, window: int) -> DecodeWork:
-        """Work list of the decoded rows."""
+        """Return the work list of the decode rows."""
         key = kv_heads, window
         if key not in self._decode:
             lengths = self._positions[: self.decoded] + np.int32(1)
@@ -67,7 +67,7 @@ class RowPlan:
         return self._decode[key]
 
     def prefill(self, group: int, window: int) -> DeviceArray:
-        """Tiles of the rows behind the decoded ones, counted from there."""
+        """Return the tiles of the rows after the decode rows, relative to the first of them."""
         key = group, window
         if key not in self._prefill:
             first = self.decoded
@@ -81,7 +81,7 @@ class GraphPlan(RowPlan):
     """Work lists of a captured step: buffers of fixed shape, written before each replay.
 
     ``rows`` sequences of up to ``max_length`` tokens, in a pool of ``pool_tokens``. A window's list
-    comes into being when a layer asks for it while the step is captured.
+    is created when a layer needs it during the capture.
     """
 
     def __init__(self, device: Device, rows: int, max_length: int, pool_tokens: int) -> None:
@@ -91,13 +91,13 @@ class GraphPlan(RowPlan):
         self._lengths = np.zeros(0, np.int32)
 
     def decode(self, kv_heads: int, window: int) -> DecodeWork:
-        """Work list of all rows and its shape."""
+        """Return the work list of all rows."""
         key = kv_heads, window
         if key not in self._decode:
             chunk = decode_chunk(self._rows, kv_heads)
             longest = DecodeShape.longest(self._rows, self._max_length, chunk, window)
-            # Shared prefixes are read once per sequence, so twice the pool is a guess; what does
-            # not fit is launched without a graph.
+            # Every sequence reads shared prefixes again, so the work can exceed the pool. Twice the
+            # pool is an estimate; steps that do not fit are launched without a graph.
             likely = 2 * -(-self._pool_tokens // chunk) + self._rows
             items = max(min(longest.items, likely), _pieces(self._lengths, chunk))
             shape = DecodeShape(self._rows, items, chunk, window)
@@ -107,7 +107,7 @@ class GraphPlan(RowPlan):
         return self._decode[key]
 
     def fits(self, positions: I32) -> bool:
-        """Whether the lists hold the work of rows at these positions."""
+        """True if the lists can hold the work of rows at these positions."""
         lengths = positions + np.int32(1)
         if len(lengths) > self._rows or int(lengths.max()) > self._max_length:
             return False
@@ -115,7 +115,7 @@ class GraphPlan(RowPlan):
         return all(_pieces(lengths, work.shape.chunk) <= work.shape.items for work in works)
 
     def write(self, positions: I32) -> None:
-        """Make the lists those of rows at these positions; rows beyond them have no keys."""
+        """Write the lists for rows at these positions; further rows get no keys."""
         self._lengths = positions + np.int32(1)
         for key, work in self._decode.items():
             plan_decode(work.shape, self._lengths, self._host[key])
@@ -123,5 +123,5 @@ class GraphPlan(RowPlan):
 
 
 def _pieces(lengths: I32, chunk: int) -> int:
-    """Work items of sequences at most."""
+    """Return the maximum number of work items of the sequences."""
     return int((-(-lengths.astype(np.int64) // chunk)).sum())

@@ -1,10 +1,10 @@
-"""Launchers of ``sample.cu``: a token per row of logits, drawn as :mod:`baton.engine.sampler` does.
+"""Launchers of ``sample.cu``: sample a token per row of logits as :mod:`baton.engine.sampler` does.
 
-What a row asks for lies in device memory (:func:`fill_row`), so a step captured in a graph draws
-with new parameters, masks and histories on each replay. A row's result depends on nothing but the
-row: not on its place, the other rows or the number of thread blocks. Weights come from the
-kernel's own exponential, so a token can differ from the CPU's where the share drawn, or a filter's
-limit, lies within about 1e-6 of a boundary between tokens.
+The sampling parameters of a row are in device memory (:func:`fill_row`), so every replay of a
+captured step can use new parameters, masks and histories. A row's result depends only on the
+row: not on its place, the other rows or the number of thread blocks. The kernel has its own
+exponential. So a token can differ from the CPU's if the drawn share, or a filter's
+limit, is within about 1e-6 of a boundary between tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_VOCAB = 64 * _CHUNK
 MAX_TOP_K = 1024
 
 NO_ERROR, NO_TOKEN_LEFT, NOT_FINITE, BAD_ROW = range(4)
-"""Per row: drawn; bans and mask leave nothing; a NaN or infinity; a mask or history not there."""
+"""Result per row: drawn; bans and mask leave no token; NaN or infinity; mask or history missing."""
 
 ROW = np.dtype(
     [
@@ -49,18 +49,18 @@ ROW = np.dtype(
         ("ban", np.int32, (_MAX_BANNED,)),
     ]
 )
-"""What a row asks for, as the kernels read it: 96 bytes, little endian."""
+"""Sampling parameters of a row, as the kernels read them: 96 bytes, little endian."""
 
 Rows = npt.NDArray[np.void]
 Words = npt.NDArray[np.uint32]
 
 
 def fill_row(rows: Rows, at: int, spec: SampleSpec, mask: int = -1, history: int = -1) -> None:
-    """Set ``rows[at]`` (of :data:`ROW`) to what ``spec`` asks for.
+    """Set ``rows[at]`` (of :data:`ROW`) to the parameters of ``spec``.
 
-    ``mask`` and ``history`` are rows of the masks and histories on the device, -1 for none. Where
-    there is a mask, the bans are in it (:func:`mask_words`). ValueError for what the kernels do
-    not do: logits processors, more than 8 bans, a ``top_k`` above 1024, more than 20 log-probs.
+    ``mask`` and ``history`` are row numbers of the masks and histories on the device, -1 for none.
+    A mask must include the bans (:func:`mask_words`). Raises ValueError for unsupported parameters:
+    logits processors, more than 8 bans, a ``top_k`` above 1024, more than 20 log-probs.
     """
     params = spec.params
     banned = () if mask >= 0 else spec.banned
@@ -85,9 +85,9 @@ def fill_row(rows: Rows, at: int, spec: SampleSpec, mask: int = -1, history: int
 
 
 def mask_words(allowed: Bools, banned: tuple[int, ...] = ()) -> Words:
-    """Bits of the tokens that may be drawn, 32 a word, the lowest id in the lowest bit.
+    """Return a bit per allowed token, 32 per word, the lowest id in the lowest bit.
 
-    Bans are lifted where the grammar allows nothing else: then the answer is complete.
+    If the grammar allows only banned tokens, bans are lifted, because the answer is complete.
     """
     left = allowed.copy()
     left[np.asarray(banned, np.intp)] = False
@@ -95,9 +95,9 @@ def mask_words(allowed: Bools, banned: tuple[int, ...] = ()) -> Words:
 
 
 def history_arrays(history: Int32, prompt_length: int, vocab: int) -> tuple[Words, Int32]:
-    """Bits of the tokens that occurred, and ``int32[vocab]``, how often each was generated.
+    """Return bits of the tokens that occurred, and ``int32[vocab]`` counts of generated tokens.
 
-    ValueError for an id outside the vocabulary.
+    Raises ValueError for an id outside the vocabulary.
     """
     if history.size and (history.min() < 0 or history.max() >= vocab):
         raise ValueError("the history holds ids outside the vocabulary")
@@ -115,7 +115,7 @@ def _words(bits: Bools) -> Words:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What the passes leave for each other; one per graph. See :func:`workspace`."""
+    """Intermediate results of the passes; one per graph. See :func:`workspace`."""
 
     vocab: int
     maxima: DeviceArray
@@ -123,7 +123,7 @@ class Workspace:
 
 
 def workspace(device: Device, rows: int, vocab: int) -> Workspace:
-    """Allocate the workspace for up to ``rows`` rows; ValueError for a vocabulary too large."""
+    """Allocate the workspace for up to ``rows`` rows. ValueError if the vocabulary is too large."""
     if rows < 1 or not 1 <= vocab <= MAX_VOCAB:
         raise ValueError(f"{rows} rows of a vocabulary of {vocab}: at least 1, at most {MAX_VOCAB}")
     chunks = _chunks(vocab)
@@ -135,7 +135,7 @@ def workspace(device: Device, rows: int, vocab: int) -> Workspace:
 
 @dataclass(frozen=True, slots=True)
 class Restrictions:
-    """Masks and histories that rows name, each None where there is none.
+    """Masks and histories that rows refer to; None if there are none.
 
     ``masks``: uint32 ``[M, ceil(vocab / 32)]`` of :func:`mask_words`. ``seen``: uint32 and
     ``counts``: int32 ``[P, vocab]`` of :func:`history_arrays`.
@@ -148,10 +148,10 @@ class Restrictions:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Log-probabilities, of the raw logits, for rows that ask for them; else NaN, -1 and -inf.
+    """Log-probabilities of the raw logits, for rows that request them; else NaN, -1 and -inf.
 
-    ``token``: float32 ``[B]``, of the token drawn. ``ids`` int32 and ``values`` float32
-    ``[B, 20]``: the most likely tokens, the lowest id first among equals, then -1 and -inf.
+    ``token``: float32 ``[B]``, of the sampled token. ``ids`` int32 and ``values`` float32
+    ``[B, 20]``: the most likely tokens, ties by lowest id, padded with -1 and -inf.
     """
 
     token: DeviceArray
@@ -171,12 +171,13 @@ def sample(
     *,
     record: bool = False,
 ) -> None:
-    """Draw ``tokens[B]`` (int32) from ``logits[B, stride]`` (float32, or bf16 as uint16).
+    """Sample ``tokens[B]`` (int32) from ``logits[B, stride]`` (float32, or bf16 as uint16).
 
-    The first ``space.vocab`` of a row count; ``stride`` is a multiple of 4. ``rows``: uint8
-    ``[B, 96]``, the bytes of :data:`ROW`. ``errors[B]`` (int32): :data:`NO_ERROR` or why a row has
-    no token; its token is then 0. ``record`` adds the tokens to the histories of their rows, for a
-    next step queued before the host knows them. Wrong arguments raise ValueError.
+    Only the first ``space.vocab`` logits of a row are used; ``stride`` is a multiple of 4.
+    ``rows``: uint8 ``[B, 96]``, the bytes of :data:`ROW`. ``errors[B]`` (int32): :data:`NO_ERROR`
+    or the reason why a row has no token; its token is then 0. ``record`` adds the tokens to the
+    histories of their rows, for a step queued before the host knows them. Wrong arguments raise
+    ValueError.
     """
     batch, stride = _check(logits, rows, space, tokens, errors)
     masks, histories = _check_restrictions(restrictions, space.vocab)
@@ -217,7 +218,7 @@ def _check(
     tokens: DeviceArray,
     errors: DeviceArray,
 ) -> tuple[int, int]:
-    """Batch and stride; ValueError for what does not fit together."""
+    """Return batch and stride. Raises ValueError if the arguments do not fit together."""
     dtype: np.dtype[Any] = BF16 if logits.dtype == BF16 else np.dtype(np.float32)
     check_array("logits", logits, dtype, (None, None))
     batch, stride = logits.shape
@@ -239,7 +240,7 @@ def _check(
 
 
 def _check_restrictions(given: Restrictions, vocab: int) -> tuple[int, int]:
-    """How many masks and histories there are."""
+    """Return the numbers of masks and histories."""
     words, masks, histories = -(-vocab // 32), 0, 0
     if given.masks is not None:
         check_array("masks", given.masks, np.uint32, (None, words))

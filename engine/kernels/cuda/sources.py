@@ -1,4 +1,4 @@
-"""The CUDA sources as the compiler gets them: one text without includes."""
+"""The CUDA sources for the compiler: one text per kernel file, without includes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _ONCE = "#pragma once\n"
 
 @cache
 def cuda_source(name: str) -> str:
-    """Return ``csrc/name`` with its own headers put in place, each once.
+    """Return ``csrc/name`` with its headers inserted, each once.
 
-    CuPy's cache of compiled kernels looks at the source alone, so a header that stays outside
-    could change unnoticed. Line numbers in messages are those of the files.
+    CuPy's cache of compiled kernels is keyed by the source alone, so a changed header outside of it
+    would go unnoticed. Line numbers in messages are those of the files.
     """
     return _inline(name, set())
 
