@@ -1,19 +1,19 @@
-// KV blocks on the move: between a paged pool and a contiguous payload (geometry.cuh), with the heads
-// of one shard, another block size, another element type and the digest of the payload, all in
-// one pass over the bytes; and from pool to pool.
+// Moves KV blocks between a paged pool and a contiguous payload (geometry.cuh), or between two pools.
+// One pass over the bytes selects the heads of one shard, changes block size and element type, and
+// computes the digest of the payload.
 //
-// What only copies or reads a payload gives a warp a *piece* of a run at a time; what quantises gives a
-// thread block a tile (quantize.cuh). Grids may have any size; they step through all the work.
+// In kernels that only copy or read a payload, a warp takes one *piece* of a run at a time. In kernels
+// that quantise, a thread block takes a tile (quantize.cuh). Grids of any size step through all work.
 #include "codes.cuh"
 #include "digest.cuh"
 #include "geometry.cuh"
 #include "quantize.cuh"
 
-// The piece a warp has in hand.
+// The current piece of a warp.
 struct Piece {
     long long in_pool, in_payload;  // vectors; in_pool may be kAbsent
     unsigned vectors;
-    unsigned tile, first;  // of its run's tile: number, first vector
+    unsigned tile, first;  // of its run's tile: number and first vector
 };
 
 template <int kSlots>
@@ -30,7 +30,7 @@ __device__ __forceinline__ Piece piece_at(const Geometry& g, const int* __restri
     return p;
 }
 
-// pool -> payload, without scales. Behind the pool's last block the payload gets zeros.
+// pool -> payload, without scales. After the pool's last block the payload is filled with zeros.
 template <class Codec, int kSlots>
 __device__ __forceinline__ u64 gather_pieces(const uint4* __restrict__ pool,
                                              typename Codec::Packed* __restrict__ payload,
@@ -61,7 +61,7 @@ __device__ __forceinline__ u64 gather_pieces(const uint4* __restrict__ pool,
     return sum;
 }
 
-// The digest of a tile's scales, by one warp.
+// Adds the digest of a tile's scales, by one warp.
 __device__ __forceinline__ u64 digest_of_scales(const float* scales, const Geometry& g,
                                                 unsigned tile, unsigned lane) {
     const unsigned words = g.scales / 2;
@@ -72,7 +72,7 @@ __device__ __forceinline__ u64 digest_of_scales(const float* scales, const Geome
     return sum;
 }
 
-// payload -> pool. What lies behind the pool's last block is summed and dropped.
+// payload -> pool. Payload after the pool's last block is included in the digest but not written.
 template <class Codec, bool kPerToken, int kSlots>
 __device__ __forceinline__ u64 scatter_pieces(const typename Codec::Packed* __restrict__ payload,
                                               uint4* __restrict__ pool,
@@ -112,9 +112,9 @@ __device__ __forceinline__ u64 scatter_pieces(const typename Codec::Packed* __re
     return sum;
 }
 
-// pool -> pool of the same heads and block size, or with kWrite false nowhere; with kReslice of other
-// heads or another block size, where tokens that the source has no block for become zeros. The
-// digest is that of the payload a gather would make.
+// pool -> pool with the same heads and block size; with kWrite false, only the digest. With kReslice,
+// heads or block size may differ, and tokens without a source block become zeros. The digest is the one
+// of the payload that a gather would write.
 template <bool kWrite, bool kReslice = false>
 __device__ __forceinline__ u64 copy_pieces(const uint4* __restrict__ source,
                                            const int* __restrict__ source_ids, const Geometry& here,
@@ -153,8 +153,8 @@ __device__ __forceinline__ u64 copy_pieces(const uint4* __restrict__ source,
 
 // ---------------------------------------------------------------- kernels
 
-// Threads of a piece kernel, and thread blocks to an SM they leave room for: 4 x 256 threads with
-// 4 x 16 bytes each in flight are 64 KiB, several times what hides the memory's latency.
+// Threads of a piece kernel, and thread blocks of it that fit on an SM: 4 x 256 threads with 4 x 16 bytes
+// each in flight are 64 KiB, several times what is needed to hide the latency of the memory.
 #define PIECES __launch_bounds__(256, 4)
 
 #define GATHER(name, Codec)                                                                        \

@@ -1,9 +1,9 @@
-// Element types of a payload. A codec turns a vector (8 elements of bf16) of the pool into what the
-// payload holds, and back.
+// Element types of a payload. A codec converts a vector (8 bf16 elements) of the pool to its payload
+// form and back.
 //
-// NaN is one value per type, so every target gives the same bits: 0x7fff in bf16 and fp16, 0x7f in
-// fp8; int8 has none and takes 0. What is too large for a type, infinity too, becomes its largest
-// number.
+// Each type has one NaN, so that every target gives the same bits: 0x7fff in bf16 and fp16, 0x7f in
+// fp8; int8 has no NaN and stores 0. A value too large for a type, including infinity, becomes its
+// largest number.
 #pragma once
 #include "device.cuh"
 
@@ -34,9 +34,9 @@ struct Half {
     }
 };
 
-// The codecs with scales multiply by `factor` on the way in and by `scale` on the way out. A vector
-// that is not all finite takes the form that `prepared` gives it first; `largest` are the bits of its
-// tile's largest finite magnitude.
+// Codecs with scales multiply by `factor` when encoding and by `scale` when decoding. A vector with a
+// NaN or infinity is first passed through `prepared`; `largest` are the bits of its tile's largest
+// finite magnitude.
 struct Fp8 {
     typedef uint2 Packed;
     static constexpr bool kScaled = true;
@@ -105,8 +105,8 @@ struct Int8 {
 
 // ---------------------------------------------------------------- scales
 
-// Magnitudes as bits of bf16, which are ordered as the numbers are. Of two positions of a vector the
-// larger each, NaN if there is one.
+// Magnitudes as bits of bf16, which have the order of the numbers. For each of two positions of a
+// vector, returns the larger one, or NaN if one of them is NaN.
 __device__ __forceinline__ unsigned magnitudes_of(const uint4& v) {
     constexpr unsigned kMagnitudes = 0x7fff7fffu;
     return max_bf16x2(max_bf16x2(v.x & kMagnitudes, v.y & kMagnitudes),
@@ -116,7 +116,7 @@ __device__ __forceinline__ unsigned larger_half(unsigned two) {
     return max(two & 0xffffu, two >> 16);
 }
 
-// The largest finite magnitude of a vector that has others too.
+// The largest finite magnitude of a vector that also contains other values.
 __device__ __forceinline__ unsigned finite_or_zero(unsigned bits) {
     return (bits & 0x7fffu) < kInfinityBits ? bits & 0x7fffu : 0;
 }
@@ -129,8 +129,8 @@ __device__ __forceinline__ unsigned largest_finite(const uint4& v) {
     return largest;
 }
 
-// A tile or token of smaller numbers than 2^-100 alone counts as zeros: its scale and their inverse
-// would leave float32.
+// A tile or token with all magnitudes below 2^-100 is treated as zeros: its scale and the scale's
+// inverse would not fit into float32.
 static constexpr unsigned kSmallestBits = 27u << 7;
 
 struct Scaling {

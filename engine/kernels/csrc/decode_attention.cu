@@ -1,50 +1,50 @@
 // Decode attention: one query row per sequence over a paged cache, split over the keys.
 //
-// Every key and value is read from memory once and used by the heads of one group only, so the
-// kernel has to be limited by loads. A multiprocessor of an H200 gets 8 KiB, 16 tokens of 128 dims,
-// every 251 ns (4.3 TB/s): time to issue 1760 warp instructions. On CUDA cores unpacking and
-// products of these 4096 elements take 128 instructions and 128 more per head, plus the sums across
-// lanes: a group of 8 would be limited by issue, not by loads. On tensor cores everything together
-// takes about 300 whatever the group, no more than CUDA cores need for one head. Hence one kernel
-// for all groups, with the *tokens* on the 16 rows of the mma and the heads on its 8 columns (S^T =
-// K Q^T, O^T = V^T P^T): a group of 8 wastes nothing, and the accumulators take 32 registers where
-// rows of heads, padded to 16, would take 64. Wider groups are walked in pieces of 8.
+// Every key and value is read from memory once and used only by the heads of one group, so the
+// kernel must run at the speed of memory. A multiprocessor of an H200 receives 8 KiB, 16 tokens of 128
+// dims, every 251 ns (4.3 TB/s), in which it can issue 1760 warp instructions. On CUDA cores, unpacking
+// and multiplying these 4096 elements takes 128 instructions and 128 more per head, plus the sums
+// across lanes: a group of 8 would be limited by instruction issue. On tensor cores the total is
+// about 300 whatever the group, no more than CUDA cores need for one head. So one kernel serves all
+// groups, with the *tokens* on the 16 rows of the mma and the heads on its 8 columns (S^T =
+// K Q^T, O^T = V^T P^T): a group of 8 wastes nothing, and the accumulators take 32 registers, where
+// heads on the rows, padded to 16, would take 64. Wider groups are processed 8 heads at a time.
 //
-// The loads: each warp has a pipeline of its own over tiles of 16 tokens, waits for its own copies
-// only and meets the other warps of its block once, at the end. Two blocks of four warps with 16
+// Loads: each warp has its own pipeline over tiles of 16 tokens, waits only for its own copies
+// and meets the other warps of its block once, at the end. Two blocks of four warps with 16
 // KiB in flight per warp keep 128 KiB in flight on a multiprocessor; 4.3 TB/s at a latency of 1 us
 // need 33 KiB. Shared memory limits the blocks on a multiprocessor, not the registers.
 //
-// The peak kept by the softmax is a whole number, the largest score in base 2 rounded up: rescaling
-// by 2^(old - new) is exact, and a key's weight as rounded to bf16 for the tensor core does not
-// depend on the keys met before it. The weights are summed as rounded, so a row that sees one key
-// gets its very value. Splitting changes only the order of sums.
+// The softmax maximum is rounded up to a whole number in base 2. So rescaling
+// by 2^(old - new) is exact, and a key's weight, rounded to bf16 for the tensor core, does not
+// depend on the keys processed before it. The rounded weights are summed, so a row that sees one key
+// gets exactly its value. Splitting changes only the order of sums.
 //
 // The plan (engine/kernels/cuda/attention_plan.py) is rows of four int32: (items, 0, 0, 0); then
 // per sequence (first slot, splits, 0, 0); then the items (sequence, begin, end, slot): positions
-// [begin, end) of a sequence for all its heads, and the slot of the workspace for the result, -1
-// for the only split of a sequence, which goes to `out` at once. Blocks walk items * heads with the
-// stride of the grid, so one grid, which a graph has captured, serves every plan.
+// [begin, end) of a sequence for all its heads, and the workspace slot for the result. Slot -1 marks
+// the only split of a sequence, which is written to `out` directly. Blocks step through items * heads
+// with the stride of the grid, so one grid, captured in a graph, serves every plan.
 #include "paged_kv.cuh"
 
 constexpr int kWarps = 4, kThreads = kWarps * kWarp;
 constexpr int kTile = 16;  // tokens of a warp's step: the rows of the mma
-constexpr int kHeads = 8;  // heads of a group that share a walk: the columns of the mma
+constexpr int kHeads = 8;  // heads of a group processed together: the columns of the mma
 // Pieces of 16 bytes in the keys of a tile; as many in its values.
 template <int D> constexpr int kPieces = kTile * D / 8;
-// Tiles a warp has in shared memory (24 KiB), all but one of them in flight.
+// Tiles a warp has in shared memory (24 KiB); all but one of them are in flight.
 template <int D> constexpr int kStages = 3 * 128 / D;
-// Floats from one head to the next when warps merge: the columns of a fragment differ in banks.
+// Floats between heads when warps merge, so that the columns of a fragment use different banks.
 template <int D> constexpr int kStride = D + 4;
 
 template <int D> struct Walker {
     PagedHead kv;
     uint4* stages;  // this warp's
     int warp, lane;
-    int first_tile;  // this warp's first, then every kWarps-th; absolute, in kTile positions
+    int first_tile;  // this warp's first tile, then every kWarps-th; absolute, in kTile positions
     unsigned rows, rows_ahead;
 
-    // Lane l finds half l % 2 of the l / 2-th of the next 16 tiles, one fetch ahead of its use.
+    // Lane l looks up half l % 2 of the l / 2-th of the next 16 tiles, one fetch ahead of its use.
     __device__ __forceinline__ unsigned find(int step) const {
         return kv.row_of_group((first_tile + (step + (lane >> 1)) * kWarps) * 2 + (lane & 1));
     }
@@ -77,7 +77,7 @@ template <int D> struct Walker {
     }
 };
 
-// What a warp knows of its keys: columns 2t, 2t + 1 are heads, rows g, g + 8 of a tile are dims.
+// A warp's state: columns 2t, 2t + 1 are heads, rows g, g + 8 of a tile are dims.
 template <int D> struct Sums {
     float out[D / 16][4];
     float peak[2], weight[2];
@@ -151,7 +151,7 @@ __device__ __forceinline__ void add_tile(Sums<D>& sums, const unsigned (&query)[
     }
 }
 
-// The warps' sums become one: through shared memory, in the order of the warps.
+// Adds up the sums of the warps through shared memory, in the order of the warps.
 template <int D>
 __device__ __forceinline__ void write_out(const Sums<D>& sums, float* merge, int warp, int lane,
                                           int heads, int slot, long long row, long long partial_row,
@@ -249,12 +249,12 @@ __device__ __forceinline__ void decode_attention(
 #else
             cp_async_wait<kStages<D> - 2>();
 #endif
-            __syncwarp();  // all lanes' copies are here, and the tile before is done with
+            __syncwarp();  // all lanes' copies have arrived, and the previous tile is finished
             walker.load(step + kStages<D> - 1, steps);
             add_tile<D>(sums, query, walker.stages + step % kStages<D> * (2 * kPieces<D>),
                         (walker.first_tile + step * kWarps) * kTile, begin, end, lane, scale_log2);
         }
-        __syncthreads();  // the stages of all warps become the place to merge in
+        __syncthreads();  // the stages of all warps are now reused for merging
         write_out<D>(sums, (float*)shared, warp, lane, heads, slot, row,
                      static_cast<long long>(slot) * (kv_heads * group) + first_head, out, partial,
                      partial_stats);
@@ -262,7 +262,7 @@ __device__ __forceinline__ void decode_attention(
     }
 }
 
-// Splits of a sequence become its output row. A warp takes one head, a lane D / 32 dims.
+// Combines the splits of a sequence into its output row. A warp takes one head, a lane D / 32 dims.
 template <int D>
 __device__ __forceinline__ void decode_combine(const int4* __restrict__ plan,
                                                const float* __restrict__ partial,

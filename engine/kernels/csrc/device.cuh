@@ -1,9 +1,9 @@
-// The device vocabulary of all kernels: the only place with inline PTX and differences of targets.
+// Device primitives of all kernels: the only file with inline PTX and differences between targets.
 //
 // Floats in memory are bf16 (`bf16`, bits in an unsigned short), fp16 (unsigned short), fp8 e4m3
 // (unsigned char); arithmetic is float32. Reductions use a fixed tree, so their bits do not depend
-// on a schedule. Compiled by NVRTC without any header; when the sources are executed on the CPU
-// (BATON_CUDA_HOST) the words written in PTX come from there.
+// on scheduling. NVRTC compiles these files without any header. When the sources run on the CPU
+// (BATON_CUDA_HOST), the functions written in PTX are replaced by host versions.
 #pragma once
 
 #ifndef BATON_CUDA_HOST
@@ -30,7 +30,7 @@ __device__ __forceinline__ void cp_async4(void* to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from)
                  : "memory");
 }
-// Copies `bytes` (0..16) and fills the rest with zeros; with 0 nothing is read.
+// Copies `bytes` (0..16) and fills the rest with zeros; 0 bytes read nothing.
 __device__ __forceinline__ void cp_async16_fill(void* to, const void* from, unsigned bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
                  "l"(from), "r"(bytes)
@@ -39,7 +39,7 @@ __device__ __forceinline__ void cp_async16_fill(void* to, const void* from, unsi
 __device__ __forceinline__ void cp_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
-// Waits until all but the last kKeep groups of this thread have landed.
+// Waits until all groups of this thread except the last kKeep have arrived.
 template <int kKeep> __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kKeep) : "memory");
 }
@@ -82,7 +82,7 @@ BATON_LDMATRIX_4(ldmatrix_x4_trans, ".trans")
 #undef BATON_LDMATRIX_2
 #undef BATON_LDMATRIX_4
 
-// The transposed 8x8 matrix of 16-bit elements; lane l holds elements 2 (l % 4) and the next of row
+// Transposes the 8x8 matrix of 16-bit elements; lane l holds elements 2 (l % 4) and the next of row
 // l / 4, before and after. Whole warps only.
 __device__ __forceinline__ unsigned transpose_8x8(unsigned pair) {
     unsigned transposed;
@@ -108,7 +108,7 @@ __device__ __forceinline__ float half_to_float(unsigned short h) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
     return f;
 }
-// Rounds to nearest even; beyond 65504 infinity.
+// Rounds to nearest even; values beyond 65504 become infinity.
 __device__ __forceinline__ unsigned short float_to_half(float f) {
     unsigned short h;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
@@ -122,7 +122,7 @@ __device__ __forceinline__ unsigned short float_to_half(float f) {
 __device__ __forceinline__ float bf16_to_float(bf16 bits) {
     return __uint_as_float(static_cast<unsigned>(bits) << 16);
 }
-// Rounds to nearest even. A NaN stays one: rounding could carry its bits into infinity.
+// Rounds to nearest even. NaN is handled separately: rounding could turn its bits into infinity.
 __device__ __forceinline__ bf16 float_to_bf16(float f) {
 #if defined(__CUDA_ARCH__)
     unsigned short h;
@@ -147,7 +147,7 @@ __device__ __forceinline__ unsigned pack_bf16(float low, float high) {
     return float_to_bf16(low) | static_cast<unsigned>(float_to_bf16(high)) << 16;
 #endif
 }
-// The larger of each of two pairs; 0x7fff where one of them is NaN.
+// The larger of each of two pairs; 0x7fff if one of them is NaN.
 __device__ __forceinline__ unsigned max_bf16x2(unsigned a, unsigned b) {
 #if defined(__CUDA_ARCH__)
     unsigned word;
@@ -163,7 +163,7 @@ __device__ __forceinline__ unsigned max_bf16x2(unsigned a, unsigned b) {
     return word;
 #endif
 }
-// The 8 values of a 16-byte word, and back.
+// Unpacks the 8 values of a 16-byte word, and packs them again.
 __device__ __forceinline__ void unpack8(const uint4& word, float* f) {
     f[0] = low_bf16(word.x), f[1] = high_bf16(word.x), f[2] = low_bf16(word.y);
     f[3] = high_bf16(word.y), f[4] = low_bf16(word.z), f[5] = high_bf16(word.z);
@@ -176,8 +176,8 @@ __device__ __forceinline__ uint4 pack8(const float* f) {
 
 // ---------------------------------------------------------------- fp16, two at a time
 
-// Two floats, the first in the low half, to nearest even. What is larger than 65504, infinity too,
-// becomes 65504; NaN 0x7fff.
+// Rounds two floats to nearest even, the first in the low half. Values above 65504, including infinity,
+// become 65504; NaN becomes 0x7fff.
 __device__ __forceinline__ unsigned pack_half_saturating(float low, float high) {
 #if defined(__CUDA_ARCH__)
     unsigned word;
@@ -196,7 +196,7 @@ __device__ __forceinline__ unsigned pack_half_saturating(float low, float high) 
 
 // ---------------------------------------------------------------- fp8 e4m3
 
-// Rounds to nearest even; magnitudes beyond 448 and infinity become 448, NaN 0x7f.
+// Rounds to nearest even; magnitudes beyond 448 and infinity become 448, NaN becomes 0x7f.
 __device__ __forceinline__ unsigned char float_to_fp8(float f) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     unsigned short pair;
@@ -206,7 +206,7 @@ __device__ __forceinline__ unsigned char float_to_fp8(float f) {
     const unsigned u = __float_as_uint(f), sign = u >> 24 & 0x80u, size = u & 0x7fffffffu;
     if (size > 0x7f800000u) return 0x7f;
     if (size >= 0x43e00000u) return static_cast<unsigned char>(sign | 0x7eu);  // 448
-    if (size < 0x3c800000u)  // below 2^-6: a multiple of 2^-9, which the sum rounds to
+    if (size < 0x3c800000u)  // below 2^-6: the addition rounds to a multiple of 2^-9
         return static_cast<unsigned char>(
             sign | (__float_as_uint(__uint_as_float(size) + 16384.0f) & 0xfu));
     return static_cast<unsigned char>(sign | (((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - 960u));
@@ -224,7 +224,7 @@ __device__ __forceinline__ float fp8_to_float(unsigned char bits) {
 #endif
 }
 
-// Two floats, the first in the low byte, as float_to_fp8 does each; and back.
+// Converts two floats as float_to_fp8 does each, the first in the low byte; and back.
 __device__ __forceinline__ unsigned pack_fp8(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     unsigned short pair;
@@ -248,7 +248,7 @@ __device__ __forceinline__ float2 unpack_fp8(unsigned pair) {
 
 // ---------------------------------------------------------------- memory
 
-// 16 bytes that are used once: they go first when a cache needs room.
+// Loads and stores of 16 bytes that are used once: caches evict them first.
 __device__ __forceinline__ uint4 ldg16(const void* p) {
     return __ldcs(static_cast<const uint4*>(p));
 }
@@ -258,7 +258,7 @@ __device__ __forceinline__ void stg16(void* p, const uint4& word) {
 
 // ---------------------------------------------------------------- reductions
 
-// Over all 32 lanes, the result in each of them.
+// Reductions over all 32 lanes, with the result in every lane.
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
     for (int lanes = 16; lanes; lanes >>= 1) v += __shfl_xor_sync(0xffffffffu, v, lanes);

@@ -1,5 +1,5 @@
-// The digest of a payload: a sum over its 64-bit words, each mixed with its place, so any thread
-// may add any word in any order (decision 12; engine/kernels/digest.py has the same in NumPy).
+// The digest of a payload: a sum over its 64-bit words, each mixed with its position, so any thread
+// may add any word in any order (decision 12; engine/kernels/digest.py is the same in NumPy).
 //
 // Source: randomize-then-combine (Bellare and Micciancio 1997, "AdHash") with addition modulo 2^64;
 // the mixing is the final avalanche of XXH64, a bijection of 64-bit words.
@@ -34,8 +34,8 @@ __device__ __forceinline__ u64 digest_of(uint4 words, u64 key) {
            mixed(word_of(words.z, words.w) ^ (key + kPlace));
 }
 
-// Adds up the sums of all threads of the grid; the last thread block writes the digest and leaves
-// `workspace` (two zero words at the first launch) as it found it. All threads must come here.
+// Adds up the sums of all threads of the grid. The last thread block writes the digest and resets
+// `workspace` (two zero words before the first launch) to zero. All threads must call this.
 __device__ __forceinline__ void finish_digest(u64 sum, u64 bytes, u64* workspace, u64* digest) {
     __shared__ u64 of_warp[32];
 #pragma unroll
@@ -46,7 +46,7 @@ __device__ __forceinline__ void finish_digest(u64 sum, u64 bytes, u64* workspace
 #pragma unroll 1
     for (unsigned warp = 1; warp < blockDim.x / 32; warp++) sum += of_warp[warp];
     atomicAdd(workspace, sum);
-    __threadfence();  // the sum before the ticket
+    __threadfence();  // the sum must be visible before the ticket
     if (atomicAdd(workspace + 1, 1ull) != gridDim.x - 1) return;
     __threadfence();
     *digest = mixed(atomicExch(workspace, 0ull) + bytes * kLength);

@@ -1,14 +1,14 @@
-// Kernels that walk rows: embedding, norms, rotary embedding with the append to the KV pool, SwiGLU.
+// Kernels that process rows: embedding, norms, rotary embedding with the append to the KV pool, SwiGLU.
 //
-// Rows are bf16 in memory, read once, 16 bytes (a word of 8 values) a load. Sums are float32 in a
-// fixed order that depends on the width alone: a row has the same bits whatever else is in a batch.
+// Rows are bf16 in memory and read once, 16 bytes (a word of 8 values) per load. Sums are float32 in a
+// fixed order that depends only on the width: a row has the same bits whatever else is in the batch.
 #include "device.cuh"
 
 namespace {
 
 constexpr int kWordsPerThread = 2;
 
-// The sum over the block, in each thread. `part` has room for 32; used once in a kernel.
+// Returns the sum over the block to each thread. `part` has 32 entries; used once per kernel.
 __device__ __forceinline__ float block_sum(float v, float* part) {
     const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     v = warp_sum(v);
@@ -27,8 +27,8 @@ __device__ __forceinline__ void store8(float4* out, long long word, const float*
     out[2 * word + 1] = make_float4(f[4], f[5], f[6], f[7]);
 }
 
-// A block per row, its words in registers. With a residual the row is their sum, rounded to bf16,
-// which is also what replaces the residual.
+// One block per row, with the row's words in registers. With a residual, the row is the sum of both,
+// rounded to bf16, and also replaces the residual.
 template <bool kAdd, class Out>
 __device__ __forceinline__ void norm_row(const uint4* __restrict__ x, uint4* __restrict__ residual,
                                          const uint4* __restrict__ weight, Out* __restrict__ out,
@@ -37,7 +37,7 @@ __device__ __forceinline__ void norm_row(const uint4* __restrict__ x, uint4* __r
     const long long base = static_cast<long long>(blockIdx.x) * words;
     uint4 row[kWordsPerThread], other[kWordsPerThread], scales[kWordsPerThread];
 #pragma unroll
-    for (int j = 0; j < kWordsPerThread; j++) {  // the weights too: not a second wait for memory
+    for (int j = 0; j < kWordsPerThread; j++) {  // load weights now too, to wait for memory only once
         const int i = threadIdx.x + j * blockDim.x;
         const uint4 zero = make_uint4(0, 0, 0, 0);
         row[j] = i < words ? x[base + i] : zero;
@@ -85,7 +85,7 @@ struct Pool {
     int block_size, slots;
 };
 
-// kLanes threads per head: each holds 8 values of its first half and their partners of the second.
+// kLanes threads per head: each holds 8 values of the first half and their partners of the second.
 template <int kLanes>
 __device__ __forceinline__ void rope_append(const uint4* __restrict__ qkv,
                                             const int* __restrict__ positions,
@@ -126,7 +126,7 @@ __device__ __forceinline__ void rope_append(const uint4* __restrict__ qkv,
 #pragma unroll
             for (int e = 0; e < 8; e++) a[e] *= scale * wa[e], b[e] *= scale * wb[e];
         }
-        // A position outside the table would be an address outside it.
+        // A position outside the table would give an address outside the table.
         const int position = min(max(positions[row], 0), max_position - 1);
         const float4* angle = cos_sin + static_cast<long long>(position) * (4 * kLanes) + part * 2;
         const float4 c[2] = {angle[0], angle[1]};
@@ -154,7 +154,7 @@ __device__ __forceinline__ void rope_append(const uint4* __restrict__ qkv,
 #else
         const unsigned offset = static_cast<unsigned>(slot) % pool.block_size;
 #endif
-        // Keys and values are neighbours: [2, keys] as [2 keys].
+        // Keys and values are adjacent: [2, keys] is addressed as [2 keys].
         const long long plane = static_cast<long long>(block) * (2 * h.keys) + (head - h.queries);
         to = kv + (plane * pool.block_size + offset) * (2 * kLanes) + part;
     }
@@ -223,7 +223,7 @@ BATON_ROPE_APPEND(64)
 BATON_ROPE_APPEND(128)
 BATON_ROPE_APPEND(256)
 
-// out[t][i] = silu(gate_up[t][i]) * gate_up[t][width + i], `words` words a row.
+// out[t][i] = silu(gate_up[t][i]) * gate_up[t][width + i], with `words` words per row.
 extern "C" __global__ void __launch_bounds__(256)
     silu_mul(const uint4* __restrict__ gate_up, uint4* __restrict__ out, int words, int rows) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;

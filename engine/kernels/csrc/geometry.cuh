@@ -1,12 +1,12 @@
-// Where KV blocks lie: in a paged pool [L, NB, 2, Hk, BS, D] of bf16 and in a contiguous payload
-// [layers, blocks, 2, heads, payload BS, D], which has the heads of one shard, another block size or another
-// element type.
+// Addresses of KV blocks: in a paged pool [L, NB, 2, Hk, BS, D] of bf16 and in a contiguous payload
+// [layers, blocks, 2, heads, payload BS, D]. The payload may have the heads of one shard, another block
+// size or another element type.
 //
 // A *vector* is 8 elements: 16 bytes of bf16 or fp16, 8 bytes of fp8 or int8. A *run* is contiguous
-// on both sides: a block, the heads of a shard, or the tokens that both block sizes share; runs follow
-// each other in the payload. A *tile* is the runs of one (block, K/V, head) of the payload, or the one
-// run that joins several of them. With scales tiles are never joined; theirs (one, or one per token,
-// an even number with padding) lie behind all elements.
+// on both sides: a block, the heads of a shard, or the tokens shared by both block sizes. Runs follow
+// each other in the payload. A *tile* is the runs of one (block, K/V, head) of the payload, or one
+// run that joins several of them. With scales, tiles are never joined. Their scales (one, or one per
+// token, padded to an even number) follow all elements.
 #pragma once
 #include "device.cuh"
 
@@ -14,7 +14,7 @@ struct Divisor {
     unsigned by, factor, shift;
 };
 
-// What all threads know; engine/kernels/cuda/geometry.py fills it in.
+// The parameters of a move, for all threads; engine/kernels/cuda/geometry.py fills them in.
 struct Geometry {
     long long pool_start, layer_stride;                 // vectors of the pool
     long long scales_at, payload_bytes;                 // bytes of the payload
@@ -35,7 +35,7 @@ __device__ __forceinline__ Split split(unsigned n, const Divisor& d) {
     return {quotient, n - quotient * d.by};
 }
 
-// Where a tile lies in the pool: its K/V side and head in block 0, and its first run among those of
+// Position of a tile in the pool: its K/V side and head in block 0, and its first run among those of
 // all pool blocks.
 struct Place {
     long long start;
@@ -52,7 +52,7 @@ __device__ __forceinline__ Place place_of(const Geometry& g, unsigned tile) {
 
 static constexpr long long kAbsent = -1;
 
-// Where run `k` of a tile begins in the pool; kAbsent behind the pool's last block.
+// Start of run `k` of a tile in the pool; kAbsent after the pool's last block.
 __device__ __forceinline__ long long run_in_pool(const Geometry& g, const int* __restrict__ ids,
                                                  const Place& place, unsigned k) {
     const Split block = split(place.first_run + k, g.runs_per_pool_block);

@@ -1,33 +1,33 @@
 // Prefill attention: chunks of queries over a paged cache, on tensor cores.
 //
 // A thread block takes 128 query rows of one KV head. A row is one token and one head of the group
-// (row = token * group + head), so a tile of keys is loaded once for all heads of the group and few
+// (row = token * group + head). So a tile of keys is loaded once for all heads of the group, and few
 // tokens fill a tile: at a group of 4 it spans 32 tokens, and little is lost at the causal edge.
 // Each of the four warps takes 32 rows: a fragment of keys or values read from shared memory feeds
-// two mma, which keeps shared memory (128 bytes a cycle) below the tensor cores: 64 keys of 128
-// dims take 4 * 40 KiB = 1280 cycles of reading and 1024 mma * 4096 operations, some 1600 cycles at
-// what mma.sync reaches on Hopper. With 16 rows a warp the reading would take 2300.
+// two mma. This keeps shared memory (128 bytes per cycle) faster than the tensor cores: 64 keys of 128
+// dims take 4 * 40 KiB = 1280 cycles of reading and 1024 mma * 4096 operations, about 1600 cycles at
+// the rate of mma.sync on Hopper. With 16 rows per warp, reading would take 2300.
 //
-// Tiles of 64 keys and values are copied one ahead of their use; keys no row of the tile sees are
-// never touched. Tiles lie at multiples of 64 positions whatever the chunk, a key a row does not
-// see has weight zero, and the peak of the softmax is a whole number of powers of two, so that
-// rescaling is exact: a row's bits are those of the same row in any other chunk or batch. Weights
-// are summed as they are rounded for the tensor cores.
+// Tiles of 64 keys and values are copied one ahead of their use; keys that no row of the tile sees are
+// never read. Tiles start at multiples of 64 positions whatever the chunk, a key that a row does not
+// see has weight zero, and the softmax maximum is a power of two, so that
+// rescaling is exact. So a row's bits are the same in any chunk or batch. Weights
+// are summed after rounding for the tensor cores.
 //
 // The plan (engine/kernels/cuda/attention_plan.py) gives a thread block eight int32: sequence,
 // first row, number of rows (tokens), first and last + 1 of the positions that some row sees, first
-// and last + 1 of those that every row sees, 0. Costly ones come first, so that the last to start
+// and last + 1 of those that every row sees, 0. Long tiles come first, so that the last to start
 // are short.
 #include "paged_kv.cuh"
 
 constexpr int kWarps = 4, kThreads = kWarps * kWarp;
 constexpr int kRows = 128;  // of a thread block, 32 of a warp
 constexpr int kKeys = 64;  // of a tile
-constexpr int kFound = kWarp * kGroup / kKeys;  // tiles whose rows the lanes of a warp can hold
+constexpr int kFound = kWarp * kGroup / kKeys;  // tiles whose rows fit into the lanes of a warp
 // Pieces of 16 bytes in the keys of a tile; as many in its values.
 template <int D> constexpr int kPieces = kKeys * D / 8;
 
-// A tile of the plan. It waits in shared memory: registers are what this kernel is short of.
+// A tile of the plan. It is kept in shared memory, because this kernel is short of registers.
 struct Job {
     int sequence, first_row, rows, begin;
     int end, common_begin, common_end, nothing;
@@ -87,7 +87,7 @@ template <int D> __device__ __forceinline__ void clear(Sums<D>& sums) {
     }
 }
 
-// From the block's first row to row `row`, in q and out [T, Hq, D].
+// Offset from the block's first row to row `row`, in q and out [T, Hq, D].
 template <int D>
 __device__ __forceinline__ long long row_offset(int row, int group, int heads) {
     const int token = row / group;
@@ -133,7 +133,7 @@ __device__ __forceinline__ void score_tile(float (&score)[2][kKeys / 8][4], cons
     }
 }
 
-// seen[r] is the last position row r sees; it sees `window` of them.
+// seen[r] is the last position that row r sees; it sees `window` positions up to it.
 __device__ __forceinline__ void mask_tile(float (&score)[2][kKeys / 8][4], const int* seen,
                                           int first, int window, int lane) {
 #pragma unroll
@@ -158,12 +158,12 @@ __device__ __forceinline__ void mask_tile(float (&score)[2][kKeys / 8][4], const
         }
 }
 
-// Weights 2^(score - peak) of a tile, rounded; fragments of scores side by side are one of weights.
+// Rounded weights 2^(score - maximum) of a tile; two adjacent score fragments form a weight fragment.
 struct Weights {
     unsigned pair[kKeys / 16][2][4];
 };
 
-// Weighs the scores of a tile; brings the sums so far to the new peak.
+// Weighs the scores of a tile and rescales the sums so far to the new maximum.
 template <int D>
 __device__ __forceinline__ void weigh_tile(Sums<D>& sums, Weights& weights,
                                            const float (&score)[2][kKeys / 8][4],
@@ -228,8 +228,8 @@ __device__ __forceinline__ void add_values(Sums<D>& sums, const Weights& weights
         }
 }
 
-// Rounds a warp's rows into shared memory, where its queries were, and from there to `out`, where
-// the first row of the block lies.
+// Rounds a warp's rows into shared memory, over its queries, and copies them from there to `out`, which
+// points to the first row of the block.
 template <int D>
 __device__ __forceinline__ void write_rows(Sums<D>& sums, uint4* place, bf16* out, int first,
                                            int count, int group, int heads, int lane) {
@@ -303,7 +303,7 @@ __device__ __forceinline__ void prefill_attention(
         cp_async_wait<0>();
 #endif
 #ifndef BATON_PLANT_BARRIER
-        __syncthreads();  // this tile is here for all, and all are done with the one before
+        __syncthreads();  // this tile has arrived, and all warps have finished the previous one
 #endif
         if (tile + 1 < tiles) {
             Loader<D> loader = loader_of(rows, rows_ahead);

@@ -1,6 +1,6 @@
-// Quantising on the way from the pool to the payload. A thread block takes a tile at a time and keeps
+// Quantises from the pool to the payload. A thread block takes one tile at a time and keeps
 // it in registers between the search for its largest number and the conversion: one read, whatever
-// the scales are per.
+// the granularity of the scales.
 #pragma once
 #include "codes.cuh"
 #include "digest.cuh"
@@ -14,9 +14,9 @@ __device__ __forceinline__ void barrier_of_a_tile() {
 #endif
 }
 
-// Of `rows` largest numbers (bits of bf16; a row is a token, or all of the tile) three sets are used
-// in turns. The next tile's is cleared before this tile's barrier; it was last read before the
-// barrier of the tile before.
+// Three sets of `rows` largest numbers (bits of bf16; a row is a token, or the whole tile) are used
+// in rotation. The next tile's set is cleared before this tile's barrier; it was last read before the
+// previous tile's barrier.
 class Peaks {
   public:
     __device__ __forceinline__ Peaks(unsigned* of_all, unsigned rows)
@@ -25,7 +25,7 @@ class Peaks {
         __syncthreads();
     }
     __device__ __forceinline__ unsigned* now() const { return of_all_ + turn_ * rows_; }
-    // All threads have raised the peaks of this tile; clears those of the next.
+    // Call after all threads have raised the maxima of this tile; clears those of the next.
     __device__ __forceinline__ void complete() const {
 #ifndef BATON_PLANT_STALE_SCALE
         unsigned* const next = of_all_ + (turn_ == 2 ? 0 : turn_ + 1) * rows_;
@@ -40,7 +40,7 @@ class Peaks {
     unsigned rows_, turn_;
 };
 
-// What a thread holds of a tile; zeros behind the tile and behind the pool.
+// The part of a tile that a thread holds; zeros after the end of the tile and of the pool.
 struct Share {
     uint4 held[kTileSlots];
     bool finite;  // all of it
@@ -69,7 +69,7 @@ __device__ __forceinline__ void load_tile(const Geometry& g, const uint4* __rest
     }
 }
 
-// Raises the peak of a tile with one scale.
+// Raises the maximum of a tile with one scale.
 __device__ __forceinline__ void raise_peak(Share& share, unsigned* peak) {
     unsigned two = magnitudes_of(share.held[0]);
 #pragma unroll
@@ -85,8 +85,8 @@ __device__ __forceinline__ void raise_peak(Share& share, unsigned* peak) {
     if (threadIdx.x % 32 == 0) atomicMax(peak, largest);
 }
 
-// Raises the peak of each token of a tile. Up to four neighbouring lanes share a token as far as the
-// power of two that divides its vectors goes; one of them speaks for all.
+// Raises the maximum of each token of a tile. Up to four neighbouring lanes share a token, as far as
+// the power of two in its number of vectors allows; one lane writes for all of them.
 __device__ __forceinline__ void raise_peaks(const Geometry& g, Share& share, unsigned* peaks) {
     const unsigned width = g.token_vectors.by, lanes = width % 4 == 0 ? 4 : width % 2 == 0 ? 2 : 1;
     share.finite = true;
@@ -105,7 +105,7 @@ __device__ __forceinline__ void raise_peaks(const Geometry& g, Share& share, uns
     }
 }
 
-// Writes a tile's scales, two to a word, the last with zero beside it if it is alone; and their
+// Writes a tile's scales, two to a word, padding a single last scale with zero; and their
 // factors to shared memory.
 template <class Codec>
 __device__ __forceinline__ u64 write_scales(const Geometry& g, const unsigned* peaks, unsigned rows,
@@ -125,7 +125,7 @@ __device__ __forceinline__ u64 write_scales(const Geometry& g, const unsigned* p
     return sum;
 }
 
-// pool -> payload with scales: one thread block per tile, one read of it.
+// pool -> payload with scales: one thread block and one read per tile.
 template <class Codec, bool kPerToken>
 __device__ __forceinline__ u64 quantize_tiles(const uint4* __restrict__ pool,
                                               uint2* __restrict__ payload,

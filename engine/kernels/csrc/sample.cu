@@ -1,17 +1,17 @@
-// Drawing tokens from a batch of logits; docs/sampling.md defines the method, engine/sampler.py is it
-// on the CPU.
+// Samples tokens from a batch of logits; docs/sampling.md defines the method, engine/sampler.py is its
+// CPU version.
 //
 //   sample_scan    one pass: the largest logit of each group of 64 and chunk of 4096
-//   sample_weigh   a second one, for rows that need the sum of all weights or log-probabilities
-//   sample_choose  a block per row: cut and draw from the few groups that matter
+//   sample_weigh   a second pass, for rows that need the sum of all weights or log-probabilities
+//   sample_choose  a block per row: filter and draw from the few groups that matter
 //   sample_report  a block per row: log-probabilities
 //
-// Parameters lie in device memory and grids depend on shapes alone, so the launches can be captured
-// in a graph. The partition is fixed: a row's result depends on nothing but the row.
+// Parameters are in device memory and grids depend only on shapes, so the launches can be captured
+// in a graph. The partition is fixed: a row's result depends only on the row.
 #include "sample_select.cuh"
 
 constexpr int kPassThreads = 256, kPassRuns = kChunk / (kPassThreads * 4);
-constexpr int kPaddedSumBlock = kSumBlock + 4;  // 16-byte reads of 8 lanes meet different banks
+constexpr int kPaddedSumBlock = kSumBlock + 4;  // so that 16-byte reads of 8 lanes use different banks
 constexpr int kMostLogprobs = 20;
 enum Error { kNone, kNoToken, kNotFinite, kBadRow };
 
@@ -225,7 +225,7 @@ __device__ inline int draw_from_list(Choice& s, int listed, double u) {
     return s.found;
 }
 
-// The kept entries fit no list: sums of their blocks of 128 in a walk, then the entries of one block.
+// The kept entries do not fit the list: sum their blocks of 128 in a pass, then draw in one block.
 template <class E>
 __device__ inline int draw_from_many(const E& e, Choice& s, int chosen, const Keep& keep, double* sums,
                                      double u) {
@@ -276,7 +276,7 @@ __device__ inline int draw_from_many(const E& e, Choice& s, int chosen, const Ke
     return s.found;
 }
 
-// The sum that top-p asks for, of all weights.
+// The sum that top-p requires, as a part of all weights.
 __device__ inline double nucleus_sum(Choice& s, const double* sums, int blocks, double top_p) {
     load_sums(s, sums, blocks);
     if (warp_id() == 0) {
@@ -287,7 +287,7 @@ __device__ inline double nucleus_sum(Choice& s, const double* sums, int blocks, 
     return top_p * s.total;
 }
 
-// Top-p over the list, then min-p; returns how many are left.
+// Applies top-p to the list, then min-p; returns the number of entries left.
 __device__ inline int filter_list(const SampleRow& row, Choice& s, int listed) {
     Keep keep = {0, 0, -1};
     if (row.top_p < 1.0) {
@@ -302,7 +302,7 @@ __device__ inline int filter_list(const SampleRow& row, Choice& s, int listed) {
     return filter(s, listed, keep);
 }
 
-// Top-k, top-p, min-p. Only groups that may hold a kept entry are read again.
+// Top-k, top-p, min-p. Reads again only groups that may hold a kept entry.
 template <class E>
 __device__ inline int draw_filtered(const E& e, Choice& s, const float* maxima, int groups, double* sums,
                                     double u) {
@@ -319,7 +319,7 @@ __device__ inline int draw_filtered(const E& e, Choice& s, const float* maxima, 
     unsigned low = min_p;
     if (cuts) {
         low = bound_by_maxima(s, groups, goal);
-        // Weights below this one weigh together less than half of what may be left out.
+        // All weights below this one together are less than half of what may be left out.
         if (!low) low = __float_as_uint(static_cast<float>(total_left / e.in.vocab));
         low = max(low, 1u);
     }
@@ -380,7 +380,7 @@ __device__ __forceinline__ void choose_token(const T* logits, BATCH, int chunks,
 
 // ---------------------------------------------------------------- log-probabilities
 
-// Log-softmax of the raw logits: of the token, and the most likely ids, the lowest first among equals.
+// Log-softmax of the raw logits: of the sampled token and of the likeliest ids, ties by lowest id.
 template <class T>
 __device__ __forceinline__ void report_row(const T* logits, BATCH, int chunks, const int* tokens,
                                            const int* errors, float* logprobs, int* top_ids,

@@ -1,7 +1,7 @@
-// What one row of a batch asks of the sampler, its logits after penalties, mask and bans, and weights.
+// Sampling parameters of one row, its logits after penalties, mask and bans, and its weights.
 //
 // Every value here is a pure function of the row: neither its place in the batch nor the number of
-// thread blocks can change a bit. What must round as NumPy does is written with intrinsics, which
+// thread blocks changes a bit. Operations that must round as NumPy does use intrinsics, which
 // the compiler does not contract.
 #pragma once
 #include "device.cuh"
@@ -36,7 +36,7 @@ __device__ __forceinline__ bool is_greedy(const SampleRow& row) {
 __device__ __forceinline__ bool keeps_top_k(const SampleRow& row, int vocab) {
     return row.top_k > 0 && row.top_k < vocab;
 }
-// Whether the draw needs the sum of the weights of all tokens.
+// True if the draw needs the sum of the weights of all tokens.
 __device__ __forceinline__ bool sums_all(const SampleRow& row, int vocab) {
     return !is_greedy(row) && !keeps_top_k(row, vocab) &&
            (row.top_p < 1.0 || (__float_as_uint(row.min_p) << 1) == 0);
@@ -88,11 +88,11 @@ template <class T> struct RowLogits {
         counts = all_counts + row->history * static_cast<long long>(vocab);
     }
 
-    // Whether the row's parameters name what there is.
+    // True if the mask and history that the row names exist.
     __device__ __forceinline__ bool valid() const { return inside; }
     __device__ __forceinline__ bool plain() const { return !allowed && !seen && (row->banned == 0 || !inside); }
 
-    // Logits i .. i+3 (i % 4 == 0), minus infinity behind the vocabulary.
+    // Logits i .. i+3 (i % 4 == 0); minus infinity after the end of the vocabulary.
     __device__ __forceinline__ float4 raw(int i) const {
         float4 x;
         x.x = x.y = x.z = x.w = minus_infinity();
@@ -111,7 +111,7 @@ template <class T> struct RowLogits {
         if (seen) {
             unsigned here = seen[i >> 5] >> (i & 31) & 0xfu;
 #pragma unroll 1
-            for (; here; here &= here - 1) {  // few tokens have been seen: short code is better
+            for (; here; here &= here - 1) {  // few tokens were seen: short code is faster
                 const int j = __ffs(static_cast<int>(here)) - 1;
                 const float y = penalized(j == 0 ? x.x : j == 1 ? x.y : j == 2 ? x.z : x.w, i + j);
                 if (j == 0) x.x = y;
@@ -153,7 +153,7 @@ template <class T> struct RowLogits {
     }
 };
 
-// The larger one; a NaN wins over everything.
+// The larger value; NaN if one of them is NaN.
 __device__ __forceinline__ float larger(float a, float b) { return a > b || a != a ? a : b; }
 __device__ __forceinline__ float larger(const float4& x) {
     return larger(larger(x.x, x.y), larger(x.z, x.w));
@@ -174,9 +174,9 @@ __device__ __forceinline__ bool is_finite(float x) {
 
 // ---------------------------------------------------------------- weights
 
-// exp(x) for x <= 0, 0 below -87: within 0.88 of a unit in the last place, the same bits on every
-// device as it is made of fused multiply-adds alone. Where it fails to fall with x, it is by one unit.
-// Reduction by the nearest power of 2, then a polynomial fitted to the remainder.
+// exp(x) for x <= 0, 0 below -87: within 0.88 of a unit in the last place. It uses only fused
+// multiply-adds, so the bits are the same on every device. If it is not monotonic, the error is one
+// unit. Reduction by the nearest power of 2, then a polynomial fitted to the remainder.
 __device__ __forceinline__ float exp_weight(float x) {
     const float shifted = __fmaf_rn(x, 0x1.715476p+0f, 12582912.0f);
     const float power = __fsub_rn(shifted, 12582912.0f);
@@ -191,14 +191,14 @@ __device__ __forceinline__ float exp_weight(float x) {
     const unsigned bits = (__float_as_uint(shifted) << 23) + __float_as_uint(p);
     return x < -87.0f ? 0.0f : __uint_as_float(bits);
 }
-constexpr unsigned kWeightSlack = 4;  // more than the falling short of falling
+constexpr unsigned kWeightSlack = 4;  // above the largest deviation from monotonic
 
 // Division by the temperature: two products and a correction of the quotient.
 struct Temperature {
     float value, inverse;
 
     __device__ __forceinline__ explicit Temperature(float t) {
-        // 2^-126 to 2^126: denormals, also of the inverse, would flush to 0.
+        // Limited to 2^-126 .. 2^126: denormals, also of the inverse, would be flushed to 0.
         value = __uint_as_float(min(max(__float_as_uint(t), 0x00800000u), 0x7e800000u));
         inverse = __frcp_rn(value);
     }

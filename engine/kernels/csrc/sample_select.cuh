@@ -1,8 +1,8 @@
-// Selection among the entries of one row by a thread block: bounds, lists in rising id, cuts, sums.
+// Selection among the entries of one row by a thread block: bounds, lists by ascending id, cuts, sums.
 //
 // An entry has a weight and a key; keys are unsigned and a larger key comes first. The largest logit
-// of each group of 64 bounds the group, so a sharp distribution touches few groups again. Lists hold
-// kListed entries; what has more is walked again instead ("wide"), in the same order. All threads of
+// of each group of 64 bounds the group, so a sharp distribution reads few groups again. Lists hold
+// kListed entries; larger sets are read again instead ("wide"), in the same order. All threads of
 // the block call these functions with the same arguments and get the same results.
 #pragma once
 #include "sample_row.cuh"
@@ -10,7 +10,7 @@
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kListed = 2048;
 constexpr int kTileGroups = 128, kTileRuns = 4;  // a run is 32 groups: 4 entries of each thread
-constexpr int kThresholds = 4;                   // of one walk over entries that fit no list
+constexpr int kThresholds = 4;                   // of one pass over entries that do not fit the list
 constexpr unsigned kLeastBound = 0x2b800000u;    // 2^-40
 
 struct Choice {  // shared memory
@@ -41,7 +41,7 @@ __device__ __forceinline__ double warp_sum_double(double v) {
     return v;
 }
 
-// Sum of v over the threads before this one; `total` over all. Four fields of 16 bits side by side.
+// Sum of v over the threads before this one; `total` over all. v packs four fields of 16 bits.
 __device__ __forceinline__ unsigned long long scan(unsigned long long v, unsigned long long& total,
                                                    Choice& s) {
     unsigned long long inclusive = v;
@@ -75,8 +75,8 @@ __device__ __forceinline__ unsigned ordered(float x) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// The entries of a row. To draw, keys are the weights, or, by_score, the logits after division by the
-// temperature, which can differ where weights do not. To report, keys are the raw logits.
+// The entries of a row. For drawing, keys are the weights, or, by_score, the logits divided by the
+// temperature, which can differ where weights are equal. For reports, keys are the raw logits.
 template <class T, bool kRaw> struct Entries {
     RowLogits<T> in;
     float best;
@@ -118,7 +118,7 @@ __device__ __forceinline__ unsigned weight_of_score(unsigned key) {
     return __float_as_uint(exp_weight(-__uint_as_float(kInfinity - key)));
 }
 
-// What is to stay: so many entries, or as many as weigh so much.
+// The goal of a cut: a number of entries, or a sum of weights.
 struct Goal {
     bool by_count;
     int count;
@@ -130,7 +130,7 @@ struct Goal {
 #endif
         return by_count ? n >= count : n > 0 && weight >= sum;
     }
-    // How many of equal entries of a weight are needed after what comes before them.
+    // Number of equal entries of a weight that are needed after the entries before them.
     __device__ __forceinline__ int needed(int n, double weight, unsigned equal) const {
         if (by_count) return count - n;
         const double each = __uint_as_float(equal), rest = sum - weight;
@@ -143,7 +143,7 @@ struct Goal {
     }
 };
 
-// Entries up to the id `turn` stay from key `low` on, later ones from `high` on.
+// Entries up to the id `turn` are kept from key `low` on, later ones from `high` on.
 struct Keep {
     unsigned low, high;
     int turn;
@@ -156,7 +156,7 @@ struct Keep {
     }
 };
 
-// Which entries a list takes: of weight `weight` and more, with a key that stays and is below `below`.
+// Selects entries for a list: weight at least `weight`, a key that is kept and is below `below`.
 struct Window {
     unsigned weight;
     Keep keep;
@@ -171,7 +171,7 @@ __device__ __forceinline__ unsigned with_slack(unsigned weight) {
     return weight > kWeightSlack ? weight - kWeightSlack : min(weight, 1u);
 }
 
-// A weight at which the groups' maxima alone meet the goal, not much below the largest such; 0 if
+// A weight at which the groups' maxima alone meet the goal, close below the largest such weight; 0 if
 // there is none above 2^-40. Each warp tries one of 16 thresholds.
 __device__ inline unsigned bound_by_maxima(Choice& s, int groups, const Goal& goal) {
     unsigned low = kLeastBound, high = kWeightOfBest + 1;
@@ -190,7 +190,7 @@ __device__ inline unsigned bound_by_maxima(Choice& s, int groups, const Goal& go
         if (lane_id() == 0) s.counts[warp_id()] = n, s.sums[warp_id()] = sum;
         __syncthreads();
         int met = -1, count = 0;
-        for (int w = 0; w < kWarps; w++)  // the margin covers the rounding of sums of floats
+        for (int w = 0; w < kWarps; w++)  // the margin covers the rounding of float sums
             if (goal.met(s.counts[w], s.sums[w] * 0.9999)) met = w, count = s.counts[w];
         __syncthreads();
         if (met < 0) return round ? with_slack(low) : 0;
@@ -202,7 +202,7 @@ __device__ inline unsigned bound_by_maxima(Choice& s, int groups, const Goal& go
     return with_slack(low);
 }
 
-// Writes down the groups whose maximum reaches a weight; returns how many.
+// Lists the groups whose maximum reaches a weight; returns their number.
 __device__ inline int choose_groups(Choice& s, int groups, unsigned low) {
     low = with_slack(low);
     const int each = (groups + kThreads - 1) / kThreads, from = static_cast<int>(threadIdx.x) * each;
@@ -216,8 +216,8 @@ __device__ inline int choose_groups(Choice& s, int groups, unsigned low) {
     return static_cast<int>(total);
 }
 
-// Lists the entries of a window in rising id, from the one with number `first` on. Returns how many
-// there are; may stop once there are `stop`.
+// Lists the entries of a window by ascending id, starting with number `first`. Returns the number of
+// entries; may stop after `stop` entries.
 template <class E>
 __device__ inline int collect(const E& e, Choice& s, int chosen, const Window& window, int first,
                               int stop) {
@@ -255,7 +255,7 @@ __device__ inline int collect(const E& e, Choice& s, int chosen, const Window& w
     return rank;
 }
 
-// Keeps of the list what stays; returns how many.
+// Removes list entries that are not kept; returns the number left.
 __device__ inline int filter(Choice& s, int listed, const Keep& keep) {
     int ids[kListed / kThreads];
     unsigned keys[kListed / kThreads], kept = 0;
@@ -269,7 +269,7 @@ __device__ inline int filter(Choice& s, int listed, const Keep& keep) {
         kept |= 1u << run;
         counts |= 1ull << (16 * run);
     }
-    const unsigned long long before = scan(counts, total, s);  // and all have read
+    const unsigned long long before = scan(counts, total, s);  // also waits until all have read
     int start = 0;
 #pragma unroll
     for (int run = 0; run < kListed / kThreads; run++) {
@@ -283,7 +283,7 @@ __device__ inline int filter(Choice& s, int listed, const Keep& keep) {
 
 // ---------------------------------------------------------------- cuts
 
-// The bracket of a search: at key `low` the goal is met, at `high` not; with numbers and sum there.
+// The bracket of a search: the goal is met at key `low` but not at `high`; with counts and sum there.
 struct Bracket {
     unsigned low, high;
     int count_low, count_high;
@@ -292,7 +292,7 @@ struct Bracket {
     __device__ __forceinline__ unsigned at(unsigned top, int i, int parts) const {
         return low + static_cast<unsigned>(static_cast<unsigned long long>(top - low) * (i + 1) / parts);
     }
-    // Takes in what was found at threshold number i of rising ones; false behind the first unmet.
+    // Takes over the result at threshold i, in ascending order; false after the first unmet one.
     __device__ __forceinline__ bool learn(unsigned key, const Goal& goal, int n, double sum) {
         if (key >= high) return false;
         if (goal.met(n, sum)) {
@@ -304,7 +304,7 @@ struct Bracket {
     }
 };
 
-// Where few keys lie far above the others, the first thresholds stay below `soft`.
+// If few keys are far above the others, the first thresholds stay below `soft`.
 __device__ __forceinline__ unsigned top_of(const Bracket& b, unsigned soft, int round) {
     return round == 0 && soft > b.low && soft - b.low > 64 && soft < b.high ? soft : b.high;
 }
@@ -327,9 +327,9 @@ __device__ inline int id_in_turn(Choice& s, int listed, unsigned low, unsigned h
     return id;
 }
 
-// What of the listed entries in the bracket b stays. Each warp tries one of 16 thresholds a round.
-// The order of the sums is fixed but not the documented one: it decides between entries only where
-// their running sum comes as near to the goal as rounding, some 1e-13 of it.
+// Cuts the listed entries in the bracket b. Each warp tries one of 16 thresholds per round.
+// The order of the sums is fixed but differs from the documented one. It can change the cut only if
+// a running sum is as near to the goal as rounding, about 1e-13 of it.
 __device__ inline Keep cut_list(Choice& s, int listed, const Goal& goal, Bracket b, unsigned soft) {
     const int above = b.count_high;
     const double sum_above = b.sum_high;
@@ -362,7 +362,7 @@ __device__ inline Keep cut_list(Choice& s, int listed, const Goal& goal, Bracket
     return keep;
 }
 
-// Numbers and sums of the entries of weight `low` and more at each threshold, into s.counts, s.sums.
+// Counts and sums of the entries of weight `low` and more at each threshold, in s.counts and s.sums.
 template <class E>
 __device__ inline void tally(const E& e, Choice& s, int chosen, unsigned low,
                              const Bracket& b, unsigned top) {
@@ -398,21 +398,21 @@ __device__ inline void tally(const E& e, Choice& s, int chosen, unsigned low,
 
 struct Selection {
     Keep keep;
-    int listed;  // all candidates are in the list; -1: they are not
+    int listed;  // number of candidates in the list; -1: not all fit
 };
 
-// What of the chosen groups' entries of weight `low` and more meets the goal. Keys are at most `most`.
+// Cuts the chosen groups' entries of weight `low` and more at the goal. Keys are at most `most`.
 template <class E>
 __device__ inline Selection select(const E& e, Choice& s, int chosen, unsigned low, const Goal& goal,
                                    unsigned most) {
-    // Scores crowd at 0: most binades of their keys lie above a score of -1/64.
+    // Scores are dense near 0: most binades of their keys are above a score of -1/64.
     const unsigned soft = most == kInfinity ? kInfinity - 0x3c800000u : 0;
     const Keep all = {0, 0, -1};
     const int n = collect(e, s, chosen, Window{low, all, kAll}, 0, kListed + 1);
     if (goal.by_count && n <= goal.count) return Selection{all, n};
     Bracket b = {0, most + 1, n, 0, 0.0};
     if (n <= kListed) return Selection{cut_list(s, n, goal, b, soft), n};
-    b.count_low = 0x7fffffff;  // not known until a threshold meets the goal
+    b.count_low = 0x7fffffff;  // unknown until a threshold meets the goal
     for (int round = 0; b.count_low - b.count_high > kListed && b.high - b.low > 1; round++) {
         const unsigned top = top_of(b, soft, round);
         tally(e, s, chosen, low, b, top);
@@ -421,7 +421,7 @@ __device__ inline Selection select(const E& e, Choice& s, int chosen, unsigned l
             if (!b.learn(old.at(top, t, kThresholds + 1), goal, s.counts[t], s.sums[t])) break;
         __syncthreads();
     }
-    // What the bracket still holds fits the list, or it is a crowd of equals.
+    // The rest of the bracket fits the list, or consists of equal keys.
     const bool crowd = b.count_low - b.count_high > kListed;
     const int m = crowd ? goal.needed(b.count_high, b.sum_high, b.low) : 1;
     Keep keep = {b.low, b.low, -1};
@@ -432,7 +432,7 @@ __device__ inline Selection select(const E& e, Choice& s, int chosen, unsigned l
     return Selection{keep, -1};
 }
 
-// Lists what stays; returns how many, or a number above kListed if they do not fit.
+// Lists the kept entries; returns their number, or a number above kListed if they do not fit.
 template <class E>
 __device__ inline int list_kept(const E& e, Choice& s, int chosen, unsigned low,
                                 const Selection& found) {
@@ -442,11 +442,11 @@ __device__ inline int list_kept(const E& e, Choice& s, int chosen, unsigned low,
 
 // ---------------------------------------------------------------- running sums
 
-// Where this lane's part of the chain of additions values[0] + values[1] + ... starts, rounded as the
-// chain itself rounds; `end` is where it ends. Whole warps only; lane l owns [from, to).
-// Each lane runs its part from a guess. Where the part before ended is where it was due to start:
-// when all agree, that is the chain. Rounding rarely depends on where a part starts, so shifting the
-// starts by what they were off mends nearly all at once; each round mends one lane for certain.
+// Start value of this lane's part of the chain of additions values[0] + values[1] + ..., rounded as the
+// chain itself rounds; `end` is the end value. Whole warps only; lane l owns [from, to).
+// Each lane runs its part from a guess. If every part starts where the previous one ended, the result
+// is the chain. Rounding rarely depends on the start of a part, so shifting the starts by their
+// errors corrects nearly all at once; each round certainly corrects one lane.
 template <class Value>
 __device__ inline double chain_start(const Value* values, int from, int to, double& end) {
     double start = 0.0;
@@ -477,8 +477,8 @@ __device__ inline double chain_start(const Value* values, int from, int to, doub
     return start;
 }
 
-// First index i < n at which before + (values[0] + ... + values[i]) exceeds the threshold, or reaches
-// it; the last index with a value above 0 if there is none. `until`: the chain before that index.
+// First index i < n at which before + (values[0] + ... + values[i]) exceeds the threshold (or reaches
+// it); if there is none, the last index with a value above 0. `until`: the chain before that index.
 // Whole warps only.
 template <class Value>
 __device__ inline int first_beyond(const Value* values, int n, double before, double threshold, bool reach,
@@ -510,7 +510,7 @@ template <class Value> __device__ inline double chain_total(const Value* values,
     return __shfl_sync(kAll, end, 31);
 }
 
-// Which of n sums of blocks holds the share `u` of their total: s.found, with s.before (the sums
+// Finds which of n block sums contains the share `u` of their total: s.found, with s.before (the sums
 // before it), s.threshold and s.reach. Warp 0 only.
 __device__ inline void find_block(Choice& s, const double* sums, int n, double u) {
     const double total = chain_total(sums, n), threshold = u * total;
@@ -521,7 +521,7 @@ __device__ inline void find_block(Choice& s, const double* sums, int n, double u
         s.found = block, s.before = until, s.threshold = threshold, s.reach = reach;
 }
 
-// Which of the n weights of that block holds it. Warp 0 only.
+// Finds which of the n weights of that block contains it. Warp 0 only.
 __device__ inline int find_in_block(Choice& s, const float* weights, int n) {
     double until;
     const int at = first_beyond(weights, n, s.before, s.threshold, s.reach != 0, until);
@@ -529,7 +529,7 @@ __device__ inline int find_in_block(Choice& s, const float* weights, int n) {
     return at;
 }
 
-// Sums of the blocks of 128 listed weights into s.sums; returns how many blocks.
+// Sums the blocks of 128 listed weights into s.sums; returns the number of blocks.
 __device__ inline int sum_list(Choice& s, int listed) {
     const int blocks = (listed + kSumBlock - 1) / kSumBlock;
     if (static_cast<int>(threadIdx.x) < blocks) {

@@ -1,15 +1,15 @@
-// out[m, N] = x[m, K] W[N, K]^T for up to 16 rows of x, bound by the time the weights take to arrive.
+// out[m, N] = x[m, K] W[N, K]^T for up to 16 rows of x, limited by the time to load the weights.
 //
-// Each weight goes once from memory to a register and into a tensor core: W is the 16-row operand, up
-// to 8 rows of x (or twice 8) the other one. The matrix product does not care in which order columns
-// come if both operands agree, so a lane takes 8 neighbouring columns of its row, 16 bytes, where the
-// fragment layout would have it gather pairs. While one step is multiplied the next is in flight:
-// 32 rows of 128 bytes for each of 8 warps, 32 KB a block, two blocks an SM.
+// Each weight is loaded once from memory to a register and into a tensor core: W is the 16-row operand,
+// up to 8 rows of x (or twice 8) the other one. A matrix product does not depend on the order of
+// columns if both operands agree. So a lane takes 8 neighbouring columns of its row, 16 bytes, where
+// the fragment layout would gather pairs. While one step is multiplied, the next is in flight:
+// 32 rows of 128 bytes for each of 8 warps, 32 KB per block, two blocks per SM.
 //
-// A block owns whole rows of W; its warps take pieces of 64 columns in turn and their sums are added
-// in the order of the warps. That order is the same for every m and for every block size, hence a row
-// of out has the same bits whatever else is in the batch. It is also why one row goes through the
-// tensor cores too: fused multiply-adds of one lane would add in another order.
+// A block owns whole rows of W. Its warps take pieces of 64 columns in turn, and their sums are added
+// in the order of the warps. That order is the same for every m and every block size, so a row
+// of out has the same bits whatever else is in the batch. For the same reason, one row also uses the
+// tensor cores: fused multiply-adds of one lane would add in another order.
 #include "device.cuh"
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
@@ -30,12 +30,12 @@ __device__ __forceinline__ bool is_inside(int column, int k) {
 #endif
 }
 
-// Where the tiles' weight rows start, and how many rows there are from there on.
+// First weight row of each tile, and the number of rows from there on.
 template <int kTiles> struct Tiles {
     int first[kTiles], rows[kTiles];
 };
 
-// 16 rows of each tile in kPieces pieces of 64 columns.
+// Holds 16 rows of each tile in kPieces pieces of 64 columns.
 template <int kTiles, int kPieces> struct Weights {
     uint4 w[kPieces][kTiles][2][2];  // piece, tile, rows g and g + 8, first and second 32 columns
 
@@ -51,7 +51,7 @@ template <int kTiles, int kPieces> struct Weights {
                     for (int upper = 0; upper < 2; upper++) {
                         const int r = lane_row() + 8 * upper;
                         const bool inside = is_inside(column, k) && r < tiles.rows[tile];
-                        // In units of 16 bytes, of which int can count 32 GiB.
+                        // In units of 16 bytes, so that int can address 32 GiB.
                         const int at = (tiles.first[tile] + r) * (k / 8) + column / 8;
                         w[p][tile][upper][part] =
                             inside ? ldg16(reinterpret_cast<const uint4*>(all) + at) : zero16();
@@ -60,8 +60,8 @@ template <int kTiles, int kPieces> struct Weights {
     }
 };
 
-// Adds the products of a step. What it needs of x is small, near, and waits for nobody: the weights
-// of the next step are in flight meanwhile.
+// Adds the products of a step. The part of x is small and cached, while the weights of the next step
+// are in flight.
 template <int kTiles, int kHalves, int kPieces>
 __device__ __forceinline__ void multiply(const Weights<kTiles, kPieces>& weights, const bf16* x, int m,
                                          int k, int piece, float (*sums)[kHalves][4]) {
@@ -117,11 +117,11 @@ template <int kTiles, int kHalves> struct Sums {
     }
 };
 
-// The products of the block's weight rows with all rows of x, in `shared`.
+// Computes the products of the block's weight rows with all rows of x, in `shared`.
 template <int kTiles, int kHalves>
 __device__ __forceinline__ void products(const bf16* x, const bf16* w, const Tiles<kTiles>& tiles, int m,
                                          int k, Sums<kTiles, kHalves>& shared) {
-    constexpr int kPieces = kTiles * kHalves == 1 ? 2 : 1;  // what 128 registers hold
+    constexpr int kPieces = kTiles * kHalves == 1 ? 2 : 1;  // as many as fit into 128 registers
     const int warp = static_cast<int>(threadIdx.x / 32);
     float sums[kTiles][kHalves][4] = {};
     Weights<kTiles, kPieces> now, next;
@@ -145,7 +145,7 @@ __device__ __forceinline__ void products(const bf16* x, const bf16* w, const Til
 #endif
 }
 
-// out = x W^T + bias, added to what out holds if `add`. bias: float32 or null.
+// out = x W^T + bias, plus the content of out if `add`. bias: float32 or null.
 template <int kTiles, int kHalves, class Out>
 __device__ __forceinline__ void linear(const bf16* x, const bf16* w, const float* bias, Out* out, int m,
                                        int n, int k, int add) {
@@ -208,7 +208,7 @@ LINEAR(2, 2, float, f32)
 SILU_MUL(1)
 SILU_MUL(2)
 
-// out += bias for each row, where cuBLAS has made the product.
+// out += bias for each row, after cuBLAS computed the product.
 template <class Out>
 __device__ __forceinline__ void add_bias(Out* out, const float* bias, int n) {
     Out* row = out + static_cast<long long>(blockIdx.x) * n;
