@@ -8,8 +8,8 @@
         for output in client.generate("Once upon a time"):
             print(output.text, end="", flush=True)
 
-:class:`Client` serves threads, :class:`AsyncClient` an asyncio program. Names are loaded on
-first use, so that importing the package costs nothing.
+:class:`Client` is for threads, :class:`AsyncClient` for asyncio programs. Names are loaded on
+first use, so that importing the package is cheap.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The client for asyncio: the connection lives inside the running event loop.
+"""The client for asyncio: the connection runs inside the running event loop.
 
-It listens on ZeroMQ's descriptors with the loop's own ``add_reader``; zmq.asyncio would cost
-several times as much per message.
+The loop watches ZeroMQ's descriptors with ``add_reader``, because zmq.asyncio costs several times
+as much per message.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ _Prepare = Callable[[Any, Sampling, RequestOptions], _Preparing]
 
 
 class AsyncClient:
-    """As :class:`baton.client.Client`, for one asyncio event loop.
+    """Like :class:`baton.client.Client`, but for one asyncio event loop.
 
-    Connects on first use; end it with :meth:`close` or ``async with``.
+    The client connects on first use. Disconnect with :meth:`close` or ``async with``.
     """
 
     def __init__(
@@ -117,11 +117,11 @@ class AsyncClient:
         sampling_params: Sampling | Each = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGeneration | list[AsyncGeneration]:
-        """Start a request at once; iterate over its outputs with ``async for``.
+        """Start a request and return an iterator over its outputs, for ``async for``.
 
         Arguments as in :meth:`baton.client.Client.generate`. Raises InputError for a wrong
-        option or parameter; all other errors come out of the iterator. ``aclose`` on the
-        iterator, or dropping it, cancels the request.
+        option or parameter. The iterator raises all other errors. ``aclose`` on the iterator, or
+        deleting the iterator, cancels the request.
         """
         checked = check_options(options)
         prompts = prompts_of(prompt)
@@ -158,7 +158,7 @@ class AsyncClient:
         variables: Mapping[str, Any] | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGeneration | list[AsyncGeneration]:
-        """As :meth:`generate`, of messages rendered by the model's chat template."""
+        """Like :meth:`generate`, for messages that the model's chat template renders."""
         checked, given = check_options(options), check_variables(variables)
         prepare_one = partial(self._prepare_chat, given)
         chats = chats_of(messages)
@@ -172,7 +172,7 @@ class AsyncClient:
     async def embed(
         self, texts: Sequence[TokensOrText], **options: Unpack[RequestOptions]
     ) -> npt.NDArray[np.float32]:
-        """As :meth:`baton.client.Client.embed`; cancelling the task cancels the requests."""
+        """Like :meth:`baton.client.Client.embed`. Cancelling the task cancels the requests."""
         began, model = time.monotonic(), await self._model()
         specs = await asyncio.to_thread(embed_specs, texts, options, model)
         job = Embedding(specs, model.card.embedding_size, began)
@@ -194,24 +194,28 @@ class AsyncClient:
     # ------------------------------------------------------------------ questions
 
     async def describe(self) -> Description:
-        """The served model's card and text files, fetched from the router."""
+        """Fetch the served model's card and text files from the router."""
         answer = await self._ask(Describe(files=DESCRIBED_FILES), Described, self._timeout)
         return described(answer)
 
     async def status(self, *, handoffs: int = 16, timeout: float | None = None) -> dict[str, Any]:
-        """The cluster's state: workers and the last ``handoffs`` handoffs."""
+        """Fetch the cluster's state: workers and the last ``handoffs`` handoffs."""
         report = await self._ask(status_question(handoffs), StatusReport, timeout)
         state: dict[str, Any] = json.loads(report.report)
         return state
 
     async def drain(self, worker: str, *, force: bool = False, timeout: float | None = None) -> str:
-        """Let a worker finish what it has and take nothing new; returns how that stands."""
+        """Drain a worker: it finishes its requests and accepts no new request.
+
+        Returns the router's description of the drain. Raises InputError for the last ready worker
+        of a role, unless ``force``.
+        """
         return (await self._ask(drain_question(worker, force), Drained, timeout)).message
 
     # ------------------------------------------------------------------ end
 
     async def close(self) -> None:
-        """Cancel what still runs and disconnect."""
+        """Cancel all running requests and disconnect."""
         self._closed = True
         self._models.close()
         if self._connection is not None and self._loop is not None:
@@ -308,7 +312,7 @@ class AsyncClient:
         return await asyncio.to_thread(render)
 
     async def _model(self) -> ServedModel:
-        """What is served, asked again after every reconnection."""
+        """Return the served model. Confirm it with the router after each reconnection."""
         failures = self._models.failures
         async with self._models_lock:
             with self._models.attempt(failures):
@@ -328,7 +332,7 @@ class AsyncClient:
         future: asyncio.Future[Message | BatonError] = asyncio.get_running_loop().create_future()
 
         def settle(answer: Message | BatonError) -> None:
-            if not future.done():  # its waiter may have been cancelled
+            if not future.done():  # the awaiting task may have been cancelled
                 future.set_result(answer)
 
         seconds = question_timeout(timeout, self._timeout)
@@ -342,20 +346,24 @@ class AsyncClient:
 
 
 class _Mailbox:
-    """One request's news, for one reader; apart from its reader, so that dropping that shows."""
+    """Events of one request, for one reader.
+
+    The connection holds the mailbox and not its reader, an :class:`AsyncGeneration`. So a reader
+    without other references is deleted, which cancels the request.
+    """
 
     def __init__(self) -> None:
         self._news: deque[NewTokens | Ended] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, news: NewTokens | Ended) -> None:
-        """Add news and wake the reader."""
+        """Add an event and wake the reader."""
         self._news.append(news)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def get(self) -> NewTokens | Ended:
-        """Wait for the next news."""
+        """Wait for the next event."""
         while not self._news:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -363,7 +371,7 @@ class _Mailbox:
 
 
 def _name(prompt: object, options: RequestOptions) -> str:
-    """The request's id: the given one, the context's own, or a random one."""
+    """Return the request id: from the options, from the context, or random."""
     own = prompt.request_id if isinstance(prompt, TextContext) else RequestID()
     return options.get("request_id") or str(own)
 
@@ -377,13 +385,16 @@ async def _begin(
 
 
 def _retrieve(task: asyncio.Task[Assembler]) -> None:
-    """Nobody may ever ask a dropped generation why it could not start."""
+    """Mark the task's exception as retrieved, or asyncio logs it for a deleted generation."""
     if not task.cancelled():
         task.exception()
 
 
 class AsyncGeneration:
-    """Async iterator over the outputs of one request; :meth:`aclose`, or dropping it, cancels."""
+    """Async iterator over the outputs of one request.
+
+    :meth:`aclose`, or deleting the iterator, cancels the request.
+    """
 
     def __init__(
         self,
@@ -419,7 +430,7 @@ class AsyncGeneration:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """Cancel the request if it still runs; nothing more is yielded."""
+        """Cancel the request if it still runs. The iterator then stops."""
         self._cancel()
 
     async def __aenter__(self) -> Self:
@@ -437,14 +448,14 @@ class AsyncGeneration:
         if getattr(self, "_done", True) or self._event_loop.is_closed():
             return
         self._done = True
-        # Perhaps on another thread, and certainly without this object.
+        # The garbage collector may run on another thread. The callback must not use `self`.
         self._event_loop.call_soon_threadsafe(
             _end, self._starting, self._connection, self.request_id, self._sink
         )
 
     async def _started(self) -> Assembler:
         try:
-            # Shielded: a reader that gives up waiting has not given up the request.
+            # Shielded: cancelling the wait for an output must not cancel the request.
             return await asyncio.shield(self._starting)
         except BatonError:
             self._done = True

@@ -1,7 +1,7 @@
-"""The client's core on a loop: one connection to a router at a time, and who hears of what.
+"""The client's core on an event loop, with one connection to a router at a time.
 
-Lives on its loop's thread; the two clients differ only in how they reach that thread. A sink
-is called with each NewTokens and at last the Ended of its request.
+All methods run on the loop's thread. The two clients differ only in how they call into that
+thread. A request's sink is called with each NewTokens and finally with the request's Ended.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from .routers import router_addresses
 from .window import Sink, Window, overdue_end
 
 _LOOK_S = 2.0
-"""How long a router that is looked for may take to answer."""
-# While the user's event loop is busy for long, nobody reads and heartbeats go unheard.
+"""Seconds for a router to answer a :class:`Look`."""
+# Long heartbeat timeout: while the user's event loop is busy, no heartbeat is read.
 _PATIENT = ChannelOptions(
     max_frame_bytes=MAX_DESCRIBED_BYTES, heartbeat_s=1.0, heartbeat_timeout_s=5.0
 )
@@ -58,10 +58,10 @@ AnswerSink = Callable[[Message | BatonError], object]
 
 
 class Connection:
-    """One client's connection, to one of the routers at ``addresses``.
+    """One client's connection to one of the routers at ``addresses``.
 
-    Clients begin at different routers, so that the load spreads over them: which is drawn once,
-    and the others follow in their order. Raises ConfigError for an address that is none.
+    The first router is drawn at random, to spread the clients over the routers; the others follow
+    in their order. Raises ConfigError for an invalid address.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Connection:
         self._loop = loop
         self._keys = keys
         routers = router_addresses(addresses)
-        first = random.randrange(len(routers))  # noqa: S311 -- spreads load, hides nothing
+        first = random.randrange(len(routers))  # noqa: S311 -- for load balancing, not for security
         self._core = ClientCore(
             *routers[first:],
             *routers[:first],
@@ -89,7 +89,7 @@ class Connection:
         )
         self._outbox: Outbox[None] = Outbox(self._send)
         self._sinks: dict[str, Sink] = {}
-        self._windows: dict[str, Window] = {}  # of requests that have one, until they end
+        self._windows: dict[str, Window] = {}  # by request id, until the request ends
         self._asked: dict[int, AnswerSink] = {}
         self._tickets = 0
         self._timer: Timer | None = None
@@ -104,10 +104,10 @@ class Connection:
             raise
         loop.on_turn_end(self._outbox.flush)
 
-    # ------------------------------------------------------------------ what users want
+    # ------------------------------------------------------------------ calls of the user
 
     def start(self, spec: RequestSpec, sink: Sink, window: Window | None = None) -> None:
-        """Begin a request, once there is room in its ``window``; ``sink`` hears of it."""
+        """Start a request as soon as its ``window`` has room. ``sink`` receives its events."""
         if window is None or self._closed:
             self._start(spec, sink)
             return
@@ -125,7 +125,10 @@ class Connection:
                 sink(overdue)
 
     def _leave_window(self, request_id: str) -> None:
-        """Another request of its window may start; later, for this may be a sink's call."""
+        """Remove a request from its window, and let another request of the window start.
+
+        The other request starts in a later turn of the loop, because a sink may be running now.
+        """
         window = self._windows.pop(request_id, None)
         if window is not None:
             window.leave(request_id)
@@ -136,7 +139,8 @@ class Connection:
             sink(_closed_end(spec.request_id))
             return
         if spec.request_id in self._sinks:
-            # The core refuses it; the running one's sink must not hear that.
+            # The core rejects the duplicate id. Report that to the new sink only: the running
+            # request with the same id continues.
             for action in self._core.handle(Start(spec), self._loop.now()):
                 if isinstance(action, Ended):
                     self._leave_window(spec.request_id)
@@ -146,7 +150,7 @@ class Connection:
         self._handle(Start(spec))
 
     def stop(self, request_id: str, sink: Sink, *, report: bool = False) -> None:
-        """End a request that ``sink`` belongs to; without ``report`` it hears no more."""
+        """Cancel the request of ``sink``. Without ``report``, ``sink`` is not called again."""
         if self._sinks.get(request_id) is not sink:
             window = self._windows.get(request_id)
             if window is not None and window.waits(request_id, sink):
@@ -158,7 +162,7 @@ class Connection:
         self._handle(Stop(request_id, report))
 
     def ask(self, message: Message, timeout: float, sink: AnswerSink) -> None:
-        """Put a question; ``sink`` hears the answer or the error."""
+        """Send a query to the router. ``sink`` receives the answer or the error."""
         if self._closed:
             sink(ConnectionLost("the client is closed"))
             return
@@ -167,11 +171,11 @@ class Connection:
         self._handle(Ask(self._tickets, message, timeout))
 
     def close(self) -> None:
-        """End everything; the router cancels what still runs."""
+        """Disconnect. The router cancels the running requests; their sinks receive an error."""
         if self._closed:
             return
         self._closed = True
-        self._outbox.drop(None)  # a flush is still to come
+        self._outbox.drop(None)  # the loop will still call flush
         self._channel.close()
         self._stop_looking()
         self._context.destroy(linger=0)
@@ -188,10 +192,10 @@ class Connection:
     # ------------------------------------------------------------------ core and socket
 
     def _connect(self, address: str) -> DealerChannel:
-        """Each time under another identity.
+        """Open a connection with a new identity.
 
-        A router that paused has not noticed yet that the old connection is gone, and would
-        never read a second one of the same name.
+        With the old identity, a router that was paused would ignore the new connection: to that
+        router the old connection is still open, and ZeroMQ accepts an identity only once.
         """
         identity = new_identity()
         channel = self._dial(address, identity)
@@ -206,7 +210,7 @@ class Connection:
 
     def _dial(self, address: str, identity: bytes) -> DealerChannel:
         keys = keys_for(self._keys, address, ROUTER)
-        # Why no handshake succeeds is in the error that the caller gets, and not logged beside it.
+        # warns=False: the caller's error contains the reason of a failed handshake.
         return DealerChannel(
             self._context, address, identity, keys=keys, options=_PATIENT, warns=False
         )
@@ -218,7 +222,7 @@ class Connection:
         self._channel = self._connect(address)
 
     def _look_for(self, address: str) -> None:
-        """Whether a router serves there: an answer counts, not a connection."""
+        """Ping a router on a second connection. Only an answer counts, not the connection."""
         self._stop_looking()
         channel = self._look = self._dial(address, new_identity())
 
@@ -232,7 +236,7 @@ class Connection:
         self._loop.call_later(_LOOK_S, lambda: self._stop_looking(channel))
 
     def _stop_looking(self, channel: DealerChannel | None = None) -> None:
-        """End the look, or only the one over ``channel``."""
+        """Stop the current look, or stop it only if it uses ``channel``."""
         look = self._look
         if look is not None and channel in (None, look):
             self._look = None
@@ -261,7 +265,7 @@ class Connection:
         self._loop.turn_soon()
 
     def _arm(self) -> None:
-        """Tick as often as the core needs it now; a slow timer gives way to a faster one."""
+        """Schedule the next tick. Replace a pending timer if the core now needs faster ticks."""
         every = self._core.tick_s
         if self._closed or every is None:
             return

@@ -1,10 +1,12 @@
 """The client's decisions: ``handle(event, now) -> list[Action]``, without I/O or clock.
 
-Invariants: every started request gets exactly one Ended, unless the user stopped it without
-wanting to hear of it; its tokens are told once and in order; what is not answered is said
-again until it is, its deadline passes, or the router stays silent too long.
+Invariants:
 
-It knows nothing of text.
+- Every started request gets exactly one Ended, unless the user stopped it without ``report``.
+- A request's tokens are delivered once and in order.
+- An unanswered message is repeated until the answer, the deadline, or a timeout of the router.
+
+The core handles token ids only, no text.
 """
 
 from __future__ import annotations
@@ -61,13 +63,13 @@ from .stream import DEADLINE_GRACE_S, State, Stream
 
 PING_S = 1.0
 SILENCE_S = 3.0
-"""Without a word for so long, a standing connection counts as dead."""
+"""Seconds without a message after which an open connection counts as dead."""
 SUSPENDED_S = 2.0
-"""A tick this late means that the process itself was stopped, not that the router was silent."""
+"""Delay of a tick that means this process was suspended, so that the router was not silent."""
 SOON_S = 0.5
-"""How much sooner a ping, and a suspension of our own, counts where another router can be asked."""
+"""Replaces ``PING_S`` and ``SUSPENDED_S`` if the client has several routers."""
 SILENCE_THEN_S = 1.5
-"""The silence after which another router is asked."""
+"""Replaces ``SILENCE_S`` if the client has several routers: then it moves to the next router."""
 TICK_S = 0.05
 IDLE_TICK_S = 1.0
 
@@ -75,10 +77,10 @@ IDLE_TICK_S = 1.0
 class ClientCore:
     """State machine of one client.
 
-    ``addresses``: its routers; it is at one at a time, and begins with the first.
-    ``connect_timeout``: how long a new request waits for routers that do not answer;
-    ``reconnect_timeout``: the same for a running one, and how long any request may lack its
-    Submitted although the router answers.
+    ``addresses``: the routers, used one at a time, first the first. ``connect_timeout``: seconds
+    that a new request waits for routers that do not answer. ``reconnect_timeout``: the same for a
+    running request. The longer of the two also limits the wait for a request's Submitted while
+    the router answers other messages.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class ClientCore:
         self._accept_timeout = max(connect_timeout, reconnect_timeout)
         self._streams: dict[str, Stream] = {}
         self._by_key: dict[bytes, Stream] = {}
-        self._started = 0  # requests; each gets its number
+        self._started = 0  # number of started requests, the serial of the latest
         self._questions = Questions(self._routers.shown)
         self._out: list[Action] = []
         self._identity = b""
@@ -99,34 +101,34 @@ class ClientCore:
         self._quiet_since = 0.0  # last message, connection or start of activity
         self._ping_at = 0.0
         self._pinged_at = 0.0
-        self._pings = 0  # so many were sent; the last one's nonce
+        self._pings = 0  # number of pings sent, the nonce of the latest
         self._ticked = 0.0
         self._hint = ""  # why the last handshake failed
 
     @property
     def active(self) -> bool:
-        """Whether anything is waited for."""
+        """Whether any request or query is unfinished."""
         return bool(self._streams) or len(self._questions) > 0
 
     @property
     def tick_s(self) -> float | None:
-        """How often a Tick is needed now, in seconds; None for never."""
+        """Seconds between the Ticks that the core needs now; None: no Ticks."""
         if self.active:
             return TICK_S
         return IDLE_TICK_S if self._connected and self._routers.away else None
 
     @property
     def router(self) -> str:
-        """The address of the router that is connected or tried."""
+        """The address of the router that the client is connected or connecting to."""
         return self._routers.current
 
     @property
     def unfinished(self) -> int:
-        """Requests without an end."""
+        """Number of requests that have not ended."""
         return len(self._streams)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take one event; the actions are to be performed in order."""
+        """Handle one event. Returns actions for the caller to perform in order."""
         self._handlers[type(event)](self, event, now)
         actions, self._out = self._out, []
         return actions
@@ -164,7 +166,7 @@ class ClientCore:
         self._send_questions(now)
 
     def _wake(self, now: float) -> None:
-        """From idle, when nobody listened for silence."""
+        """Reset the silence timers if the client was idle, because they did not run."""
         if not self.active:
             self._quiet_since = self._ticked = now
             self._ping_at = now + self._ping_s
@@ -192,7 +194,7 @@ class ClientCore:
         self._move(now)
 
     def _move(self, now: float) -> None:
-        """Ask another router, or the only one once more; streams go on from where they are."""
+        """Connect to the next router, or again to the only router. Requests continue there."""
         self._connected = False
         self._out.append(Reconnect(self._routers.move(now)))
 
@@ -202,7 +204,7 @@ class ClientCore:
             self._maybe_go_home(now)
 
     def _maybe_go_home(self, now: float) -> None:
-        """Only when nothing runs: a stream is nowhere better than where it is."""
+        """Return to the home router if nothing runs. Moving a running request gains nothing."""
         if self._routers.home_is_back and not self.active:
             self._connected = False
             self._out.append(Reconnect(self._routers.go_home(now)))
@@ -212,7 +214,7 @@ class ClientCore:
             self._mismatch(event.error, now)
 
     def _mismatch(self, error: VersionMismatch, now: float) -> None:
-        """The router speaks another version: in a rolling update another one may not."""
+        """Try another router: during a rolling update, versions differ. Else fail all requests."""
         if not self._connected:
             return
         if self._routers.refuse():
@@ -221,7 +223,7 @@ class ClientCore:
             self._move(now)
 
     def _refused(self, event: Refused, now: float) -> None:
-        """Another router may know our key; where none does, waiting helps nobody."""
+        """Try another router, which may allow the client's key. Else fail all requests."""
         self._questions.hint = self._hint = f" ({event.error})"
         if not event.final or self._connected:
             return
@@ -260,11 +262,11 @@ class ClientCore:
         stream = self._by_key.get(message.request)
         stream = stream or self._named(message.request_id, message.request)
         if stream is None:
-            # Our FinalAck for it was lost: without another the router repeats this for ever.
+            # The client's FinalAck was lost. Without another, the router repeats the Terminal.
             self._acknowledge(message)
             return
         if self._closes(stream, message):
-            if self._connected:  # else others of the same envelope were turned away as well
+            if self._connected:  # else another Terminal of the same envelope caused the move
                 self._move(now)
             return
         stream.terminal = message
@@ -274,14 +276,17 @@ class ClientCore:
             self._say(stream, stream.resume(now))
 
     def _closes(self, stream: Stream, message: Terminal) -> bool:
-        """Whether the router refuses a request only because it ends; each may do so once."""
+        """Whether the router rejects a request only because the router is shutting down.
+
+        False after each router has done so once: the request then fails.
+        """
         if message.code != RouterClosing.code or stream.state is State.STOPPING:
             return False
         stream.turned_away += 1
         return stream.turned_away < self._routers.count
 
     def _moved(self, message: Moved, now: float) -> None:
-        """Another router took it up, for an older word of ours: we want it from this one."""
+        """Resume the request here: another router took it over because of a delayed message."""
         stream = self._by_key.get(message.request)
         if stream is not None:
             self._say(stream, stream.resume(now))
@@ -297,9 +302,10 @@ class ClientCore:
             self._rejected_unnamed(error)
 
     def _rejected_unnamed(self, error: BatonError) -> None:
-        """Something of ours cannot be read there: repeating it would help nobody.
+        """Fail the messages that the router may have been unable to decode.
 
-        It may be any request without an answer; if there is none, it is a question.
+        Repeating such a message would not help. The rejection names no request, so it may concern
+        any unanswered request. If all requests are answered, it concerns the oldest query.
         """
         waiting = [stream for stream in self._streams.values() if stream.unanswered]
         for stream in waiting:
@@ -317,15 +323,15 @@ class ClientCore:
         self._out.append(Send(Pong(nonce=message.nonce)))
 
     def _pong(self, message: Pong, now: float) -> None:
-        """The router is there, and has had all that was said before the last ping."""
+        """Repeat unanswered messages that were sent before the last ping, because they are lost."""
         if self._pings and message.nonce == self._pings:
             for stream in list(self._streams.values()):
                 self._say(stream, stream.unheard(self._pinged_at, now))
 
     def _named(self, request_id: str, key: bytes) -> Stream | None:
-        """The stream of this name, unless ``key`` is that of an ended request that had it too.
+        """Find a request by its id, unless ``key`` belongs to an earlier request with that id.
 
-        A router that knows no serials derives its key without one.
+        A router without support for serials derives the key without a serial.
         """
         stream = self._streams.get(request_id)
         if stream is None or key in (b"", stream.key, request_key(self._identity, request_id)):
@@ -335,7 +341,7 @@ class ClientCore:
     # ------------------------------------------------------------------ ends
 
     def _end_if_complete(self, stream: Stream) -> bool:
-        """End it when its terminal and all its tokens are there; a failure needs no tokens."""
+        """End the request if its Terminal and all its tokens arrived, or if it failed."""
         terminal = stream.terminal
         if terminal is None:
             return False
@@ -350,7 +356,7 @@ class ClientCore:
         return True
 
     def _stopped(self, stream: Stream, *, report: bool) -> None:
-        """The user stopped it, and the router knows or will not hear of it."""
+        """Finish a cancelled request, after the router confirmed or when it cannot be reached."""
         if report:
             self._end(stream, status="cancelled")
         else:
@@ -429,13 +435,13 @@ class ClientCore:
         return now - max(self._heard_at, stream.started) > limit
 
     def _unanswered_too_long(self, stream: Stream, now: float) -> bool:
-        """Whether the router answers, but not this request: its answer is due at once."""
+        """Whether the router, which answers other messages, leaves this request unanswered."""
         return stream.unanswered and now - stream.asked_at > self._accept_timeout
 
     def _unreachable(self, stream: Stream) -> ConnectionLost:
         if stream.secret:
             return ConnectionLost(
-                f"the router at {self._routers.shown} has been silent for"
+                f"no message from the router at {self._routers.shown} for"
                 f" {self._reconnect_timeout:g} s (reconnect_timeout){self._hint}"
             )
         return ConnectionLost(
@@ -471,7 +477,7 @@ class ClientCore:
         if message is None:
             return
         if not stream.secret:
-            # The router derives the same key, so tokens find us even before Submitted.
+            # The router derives the same key, so tokens can be matched even before Submitted.
             self._by_key.pop(stream.key, None)
             stream.key = request_key(self._identity, stream.spec.request_id, stream.serial)
             self._by_key[stream.key] = stream

@@ -1,9 +1,9 @@
-"""Many texts to vectors: a window of requests in flight, their vectors in the texts' order.
+"""Embeddings of many texts: a window of running requests, results in the order of the texts.
 
-Invariant: at most :data:`WINDOW` requests are in flight; the first that fails ends the call,
-and those still running are cancelled. A deadline is the call's: a request that is started later
-has less time left. Knows no clock, no thread and no event loop: the two clients feed it ends and
-start what it hands out.
+Invariant: at most :data:`WINDOW` requests run. The first failure ends the call and cancels the
+running requests. A deadline applies to the whole call, so a request that starts later has less
+time. This module uses no clock, thread or event loop. The clients start the requests that it
+returns, and pass the ends of the requests to it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from .options import RequestOptions, check_options
 
 F32 = npt.NDArray[np.float32]
 WINDOW = 256
-"""Requests in flight; more would only wait in the cluster instead of here."""
+"""Maximum running requests of a call; more would only wait in the cluster instead of here."""
 _OPTIONS = frozenset({"target_endpoint", "deadline", "pool", "pin", "fallback"})
 
 
 def embed_specs(
     texts: Sequence[TokensOrText], options: RequestOptions, model: ServedModel
 ) -> list[RequestSpec]:
-    """Requests for all texts (or token ids). Raises InputError for what cannot be embedded."""
+    """Make one request per text or token list. Raises InputError, TaskMismatch."""
     options = check_options(options, _OPTIONS)
     if isinstance(texts, str) or not isinstance(texts, Iterable):
         what = "one text" if isinstance(texts, str) else type(texts).__name__
         raise InputError(f"embed takes a list of texts, not {what}")
     if model.card.task != "embed":
         raise TaskMismatch(
-            f"{model.card.name!r} is a text model; embeddings need an embedding model"
+            f"{model.card.name!r} is a generation model; embeddings need an embedding model"
         )
     return [_spec(text, options, model) for text in texts]
 
@@ -49,9 +49,10 @@ def _spec(text: TokensOrText, options: RequestOptions, model: ServedModel) -> Re
 
 
 class Embedding:
-    """One call of ``embed``: what to start, and what has arrived.
+    """One call of ``embed``: its requests and the embeddings received so far.
 
-    ``size``: of a vector. ``began``: moment of the call, in seconds of the caller's clock.
+    ``size``: dimension of an embedding. ``began``: time of the call, in seconds of the caller's
+    clock.
     """
 
     def __init__(self, specs: Sequence[RequestSpec], size: int, began: float = 0.0) -> None:
@@ -64,11 +65,11 @@ class Embedding:
 
     @property
     def done(self) -> bool:
-        """Whether all vectors are here."""
+        """Whether all embeddings have arrived."""
         return not self._left
 
     def start(self, now: float = 0.0) -> list[RequestSpec]:
-        """Requests to start now. Raises DeadlineExceeded when the call's time is over."""
+        """Return the requests to start now. Raises DeadlineExceeded after the call's deadline."""
         started = []
         while len(self.running) < WINDOW:
             spec = next(self._waiting, None)
@@ -90,17 +91,19 @@ class Embedding:
         return replace(spec, deadline=left)
 
     def take(self, ended: Ended) -> None:
-        """One has ended. Raises its error."""
+        """Store the embedding of an ended request. Raises the error of a failed request."""
         self.running.discard(ended.request_id)
         if ended.error is not None:
             raise ended.error
         vector = ended.embedding
         if vector is None or vector.shape != self._vectors.shape[1:]:
-            raise InternalError(f"the router ended a request with {ended.status!r} and no vector")
+            raise InternalError(
+                f"the router ended a request with {ended.status!r} and no embedding"
+            )
         self._vectors[self._rows[ended.request_id]] = vector
         self._left -= 1
 
     @property
     def vectors(self) -> F32:
-        """All vectors, float32 ``[n, dim]``, in the texts' order."""
+        """All embeddings, float32 ``[n, dim]``, in the order of the texts."""
         return self._vectors

@@ -1,4 +1,4 @@
-"""What the client's core is told, and what it asks its shell to do. Pure data."""
+"""Events that the client's core handles, and actions that it returns. Pure data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..proto.wire import WireContext
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestSpec:
-    """One request as the user asked for it; ``deadline`` in seconds from its start."""
+    """The user's parameters of one request. ``deadline``: seconds from the request's start."""
 
     request_id: str
     context: WireContext
@@ -30,14 +30,14 @@ class RequestSpec:
 
 @dataclass(slots=True, frozen=True)
 class Start:
-    """Begin a request."""
+    """Start a request."""
 
     spec: RequestSpec
 
 
 @dataclass(slots=True, frozen=True)
 class Stop:
-    """End a request early. ``report``: its end is still waited for and told."""
+    """Cancel a request. ``report``: still wait for its end and return an Ended."""
 
     request_id: str
     report: bool = False
@@ -45,7 +45,7 @@ class Stop:
 
 @dataclass(slots=True, frozen=True)
 class Ask:
-    """Send a question and wait up to ``timeout`` seconds; ``ticket`` names it."""
+    """Send a query and wait up to ``timeout`` seconds. ``ticket``: id of the query."""
 
     ticket: int
     message: Message
@@ -54,33 +54,33 @@ class Ask:
 
 @dataclass(slots=True, frozen=True)
 class Connected:
-    """The connection stands; ``identity`` is ours on it."""
+    """The connection is open. ``identity``: the client's routing id on this connection."""
 
     identity: bytes
 
 
 @dataclass(slots=True, frozen=True)
 class Disconnected:
-    """The connection broke; a Reconnect says where the next one goes."""
+    """The connection broke. The core answers with a Reconnect."""
 
 
 @dataclass(slots=True, frozen=True)
 class Reached:
-    """The router that a Look was for is there."""
+    """The router of a Look answered."""
 
     address: str
 
 
 @dataclass(slots=True, frozen=True)
 class Received:
-    """The router said something."""
+    """A message of the router arrived."""
 
     message: Message
 
 
 @dataclass(slots=True, frozen=True)
 class Malformed:
-    """The router sent bytes that are no message of this protocol version."""
+    """The router sent bytes that are not a message of this protocol version."""
 
     error: BatonError
 
@@ -92,7 +92,7 @@ class Tick:
 
 @dataclass(slots=True, frozen=True)
 class Refused:
-    """A handshake failed; ``final`` where the router said that our key is not let in."""
+    """A handshake failed. ``final``: the router does not allow the client's key."""
 
     error: BatonError
     final: bool
@@ -108,14 +108,14 @@ Event = (
 
 @dataclass(slots=True, frozen=True)
 class Send:
-    """Send to the router; lost when there is no connection, since all is repeated."""
+    """Send to the router. Without a connection, drop the message: the core repeats messages."""
 
     message: Message
 
 
 @dataclass(slots=True, frozen=True)
 class NewTokens:
-    """The next tokens of a request, each once and in order; ``position`` of the first."""
+    """The next tokens of a request, each once and in order. ``position``: of the first token."""
 
     request_id: str
     position: int
@@ -125,9 +125,9 @@ class NewTokens:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Ended:
-    """The one end of a request: a status when it finished, an error when it failed.
+    """The end of a request, with a status if the request finished, or an error if it failed.
 
-    ``embedding``: float32 ``[dim]``, of a request to embed.
+    ``embedding``: float32 ``[dim]``, only for an embedding request.
     """
 
     request_id: str
@@ -142,7 +142,7 @@ class Ended:
 
 @dataclass(slots=True, frozen=True)
 class Answered:
-    """A question's answer, or why there is none."""
+    """The answer to a query, or the error that prevented an answer."""
 
     ticket: int
     answer: Message | BatonError
@@ -150,14 +150,14 @@ class Answered:
 
 @dataclass(slots=True, frozen=True)
 class Reconnect:
-    """Give up the connection there is and make one to this router."""
+    """Close the connection and connect to this router."""
 
     address: str
 
 
 @dataclass(slots=True, frozen=True)
 class Look:
-    """See whether this router is there, beside the connection: a Reached says that it is."""
+    """Ping this router on a second connection. An answer becomes a Reached event."""
 
     address: str
 

@@ -1,4 +1,4 @@
-"""One prompt or many in a call: which it is, and the parameters of each. Pure."""
+"""Calls with one prompt or with a list of prompts, and the parameters of each prompt. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Each = Sequence[Sampling]
 
 
 def prompts_of(prompt: Any) -> Sequence[Any] | None:
-    """The prompts of a list of prompts; None for one prompt."""
+    """Return a list of prompts, or None if ``prompt`` is a single prompt."""
     if not isinstance(prompt, list | tuple) or not prompt:
         return None
     several = isinstance(prompt[0], str | list | tuple | np.ndarray | TextContext)
@@ -29,7 +29,7 @@ def prompts_of(prompt: Any) -> Sequence[Any] | None:
 
 
 def chats_of(messages: Any) -> Sequence[Any] | None:
-    """The conversations of a list of conversations; None for one conversation."""
+    """Return a list of conversations, or None if ``messages`` is a single conversation."""
     if not isinstance(messages, list | tuple) or not messages:
         return None
     several = isinstance(messages[0], Sequence) and not isinstance(messages[0], str | Mapping)
@@ -37,7 +37,7 @@ def chats_of(messages: Any) -> Sequence[Any] | None:
 
 
 def sampling_of_one(sampling: Sampling | Each) -> Sampling:
-    """The parameters of the one prompt. Raises InputError for what is none."""
+    """Check the parameters of a single prompt. Raises InputError."""
     check_sampling(sampling)
     return sampling  # type: ignore[return-value]  # just checked
 
@@ -45,9 +45,10 @@ def sampling_of_one(sampling: Sampling | Each) -> Sampling:
 def sampling_of_each(
     count: int, sampling: Sampling | Each, options: RequestOptions
 ) -> list[Sampling]:
-    """Parameters for each of ``count`` prompts, from one for all or a list of as many.
+    """Return parameters for each of ``count`` prompts.
 
-    Where one for all does not give a seed, each prompt gets its own. Raises InputError.
+    ``sampling``: parameters for all prompts, or a list with ``count`` items. If parameters for
+    all prompts have no seed, each prompt gets a different seed. Raises InputError.
     """
     if options.get("request_id") is not None and count != 1:
         raise InputError(f"request_id names one request, but the call has {count} prompts")
@@ -67,7 +68,7 @@ def _reseeded(sampling: Sampling) -> Sampling:
 
 
 def refuse_same_ids(names: Sequence[str]) -> None:
-    """InputError if two contexts of one call have the same request id."""
+    """Raise InputError if two prompts of a call have the same request id."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -77,7 +78,7 @@ def refuse_same_ids(names: Sequence[str]) -> None:
 
 @contextmanager
 def at_prompt(index: int) -> Iterator[None]:
-    """Name the prompt in the errors of the body."""
+    """Add the index of the prompt to errors that the body raises."""
     try:
         yield
     except BatonError as error:

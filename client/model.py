@@ -1,7 +1,6 @@
-"""What the cluster serves, as Describe tells it, and turning prompts into contexts for it.
+"""The served model as the router describes it, and requests made from prompts for that model.
 
-Everything comes over the socket: the client never assumes a file system shared with the
-cluster.
+All files of the model come over the socket, because client and cluster may share no file system.
 """
 
 from __future__ import annotations
@@ -52,7 +51,11 @@ DESCRIBED_FILES: list[str] = list(TOKENIZER_FILES)
 
 @dataclass(slots=True, frozen=True)
 class Description:
-    """The served model: its card, the cluster's name for its folder, its text files."""
+    """The served model.
+
+    ``card``: facts of the model. ``folder``: the model's folder on the cluster. ``files``: its
+    text files by name. ``available``: names of files that the router can send.
+    """
 
     card: ModelCard
     folder: str
@@ -61,7 +64,7 @@ class Description:
 
 
 class ServedModel:
-    """A description and what is made from it when first needed."""
+    """A model's description, its generation defaults, and its tokenizer, loaded on first use."""
 
     def __init__(self, description: Description) -> None:
         self.description = description
@@ -71,20 +74,20 @@ class ServedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises CheckpointError when the model has no tokenizer files."""
+        """The model's tokenizer. Raises CheckpointError if the model has no tokenizer files."""
         if self._tokenizer is None:
             origin = self.description.folder or self.card.name
             self._tokenizer = Tokenizer.from_files(self.description.files, origin=origin)
         return self._tokenizer
 
     def close(self) -> None:
-        """End the process that renders chat templates, if one runs."""
+        """Stop the process that renders chat templates, if it runs."""
         if self._tokenizer is not None:
             self._tokenizer.close()
 
 
 class ModelCache:
-    """The model a client knows, good for one connection: behind the next may be another."""
+    """The model last fetched. After a reconnection, the cluster may serve another model."""
 
     def __init__(self) -> None:
         self._model: ServedModel | None = None
@@ -94,10 +97,10 @@ class ModelCache:
 
     @contextmanager
     def attempt(self, failures: int) -> Iterator[None]:
-        """Fetch in the body, in one call at a time.
+        """Guard a fetch in the body. Callers hold a lock, so that one call fetches at a time.
 
-        Raises the failure of the call that was waited for: each would wait as long in vain.
-        ``failures``: how many there were when this call began to wait.
+        ``failures``: value of :attr:`failures` before this call waited for the lock. Raises the
+        error of a fetch that failed during that wait: another fetch would wait as long and fail.
         """
         failure = self._failure
         if failures != self.failures and failure is not None:
@@ -110,11 +113,11 @@ class ModelCache:
             raise
 
     def fresh(self, connections: int) -> ServedModel | None:
-        """The model, if it was fetched over the connection that stands."""
+        """Return the model if it was fetched or confirmed over the current connection."""
         return self._model if connections == self._connections else None
 
     def confirm(self, answer: Described, connections: int) -> ServedModel | None:
-        """The model known from an earlier connection, if it is still the same."""
+        """Return the model of an earlier connection if ``answer`` describes the same model."""
         model = self._model
         if model is None or answer.model != model.card:
             return None
@@ -124,29 +127,29 @@ class ModelCache:
         return model
 
     def store(self, description: Description, connections: int) -> ServedModel:
-        """Remember what was fetched."""
+        """Store a fetched model and return it."""
         self.close()
         self._model = ServedModel(description)
         self._connections = connections
         return self._model
 
     def close(self) -> None:
-        """Forget it."""
+        """Remove the model from the cache."""
         if self._model is not None:
             self._model.close()
         self._model = None
 
 
 def described(answer: Described) -> Description:
-    """A complete answer as the user sees it."""
+    """Convert a router's answer to a Description. Raises InternalError if the model is missing."""
     if answer.model is None:
-        raise InternalError("a description without a model")
+        raise InternalError("the router's description has no model")
     return Description(answer.model, answer.folder, answer.files, answer.available)
 
 
 @dataclass(slots=True, frozen=True)
 class Prepared:
-    """A request ready to start, and who turns its tokens into outputs."""
+    """A request ready to start, and the assembler that turns its tokens into outputs."""
 
     spec: RequestSpec
     assembler: Assembler
@@ -155,9 +158,9 @@ class Prepared:
 def prepare(
     prompt: TokensOrText, sampling: Sampling, options: RequestOptions, model: ServedModel
 ) -> Prepared:
-    """Make a request of text or token ids. Raises InputError for what cannot be served.
+    """Make a request from text or token ids. Raises InputError for an invalid prompt.
 
-    ``options``, here and below: as :func:`check_options` returns them.
+    ``options``, here and below: the result of :func:`check_options`.
     """
     if isinstance(prompt, str):
         return prepare_text(encode(prompt, model), sampling, options, model)
@@ -165,7 +168,7 @@ def prepare(
 
 
 def encode(text: str, model: ServedModel, *, add_special_tokens: bool = True) -> Int32:
-    """Token ids of a text; InputError for one that is longer than the model can be served."""
+    """Encode a text to token ids. Raises InputError if it exceeds the maximum context length."""
     return model.tokenizer.encode(
         text, add_special_tokens=add_special_tokens, max_tokens=model.card.max_length
     )
@@ -174,7 +177,7 @@ def encode(text: str, model: ServedModel, *, add_special_tokens: bool = True) ->
 def encode_chat(
     messages: Sequence[Mapping[str, Any]], model: ServedModel, variables: Mapping[str, Any]
 ) -> Int32:
-    """Token ids of a conversation as the model's template renders it."""
+    """Render a conversation with the model's chat template, and encode it to token ids."""
     prompt = model.tokenizer.render_chat(messages, **variables)
     return encode(prompt, model, add_special_tokens=False)
 
@@ -182,14 +185,16 @@ def encode_chat(
 def prepare_text(
     tokens: npt.NDArray[np.int32], sampling: Sampling, options: RequestOptions, model: ServedModel
 ) -> Prepared:
-    """Make a request whose answer is wanted as text."""
+    """Make a request whose outputs contain text."""
     return _prepare(tokens, sampling, options, model, show_text=True)
 
 
 def prepare_context(context: TextContext, sampling: Sampling, options: RequestOptions) -> Prepared:
-    """Make a request of a context, which is complete: no default of the model is filled in."""
+    """Make a request from a context. The model's generation defaults are not applied to it."""
     if sampling is not None:
-        raise InputError("a context has its own sampling_params; give none beside it")
+        raise InputError(
+            "sampling_params cannot be combined with a context, which contains its own"
+        )
     context.sampling_params.check()
     wire = request_map(context)
     target = options.get("target_endpoint")
@@ -230,7 +235,7 @@ def _prepare(
 
 
 def make_spec(wire: WireContext, options: RequestOptions, name: str | None) -> RequestSpec:
-    """A request with a name of its own unless it has one."""
+    """Make a request from options. A request without ``name`` gets a random id."""
     spec = RequestSpec(
         request_id=str(RequestID()) if name is None else name,
         context=wire,
@@ -244,14 +249,14 @@ def make_spec(wire: WireContext, options: RequestOptions, name: str | None) -> R
 
 
 def _check_sendable(spec: RequestSpec) -> None:
-    """InputError for what no router could read; it would be repeated in vain.
+    """Raise InputError for a request that no router can decode: repeating it would not help.
 
-    Options and parameters were checked by field; a context of the user's own was not.
+    Options and parameters have been checked field by field, but a user's context has not.
     """
     message = Submit(request_id=spec.request_id, context=spec.context, pool=spec.pool)
     try:
         _router_decoder().decode(EnvelopeEncoder().encode([message]))
-    except Exception as error:  # whatever the user put in: huge numbers, foreign objects
+    except Exception as error:  # a user's context may contain huge numbers or foreign objects
         raise InputError(f"the request cannot be sent: {error}") from error
 
 
@@ -261,7 +266,7 @@ def _router_decoder() -> EnvelopeDecoder[Message]:
 
 
 def check_sampling(sampling: object) -> None:
-    """InputError for what is no set of sampling parameters."""
+    """Raise InputError unless ``sampling`` is None or a set of sampling parameters."""
     if sampling is None or isinstance(sampling, SamplingParams | SamplingParamsInput):
         return
     hint = "" if not isinstance(sampling, dict) else "; write SamplingParams(**values)"
@@ -278,7 +283,7 @@ def _params(sampling: Sampling, defaults: SamplingParamsGenerationConfigDefaults
 
 
 def ids_of(prompt: object) -> npt.NDArray[Any]:
-    """Token ids of a prompt that is no text, unchecked but for their being some."""
+    """Convert a prompt of token ids to an array. Raises InputError; does not check the ids."""
     if not isinstance(prompt, np.ndarray | Sequence) or isinstance(prompt, bytes | bytearray):
         kinds = "text, token ids, a TextContext, or a list of these"
         raise InputError(f"a prompt must be {kinds}, not {shown(prompt)}")
@@ -290,7 +295,7 @@ def ids_of(prompt: object) -> npt.NDArray[Any]:
 
 
 class _GenerationConfig(msgspec.Struct):
-    """What of generation_config.json concerns sampling; null means unsaid."""
+    """The sampling fields of generation_config.json; null means not given."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -309,11 +314,11 @@ def _generation_defaults(files: Mapping[str, bytes]) -> SamplingParamsGeneration
         config = msgspec.json.decode(text, type=_GenerationConfig, strict=False)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InputError(f"the model's generation_config.json cannot be read: {error}") from error
-    if config.top_k is not None:  # as the cluster reads the same file (docs/sampling.md)
+    if config.top_k is not None:  # the cluster clamps the same value (docs/sampling.md)
         config.top_k = min(config.top_k, MAX_TOP_K)
     return SamplingParamsGenerationConfigDefaults(**msgspec.structs.asdict(config))
 
 
 def new_identity() -> bytes:
-    """Routing id of one connection; fresh each time, since a router keeps an old one a while."""
+    """Make a new routing id for a connection. A router keeps a closed connection's id a while."""
     return b"client-" + uuid.uuid4().bytes

@@ -1,8 +1,8 @@
-"""Arguments of the client's calls, checked before anything is sent.
+"""Check the arguments of the client's calls before any message is sent.
 
-Invariant: what passes has the declared type and range, so that no message of the client is
-one a router cannot read. A refusal is an InputError that names the argument, what is accepted,
-and the value.
+Invariant: accepted arguments have the declared type and range, so that routers can decode every
+message of the client. The InputError for a wrong argument contains the argument's name, the
+accepted values, and the wrong value.
 """
 
 from __future__ import annotations
@@ -30,19 +30,22 @@ from ..proto.sampling import SamplingParams
 from ..proto.value_checks import Check, choice, flag, shown, text, unknown_name, whole
 
 LONGEST_WAIT_S = MAX_DEADLINE_S
-"""A day: what ``inf`` and everything above it means for a timeout or a deadline."""
+"""One day: maximum timeout and deadline in seconds. Larger values and ``inf`` are reduced to it."""
 _MAX_HANDOFFS = 1 << 31
 
 
 class RequestOptions(TypedDict, total=False):
     """Keyword arguments of ``generate`` and ``chat``.
 
-    ``target_endpoint``: address of the worker to use; ``pin="strict"`` forbids a replay
-    elsewhere, ``fallback=True`` lets the router choose when that worker cannot take it.
-    ``deadline``: seconds, at most a day. ``pool``: which workers. ``request_id``: default a
-    random one. ``log_probabilities``: of each token and that many most likely ones.
-    ``cache_salt``: prefix cache shared only with requests of the same salt. ``json_schema``:
-    JSON text or a mapping; the answer's text is an instance of it. None leaves an option out.
+    None stands for the default of an option.
+
+    ``target_endpoint``: address of the worker to use. ``pin="strict"``: never replay the request
+    on another worker. ``fallback=True``: let the router choose a worker if the target cannot
+    accept the request. ``deadline``: seconds, at most a day. ``pool``: name of the worker pool.
+    ``request_id``: default random. ``log_probabilities``: for each token, return its log
+    probability and those of this many most likely tokens. ``cache_salt``: share the prefix cache
+    only with requests of the same salt. ``json_schema``: JSON text or a mapping; constrains the
+    answer to this schema.
     """
 
     target_endpoint: str | None
@@ -67,7 +70,7 @@ def _target(name: str, value: Any) -> str:
 
 
 def _seconds(name: str, value: Any) -> float:
-    """Seconds of 0 or more; everything above a day is a day."""
+    """Check a duration in seconds, 0 or more. Reduce values above one day to one day."""
     seconds = _number(value)
     if not seconds >= 0:  # NaN as well
         raise InputError(f"{name} must be a number of seconds, 0 or more, not {shown(value)}")
@@ -75,7 +78,7 @@ def _seconds(name: str, value: Any) -> float:
 
 
 def _number(value: Any) -> float:
-    """The number as a float; NaN for what is no number."""
+    """Convert a number to float. Returns NaN for other types."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return math.nan
     try:
@@ -85,9 +88,9 @@ def _number(value: Any) -> float:
 
 
 def _deadline(name: str, value: Any) -> float:
-    """A deadline that is over already is no wrong value: it ends the request as such."""
+    """Check a deadline. Raises DeadlineExceeded, not InputError, for a deadline in the past."""
     if _number(value) <= 0:
-        raise DeadlineExceeded(f"the deadline of {_number(value):g} s is over already")
+        raise DeadlineExceeded(f"the deadline of {_number(value):g} s has already passed")
     return _seconds(name, value)
 
 
@@ -122,10 +125,9 @@ _SAMPLING = frozenset(item.name for item in fields(SamplingParams))
 def check_options(
     options: Mapping[str, Any], known: Iterable[str] = RequestOptions.__annotations__
 ) -> RequestOptions:
-    """Options with checked values of the declared types; what was None is left out.
+    """Check options and convert them to the declared types. Options that are None are left out.
 
-    Raises InputError for one that is unknown or wrong, DeadlineExceeded for a deadline that is
-    over.
+    Raises InputError for an unknown or wrong option, DeadlineExceeded for a deadline in the past.
     """
     names = set(known)
     checked: dict[str, Any] = {}
@@ -140,14 +142,14 @@ def check_options(
 def _unknown(name: str, known: set[str]) -> InputError:
     if name in _SAMPLING:
         return InputError(
-            f"{name} is no option of the call but a field of SamplingParams: "
-            f"give SamplingParams({name}=...) behind the prompt"
+            f"{name} is not an option of the call but a field of SamplingParams: "
+            f"give SamplingParams({name}=...) after the prompt"
         )
     return unknown_name("the call", name, known)
 
 
 def check_variables(variables: object) -> Mapping[str, Any]:
-    """Variables for a chat template. Raises InputError unless they are a mapping by name."""
+    """Check the variables of a chat template. Raises InputError unless they map names to values."""
     if variables is None:
         return {}
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
@@ -161,7 +163,7 @@ def check_variables(variables: object) -> Mapping[str, Any]:
 
 
 def check_timeouts(**seconds: object) -> list[float]:
-    """The timeouts in their order. ConfigError names one that is no number of seconds."""
+    """Check timeouts and return them in order. Raises ConfigError with the wrong timeout's name."""
     try:
         return [_seconds(name, value) for name, value in seconds.items()]
     except InputError as error:
@@ -169,7 +171,7 @@ def check_timeouts(**seconds: object) -> list[float]:
 
 
 def question_timeout(timeout: object, default: float) -> float:
-    """Seconds to wait for an answer. Raises InputError for what is no number of seconds."""
+    """Return the seconds to wait for an answer. Raises InputError."""
     return default if timeout is None else _seconds("timeout", timeout)
 
 
@@ -177,10 +179,10 @@ _handoffs = whole(0, _MAX_HANDOFFS - 1, f"a whole number, 0 to {_MAX_HANDOFFS - 
 
 
 def status_question(handoffs: object) -> Status:
-    """How the cluster is, with that many handoffs. Raises InputError for what is no count."""
+    """Make a query for the cluster's status and its last handoffs. Raises InputError."""
     return Status(handoffs=_handoffs("handoffs", handoffs))
 
 
 def drain_question(worker: object, force: object = False) -> Drain:
-    """The order to a worker by its id or endpoint. Raises InputError for what is no name."""
+    """Make an order to drain a worker, given by id or endpoint. Raises InputError."""
     return Drain(worker=text(0, MAX_NAME_CHARS)("worker", worker), force=flag("force", force))

@@ -1,7 +1,7 @@
-"""What a generation yields, made from the core's news; text is added here.
+"""Outputs of a generation, made from the core's events. Token ids become text here.
 
-Invariant: the texts of all outputs joined are the answer, without any stop string; no token
-follows the one that completed a stop string.
+Invariant: the joined texts of all outputs are the answer, without any stop string. No output
+contains a token after the token that completed a stop string.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .events import Ended, NewTokens
 class Output:
     """New tokens of one request.
 
-    ``tokens``: ids that were not yielded before. ``text``: their text, when the prompt was
-    text; it may lag behind the tokens by an unfinished character or stop string.
-    ``position``: absolute index of the first token (the prompt starts at 0).
-    ``log_probabilities``: one entry per token when asked for. ``final_status``: None until
-    the last output, which may have no tokens. On the last: ``prefill`` and ``decode`` name
-    the workers, ``cached_tokens`` counts prompt tokens that were not computed again.
+    ``tokens``: new token ids. ``text``: their text if the prompt was text, else None; an
+    unfinished character or possible stop string is delayed to a later output. ``position``:
+    absolute index of the first token (the prompt starts at 0). ``log_probabilities``: one entry
+    per token if requested. ``final_status``: None except in the last output, which may have no
+    tokens. Only in the last output: ``prefill`` and ``decode`` are the workers' ids, and
+    ``cached_tokens`` is the number of prompt tokens taken from the prefix cache.
     """
 
     request_id: str
@@ -44,19 +44,20 @@ class Output:
 
 
 class Assembler:
-    """Turns one request's news into outputs.
+    """Turns the events of one request into outputs.
 
-    ``detokenizer``: finds text and stop strings, or None. ``show_text``: give the text out.
+    ``detokenizer``: converts tokens to text and finds stop strings; None: neither is needed.
+    ``show_text``: put the text into the outputs.
     """
 
     def __init__(self, detokenizer: IncrementalDetokenizer | None, *, show_text: bool) -> None:
         self._detokenizer = detokenizer
         self._show_text = show_text
         self._position = 0
-        self.stopped = False  # a stop string was found: nothing more is of interest
+        self.stopped = False  # a stop string was found: ignore all further tokens
 
     def tokens(self, news: NewTokens) -> Output | None:
-        """The output of new tokens; None behind a stop string."""
+        """Return the output for new tokens, or None after a stop string."""
         if self.stopped:
             return None
         count = len(news.tokens)
@@ -74,7 +75,7 @@ class Assembler:
         )
 
     def end(self, ended: Ended) -> Output:
-        """The last output. Raises the request's error when it failed."""
+        """Return the last output. Raises the error of a failed request."""
         if ended.error is not None and not self.stopped:
             raise ended.error
         text = ""

@@ -1,4 +1,7 @@
-"""Questions to the router: asked until answered, matched by kind, oldest first. Pure."""
+"""Queries to the router. Pure.
+
+A query is repeated until its answer arrives. An answer belongs to the oldest query of its kind.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,18 @@ from .events import Answered, Ask
 
 REPEAT_S = 1.0
 NO_MODEL_REPEAT_S = 0.1
-"""How soon a router that knows no worker yet is asked for the model again."""
+"""Seconds until the query for the model is repeated, if the router has no worker yet."""
 _ABOUT: dict[type, tuple[str, str]] = {
     Describe: ("the model", "connect_timeout"),
     Status: ("the status", "timeout"),
     Drain: ("a drain", "timeout"),
 }
-"""What was asked for, and the setting that bounds the wait."""
+"""Subject of each query, and the setting that limits the wait, for error messages."""
 
 
 @dataclass(slots=True)
 class _Open:
-    """A question without an answer."""
+    """A query without an answer."""
 
     ask: Ask
     expires: float
@@ -30,34 +33,34 @@ class _Open:
 
 
 class Questions:
-    """All open questions of a client."""
+    """All open queries of a client."""
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self.hint = ""  # appended to what is said when nobody answered
+        self.hint = ""  # appended to the error of a query without an answer
         self._open: list[_Open] = []
 
     def __len__(self) -> int:
         return len(self._open)
 
     def add(self, ask: Ask, now: float) -> None:
-        """Ask at the next :meth:`due`."""
+        """Add a query. The next :meth:`due` returns it."""
         self._open.append(_Open(ask, now + ask.timeout, now))
 
     def due(self, now: float) -> list[Message]:
-        """Questions to send (again) now."""
+        """Return the queries to send or repeat now."""
         due = [question for question in self._open if now >= question.repeat_at]
         for question in due:
             question.repeat_at = now + REPEAT_S
         return [question.ask.message for question in due]
 
     def reconnected(self) -> None:
-        """Ask everything again."""
+        """Make all open queries due, because the new connection has received none of them."""
         for question in self._open:
             question.repeat_at = 0.0
 
     def take(self, answer: Message, now: float) -> Answered | None:
-        """The oldest question ``answer`` answers is settled by it."""
+        """Match ``answer`` to the oldest query of its kind. None if no query is settled."""
         for question in self._open:
             if not _answers(question.ask.message, answer):
                 continue
@@ -70,17 +73,17 @@ class Questions:
         return None
 
     def fail_oldest(self, error: BatonError) -> Answered | None:
-        """A refusal that names no request belongs to the question asked longest ago."""
+        """Fail the oldest query, which a rejection without a request id must concern."""
         return Answered(self._open.pop(0).ask.ticket, error) if self._open else None
 
     def fail_all(self, error: BatonError) -> list[Answered]:
-        """The connection is of no use any more."""
+        """Fail all queries, because no router can answer them."""
         failed = [Answered(question.ask.ticket, error) for question in self._open]
         self._open.clear()
         return failed
 
     def expired(self, now: float) -> list[Answered]:
-        """Questions whose time is up."""
+        """Remove and fail the queries whose timeout has passed."""
         over = [question for question in self._open if now >= question.expires]
         self._open = [question for question in self._open if now < question.expires]
         return [Answered(question.ask.ticket, self._why(question)) for question in over]
@@ -92,7 +95,7 @@ class Questions:
             )
         about, setting = _ABOUT[type(question.ask.message)]
         return ConnectionLost(
-            f"no answer from {self._address} to the question for {about} within "
+            f"no answer from {self._address} to the query for {about} within "
             f"{question.ask.timeout:g} s ({setting}); is a cluster running there? "
             f"start one with: baton serve{self.hint}"
         )

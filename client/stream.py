@@ -1,7 +1,7 @@
-"""One request as the client sees it: where its stream stands and how to get it going again.
+"""One request on the client: its state, and the messages that continue it after a loss.
 
-Invariant: tokens pass only at ``position == next``, so the user sees each once and in order,
-whichever worker or router sends them, however often.
+Invariant: tokens are accepted only at ``position == next``. So the user gets each token once and
+in order, whichever worker or router sends it, and however often.
 
 ::
 
@@ -22,30 +22,30 @@ FIRST_RETRY_S = 1.0
 LAST_RETRY_S = 4.0
 FIRST_DOUBT_S = 10.0
 LAST_DOUBT_S = 60.0
-"""An open stream silent for so long is asked for again: it may be open on our side alone."""
+"""Seconds without tokens before an open request is resumed: the router may have dropped it."""
 DEADLINE_GRACE_S = 2.0
-"""The router ends a request at its deadline; the client by itself this much later."""
+"""Seconds after the deadline when the client ends a request that the router has not ended."""
 STOP_GRACE_S = 0.03
-"""How long a request whose end is of interest may end by itself before it is cancelled."""
+"""Seconds for a request to end by itself before a Cancel, if its end is reported to the user."""
 STOP_PATIENCE_S = 2.0
-"""How long a stopped request's end is waited for."""
+"""Seconds to wait for the end of a cancelled request."""
 
 
 class State(Enum):
-    """Where a stream stands."""
+    """State of a request."""
 
     PENDING = "pending"  # submitted, not answered
     OPEN = "open"
-    RESUMING = "resuming"  # asked to go on from ``next``
+    RESUMING = "resuming"  # Resume from ``next`` sent, not answered
     STOPPING = "stopping"  # cancelled by the user
 
 
 class Stream:
-    """State of one request."""
+    """One request: its tokens so far, its state, and its timers."""
 
     def __init__(self, spec: RequestSpec, serial: int, now: float) -> None:
         self.spec = spec
-        self.serial = serial  # of all requests of this client; names may come again
+        self.serial = serial  # unique in this client, unlike request ids, which may be reused
         self.state = State.PENDING
         self.started = now
         self.next = len(spec.context.tokens)
@@ -56,24 +56,25 @@ class Stream:
         self.terminal: Terminal | None = None  # came before the last tokens
         self.report = True
         self.deadline_at = None if spec.deadline is None else now + spec.deadline
-        # Without a deadline the router's own, which is never longer, ends it.
+        # Without a deadline, the router applies its own, which is at most MAX_DEADLINE_S.
         self.ends_by = now + (MAX_DEADLINE_S if spec.deadline is None else spec.deadline)
-        self.asked_at = now  # the first word without an answer, or the last tokens since
+        self.asked_at = now  # time of the first unanswered message, or of the last tokens since
         self.stop_until = 0.0
-        self.turned_away = 0  # by routers that were about to end
+        self.turned_away = 0  # number of rejections by routers that were shutting down
         self.retry_at = now
         self._backoff = FIRST_RETRY_S
-        self._said_at = now  # what is to be answered
-        self._asked = -1  # the position that was asked for last
+        self._said_at = now  # time of the last message that needs an answer
+        self._asked = -1  # position of the last Resume
         self._doubt_at = now + FIRST_DOUBT_S
         self._doubt = FIRST_DOUBT_S
 
-    # ------------------------------------------------------------------ what arrives
+    # ------------------------------------------------------------------ received messages
 
     def take(self, run: TokenRun, now: float) -> NewTokens | None:
-        """The tokens of ``run`` that are new; None when there are none or some are missing.
+        """Return the new tokens of ``run``, or None if it has no new tokens or follows a gap.
 
-        The position alone decides: a router that lost its memory may count attempts anew.
+        Only the position counts, not the attempt number: a restarted router counts attempts from
+        the start.
         """
         skip = self.next - run.position
         if not 0 <= skip < len(run.tokens):
@@ -90,13 +91,13 @@ class Stream:
         return fresh
 
     def misses(self, run: TokenRun) -> bool:
-        """Whether ``run`` starts behind a gap."""
+        """Whether tokens before ``run`` are missing."""
         return run.position > self.next
 
     def opened(self, key: bytes, secret: bytes, attempt: int) -> None:
-        """The router has it."""
+        """Handle Submitted: the router accepted the request."""
         self.key, self.secret = key, secret
-        # Said Submit again, a router that lost its memory counts attempts from the start.
+        # After a repeated Submit, a restarted router counts attempts from the start.
         pending = self.state is State.PENDING
         self.attempt = attempt if pending else max(self.attempt, attempt)
         if self.state in (State.PENDING, State.RESUMING):
@@ -104,18 +105,18 @@ class Stream:
             self._backoff = FIRST_RETRY_S
 
     def stop(self, now: float, *, report: bool) -> None:
-        """The user wants its end."""
+        """Cancel the request. ``report``: report its end to the user."""
         self.state = State.STOPPING
         self.report = report
         self.stop_until = now + STOP_PATIENCE_S
         self._backoff, self._said_at = FIRST_RETRY_S, float("inf")
-        # At a stop string most workers end by themselves: let their true end come first.
+        # At a stop string, most workers end the request by themselves: wait for that status first.
         self.retry_at = now + STOP_GRACE_S if report else now
 
-    # ------------------------------------------------------------------ what to say
+    # ------------------------------------------------------------------ messages to send
 
     def repeat(self, now: float) -> Message | None:
-        """What has to be said (again) now, by state; sets when next."""
+        """Return the message to send or repeat in this state, and schedule the next repetition."""
         if self.state is State.OPEN:
             return self._doubted(now)
         self._said_at = now
@@ -126,9 +127,10 @@ class Stream:
         return self._resume(now) if self.secret else self._submit(now)
 
     def unheard(self, since: float, now: float) -> Message | None:
-        """What to say again when the router has answered a word said at ``since``, after ours.
+        """Return the message to repeat after the router answered a ping sent at ``since``.
 
-        It answers in order, so ours or its answer was lost; waiting longer would help nobody.
+        The router answers in order. If this request's message was sent before the ping and has no
+        answer, the message or its answer was lost.
         """
         if self.state is State.OPEN or self._said_at >= since:
             return None
@@ -136,7 +138,7 @@ class Stream:
         return self.repeat(now)
 
     def cancel(self) -> Cancel:
-        """What ends it at the router."""
+        """Make the message that cancels the request at the router."""
         return Cancel(
             request_id=self.spec.request_id,
             request=self.key,
@@ -145,7 +147,7 @@ class Stream:
         )
 
     def resume(self, now: float) -> Message | None:
-        """Ask for the stream from ``next`` on, unless that was asked lately."""
+        """Request the tokens from ``next`` on. None if that was requested recently."""
         asked_lately = now < self.retry_at and self._asked == self.next
         if self.state is State.STOPPING or asked_lately:
             return None
@@ -155,7 +157,7 @@ class Stream:
 
     @property
     def unanswered(self) -> bool:
-        """Whether the router has neither accepted nor refused what was asked last."""
+        """Whether the router has neither accepted nor rejected the last Submit or Resume."""
         return self.state in (State.PENDING, State.RESUMING)
 
     def _ask_again(self, now: float) -> None:
@@ -164,7 +166,10 @@ class Stream:
         self.state = State.RESUMING if self.secret else State.PENDING
 
     def _doubted(self, now: float) -> Message | None:
-        """A late answer to an older word opens a stream that the router may have let go since."""
+        """Resume an open request without tokens for long.
+
+        A delayed Submitted may have opened the request after the router dropped it.
+        """
         if now < self._doubt_at:
             return None
         self._doubt = min(2 * self._doubt, LAST_DOUBT_S)
@@ -172,7 +177,7 @@ class Stream:
         return self.resume(now)
 
     def reconnected(self, now: float) -> Message | None:
-        """What to say first on a new connection."""
+        """Return the first message on a new connection, or None."""
         if self.state is State.STOPPING:
             return None  # the router cancelled it with the old connection
         self._backoff = FIRST_RETRY_S
@@ -180,7 +185,7 @@ class Stream:
         return self.repeat(now)
 
     def _remaining(self, now: float) -> float | None:
-        # Never zero: that would be refused, while the router's own clock ends it truthfully.
+        # Never zero, which the router rejects. With a tiny deadline, the router ends the request.
         return None if self.deadline_at is None else max(self.deadline_at - now, 0.001)
 
     def _submit(self, now: float) -> Submit:

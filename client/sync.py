@@ -1,6 +1,6 @@
-"""The client for threads: calls block, one background thread owns the connection.
+"""The client for threads: calls block, and one background thread owns the connection.
 
-Any number of threads may use one Client at the same time; their streams share the connection.
+Any number of threads may use one Client at the same time. Their requests share the connection.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ from .window import Sink, Window
 Answer = TypeVar("Answer", bound=Message)
 Item = TypeVar("Item")
 LOOK_S = 1.0
-"""How often a waiting call sees whether the thread it waits for still runs."""
+"""Seconds between checks of a waiting call that the background thread still runs."""
 
 
 class _Background:
-    """The connection and its thread; ends when the Client does, also by garbage collection."""
+    """The connection and its thread. Both end with the Client, also by garbage collection."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class _Background:
     def post(self, callback: Callable[[], object]) -> None:
         """Run ``callback`` on the connection's thread.
 
-        Raises ConnectionLost when closed, and without the thread.
+        Raises ConnectionLost if the client is closed or the thread does not run.
         """
         self.check()
         with self._lock:
@@ -108,7 +108,7 @@ class _Background:
             self._loop.post(callback)
 
     def check(self) -> None:
-        """Raise ConnectionLost if nobody would answer: a fork does not copy the thread."""
+        """Raise ConnectionLost if the thread does not run, as in a forked process."""
         if self._thread.is_alive():
             return
         text = "the client is closed"
@@ -117,7 +117,7 @@ class _Background:
         raise ConnectionLost(text)
 
     def wait(self, news: queue.SimpleQueue[Item]) -> Item:
-        """The next item, which the connection's thread puts there in bounded time."""
+        """Wait for an item from the connection's thread, and check that the thread runs."""
         while True:
             try:
                 return news.get(timeout=LOOK_S)
@@ -126,7 +126,7 @@ class _Background:
                     self.check()
 
     def close(self) -> None:
-        """End the connection and its thread."""
+        """Close the connection and stop its thread."""
         with self._lock:
             if self._closed:
                 return
@@ -143,13 +143,15 @@ class _Background:
 class Client:
     """Connection to a cluster's router at ``address`` (``ipc://path`` or ``tcp://host:port``).
 
-    ``address`` may name several routers of the cluster: a list, or one text with commas between
-    them. The client uses one of them, drawn at random, goes to the next when it dies or is
-    silent, with all its streams, and comes back to the first when that is there and no stream
-    runs. ``connect_timeout``: seconds a call waits for routers that do not answer;
-    ``reconnect_timeout``: the same for streams that run already, while the router restarts.
-    ``keys``: the key folder of a cluster that spans hosts, for ``tcp://``. Raises ConfigError
-    for an address that is none, and where the folder cannot be used.
+    ``address`` may contain several routers of the cluster: a list, or a text with addresses
+    separated by commas. The client uses one router, drawn at random. If that router dies or times
+    out, the client moves to the next router with all running requests. It returns to the first
+    router after that is back, when no request runs.
+
+    ``connect_timeout``: seconds that a new request waits for routers that do not answer.
+    ``reconnect_timeout``: the same for running requests, for example while the router restarts.
+    ``keys``: key folder of the cluster, for ``tcp://``. Raises ConfigError for an invalid address
+    and for a key folder that cannot be used.
     """
 
     def __init__(
@@ -188,14 +190,14 @@ class Client:
         sampling_params: Sampling | Each = None,
         **options: Unpack[RequestOptions],
     ) -> Generation | list[Generation]:
-        """Start a request and iterate over its outputs; closing the iterator cancels it.
+        """Start a request and return an iterator over its outputs.
 
-        ``prompt``: text, token ids or a TextContext; a list of these starts one request for
-        each and returns one iterator for each, in their order. ``sampling_params``: what is
-        unset comes from the model's generation config; for a list of prompts one for all or a
-        list of as many. ``options``: see :class:`RequestOptions`; a deadline begins with the
-        call. Raises InputError for a wrong argument, ConnectionLost without a router; errors of
-        the cluster come out of the iterator.
+        Closing the iterator cancels the request. ``prompt``: text, token ids or a TextContext. A
+        list of prompts starts one request per prompt and returns a list of iterators in the same
+        order. ``sampling_params``: parameters for all prompts, or a list with one item per
+        prompt; unset fields come from the model's generation config. ``options``: see
+        :class:`RequestOptions`; a deadline counts from the call. Raises InputError for a wrong
+        argument, ConnectionLost if no router answers. The iterator raises errors of the cluster.
         """
         checked = check_options(options)
         prompts = prompts_of(prompt)
@@ -209,7 +211,7 @@ class Client:
         return self._run_all(prepared)
 
     def _prepare(self, prompt: Any, sampling: Sampling, options: RequestOptions) -> Prepared:
-        if isinstance(prompt, TextContext):  # says all by itself
+        if isinstance(prompt, TextContext):  # complete: needs no tokenizer and no defaults
             return prepare_context(prompt, sampling, options)
         return prepare(prompt, sampling, options, self._model())
 
@@ -239,10 +241,10 @@ class Client:
         variables: Mapping[str, Any] | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generation | list[Generation]:
-        """As :meth:`generate`, of messages rendered by the model's chat template.
+        """Like :meth:`generate`, for messages that the model's chat template renders.
 
         ``messages``: mappings with ``role`` and ``content``, or a list of such conversations.
-        ``variables``: for the template.
+        ``variables``: variables for the template.
         """
         checked, given = check_options(options), check_variables(variables)
         chats = chats_of(messages)
@@ -279,11 +281,11 @@ class Client:
     def embed(
         self, texts: Sequence[TokensOrText], **options: Unpack[RequestOptions]
     ) -> npt.NDArray[np.float32]:
-        """Vectors of all texts (or token ids), float32 ``[len(texts), dim]``, in their order.
+        """Return the embeddings of all texts (or token ids), float32 ``[len(texts), dim]``.
 
-        ``options``: target_endpoint, pin, fallback, pool, and deadline, in seconds for the whole
-        call. Raises the error of the first text that fails, TaskMismatch where a text model is
-        served.
+        Rows are in the order of the texts. ``options``: target_endpoint, pin, fallback, pool, and
+        deadline, in seconds for the whole call. Raises the error of the first text that fails,
+        and TaskMismatch if the cluster serves a generation model.
         """
         began, model = time.monotonic(), self._model()
         job = Embedding(embed_specs(texts, options, model), model.card.embedding_size, began)
@@ -323,27 +325,28 @@ class Client:
     # ------------------------------------------------------------------ questions
 
     def describe(self) -> Description:
-        """The served model's card and text files, fetched from the router."""
+        """Fetch the served model's card and text files from the router."""
         answer = self._ask(Describe(files=DESCRIBED_FILES), Described, self._timeout)
         return described(answer)
 
     def status(self, *, handoffs: int = 16, timeout: float | None = None) -> dict[str, Any]:
-        """The cluster's state: workers and the last ``handoffs`` handoffs."""
+        """Fetch the cluster's state: workers and the last ``handoffs`` handoffs."""
         report = self._ask(status_question(handoffs), StatusReport, timeout).report
         state: dict[str, Any] = json.loads(report)
         return state
 
     def drain(self, worker: str, *, force: bool = False, timeout: float | None = None) -> str:
-        """Let a worker finish what it has and take nothing new; returns how that stands.
+        """Drain a worker: it finishes its requests and accepts no new request.
 
-        Raises InputError for the last ready worker of a role, unless ``force``.
+        Returns the router's description of the drain. Raises InputError for the last ready worker
+        of a role, unless ``force``.
         """
         return self._ask(drain_question(worker, force), Drained, timeout).message
 
     # ------------------------------------------------------------------ end
 
     def close(self) -> None:
-        """Cancel what still runs and disconnect."""
+        """Cancel all running requests and disconnect."""
         self._background.close()
         self._models.close()
 
@@ -361,7 +364,7 @@ class Client:
     # ------------------------------------------------------------------ inner
 
     def _model(self) -> ServedModel:
-        """What is served, asked again after every reconnection."""
+        """Return the served model. Confirm it with the router after each reconnection."""
         self._background.check()
         failures = self._models.failures
         with self._models_lock, self._models.attempt(failures):
@@ -388,7 +391,10 @@ class Client:
 
 
 class Generation:
-    """Iterator over the outputs of one request; :meth:`close`, or dropping it, cancels."""
+    """Iterator over the outputs of one request.
+
+    :meth:`close`, or deleting the iterator, cancels the request.
+    """
 
     def __init__(
         self,
@@ -397,11 +403,11 @@ class Generation:
         prepared: Prepared,
         window: Window | None = None,
     ) -> None:
-        self._client = client  # a client lives as long as its streams
+        self._client = client  # keeps the client alive as long as its requests
         self._background = background
         self._assembler = prepared.assembler
         self._news: queue.SimpleQueue[NewTokens | Ended] = queue.SimpleQueue()
-        # The sink must not hold the Generation, or dropping it would go unnoticed.
+        # The sink must not reference the Generation, or __del__ would never run.
         self._sink: Sink = self._news.put
         self._done = False
         self.request_id = prepared.spec.request_id
@@ -419,7 +425,7 @@ class Generation:
         raise StopIteration
 
     def close(self) -> None:
-        """Cancel the request if it still runs; nothing more is yielded."""
+        """Cancel the request if it still runs. The iterator then stops."""
         if not self._done:
             self._done = True
             self._stop(report=False)
@@ -451,5 +457,5 @@ class Generation:
     def _stop(self, *, report: bool) -> None:
         request_id, sink = self.request_id, self._sink
         connection = self._background.connection
-        with contextlib.suppress(ConnectionLost):  # closed: nothing runs any more
+        with contextlib.suppress(ConnectionLost):  # the client is closed, so no request runs
             self._background.post(lambda: connection.stop(request_id, sink, report=report))

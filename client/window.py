@@ -1,6 +1,6 @@
-"""A bounded number of running requests for the many prompts of one call. Pure.
+"""A bounded number of running requests for a call with many prompts. Pure.
 
-Invariant: at most ``size`` requests of a window run; the others wait in the order they came.
+Invariant: at most ``size`` requests of a window run. The others wait in order of arrival.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from .events import Ended, NewTokens, RequestSpec
 
 Sink = Callable[[NewTokens | Ended], object]
 WINDOW = 32
-"""Requests of one call that run at a time; a router takes this many on its smallest cluster."""
+"""Maximum running requests of one call. Even the smallest cluster accepts this many."""
 
 
 class Window:
-    """The requests of one call. ``now``: seconds of one clock, in all calls."""
+    """The requests of one call. ``now`` in all methods: seconds of one clock."""
 
     def __init__(self, size: int = WINDOW) -> None:
         self._size = size
@@ -25,11 +25,11 @@ class Window:
         self._waiting: dict[str, tuple[RequestSpec, Sink, float]] = {}
 
     def enter(self, spec: RequestSpec, sink: Sink, now: float) -> None:
-        """Queue a request; :meth:`admit` hands it out."""
+        """Queue a request. :meth:`admit` returns it when there is room."""
         self._waiting[spec.request_id] = (spec, sink, now)
 
     def admit(self, now: float) -> list[tuple[RequestSpec, Sink]]:
-        """Requests to start now, their deadlines less the time they waited."""
+        """Return the requests to start now, with deadlines reduced by the time they waited."""
         admitted = []
         while self._waiting and len(self._running) < self._size:
             request_id = next(iter(self._waiting))
@@ -41,23 +41,23 @@ class Window:
         return admitted
 
     def waits(self, request_id: str, sink: Sink) -> bool:
-        """Whether the request of this sink has not started."""
+        """Whether this sink's request is waiting."""
         waiting = self._waiting.get(request_id)
         return waiting is not None and waiting[1] is sink
 
     def leave(self, request_id: str) -> None:
-        """The request ended or is not wanted any more."""
+        """Remove a request that ended or was cancelled."""
         self._running.discard(request_id)
         self._waiting.pop(request_id, None)
 
     def close(self) -> dict[str, Sink]:
-        """Start nothing more; the sinks of the requests that never started."""
+        """Remove all waiting requests and return their sinks by request id."""
         waiting, self._waiting = self._waiting, {}
         return {request_id: sink for request_id, (_, sink, _) in waiting.items()}
 
 
 def overdue_end(spec: RequestSpec) -> Ended | None:
-    """The end of a request whose deadline passed while it waited, else None."""
+    """Return the end of a request whose deadline passed while it waited, else None."""
     if spec.deadline is None or spec.deadline > 0:
         return None
     error = DeadlineExceeded("the deadline passed while other prompts of the call were running")

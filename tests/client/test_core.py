@@ -674,7 +674,7 @@ def test_questions_are_repeated_and_expire():
     assert isinstance(bench.sent[0], Status)
     (answered,) = [a for a in bench.later(0.5) if isinstance(a, Answered)]
     assert isinstance(answered.answer, ConnectionLost)
-    assert "the question for the status within 2.5 s (timeout)" in str(answered.answer)
+    assert "the query for the status within 2.5 s (timeout)" in str(answered.answer)
 
 
 def test_a_router_without_workers_is_asked_again():

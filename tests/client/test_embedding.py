@@ -86,7 +86,7 @@ def test_an_end_without_the_vector_is_an_error(model, vector):
     job = Embedding([spec], 2)
     job.start()
     ended = Ended(request_id=spec.request_id, position=3, status="cancelled", embedding=vector)
-    with pytest.raises(InternalError, match="no vector"):
+    with pytest.raises(InternalError, match="no embedding"):
         job.take(ended)
 
 
@@ -104,7 +104,7 @@ def test_wrong_calls_are_refused_before_anything_is_sent(model, card):
         embed_specs(ids(1), {"cache_salt": "x"}, model)
     with pytest.raises(InputError, match="outside the vocabulary"):
         embed_specs([[5], [1 << 20]], {}, model)
-    with pytest.raises(TaskMismatch, match="text model"):
+    with pytest.raises(TaskMismatch, match="generation model"):
         embed_specs(ids(1), {}, ServedModel(Description(card, "", {})))
 
 

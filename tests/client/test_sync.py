@@ -163,7 +163,7 @@ def test_a_context_brings_everything(cluster, client):
     outputs = list(generation)
     assert tokens_of(outputs) == [13, 14, 15]
     assert outputs[-1].final_status is GenerationStatus.END_OF_SEQUENCE
-    with pytest.raises(InputError, match="own sampling_params"):
+    with pytest.raises(InputError, match="cannot be combined with a context"):
         client.generate(context, greedy(3))
 
 

@@ -113,7 +113,7 @@ def test_what_is_asked_of_the_wrong_model_is_one_clear_error(bert, start_cluster
             client.embed(["a"], deadline=-1.0)
         assert client.embed(["a"]).shape == (1, 32)
     text = start_cluster(model=DATA / "checkpoints" / "qwen3").wait_ready()
-    with text.client() as client, pytest.raises(TaskMismatch, match="text model"):
+    with text.client() as client, pytest.raises(TaskMismatch, match="generation model"):
         client.embed([[5, 6]])
     text.end_clean()
 
