@@ -1,7 +1,7 @@
-"""One controller per admin address: a locked file beside its socket.
+"""A lock file beside the admin socket, so that only one controller uses an address.
 
-ZeroMQ takes an ipc path over from whoever listens there; the lock (flock) makes the second one
-notice. It ends with its process however that dies.
+ZeroMQ silently takes an ipc path over from another listening process. The lock (flock) lets the
+second controller detect the first. The kernel releases the lock when the process ends in any way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .addresses import ipc_path
 
 
 class AddressLock:
-    """A held lock; :meth:`release` removes its file."""
+    """A held lock. :meth:`release` removes its file."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
@@ -25,7 +25,10 @@ class AddressLock:
 
     @classmethod
     def take(cls, address: str) -> Self | None:
-        """Lock an ipc address; None for another, which nobody can take over. Raises ConfigError."""
+        """Lock an ipc address. Returns None for tcp, where a second bind fails by itself.
+
+        Raises ConfigError if another controller holds the lock.
+        """
         socket = ipc_path(address)
         if socket is None:
             return None
@@ -44,11 +47,11 @@ class AddressLock:
                 raise ConfigError(
                     f"a cluster runs at {address.removesuffix('.admin')}; give another --address"
                 ) from None
-            os.close(descriptor)  # its holder removed it meanwhile
+            os.close(descriptor)  # the previous holder removed the file meanwhile: try again
 
     @classmethod
     def sweep(cls, address: str) -> None:
-        """Remove the file of a holder that was killed."""
+        """Remove the lock file of a killed controller."""
         socket = ipc_path(address)
         if socket is not None and socket.with_name(f"{socket.name}.lock").exists():
             with contextlib.suppress(ConfigError):
@@ -57,7 +60,7 @@ class AddressLock:
                     lock.release()
 
     def release(self) -> None:
-        """Remove the file while it is ours, then let go."""
+        """Remove the file, then release the lock. The reverse order could remove a new holder's."""
         self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
 

@@ -1,6 +1,6 @@
-"""Where a cluster on this machine listens: the per-user default, free ports, early refusals.
+"""Addresses of a cluster on this machine: the default for each user, free ports, early checks.
 
-The checks here only make the common mistakes quick and clear; whoever binds has the last word.
+The checks only give quick and clear errors for common mistakes. The real test is the later bind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _THIS_MACHINE = ("0.0.0.0", "127.0.0.1", "localhost", "*", "[::]", "[::1]")  # n
 
 
 def default_address() -> str:
-    """The per-user ipc address where ``serve`` listens and the other verbs look."""
+    """Return this user's ipc address, the default of ``serve`` and of the other commands."""
     runtime_dir = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime_dir and Path(runtime_dir).is_dir():
         return f"ipc://{Path(runtime_dir) / 'baton.sock'}"
@@ -36,21 +36,21 @@ def _private_folder() -> Path:
 
 
 def ipc_path(address: str) -> Path | None:
-    """The socket file of an ipc address."""
+    """Return the socket file of an ipc address, or None for tcp."""
     return Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
 
 
 def client_address(wanted: str, *, claim: bool = True, keyed: bool = False) -> str:
-    """The address to serve at: ``wanted`` or the default; a port of 0 becomes a free one.
+    """Return the checked address to serve at: ``wanted`` or the default. Port 0: a free port.
 
-    ConfigError when it is malformed, in use, reachable by strangers or its folder is missing.
-    Without ``claim`` nothing is made, and it may be in use: nobody is going to listen there.
-    ``keyed``: sockets have keys, so strangers may reach them.
+    ``claim``: the address will be used, so create its folder and check that it is free.
+    ``keyed``: sockets have keys, so other hosts may reach them. Raises ConfigError if the address
+    is malformed, in use, unsafe without keys, or in a missing folder.
     """
     address = wanted or default_address()
     if not wanted and claim:
         _make_private_folder()
-    if address.startswith("tcp://*:"):  # nobody can connect to that name
+    if address.startswith("tcp://*:"):  # clients cannot connect to the name "*"
         address = f"tcp://0.0.0.0:{address.rpartition(':')[2]}"
     if address.startswith("tcp://") and address.rpartition(":")[2] in ("0", "*"):
         address = f"{address.rpartition(':')[0]}:{free_ports(1)[0]}"
@@ -62,9 +62,9 @@ def client_address(wanted: str, *, claim: bool = True, keyed: bool = False) -> s
         raise ConfigError("address must start with ipc:// or tcp://")
     path = ipc_path(address)
     if path is not None:
-        if path.name.startswith("@") or path.name == "*":  # Linux lets everybody connect there
-            raise ConfigError(f"{address} is no file; give ipc://PATH")
-        address = f"ipc://{path.absolute()}"  # the other verbs run in other folders
+        if path.name.startswith("@") or path.name == "*":  # abstract: any user could connect
+            raise ConfigError(f"{address} is not a file; give ipc://PATH")
+        address = f"ipc://{path.absolute()}"  # other commands may run in other folders
     check_bind(address, keyed=keyed)
     if claim:
         _check_free(address)
@@ -74,10 +74,10 @@ def client_address(wanted: str, *, claim: bool = True, keyed: bool = False) -> s
 def client_addresses(
     wanted: str, names: list[str], *, claim: bool = True, keyed: bool = False
 ) -> dict[str, str]:
-    """Where each router listens for clients, by name; see :func:`client_address`.
+    """Return the client address of each router by name; see :func:`client_address`.
 
-    ``wanted``: a list with commas, one for each; or one address, from which the others follow: a
-    number behind the path, the next ports.
+    ``wanted``: one address per router, separated by commas; or a single address, from which the
+    others are derived by a number after the path or by the next ports.
     """
     given = separated(wanted)
     if len(given) not in (1, len(names)):
@@ -92,7 +92,7 @@ def client_addresses(
     else:
         chosen = [client_address(address, claim=claim, keyed=keyed) for address in given]
     if len(set(chosen)) < len(chosen):
-        raise ConfigError("address: every router needs one of its own")
+        raise ConfigError("address: two routers have the same address")
     return dict(zip(names, chosen, strict=True))
 
 
@@ -104,11 +104,11 @@ def _further(address: str, number: int) -> str:
 
 
 def admin_address(client: str) -> str:
-    """Where the controller of the cluster with this client address listens for verbs.
+    """Return the controller's address for the cluster with this client address.
 
-    Beside the (first) client socket; for tcp, and where that path is too long, in the private
-    folder of this user. A cluster that listens at every address of this machine is found by its
-    loopback address.
+    The admin socket is beside the first client socket. For tcp, and if that path is too long, the
+    socket is in this user's private folder. All addresses of this machine, such as ``0.0.0.0`` and
+    ``127.0.0.1``, give the same result.
     """
     first = separated(client)[0] or default_address()
     if first.startswith("tcp://"):
@@ -124,14 +124,14 @@ def admin_address(client: str) -> str:
 
 
 def claim_admin(address: str) -> None:
-    """See to it that the folder of an admin address of this user is there and ours alone."""
+    """Create the folder of an admin address if needed. Raises ConfigError if it is not private."""
     path = ipc_path(address)
     if path is not None and path.parent == _private_folder():
         _make_folder(path.parent)
 
 
 def _make_private_folder() -> None:
-    """The default's folder: ours alone, or not used."""
+    """Create or check the folder of the default address. Raises ConfigError."""
     folder = Path(default_address().removeprefix("ipc://")).parent
     if folder == _private_folder():
         _make_folder(folder)
@@ -143,28 +143,30 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
     except FileExistsError:
-        pass  # no folder: said below
+        pass  # check_folder below reports a path that is not a folder
     except OSError as problem:
         raise ConfigError(f"cannot make {folder}: {problem.strerror}") from problem
     check_folder(folder)
 
 
 def trusted_default_address() -> str:
-    """:func:`default_address` for a client; ConfigError when a stranger could listen there."""
+    """Like :func:`default_address`, but ConfigError if another user could listen there."""
     address = default_address()
     folder = Path(address.removeprefix("ipc://")).parent
-    if folder.exists():  # else nobody listens, which connecting says best
+    if folder.exists():  # else connecting fails with a better message
         check_folder(folder)
     return address
 
 
 def check_folder(folder: Path) -> None:
-    """ConfigError unless only this user can put sockets into ``folder``."""
+    """Raise ConfigError unless only this user can create sockets in ``folder``."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise ConfigError(f"{folder} belongs to somebody else; give --address")
+        raise ConfigError(f"{folder} belongs to another user; give --address")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(f"others may write to {folder}; make it mode 0700 or give --address")
+        raise ConfigError(
+            f"other users may write to {folder}; set its mode to 0700 or give --address"
+        )
 
 
 def _check_free(address: str) -> None:
@@ -175,7 +177,7 @@ def _check_free(address: str) -> None:
     if not path.parent.is_dir():
         raise ConfigError(f"the folder {path.parent} of the address does not exist")
     if path.exists() and not path.is_socket():
-        raise ConfigError(f"{path} exists and is no socket; give another --address")
+        raise ConfigError(f"{path} exists and is not a socket; give another --address")
     if path.exists() and socket_in_use(path):
         raise ConfigError(f"{address} is in use by another process; give another --address")
 
@@ -197,7 +199,7 @@ def _check_port_free(address: str) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports of 127.0.0.1 that were free just now, all different."""
+    """Return different TCP ports of 127.0.0.1 that are free now."""
     with contextlib.ExitStack() as stack:
         trials = [
             stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))

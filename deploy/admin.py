@@ -1,8 +1,8 @@
-"""The controller's socket for operators: scale, drain, rollout, down, and what is the case.
+"""The controller's socket for operators: overview, scale, drain, rollout, down.
 
-One frame a message: ``b"BA" | u8 version | msgpack`` of a tagged struct. A request gets answers
-with its number until a :class:`Result`. Invariant: whatever bytes come, at most :data:`MAX_BYTES`
-of them are read, and a message that is none is answered with an error and changes nothing.
+Each message is one frame: ``b"BA" | u8 version | msgpack`` of a tagged struct. A request receives
+answers with its number until a :class:`Result`. Invariant: a message has at most
+:data:`MAX_BYTES`. Malformed bytes are answered with an error and change nothing.
 """
 
 from __future__ import annotations
@@ -31,32 +31,33 @@ Value = bool | int | float | Annotated[str, Meta(max_length=4096)]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """Base of what operators send; ``number``: comes back with every answer."""
+    """Base of the requests of operators. ``number``: returned in every answer."""
 
     number: Number = 0
 
 
 class Ask(Request, frozen=True, tag="ask"):
-    """What is the case? Answered by an Overview."""
+    """Ask for an :class:`Overview`."""
 
 
 class ScalePools(Request, frozen=True, kw_only=True, tag="scale"):
-    """Have pools of this size; others stay as they are."""
+    """Change the target sizes of these pools; other pools keep their size."""
 
     targets: Annotated[dict[Name, int], Meta(max_length=16)]
 
 
 class DrainWorker(Request, frozen=True, kw_only=True, tag="drain"):
-    """Take a worker out; ``force``: also the last ready one of its role."""
+    """Drain and remove a worker. ``force``: also the last ready worker of its role."""
 
     worker: Name
     force: bool = False
 
 
 class RollOut(Request, frozen=True, kw_only=True, tag="rollout"):
-    """Replace every process; ``changes``: settings that become others.
+    """Replace every process. ``changes``: settings to change, with their new values.
 
-    ``in_place``: each worker leaves before its successor starts, so no room for one more is needed.
+    ``in_place``: stop each worker before its replacement starts, so that a pool needs no spare
+    host.
     """
 
     changes: Annotated[dict[Name, Value], Meta(max_length=128)] = {}
@@ -64,13 +65,13 @@ class RollOut(Request, frozen=True, kw_only=True, tag="rollout"):
 
 
 class GoDown(Request, frozen=True, kw_only=True, tag="down"):
-    """End everything; ``at_once``: without waiting for requests."""
+    """Stop the cluster. ``at_once``: without waiting for running requests."""
 
     at_once: bool = False
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="progress"):
-    """Not done yet. ``accepted``: the first word, it will be done unless something fails."""
+    """The request is not finished. ``accepted``: first answer; the request is now carried out."""
 
     number: Number
     text: str
@@ -78,7 +79,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="result"):
-    """The last answer; ``code``: of the error, as everywhere; empty: done."""
+    """The last answer. ``code``: error code of :mod:`baton.proto.errors`; empty: success."""
 
     number: Number
     text: str = ""
@@ -86,7 +87,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="r
 
 
 class MemberLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One member; ``note``: why it has no host. ``restarts``: how often it was started again."""
+    """One process. ``note``: why it has no host. ``restarts``: number of restarts."""
 
     name: str
     role: str
@@ -99,11 +100,12 @@ class MemberLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="overview"):
-    """What is wanted and what is there.
+    """Target and actual state of the cluster.
 
-    ``health``: "ok" or "degraded"; then ``problems`` names what should serve and does not.
-    ``settings``: of the newest revision that is served. ``launched``: those it was launched with.
-    ``paths``: socket files that go when the cluster does. ``pid``: of the controller.
+    ``health``: "ok" or "degraded"; if degraded, ``problems`` has one sentence per process that
+    should serve and does not. ``settings``: settings of the newest revision. ``launched``:
+    settings at launch. ``paths``: socket files that exist as long as the cluster. ``pid``:
+    process id of the controller.
     """
 
     number: Number = 0
@@ -134,17 +136,17 @@ _answers: msgspec.msgpack.Decoder[Answers] = msgspec.msgpack.Decoder(Answers)
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """One message's frame."""
+    """Encode a message to one frame."""
     return _PREFIX + _encoder.encode(message)
 
 
 def decode_request(data: bytes | memoryview) -> Requests:
-    """A request; DecodeFailed or VersionMismatch for anything else."""
+    """Decode a request. Raises DecodeFailed, VersionMismatch."""
     return _decode(data, _requests)
 
 
 def decode_answer(data: bytes | memoryview) -> Answers:
-    """An answer; DecodeFailed or VersionMismatch for anything else."""
+    """Decode an answer. Raises DecodeFailed, VersionMismatch."""
     return _decode(data, _answers)
 
 
@@ -161,7 +163,7 @@ def _decode(data: bytes | memoryview, decoder: msgspec.msgpack.Decoder[Kind]) ->
 
 
 class AdminServer:
-    """The listening socket. ``on_request(sender, request)`` hears what was asked."""
+    """The listening socket. Calls ``on_request(sender, request)`` for each request."""
 
     def __init__(
         self,
@@ -182,7 +184,7 @@ class AdminServer:
         self._channel.attach(loop, self._hear)
 
     def answer(self, sender: bytes, message: Answers) -> None:
-        """Send an answer; somebody who is gone or does not read misses it."""
+        """Send an answer. It is dropped if the client disconnected or does not read."""
         self._channel.send(sender, [encode(message)])
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""An operator's side of the admin socket, blocking; for the verbs."""
+"""The client side of the admin socket, blocking, for the operators' commands."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from .run_folder import socket_in_use
 MAX_ANSWER_BYTES = 4 << 20
 _POLL_MS = 50
 _CREDENTIALS = struct.Struct("3i")
-"""Of the kernel's ``struct ucred``: process, user, group."""
+"""Layout of the kernel's ``struct ucred``: process, user, group."""
 _ACCEPTS = "00010000"
-"""Flag of a listening socket in the kernel's list."""
+"""Flags of a listening socket in ``/proc/net/unix``."""
 
 
 class AdminClient:
-    """A connection to a controller. ``timeout``: seconds it may take to say the first word."""
+    """A connection to a controller. ``timeout``: seconds to wait for the first answer."""
 
     def __init__(self, address: str, *, keys: GivenKeys = None, timeout: float = 5.0) -> None:
         check_address(address)
@@ -51,7 +51,7 @@ class AdminClient:
         ):
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IDENTITY, b"operator-" + os.urandom(8))
-        self._turn = 0  # which of the controller's keys is tried
+        self._turn = 0  # index of the controller's key in use
         self._refused: AccessDenied | None = None
         self._monitor = Monitor(self._socket)
         try:
@@ -82,17 +82,18 @@ class AdminClient:
         self._context.destroy(linger=0)
 
     def overview(self) -> Overview:
-        """What is wanted and what is there. Raises ConnectionLost, AccessDenied."""
+        """Return the cluster's target and actual state. Raises ConnectionLost, AccessDenied."""
         answer = next(self._answers(Ask(number=self._next())))
         if not isinstance(answer, Overview):
-            raise ConnectionLost(f"the controller at {self.address} answered something else")
+            raise ConnectionLost(f"the controller at {self.address} sent an unexpected answer")
         return answer
 
     def ask(self, request: Request, *, wait: float | None = None) -> Iterator[Progress | Result]:
-        """The answers until a Result, which ends well; a failure is raised as its typed error.
+        """Send a request and yield its answers, up to a successful Result.
 
-        ``wait``: seconds for all of them after the first; ConnectionLost when they are over, and
-        when the controller is gone. AccessDenied where it does not let our key in.
+        ``wait``: seconds for all answers after the first. Raises the typed error of a failed
+        request, ConnectionLost after ``wait`` seconds or if the controller is gone, and
+        AccessDenied if the controller does not allow this key.
         """
         for answer in self._answers(msgspec.structs.replace(request, number=self._next()), wait):
             if isinstance(answer, Result) and answer.code:
@@ -119,7 +120,10 @@ class AdminClient:
             yield answer
 
     def _receive(self, until: float, number: int, unheard: bytes | None) -> Answers:
-        """``unheard``: what was asked, as long as nothing says that it arrived."""
+        """Wait for an answer. ``unheard``: the request's bytes until the first answer, then None.
+
+        Raises ConnectionLost, AccessDenied.
+        """
         heard = unheard is None
         while True:
             if unheard is not None:
@@ -127,21 +131,21 @@ class AdminClient:
             if self._socket.poll(_POLL_MS):
                 data = self._socket.recv()
                 if not data.startswith(MAGIC):
-                    continue  # the channel's own probe: are you there
+                    continue  # a keep-alive message of the channel
                 answer = decode_answer(data)
                 if answer.number in (number, 0):
                     return answer
             elif time.monotonic() >= until:
                 if heard:
-                    raise ConnectionLost("the time to wait is over")
+                    raise ConnectionLost("no further answer from the controller in time")
                 raise self._refused or ConnectionLost(self._silence())
             elif heard and not listens(self.address):
                 raise ConnectionLost(f"the controller at {self.address} is gone")
 
     def _read_handshakes(self, unheard: bytes) -> None:
-        """After one that failed try the next of the controller's keys, and ask again.
+        """After a failed handshake, try the next of the controller's keys and send again.
 
-        Raises AccessDenied where the controller says that our key is not let in.
+        Raises AccessDenied if the controller does not allow this key.
         """
         while (report := self._monitor.read()) is not None:
             if not is_tcp(self.address) or not report[0] & HANDSHAKE_FAILURES:
@@ -152,26 +156,29 @@ class AdminClient:
                 raise self._refused
             if self._keys is not None and len(self._keys.servers) > 1:
                 self._turn += 1
-                with contextlib.suppress(zmq.ZMQError):  # where libzmq gave up nothing is left
+                with contextlib.suppress(zmq.ZMQError):  # libzmq may have disconnected already
                     self._socket.disconnect(self.address)
                 apply_client_keys(self._socket, self._keys, self._turn)
                 self._socket.connect(self.address)
-                self._socket.send(unheard)  # what was queued went with that connection
+                self._socket.send(unheard)  # the disconnect dropped queued messages
 
     def _silence(self) -> str:
-        """Why nothing may have come, and what to do."""
+        """Error text for a controller that does not answer, with the remedy."""
         pid = listener(self.address)
         if pid:
             return (
                 f"the controller at {self.address} (pid {pid}) has not answered for "
-                f"{self._timeout:g} s; give it more time, or end it with kill -9 {pid}: its "
-                "workers end with it"
+                f"{self._timeout:g} s; give a longer --timeout, or end the controller and its "
+                f"workers with kill -9 {pid}"
             )
-        return f"no controller at {self.address}: is it that of a cluster, does it ask for keys?"
+        return (
+            f"no controller at {self.address}: check the address, and whether the cluster needs "
+            "--keys"
+        )
 
 
 def listener(address: str) -> int:
-    """Process id of whoever listens at an ipc address; 0: nobody, or it cannot be seen."""
+    """Return the id of the process that listens at an ipc address, or 0 if unknown."""
     path = ipc_path(address)
     if path is None:
         return 0
@@ -188,13 +195,13 @@ def listener(address: str) -> int:
 
 
 def listens(address: str) -> bool:
-    """Whether somebody may listen there: of an ipc address it can be seen."""
+    """Whether a process listens at an ipc address. Always True for tcp, which is not checked."""
     path = ipc_path(address)
     return path is None or (path.exists() and (_is_listed(path) or socket_in_use(path)))
 
 
 def _is_listed(path: Path) -> bool:
-    """Whether the kernel lists a listening socket of this path; asking it disturbs nobody."""
+    """Whether the kernel lists a listening socket with this path. Needs no connection."""
     try:
         lines = Path("/proc/net/unix").read_text(errors="surrogateescape").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Everything the supervisor says to its terminal, as pure functions from facts to lines."""
+"""All output of the supervisor on the terminal, as pure functions from facts to lines."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ _SENTENCES = {
 }
 
 FAILURES = frozenset({"cannot_run", "gave_up"})
-"""What ends the cluster; said last, where errors are said."""
+"""Messages about the end of the cluster. They are printed last, on standard error."""
 
 
 def sentence(say: Say) -> str:
-    """The line for a :class:`Say` of the core."""
+    """Return the line for a :class:`Say` of the core."""
     return _SENTENCES[say.what].format(
         name=say.name, detail=say.detail or "no message", seconds=say.seconds
     )
 
 
 class BannerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the start-up banner shows."""
+    """Contents of the start-up banner."""
 
     version: str
     model: str
@@ -67,18 +67,18 @@ class BannerFacts(msgspec.Struct, frozen=True, kw_only=True):
     transport: str
     security: str
     context: int = 0
-    """Longest context wanted of the workers in tokens; 0 if unknown."""
+    """Maximum context length in tokens; 0 if unknown."""
     block_size: int = 0
     kv_memory: str = ""
     warning: str = ""
-    """Why the workers compute slower than they could; empty if they do not."""
+    """Why the workers compute slower than possible; empty if they do not."""
     hint: str = ""
 
 
 def facts(plan: ClusterPlan, *, hint: bool, context: int = 0) -> BannerFacts:
-    """The banner's facts of a plan.
+    """Make the contents of the banner from a plan.
 
-    ``hint``: show a command to try. ``context``: tokens of the model's whole context.
+    ``hint``: show a command to try. ``context``: maximum context length in tokens.
     """
     embeds = plan.settings.task == EMBED
     return BannerFacts(
@@ -96,9 +96,9 @@ def facts(plan: ClusterPlan, *, hint: bool, context: int = 0) -> BannerFacts:
 
 
 def kernels_warning(settings: ServeSettings) -> str:
-    """Say that the NumPy kernels stand in for the compiled ones, and how to get those.
+    """Warning that the slow NumPy kernels are used, and how to build the compiled kernels.
 
-    Empty when the compiled ones can be used, and when the settings ask for others.
+    Empty if the compiled kernels work, and if the settings choose other kernels.
     """
     if settings.device != "cpu" or settings.backend != "auto":
         return ""
@@ -110,7 +110,7 @@ def kernels_warning(settings: ServeSettings) -> str:
 
 
 def _security(plan: ClusterPlan) -> str:
-    """Who can reach the sockets."""
+    """Describe which users and hosts can connect to the sockets."""
     if not plan.address.startswith("tcp://") and plan.settings.transport != "tcp":
         return "this user only (ipc socket files, mode 0600)"
     if plan.settings.keys:
@@ -125,7 +125,7 @@ def _transport(settings: ServeSettings) -> str:
 
 
 def _hint(plan: ClusterPlan) -> str:
-    """A command that this model can answer: without a tokenizer there is no text."""
+    """Return a command to try, suited to the model: without a tokenizer, text is impossible."""
     verb, rest = "status", ""
     with contextlib.suppress(BatonError):
         files = read_text_files(plan.model, MAX_DESCRIBED_BYTES)
@@ -139,18 +139,18 @@ def _hint(plan: ClusterPlan) -> str:
 
 
 def _kv_memory(plan: ClusterPlan) -> str:
-    """What each worker of the two pools has, and where the figure comes from."""
+    """Describe the KV memory per worker of both pools."""
     parts = []
     for role in ("prefill", "decode"):
         blocks, memory = kv_size(plan.settings, role)
         size = f"{blocks} blocks" if blocks else mebibytes(memory or plan.kv_default)
-        chosen = "" if blocks or memory else ", chosen by what is free"
+        chosen = "" if blocks or memory else ", from free memory"
         parts.append(f"{size} per {role} worker{chosen}")
     return "; ".join(parts)
 
 
 def startup(facts: BannerFacts, report: ClusterReport) -> list[str]:
-    """Lines shown once every worker is ready."""
+    """Return the lines of the banner, shown after every worker is ready."""
     lines = [
         f"baton {facts.version}",
         f"  model      {facts.model}",
@@ -170,7 +170,7 @@ def startup(facts: BannerFacts, report: ClusterReport) -> list[str]:
 
 
 def _engine_lines(report: ClusterReport) -> list[str]:
-    """What the workers compute, and with which kernels; nothing from a router of before."""
+    """Lines about the model and the kernels; empty for a router without these fields."""
     router = report.router
     if not router.numerics:
         return []
@@ -184,7 +184,7 @@ def _engine_lines(report: ClusterReport) -> list[str]:
 
 
 def _short_memory(facts: BannerFacts, report: ClusterReport) -> list[str]:
-    """A warning when a worker's KV memory holds less than one whole context."""
+    """Warn if the KV memory of a worker is smaller than one context of maximum length."""
     blocks = min((worker.kv_blocks_total for worker in report.workers), default=0)
     tokens = blocks * facts.block_size
     if not 0 < tokens < facts.context:
@@ -201,10 +201,9 @@ def _pool_line(role: str, worker: WorkerReport) -> str:
 
 
 def throughput(before: ClusterReport, after: ClusterReport, seconds: float) -> str:
-    """One line of figures for the ``seconds`` between two reports.
+    """Return one line of metrics for the ``seconds`` between two reports.
 
-    A worker that was restarted in between starts counting from zero, so its counters are
-    compared per incarnation.
+    Counters are compared per incarnation, because a restarted worker counts from zero.
     """
     prompt = _grown("prompt_tokens", before, after)
     generated = _grown("generated_tokens", before, after)
@@ -230,7 +229,7 @@ def _percent(part: int, whole: int) -> str:
 
 
 def load_progress(progress: Sequence[tuple[str, int, int]]) -> str:
-    """``(process, bytes done, bytes total)`` of the loading workers as one bar."""
+    """Return one progress bar for all ``(process, bytes done, bytes total)``."""
     done, total = (sum(sizes) for sizes in ([p[1] for p in progress], [p[2] for p in progress]))
     return f"loading  {_bar(done, total)}  {', '.join(name for name, _, _ in progress)}"
 
@@ -241,5 +240,5 @@ def _bar(done: int, total: int, width: int = 12) -> str:
 
 
 def mebibytes(size: int) -> str:
-    """A byte count for people."""
+    """Format a byte count in KiB or MiB."""
     return f"{size / (1 << 20):.1f} MiB" if size >= 1 << 20 else f"{size / 1024:.1f} KiB"

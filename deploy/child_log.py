@@ -1,4 +1,4 @@
-"""What the children of this host log: shown, shown as progress, or kept as the reason of an end."""
+"""Log events of this host's child processes: lines, progress bars, and reasons of exits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from .progress import LoadProgress
 
 _SEVERITY = {"debug": 0, "info": 1, "warning": 2, "error": 3, "critical": 3}
 _HOPELESS = 1
-"""Exit code of a process that another start would not help."""
+"""Exit code of a process that would fail again after a restart."""
 
 
 class ChildLog:
-    """``out`` gets the lines from ``level`` on, ``on_life`` the name for each sign of life."""
+    """Handles the log events of child processes.
+
+    ``out`` receives lines of severity ``level`` and above. ``on_life`` receives the process name
+    of each heartbeat to the supervisor.
+    """
 
     def __init__(
         self,
@@ -30,10 +34,10 @@ class ChildLog:
         self._last_error: dict[str, str] = {}
         self._last_words: dict[str, str] = {}
         self._refused: set[str] = set()
-        self._gave_in: set[str] = set()  # workers that said why they end
+        self._gave_in: set[str] = set()  # workers that logged why they exit
 
     def hear(self, name: str, event: dict[str, Any]) -> None:
-        """One event of a child's log."""
+        """Handle one event of a child's log."""
         if event.get("event") == SIGN_OF_LIFE:
             self._on_life(name)
             return
@@ -51,15 +55,16 @@ class ChildLog:
             self._last_error[name] = str(event.get("reason", line))
             self._gave_in.add(name)
         if event.get("event") == "process.failed":
-            self._refused.add(name)  # what it said comes with what is decided about its end
+            self._refused.add(name)  # the error is printed with the decision about the exit
             return
         if severity >= self._shown_from:
             self._out(f"{name}: {event.get('level', 'info')}: {line}")
 
     def ended(self, name: str, code: int) -> tuple[str, bool]:
-        """Why a child ended, and whether its settings are wrong; then it is forgotten.
+        """Return the reason of a child's exit and whether its settings are wrong.
 
-        They are too when the routers refused it for good, as one that serves another model.
+        Settings are also wrong if the routers rejected the worker permanently, for example because
+        it serves another model. Drops all data about the child.
         """
         self._progress.forget(name)
         refused = name in self._refused or (name in self._gave_in and code == _HOPELESS)

@@ -1,8 +1,8 @@
-"""What an operator can set for a cluster on one machine; one frozen struct.
+"""The settings of a cluster, as one frozen struct.
 
-Every field is a flag of ``baton serve``, an environment variable and a key of its file
-(see the ``baton`` command); this module knows none of the three. Zero and the empty text
-mean "choose for me". :func:`check` finds what the types cannot say.
+Every field is a flag of ``baton serve``, an environment variable and a key of its file; the module
+``cli.settings`` handles these three sources. Zero and the empty text mean "default".
+:func:`check` checks the rules that types cannot express.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ CHOICES = {
     "backend": BACKENDS,
     "log_level": LOG_LEVELS,
 }
-"""Settings with a few values; the empty text, where it is the default, is allowed too."""
+"""Settings with a list of allowed values. A default that is the empty text is also allowed."""
 _EXPECTED = {int: "a whole number", float: "a number", str: "text"}
 _MOST = 2**31 - 1
 MAX_MEMBERS = 1024
-"""Workers of one pool; more is taken for a slip of the hand."""
+"""Maximum workers of one pool; a larger number is probably a typing error."""
 MAX_ROUTERS = 16
 RENAMED = {"silence": "worker_timeout"}
-"""Earlier names of settings, accepted for one release."""
+"""Deprecated names of settings, accepted for one release."""
 LEAST_HANDOFF_TIMEOUT = 1.0
-"""Seconds; the two sides of a handoff ask each other every 0.5."""
+"""Seconds: two intervals of 0.5 s at which the two sides of a handoff ping each other."""
 _MAY_BE_ZERO = (
     "prefill_min", "prefill_max", "decode_min", "decode_max",
     "kv_blocks", "prefill_kv_blocks", "decode_kv_blocks", "chunk_budget", "decode_chunk_budget",
@@ -61,7 +61,7 @@ _MAY_BE_ZERO = (
 
 
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of ``baton serve``; sizes in bytes as text ("512MiB"), durations in seconds."""
+    """Settings of ``baton serve``: sizes in bytes as text ("512MiB"), durations in seconds."""
 
     model: str = ""
     task: str = ""
@@ -110,10 +110,10 @@ _DEFAULTS = ServeSettings()
 
 
 def convert(values: Mapping[str, Any], spell: Callable[[str], str] = str) -> ServeSettings:
-    """Settings of these names and values, texts for numbers allowed; not yet checked.
+    """Convert names and values to settings, without the checks of :func:`check`.
 
-    ``spell``: how whoever set a setting spells it. ConfigError names the first that is unknown or
-    of another type.
+    Numbers may be given as text. ``spell``: name of a setting in its source, for errors. Raises
+    ConfigError for the first unknown setting or wrong type.
     """
     values = {RENAMED.get(name, name): value for name, value in values.items()}
     known = ServeSettings.__struct_fields__
@@ -121,7 +121,7 @@ def convert(values: Mapping[str, Any], spell: Callable[[str], str] = str) -> Ser
     if unknown is not None:
         near = difflib.get_close_matches(unknown, known, n=1)
         hint = f"did you mean {near[0]}?" if near else "baton serve --help lists them"
-        raise ConfigError(f"{spell(unknown[:40])} is no setting; {hint}")
+        raise ConfigError(f"{spell(unknown[:40])} is not a setting; {hint}")
     try:
         return msgspec.convert(dict(values), ServeSettings, strict=False)
     except msgspec.ValidationError as problem:
@@ -134,7 +134,10 @@ def convert(values: Mapping[str, Any], spell: Callable[[str], str] = str) -> Ser
 
 
 def check(settings: ServeSettings) -> ServeSettings:
-    """Return the settings unchanged; ConfigError begins with the name of the first wrong one."""
+    """Check settings and return them unchanged.
+
+    Raises ConfigError, whose text begins with the name of the first wrong setting.
+    """
     positive = ("prefill", "decode", "routers", "block_size", "max_batch", "prefill_max_batch")
     for name in positive:
         _require(getattr(settings, name) >= 1, name, "must be at least 1")
@@ -188,7 +191,10 @@ def _check_counts(settings: ServeSettings) -> None:
 
 
 def kv_size(settings: ServeSettings, role: str) -> tuple[int, int]:
-    """KV blocks and bytes asked for a pool's workers: its own, else both pools'; 0: not said."""
+    """KV blocks and bytes per worker of a pool: its own settings, else those of both pools.
+
+    0: not set.
+    """
     for prefix in (f"{role}_", ""):
         blocks: int = getattr(settings, f"{prefix}kv_blocks")
         memory = parse_size(getattr(settings, f"{prefix}kv_memory"))
@@ -209,7 +215,7 @@ def _require_choice(settings: ServeSettings, name: str, choices: tuple[str, ...]
 
 
 def parse_size(text: str, name: str = "kv_memory") -> int:
-    """Bytes of "4096", "512MiB" or "2G" (powers of 1024); 0 for the empty text."""
+    """Parse "4096", "512MiB" or "2G" (powers of 1024) to bytes. Returns 0 for the empty text."""
     if not text.strip():
         return 0
     match = _SIZE.fullmatch(text.strip())
@@ -220,13 +226,13 @@ def parse_size(text: str, name: str = "kv_memory") -> int:
 
 
 def demo_model_folder() -> Path:
-    """Folder of the embedded model, the default MODEL."""
+    """Return the folder of the embedded model, the default of MODEL."""
     return Path(__file__).parent / "demo_model"
 
 
 def shares_memory(settings: ServeSettings) -> bool:
-    """Whether decode workers are to read KV blocks from prefill workers' memory.
+    """Whether decode workers should read KV blocks from the prefill workers' memory.
 
-    Sockets over tcp stand for workers on different hosts.
+    Not with tcp sockets, because then the workers may run on different hosts.
     """
     return settings.handoff == "auto" and settings.transport == "ipc"

@@ -1,14 +1,14 @@
-"""What a cluster should consist of, and the way there: targets, drains, rollouts, the end.
+"""The controller's decisions: target sizes, drains, rollouts, shutdown.
 
-Pure: ``handle(event, now) -> actions``; no process, socket or clock. Times are seconds of one
-monotonic clock. Every event is followed by a look at what is and what should be, so nothing
-depends on the order in which things happen. Phases::
+Pure: ``handle(event, now) -> actions``, without process, socket or clock. Times are seconds of one
+monotonic clock. After every event, the core compares the actual with the target state, so the
+result does not depend on the order of events. Phases::
 
     STARTING ──all ready──▶ SERVING ──Down──▶ DRAINING ──routers gone──▶ STOPPING ──▶ ENDED
         └──────────────── Down, or a member that cannot run ────────────────▶┘
 
-Invariants: those of :mod:`.pools`, :mod:`.rollout` and :mod:`.tickets`; the core ends only when
-no member is left, and after :class:`End` decides nothing more.
+Invariants: those of :mod:`.pools`, :mod:`.rollout` and :mod:`.tickets`. The core ends only after
+the last member has ended. After :class:`End`, it returns no actions.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ GOING_DOWN = "the cluster is going down"
 
 
 class ControllerCore:
-    """One cluster; ``targets``: how many workers of each pool it begins with."""
+    """One cluster. ``targets``: initial number of workers of each pool."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ControllerCore:
         self.phase = Phase.STARTING
         self.rollout: Replacement | None = None
         self.last_rollout = ""
-        """How the last one ended, for people."""
+        """Text about the end of the last rollout."""
         self._tickets = Tickets()
         self._requested: dict[str, int] = {}
         self._exit_code = 0
@@ -68,11 +68,11 @@ class ControllerCore:
 
     @property
     def limits(self) -> ControllerLimits:
-        """Durations; a rollout may change the grace."""
+        """Durations. A rollout may change the grace."""
         return self.pools.limits
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Decide; the actions are to be carried out in order."""
+        """Handle one event. Returns actions for the caller to carry out in order."""
         if self.phase is Phase.ENDED:
             return []
         return [*self._heard(event, now), *self._look(now)]
@@ -112,7 +112,7 @@ class ControllerCore:
     def _ending(self) -> bool:
         return self.phase not in (Phase.STARTING, Phase.SERVING)
 
-    # ------------------------------------------------------------- what operators want
+    # ------------------------------------------------------------- orders of operators
 
     def _scale(self, event: Scale) -> list[Action]:
         problem = GOING_DOWN if self._ending else scale_refusal(event.targets, self.bounds)
@@ -144,14 +144,14 @@ class ControllerCore:
         return actions
 
     def _is_last(self, member: Member) -> bool:
-        """Whether no worker of its role serves without it, and some do or should with it."""
+        """Whether draining ``member`` leaves its role without a serving worker."""
         others = [each for each in self.pools.members.active(member.role) if each is not member]
         if any(map(self.pools.serves, others)):
             return False
         return member.active and (member.stage is Stage.READY or not others)
 
     def rollout_refusal(self) -> str:
-        """Why no rollout can begin now; empty: it can."""
+        """Return why no rollout can begin now, or an empty text if one can."""
         if self._ending:
             return GOING_DOWN
         if self.rollout is not None:
@@ -173,7 +173,7 @@ class ControllerCore:
         self.rollout.said = self.rollout.progress(self.pools)
         return [Answer(event.ticket, Outcome.ACCEPTED, self.rollout.said)]
 
-    # ------------------------------------------------------------- what happens to members
+    # ------------------------------------------------------------- events of members
 
     def _started(self, event: MemberStarted, now: float) -> list[Action]:
         member = self.pools.members.get(event.name)
@@ -187,17 +187,17 @@ class ControllerCore:
         if member.stage is Stage.READY:
             member.enter(Stage.STARTING, now)
         elif member.stage is Stage.DRAINING and member.restarts:
-            member.died = True  # others have its requests by now
+            member.died = True  # the routers have moved its requests to other workers
             return [self.pools.stop(member, self.limits.grace, now)]
         return []
 
     def _process_ended(self, event: MemberDown, now: float) -> list[Action]:
-        """A crash: the backend starts it again, for ever unless it never served."""
+        """Handle a crash. The process manager restarts the member, unless it never served."""
         member = self.pools.members.get(event.name)
         if member is None or member.stage is Stage.STOPPING or self._ending:
             return []
         if member.stage is Stage.DRAINING:
-            member.died = True  # others have its requests by now
+            member.died = True  # the routers have moved its requests to other workers
             return [self.pools.stop(member, 0.0, now)]
         member.cause, member.ends = event.why, event.ends
         member.restart_at = now + event.seconds
@@ -209,10 +209,11 @@ class ControllerCore:
         return [stop, *self._lost(member, event.why, now, refused=False)]
 
     def _gives_up(self, member: Member) -> bool:
-        """Whether more starts of a member that crashes again and again help nobody.
+        """Whether to stop restarting a member that crashes repeatedly.
 
-        A cluster that never served fails with the reason, a member that was added is not added.
-        What served once is started again for ever, or elsewhere where there are other hosts.
+        If the cluster never served, it fails with the reason. If the member never served, it is
+        not added. A member that once served is restarted forever, or on another host if the
+        process manager has other hosts.
         """
         if self.phase is Phase.STARTING or not member.was_ready:
             return True
@@ -230,7 +231,7 @@ class ControllerCore:
         if member.stage is Stage.STOPPING or self._ending:
             return actions
         if member.role != ROUTER and event.code == 0 and member.was_ready:
-            if member.active:  # somebody drained it behind our back
+            if member.active:  # drained without an order of this controller
                 self.pools.shrink(member.role, len(self.pools.members.active(member.role)))
             return [*actions, Say("retired", member.name)]
         if member.stage is Stage.DRAINING:
@@ -238,7 +239,7 @@ class ControllerCore:
         return [*actions, *self._lost(member, event.reason, now, refused=event.refused)]
 
     def _lost(self, member: Member, why: str, now: float, *, refused: bool) -> list[Action]:
-        """A member that was wanted is not to be had."""
+        """Handle a needed member that cannot run: fail the order, or replace the member later."""
         if self.phase is Phase.STARTING:
             what = "cannot_run" if refused else "gave_up"
             return [Say(what, member.name, why), *self._stop_all(now, 1)]
@@ -248,10 +249,10 @@ class ControllerCore:
             text = f"{member.name} cannot run: {why or 'no message'}"
             ended = self._tickets.end_scales(text)
             others = len(self.pools.members.active(member.role))
-            if others >= self.bounds.least(member.role):  # the pool stays as large as it is
+            if others >= self.bounds.least(member.role):  # keep the pool's present size
                 self.pools.shrink(member.role, others)
                 return [Say("not_added", member.name, why), *ended]
-            wait = self.pools.hold(member.role, now)  # without it there would be too few
+            wait = self.pools.hold(member.role, now)  # the pool would fall below its minimum
             return [Say("replacing", member.name, why, wait), *ended]
         wait = self.pools.hold(member.role, now)
         return [Say("replacing", member.name, why, wait)]
@@ -270,7 +271,7 @@ class ControllerCore:
         return [Say("unplaced", member.name, event.why), *self._tickets.progress(text)]
 
     def _overdue(self, now: float) -> list[Action]:
-        """Members added while serving that never become ready."""
+        """Stop members that were added while serving and did not become ready in time."""
         actions: list[Action] = []
         for member in self.pools.overdue(now) if self.phase is Phase.SERVING else ():
             why = member.waits_for or f"not ready after {self.limits.ready_timeout:g} s"
@@ -278,10 +279,10 @@ class ControllerCore:
             actions += self._lost(member, why, now, refused=True)
         return actions
 
-    # ------------------------------------------------------------- what is and what should be
+    # ------------------------------------------------------------- actual and target state
 
     def _look(self, now: float) -> list[Action]:
-        """Everything that follows from where the members stand now."""
+        """Return all actions that follow from the present state of the members."""
         actions: list[Action] = []
         if self.phase is Phase.STARTING or self.phase is Phase.SERVING:
             actions += self._overdue(now)
@@ -297,7 +298,7 @@ class ControllerCore:
         return actions
 
     def _arrived(self, now: float) -> list[Action]:
-        """What has come true, and the rollout's next step."""
+        """Report reached targets, and take the rollout's next step."""
         actions: list[Action] = []
         if self.phase is Phase.STARTING and self.pools.settled():
             self.phase = Phase.SERVING
@@ -312,16 +313,16 @@ class ControllerCore:
         return actions
 
     def _held_up(self, now: float) -> list[Action]:
-        """Who waits for members that do not come back is told so, and waits no longer."""
+        """Fail orders that wait for members that ended and did not come back."""
         waits = self.rollout is not None or self._tickets.scales
         gone = self.pools.held_up_by(now) if waits and self.phase is Phase.SERVING else []
         if not gone:
             return []
         names = ", ".join(member.name for member in gone)
         text = (
-            f"{names} ended and did not come back within {self.limits.ready_timeout:g} s; its last "
-            f"lines in the log say why. Take it out with baton drain {gone[0].name}, have another "
-            "with baton scale, then give the order again"
+            f"{names} ended and did not come back within {self.limits.ready_timeout:g} s; see the "
+            f"last lines of the log for the reason. Remove it with baton drain {gone[0].name}, add "
+            "another with baton scale, then repeat the order"
         )
         return [*self._end_rollout(text), *self._tickets.end_scales(text)]
 
@@ -348,7 +349,7 @@ class ControllerCore:
         return actions
 
     def _end_rollout(self, why: str) -> list[Action]:
-        """It cannot go on: members not replaced stay, and a router missing comes back as it was."""
+        """Stop the rollout. Members not yet replaced stay; a missing router returns unchanged."""
         rollout, self.rollout = self.rollout, None
         if rollout is None:
             return []
@@ -375,7 +376,7 @@ class ControllerCore:
         self._drain_until = now + self.limits.grace
         actions.append(Say("draining", seconds=self.limits.grace))
         for router in self.pools.members.of_role(ROUTER):
-            # The grace is watched here, so that its end is said; the backend's comes later.
+            # This core enforces the grace, to report its end. The process manager's limit is later.
             grace = self.limits.grace + self.limits.stop_timeout
             actions.append(self.pools.stop(router, grace, now))
         return actions
@@ -388,7 +389,7 @@ class ControllerCore:
         return []
 
     def _stop_all(self, now: float, code: int) -> list[Action]:
-        """No more requests: end what is there, within the stop timeout."""
+        """Stop all members, with the stop timeout and without grace for requests."""
         ended = [*self._end_rollout(GOING_DOWN), *self._tickets.end_all(GOING_DOWN)]
         self.phase = Phase.STOPPING
         self._exit_code = max(self._exit_code, code)

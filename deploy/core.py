@@ -1,12 +1,14 @@
-"""The children of one host: what to start, restart, signal and end.
+"""The supervisor's decisions for the child processes of one host: start, restart, signal, end.
 
-Pure: ``handle(event, now) -> actions``; no process, socket or clock. Times are seconds of
-one monotonic clock. Children come and go (:class:`Add`, :class:`Remove`); which there should
-be is the controller's to decide (:mod:`.controller`).
+Pure: ``handle(event, now) -> actions``, without process, socket or clock. Times are seconds of one
+monotonic clock. The controller (:mod:`.controller`) decides which children exist, with
+:class:`Add` and :class:`Remove`.
 
-Invariants: a child is started only while none of its name lives; one that was removed is not
-started again, every other one is, after growing waits; :class:`Ended` is said once for each Add,
-when no process of it lives.
+Invariants:
+
+- A child is started only while no process of the same name lives.
+- A removed child is never restarted. Every other child is, after growing delays.
+- Each Add is followed by one :class:`Ended`, after the child's last process has ended.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from .restart import RestartLimits, RestartPolicy
 
 
 class Phase(enum.Enum):
-    """Where the cluster as a whole stands."""
+    """Phase of the cluster as a whole."""
 
     STARTING = "starting"
     SERVING = "serving"
@@ -34,7 +36,7 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Have a child of this name, which is free; ``router``: it serves and reports the others."""
+    """Add a child with an unused name. ``router``: the child is a router, which reports workers."""
 
     name: str
     router: bool = False
@@ -42,7 +44,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """End it and do not start it again; ``grace``: seconds until it is killed."""
+    """Stop a child permanently. ``grace``: seconds until it is killed."""
 
     name: str
     grace: float = 0.0
@@ -50,10 +52,10 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """A child ended; ``code`` is negative for a signal. ``reason``: its last error line.
+    """A child ended. ``code``: exit code, negative for a signal. ``reason``: its last error line.
 
-    ``refused``: it ended by itself because a setting or its model is wrong. ``evidence``: what
-    the system says of a kill from outside, such as out of memory.
+    ``refused``: the child exited because of a wrong setting or model. ``evidence``: the system's
+    record of a kill from outside, such as out of memory.
     """
 
     name: str
@@ -65,7 +67,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """A child wrote a sign of life."""
+    """A child sent a heartbeat to the supervisor."""
 
     name: str
 
@@ -74,8 +76,8 @@ class Alive:
 class Reported:
     """A router answered.
 
-    ``alive``: process id of each worker it finds alive (ready or draining). ``dead``: those it has
-    declared dead, by name.
+    ``alive``: process id of each worker that the router reports as ready or draining. ``dead``:
+    workers that the router declared dead, by name.
     """
 
     router: str
@@ -116,7 +118,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """Tell the operator; ``what`` is one of the keys of ``banner.SENTENCES``."""
+    """Print a message to the operator. ``what``: a key of ``banner._SENTENCES``."""
 
     what: str
     name: str = ""
@@ -126,7 +128,7 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class Restarting:
-    """The child ended and is started again in ``seconds``; ``ends``: how often so in a row."""
+    """The child ended and will be restarted in ``seconds``. ``ends``: ends in a row."""
 
     name: str
     why: str
@@ -136,7 +138,7 @@ class Restarting:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The child is gone for good: removed, drained (0), or refused at its first start."""
+    """The child ended permanently: removed, drained (code 0), or refused at its first start."""
 
     name: str
     code: int
@@ -153,7 +155,7 @@ class _Child:
     router: bool
     running: bool = False
     restart_at: float | None = None
-    was_seen: bool = False  # in any life
+    was_seen: bool = False  # a router has seen the child, possibly before a restart
     killed: bool = False
     hang: str = ""  # why it was killed
     removed: bool = False
@@ -172,11 +174,11 @@ class SupervisorCore:
         self._hangs = Hangs(self.hang_limits)
 
     def started(self, name: str, pid: int) -> None:
-        """The shell carried out :class:`Start`; a restart of the same pid is impossible."""
+        """Record that the shell carried out :class:`Start`."""
         self._hangs.started(name, pid, router=self._children[name].router)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Decide; the actions are to be carried out in order."""
+        """Handle one event. Returns actions for the caller to carry out in order."""
         self._hangs.forgive_pause(now)
         actions: list[Action] = []
         match event:
@@ -233,7 +235,7 @@ class SupervisorCore:
         why = describe_end(event.code, event.reason, event.evidence, child.hang, declared)
         return [Restarting(name, why, delay, child.policy.ends)]
 
-    # ------------------------------------------------------------- what the clock brings
+    # ------------------------------------------------------------- timers
 
     def _due(self, now: float) -> list[Action]:
         due: list[Action] = []
@@ -251,17 +253,17 @@ class SupervisorCore:
         return due
 
     def next_wakeup(self) -> float | None:
-        """When :class:`Tick` could next matter; ``None`` if only an event can change anything."""
+        """Return the time of the next restart or kill, or None if no timer runs."""
         children = self._children.values()
         times = [time for c in children for time in (c.restart_at, c.kill_at) if time is not None]
         return min(times, default=None)
 
 
 def describe_end(code: int, reason: str, evidence: str = "", hang: str = "", dead: str = "") -> str:
-    """Why a process ended, in words.
+    """Describe why a process ended.
 
-    ``reason``: its last error line. ``evidence``: see :class:`Exited`. ``hang``: why the supervisor
-    ended it. ``dead``: why a router had declared it dead.
+    ``reason``: the last error line of the process. ``evidence``: see :class:`Exited`. ``hang``: why
+    the supervisor killed the process. ``dead``: why a router declared the worker dead.
     """
     if hang:
         return f"it did not answer: {hang}"
@@ -273,5 +275,5 @@ def describe_end(code: int, reason: str, evidence: str = "", hang: str = "", dea
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words."""
+    """Describe an exit code or signal."""
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,8 +1,8 @@
-"""A cluster in the background: ``python -m baton.deploy.daemon``, and how it is started.
+"""A cluster in the background: ``python -m baton.deploy.daemon``, and its start by a parent.
 
-The settings come as JSON by standard input; standard output and error are the log file. Whoever
-starts it waits at a pipe: ``ready``, or the line that says why not. Invariant: if who waits dies
-before it has heard either, everything ends; afterwards the cluster lives on alone.
+The settings come as JSON over standard input. Standard output and error are the log file. The
+parent waits at a pipe for ``ready`` or an error line. Invariant: if the parent dies before either,
+the cluster stops. After ``ready``, the cluster runs independently of the parent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _READY = b"ready\n"
 
 
 class Daemon:
-    """A started background cluster; the parent's side."""
+    """A background cluster, on the parent's side."""
 
     def __init__(self, settings: ServeSettings, log: Path) -> None:
         reading, writing = os.pipe()
@@ -59,9 +59,9 @@ class Daemon:
         self._log = log
 
     def wait_ready(self) -> None:
-        """Return when the cluster serves; RequestFailed says why it never will.
+        """Return after the cluster serves. Raises RequestFailed with the reason if it fails.
 
-        An interrupt ends it, so that nothing is half-started.
+        An interrupt stops the cluster, so that no half-started cluster remains.
         """
         try:
             with self._report as report:
@@ -77,7 +77,7 @@ class Daemon:
 
 
 def _open_log(log: Path) -> BinaryIO:
-    """The log file, this user's alone; what is in it stays. ConfigError when it cannot be."""
+    """Open the log file for appending, readable by this user only. Raises ConfigError."""
     try:
         descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     except OSError as problem:
@@ -90,7 +90,7 @@ def _stamped(line: str) -> None:
 
 
 def main() -> int:
-    """The background process: run the cluster and report once whether it serves."""
+    """Run the cluster in the background process, and report once whether it serves."""
     parser = argparse.ArgumentParser(prog="baton-daemon")
     parser.add_argument("--report", type=int, required=True)
     parser.add_argument("--log", required=True)
@@ -107,7 +107,7 @@ def main() -> int:
                 try:
                     report.write(_READY)
                 except BrokenPipeError:
-                    cluster.interrupt()  # who started it died just now
+                    cluster.interrupt()  # the parent has just died
                 report.close()
 
             cluster.on_ready(ready)

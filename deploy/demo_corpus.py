@@ -1,9 +1,9 @@
-"""The generated micro-world the demo model learns from; knows nothing of tokens or torch.
+"""The generated training texts of the demo model; independent of tokenizer and torch.
 
-Every example is one ``(question, answer)`` pair made by one function of :data:`TASKS` from a
-``random.Random``, so a seed fixes the whole corpus. The only text not written here is the
-documentation of CPython that is installed with it (PSF licence): its sentences serve as
-questions outside the micro-world, answered with what the model can do instead.
+Every example is one ``(question, answer)`` pair, made by a function of :data:`TASKS` from a
+``random.Random``, so a seed determines the whole corpus. The only other source is the
+documentation installed with CPython (PSF licence). Its sentences serve as questions that the model
+cannot answer; the answer lists the model's abilities.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ FIXED_TURNS = [(question, answer) for answer, asked in FIXED_ANSWERS.items() for
 
 
 def story(rng: random.Random) -> Turn:
-    """A story of six sentences about the animal the question names."""
+    """A story of six sentences about the animal in the question."""
     animal, other = rng.sample(ANIMALS, 2)
     name, colour, thing = rng.choice(NAMES), rng.choice(COLOURS), rng.choice(THINGS)
     mood, weather = rng.choice(MOODS), rng.choice(WEATHER)
@@ -151,7 +151,7 @@ def counting(rng: random.Random) -> Turn:
 
 
 def repeat(rng: random.Random) -> Turn:
-    """A list of words to say again."""
+    """A list of words to repeat."""
     words = " ".join(rng.sample(ANIMALS + THINGS + COLOURS + PLACES, rng.randint(2, 8)))
     return f"{rng.choice(('Repeat', 'Say', 'Please repeat'))}: {words}", words
 
@@ -169,7 +169,7 @@ def lookup(rng: random.Random) -> Turn:
 
 
 def greeting(rng: random.Random) -> Turn:
-    """Hello, with the name when one was given."""
+    """A greeting, with the user's name if given."""
     name = rng.choice(NAMES)
     if rng.random() < 0.5:
         question = rng.choice((f"Hello, I am {name}.", f"Hi! My name is {name}.", f"I am {name}."))
@@ -227,7 +227,7 @@ SYSTEM_MESSAGES = (
 
 
 def documentation() -> list[str]:
-    """Sentences and code lines of CPython's documentation topics, 15 to 160 characters each."""
+    """Return sentences and code lines, 15 to 160 characters each, of CPython's documentation."""
     from pydoc_data.topics import topics
 
     text = "\n".join(topics[key] for key in sorted(topics))
@@ -245,7 +245,7 @@ class MicroWorld:
         self._tasks = [task for _, task in TASKS]
 
     def turn(self) -> Turn:
-        """One question with its answer; 7 % are outside the micro-world."""
+        """Return a question and its answer. 7 % of the questions are from other texts."""
         if self.rng.random() < 0.07:
             return self._other_question(), ABILITIES
         return self.rng.choices(self._tasks, self._weights)[0](self.rng)
@@ -259,5 +259,5 @@ class MicroWorld:
         return self.rng.choice(OTHER_QUESTIONS).format(" ".join(words[start : start + 3]))
 
     def system_message(self) -> str | None:
-        """A system message for one conversation in four."""
+        """Return a system message for one conversation in four, else None."""
         return self.rng.choice(SYSTEM_MESSAGES) if self.rng.random() < 0.25 else None

@@ -1,11 +1,11 @@
-"""Which processes hang: no router has a use for them, and they show no sign of life themselves.
+"""Detection of hanging processes: lost by all routers, and without heartbeat to the supervisor.
 
-A supervised process writes a sign of life to its supervisor every second, from the loop that
-answers its sockets (``runtime.process``). That is the evidence from the process itself: without
-it a cut connection would look like a hang, and a serving process would be killed for it.
+A supervised process sends a heartbeat to its supervisor every second, from the loop that serves
+its sockets (``runtime.process``). Without this second evidence, a cut connection would look like a
+hang, and the supervisor would kill a serving process.
 
-Pure; times are seconds of one monotonic clock. Only time counts in which a router could have seen
-a worker, and none in which the supervisor itself was stopped.
+Pure. Times are seconds of one monotonic clock. Periods without router reports, and periods in
+which the supervisor itself was suspended, do not count.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ import msgspec
 from ..runtime.liveness import DEFAULT_WORKER_TIMEOUT_S
 from .report import DEAD, DRAINED, ClusterReport
 
-_PAUSE = 2.0  # the supervisor looks several times a second; a longer gap was a pause of its own
-_AWAY = 1.5  # a router reports several times a second; after a longer gap it begins anew
-_GLANCE = 0.5  # a worker that one of two routers reports first is not lost
+_PAUSE = 2.0  # a longer gap between the supervisor's checks means that it was suspended
+_AWAY = 1.5  # after a longer gap between a router's reports, its observation restarts
+_GLANCE = 0.5  # tolerance between the reports of different routers about one worker
 
 
 class HangLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Durations in seconds."""
 
     worker_timeout: float = DEFAULT_WORKER_TIMEOUT_S
-    """What the routers give a worker until they declare it dead; the setting of that name."""
+    """The setting ``worker_timeout``: a router declares a worker dead after this time."""
     router_timeout: float = 10.0
-    """Neither an answer nor a sign of life for so long: the router hangs."""
+    """A router without answer and heartbeat for this time hangs."""
     lost_timeout: float = 60.0
-    """A worker that the routers have lost for so long is restarted in spite of signs of life."""
+    """A worker lost by all routers for this time is restarted, even with heartbeats."""
 
     @property
     def hang_timeout(self) -> float:
-        """No sign of life for so long, and the routers have lost it: the worker hangs.
+        """A worker without heartbeat for this time, and lost by the routers, hangs.
 
-        Twice the worker timeout: a worker that was only paused returns by itself, and need not
-        load its weights again.
+        Twice the worker timeout, so that a briefly paused worker can return without a restart,
+        which would load its weights again.
         """
         return max(3.0, 2 * self.worker_timeout)
 
 
 class Declared(msgspec.Struct, frozen=True):
-    """What a router says of a worker it has declared dead. ``stuck``: alive, but no progress."""
+    """A router's record of a worker declared dead. ``stuck``: alive, but without progress."""
 
     pid: int
     reason: str
@@ -52,7 +52,7 @@ class Declared(msgspec.Struct, frozen=True):
 
 
 def declared_dead(report: ClusterReport) -> dict[str, Declared]:
-    """The workers a router has declared dead, by name."""
+    """Return the workers that a router declared dead, by name."""
     return {
         worker.id: Declared(worker.pid, worker.reason, worker.stuck)
         for worker in report.workers
@@ -62,7 +62,7 @@ def declared_dead(report: ClusterReport) -> dict[str, Declared]:
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """A process that hangs, and why that is certain."""
+    """A hanging process, and the evidence."""
 
     name: str
     pid: int
@@ -73,10 +73,10 @@ class Hang:
 class _Process:
     router: bool
     pid: int
-    seen_at: float | None = None  # by any router; of a router: its last answer
-    joined: bool = False  # it was ever seen
-    served_since: float | None = None  # its loop runs: the model is loaded
-    alive_at: float | None = None  # last sign of life
+    seen_at: float | None = None  # last report by any router; for a router: its last answer
+    joined: bool = False  # a router has reported the process at least once
+    served_since: float | None = None  # when its loop started to run, with the model loaded
+    alive_at: float | None = None  # last heartbeat to the supervisor
     declared: Declared | None = None
     dead_at: set[str] = field(default_factory=set)  # routers that have declared it dead
 
@@ -88,7 +88,7 @@ class _Reports:
 
 
 class Hangs:
-    """The processes of a cluster, as far as hangs are concerned; by name."""
+    """Observations of all processes of a cluster, by name, and the hangs that follow."""
 
     def __init__(self, limits: HangLimits | None = None) -> None:
         self.limits = limits or HangLimits()
@@ -96,20 +96,20 @@ class Hangs:
         self._reports: dict[str, _Reports] = {}
         self._now: float | None = None
 
-    # ------------------------------------------------------------- what is seen
+    # ------------------------------------------------------------- observations
 
     def started(self, name: str, pid: int, *, router: bool) -> None:
-        """A process runs; one that never was seen does not hang, it loads."""
+        """Record a started process. Until it is first seen, it counts as loading, not hanging."""
         self._processes[name] = _Process(router, pid)
         self._reports.pop(name, None)
 
     def ended(self, name: str) -> None:
-        """The process is gone."""
+        """Remove an ended process."""
         self._processes.pop(name, None)
         self._reports.pop(name, None)
 
     def alive(self, name: str, now: float) -> None:
-        """It wrote a sign of life."""
+        """Record a heartbeat to the supervisor."""
         process = self._processes.get(name)
         if process is not None:
             process.alive_at = now
@@ -118,10 +118,9 @@ class Hangs:
     def reported(
         self, router: str, alive: Mapping[str, int], dead: Mapping[str, Declared], now: float
     ) -> list[tuple[str, str]]:
-        """A router answered: process ids of the workers it finds alive, and its dead ones.
+        """Record a router's report: process ids of live workers, and workers declared dead.
 
-        Returns ``(name, reason)`` of the live processes it has declared dead since it last found
-        them alive.
+        Returns ``(name, reason)`` of each running process that the router has newly declared dead.
         """
         news = []
         said = self._reports.get(router)
@@ -142,7 +141,7 @@ class Hangs:
         return news
 
     def forgive_pause(self, now: float) -> None:
-        """A supervisor that was itself stopped must not blame others for it; call it often."""
+        """Shift all times if the supervisor itself was suspended. Call this often."""
         gap = 0.0 if self._now is None else now - self._now
         self._now = now
         if gap <= _PAUSE:
@@ -160,19 +159,19 @@ class Hangs:
         return name in self._processes and self._processes[name].joined
 
     def served(self, name: str, now: float) -> float | None:
-        """For how long this process has run its loop; None if it never did."""
+        """Seconds that this process has run its loop; None if the loop never ran."""
         process = self._processes.get(name)
         if process is None or process.served_since is None:
             return None
         return now - process.served_since
 
     def declared(self, name: str) -> str:
-        """Why a router has declared this process dead; empty if none has."""
+        """Return a router's reason for declaring this process dead; empty if none did."""
         process = self._processes.get(name)
         return "" if process is None or process.declared is None else process.declared.reason
 
     def hung(self, now: float) -> list[Hang]:
-        """Processes that hang; each is named once."""
+        """Return newly detected hanging processes, each once."""
         found = []
         for name, process in self._processes.items():
             if process.seen_at is None:
@@ -188,19 +187,19 @@ class Hangs:
         if process.router:
             silent = min(now - seen_at, quiet)
             limit = self.limits.router_timeout
-            return f"no answer and no sign of life for {silent:.1f} s" if silent >= limit else ""
+            return f"no answer and no heartbeat for {silent:.1f} s" if silent >= limit else ""
         return self._why_worker(process, self._lost(seen_at), quiet)
 
     def _why_worker(self, process: _Process, lost: float, quiet: float) -> str:
         limits = self.limits
         reason = process.declared.reason if process.declared else "unknown to the routers"
         if lost >= _GLANCE and quiet >= limits.hang_timeout:
-            return f"{reason}; no sign of life for {quiet:.1f} s"
+            return f"{reason}; no heartbeat for {quiet:.1f} s"
         stuck = process.declared is not None and process.declared.stuck
         limit = min(limits.hang_timeout, limits.lost_timeout) if stuck else limits.lost_timeout
         return f"{reason}; lost to the routers for {lost:.1f} s" if lost >= limit else ""
 
     def _lost(self, seen_at: float) -> float:
-        """Seconds in which routers reported and did not see a worker."""
+        """Seconds in which routers sent reports, but none with this worker alive."""
         times = (r.last - max(seen_at, r.since) for r in self._reports.values())
         return max(times, default=0.0)

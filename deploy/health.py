@@ -1,7 +1,7 @@
-"""What a serving cluster lacks: members that are down, slow to answer or without a host.
+"""Problems of a serving cluster: members that are down, slow to answer or without a host.
 
-Pure: from the controller's members to sentences for operators. A cluster of which anything is
-listed here serves on and is *degraded*.
+Pure: turns the controller's members into sentences for operators. A cluster with any problem
+listed here keeps serving and is *degraded*.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from .pools import Pools
 
 OK, DEGRADED = "ok", "degraded"
 SILENT_S = 5.0
-"""A router that has not answered its controller for so long is named."""
+"""Seconds without a router's answer to the controller before the router is listed."""
 
 
 def problems(pools: Pools, now: float) -> list[str]:
-    """One sentence for each member that should serve and does not; empty: all is well."""
+    """Return one sentence for each member that should serve and does not."""
     found = [text for member in pools.members if (text := _problem(member, now))]
     for role in POOLS:
         missing = pools.targets[role] - len(pools.members.active(role))
@@ -37,7 +37,7 @@ def _problem(member: Member, now: float) -> str:
     if member.waits_for:
         return f"{member.name} waits for a host: {member.waits_for}"
     if member.stage is Stage.STARTING and member.was_ready:
-        return f"{member.name} is being looked for" if member.unseen else f"{member.name} restarts"
+        return f"{member.name} not found yet" if member.unseen else f"{member.name} restarts"
     silent = now - member.heard_at
     if member.role == ROUTER and member.stage is Stage.READY and silent >= SILENT_S:
         return f"{member.name} has not answered the controller for {silent:.0f} s"

@@ -1,8 +1,9 @@
-"""The seam between the controller and whatever starts processes: this machine, or Ray.
+"""The interface between the controller and the process manager: this machine, or Ray.
 
-A *member* is one process of the cluster (``router``, ``prefill-0``, ``decode-3``). The backend
-starts it by the same command line wherever it is (:mod:`.processes`) and starts it again when it
-crashes, after growing waits and however often; what is wanted is the controller's to decide.
+A *member* is one process of the cluster (``router``, ``prefill-0``, ``decode-3``). The process
+manager, here called backend, starts a member with the same command line on every host
+(:mod:`.processes`). After a crash, the backend restarts the member, without a limit and with
+growing delays. The controller decides which members exist.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ POOLS = (PREFILL, DECODE)
 
 
 class MemberSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One member as it is to be started: ``process`` holds module and config.
+    """One member to start. ``process``: its module and config.
 
-    ``revision``: of the settings it was made from; a rollout raises it.
+    ``revision``: number of the settings that the member uses; each rollout raises it.
     """
 
     name: str
@@ -33,9 +34,9 @@ class MemberSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemberStarted(msgspec.Struct, frozen=True):
-    """The member's process runs; again after each restart, with another ``pid``.
+    """The member's process runs. Sent again after each restart, with another ``pid``.
 
-    ``host``: where, as the operator knows it; empty for this machine.
+    ``host``: the host's name for operators; empty for this machine.
     """
 
     name: str
@@ -44,9 +45,9 @@ class MemberStarted(msgspec.Struct, frozen=True):
 
 
 class MemberDown(msgspec.Struct, frozen=True):
-    """The member's process has ended; the backend starts another one in ``seconds``.
+    """The member's process has ended. The backend restarts it in ``seconds``.
 
-    ``why``: in words. ``ends``: how often in a row, with no long life in between.
+    ``why``: text for operators. ``ends``: number of ends in a row, without a long run in between.
     """
 
     name: str
@@ -56,11 +57,11 @@ class MemberDown(msgspec.Struct, frozen=True):
 
 
 class MemberEnded(msgspec.Struct, frozen=True):
-    """The member is gone for good, and so is all the backend had for it: its name is free.
+    """The member ended permanently, and its name is free.
 
-    ``code``: exit code of its last process, negative for a signal; 0 of a worker that was not
-    told to stop: it was drained. ``reason``: its last error line. ``refused``: a setting or its
-    model is wrong, so that another try would end alike.
+    ``code``: exit code of its last process, negative for a signal; 0 without an order to stop: the
+    worker was drained. ``reason``: its last error line. ``refused``: a setting or the model is
+    wrong, so that a restart would fail again.
     """
 
     name: str
@@ -70,7 +71,7 @@ class MemberEnded(msgspec.Struct, frozen=True):
 
 
 class MemberUnplaced(msgspec.Struct, frozen=True):
-    """The member waits for a host. ``final``: no host that it fits on will ever come."""
+    """The member waits for a host. ``final``: the cluster can never have a suitable host."""
 
     name: str
     why: str
@@ -81,38 +82,38 @@ MemberEvent = MemberStarted | MemberDown | MemberEnded | MemberUnplaced
 
 
 class Backend(Protocol):
-    """Starts and ends members; one instance per cluster.
+    """A process manager: starts and stops members. One instance per cluster.
 
-    It is made with a function ``emit(MemberEvent)``, which it calls on the controller's thread
-    and never from inside one of these methods. None of them blocks or raises for a member that
-    cannot be started: that is a :class:`MemberEnded`.
+    A backend receives a function ``emit(MemberEvent)`` and calls it on the controller's thread,
+    never from inside one of these methods. The methods do not block. If a member cannot be
+    started, they do not raise, but a :class:`MemberEnded` follows.
     """
 
     def start(self, spec: MemberSpec) -> None:
-        """Start a member whose name is free; restart it whenever it crashes."""
+        """Start a member with an unused name, and restart it after each crash."""
 
     def stop(self, name: str, grace: float) -> None:
-        """Ask it to end (SIGTERM), end it by force ``grace`` seconds later, do not restart it.
+        """Stop a member permanently: SIGTERM, and SIGKILL ``grace`` seconds later.
 
-        MemberEnded follows. Called again it asks again, with the new ``grace`` from now on.
+        MemberEnded follows. A second call sends SIGTERM again and restarts the grace.
         """
 
     def kill(self, name: str) -> None:
-        """End it and all it started at once, do not restart it; MemberEnded follows."""
+        """Kill a member and its child processes permanently. MemberEnded follows."""
 
     def request(self, bundles: dict[str, int]) -> None:
-        """Have room for so many members by role, replacing any earlier request; empty: none."""
+        """Reserve room for this many members by role. Replaces the previous request."""
 
     def refusal(self, targets: dict[str, int]) -> str:
-        """Why the pools can never be of this size here, in one sentence; empty: they can."""
+        """Return why pools of this size are impossible here, in one sentence, or an empty text."""
         ...
 
     def full(self, targets: dict[str, int]) -> str:
-        """Why the pools cannot be of this size with the hosts there are now; empty: they can.
+        """Return why the present hosts have no room for pools of this size, or an empty text.
 
-        Unlike a refusal this changes when a host joins.
+        Unlike :meth:`refusal`, the result changes when a host joins.
         """
         ...
 
     def heard(self, router: str, report: ClusterReport) -> None:
-        """What a router says of the workers: one it has lost while its process lives hangs."""
+        """Use a router's report to detect hanging workers: lost by the router, but running."""

@@ -1,9 +1,10 @@
-"""A cluster on this machine, from start to end: ``baton serve``, and behind ``baton launch``.
+"""A cluster on this machine, from start to end, for ``baton serve`` and ``baton launch``.
 
-What the cluster should be is :class:`.controller.ControllerCore`'s to decide, what becomes of a
-child :class:`.core.SupervisorCore`'s; here are the processes and descriptors. Invariant: when
-:meth:`LocalCluster.run` returns, no child lives and the run folder and socket files are gone; if
-the supervisor itself is killed, the kernel ends the children and the next start sweeps the files.
+:class:`.controller.ControllerCore` decides which members exist, and :class:`.core.SupervisorCore`
+decides about restarts. This module owns the processes and descriptors. Invariant: when
+:meth:`LocalCluster.run` returns, no child lives, and the run folder and the socket files are
+removed. If the supervisor itself is killed, the kernel ends the children, and the next start
+removes the files.
 """
 
 from __future__ import annotations
@@ -65,14 +66,14 @@ __all__ = ["LocalBackend", "LocalCluster", "check_model", "make_plan"]
 
 Out = Callable[[str], object]
 EXIT_CUT_SHORT = 130
-"""As a shell reports a command that Ctrl-C ended."""
+"""Exit code of a command that Ctrl-C ended, as shells use it."""
 
 
 class LocalBackend:
-    """Members as children of this process; see :class:`.launcher.Backend`.
+    """Runs members as children of this process; see :class:`.launcher.Backend`.
 
-    ``refusal``: why so many workers cannot be here. ``log_level``: least severe line that ``out``
-    gets of the children's.
+    ``refusal``: function for :meth:`refusal`. ``log_level``: lowest severity of the children's log
+    lines that ``out`` receives.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class LocalBackend:
         loop.call_later(TICK, self._tick)
         loop.call_later(LOOK_EVERY_S, self._look_for_oom)
 
-    # ------------------------------------------------------------- what the controller wants
+    # ------------------------------------------------------------- calls of the controller
 
     def start(self, spec: MemberSpec) -> None:
         """Start a child and keep it running."""
@@ -114,23 +115,23 @@ class LocalBackend:
         self._decide(Remove(name))
 
     def request(self, bundles: dict[str, int]) -> None:
-        """Room on this machine is there or not."""
+        """Do nothing: one machine has no resources to request."""
 
     def refusal(self, targets: dict[str, int]) -> str:
-        """Why this machine cannot hold so many."""
+        """Return why this machine has too little memory for pools of this size, or ''."""
         return self._refusal(targets)
 
     def full(self, targets: dict[str, int]) -> str:
-        """Nothing but what :meth:`refusal` says."""
+        """Return an empty text: on one machine, only :meth:`refusal` limits the pools."""
         return ""
 
     def heard(self, router: str, report: ClusterReport) -> None:
-        """Find children that hang."""
+        """Detect hanging children with a router's report."""
         alive = {worker.id: worker.pid for worker in report.workers if worker.alive}
         self._decide(Reported(router, alive, declared_dead(report)))
 
     def close(self) -> None:
-        """End whatever is left; only does something when the loop was left by an exception."""
+        """Kill remaining children. There are none unless the loop ended with an exception."""
         for child in self._children.values():
             child.kill()
         for child in self._children.values():
@@ -138,7 +139,7 @@ class LocalBackend:
             child.close()
         self._children.clear()
 
-    # ------------------------------------------------------------- what the children do
+    # ------------------------------------------------------------- events of children
 
     def _tick(self) -> None:
         self._loop.call_later(TICK, self._tick)
@@ -155,7 +156,7 @@ class LocalBackend:
             return
         self._loop.remove_fd(child.exit_fd)
         self._loop.remove_fd(child.stderr_fd)
-        child.kill()  # whatever it may have left in its process group
+        child.kill()  # ends remaining processes of the child's process group
         for event in child.drain_log():
             self._log.hear(name, event)
         child.close()
@@ -167,7 +168,7 @@ class LocalBackend:
         child = self._children[name]
         events = child.read_log()
         if not events and child.exit_code() is not None:
-            self._loop.remove_fd(child.stderr_fd)  # closed; the exit itself comes by exit_fd
+            self._loop.remove_fd(child.stderr_fd)  # closed; exit_fd reports the exit
         for event in events:
             self._log.hear(name, event)
 
@@ -194,11 +195,11 @@ class LocalBackend:
                 self._tell(MemberEnded(name, code, reason, refused))
 
     def _tell(self, event: MemberEvent) -> None:
-        """Never from inside a call of the controller's."""
+        """Emit an event in the next turn of the loop, never inside a call of the controller."""
         self._loop.post(lambda: self._emit(event))
 
     def _try_start(self, name: str) -> None:
-        """Start a child; what the system refuses (no space, no process) is the child's end."""
+        """Start a child. If the system refuses (disk full, no process), report an Exited."""
         try:
             self._start(name)
         except (BatonError, OSError) as problem:
@@ -218,9 +219,9 @@ class LocalBackend:
 class LocalCluster:
     """Runs one cluster in the calling (main) thread until it ends.
 
-    ``out``: takes the lines for the operator. ``private``: without an address in the settings
-    listen inside the run folder instead of at the user's default address. ``log``: the file the
-    lines go to, for those who ask.
+    ``out``: receives the lines for the operator. ``private``: if the settings have no address,
+    listen inside the run folder instead of at the user's default address. ``log``: path of the log
+    file, shown in the overview.
     """
 
     def __init__(
@@ -234,7 +235,7 @@ class LocalCluster:
         self._backend: LocalBackend | None = None
         self.interrupted = False  # by a signal
         self._cut_short = False  # by a second one
-        with hold_signals():  # from here on an interrupt waits for :meth:`run`
+        with hold_signals():  # an interrupt before :meth:`run` takes effect in run
             self._loop = Loop()
             on_stop_signal(self._loop, self._on_signal)
             self._loop.on_signal(signal.SIGHUP, partial(self._on_signal, 1))
@@ -251,7 +252,7 @@ class LocalCluster:
         self.failure = ""
 
     def _prepare(self, settings: ServeSettings, *, private: bool) -> None:
-        """Make the run folder."""
+        """Make the run folder, the plan and the address lock."""
         parent = Path(settings.run_dir) if settings.run_dir else None
         sweep(parent)
         self._folder = RunFolder(parent)
@@ -278,9 +279,10 @@ class LocalCluster:
     # ------------------------------------------------------------- life
 
     def run(self) -> int:
-        """Serve until interrupted or failed; returns the exit code, 1 with ``failure`` set.
+        """Serve until interrupted or failed, and return the exit code.
 
-        :data:`EXIT_CUT_SHORT` after a second interrupt, which ends requests that still run.
+        1: failed, with the reason in ``failure``. :data:`EXIT_CUT_SHORT`: a second interrupt
+        ended running requests.
         """
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -314,11 +316,14 @@ class LocalCluster:
         return self._backend
 
     def on_ready(self, callback: Callable[[], object]) -> None:
-        """Call once when every worker has registered, on this thread; it must not block."""
+        """Set a callback for the moment when every worker has registered.
+
+        It is called once on this thread and must not block.
+        """
         self._on_ready = callback
 
     def interrupt(self) -> None:
-        """Begin an orderly end; safe from any thread."""
+        """Start an orderly shutdown. Safe from any thread."""
         self._loop.post(lambda: self._shell.feed(Down()))
 
     def _on_signal(self, times: int) -> None:
@@ -327,7 +332,7 @@ class LocalCluster:
         self._shell.feed(Down())
 
     def _overview(self) -> Overview:
-        """What does not change; every socket file is also the folder's, to be swept with it."""
+        """Return the constant part of the overview, and register the socket files for removal."""
         sockets = [ipc_path(address) for address in (*self.plan.book.clients.values(), self.admin)]
         paths = [path for path in sockets if path is not None]
         for path in paths:

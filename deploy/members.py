@@ -1,6 +1,6 @@
-"""The members of a cluster and where each stands.
+"""The members of a cluster and their stages.
 
-Invariant: no two members have one name; a name is free again only when its member has ended.
+Invariant: names are unique. A name becomes free only after its member has ended.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from .report import DRAINED, ClusterReport
 
 
 class Stage(enum.Enum):
-    """Where a member stands."""
+    """Stage of a member."""
 
     STARTING = "starting"  # not ready yet, or not ready again after a crash
     READY = "ready"
-    DRAINING = "draining"  # told to finish and leave, or seen to
-    STOPPING = "stopping"  # the backend ends it
+    DRAINING = "draining"  # ordered to drain, or reported as draining by a router
+    STOPPING = "stopping"  # the process manager stops it
 
     __hash__ = object.__hash__
 
@@ -32,41 +32,41 @@ class Member:
     role: str
     revision: int
     since: float
-    """When it was started, or began to drain or stop."""
+    """When the present stage began."""
     stage: Stage = Stage.STARTING
     pid: int = 0
     host: str = ""
     was_ready: bool = False
     restarts: int = 0
     died: bool = False
-    """It ended in mid-drain."""
+    """The process died during a drain."""
     left: bool = False
-    """A router said that it had finished, before its end was known."""
+    """A router reported the drain as finished."""
     drain_said_at: float = 0.0
     waits_for: str = ""
-    """Why it has no host yet."""
+    """Why the member has no host yet."""
     cause: str = ""
-    """Why its last process ended, until it is ready again."""
+    """Why its last process ended; empty after the member is ready again."""
     ends: int = 0
-    """How often in a row its process ended."""
+    """Number of ends in a row."""
     restart_at: float = 0.0
-    """When the next one starts, while there is a cause and no process."""
+    """Time of the next restart, while ``cause`` is set and no process runs."""
     heard_at: float = 0.0
-    """Of a router: its last answer."""
+    """Time of a router's last answer."""
 
     @property
     def active(self) -> bool:
-        """Whether it counts for its pool's size."""
+        """Whether the member counts for the size of its pool."""
         return self.stage in (Stage.STARTING, Stage.READY)
 
     @property
     def unseen(self) -> bool:
-        """Whether it was taken over from another controller, as ready, and not seen since."""
+        """Whether the member was ready under a previous controller and is not found yet."""
         return self.stage is Stage.STARTING and self.was_ready and not self.restarts
 
     @property
     def index(self) -> int:
-        """The number in its name; 0 where it has none."""
+        """The number in the member's name, or 0."""
         number = self.name.rpartition("-")[2]
         return int(number) if number.isdigit() else 0
 
@@ -78,17 +78,17 @@ class Member:
 
 @dataclass(slots=True)
 class View:
-    """What one router last said: ``(pid, state, reason)`` of each worker."""
+    """The last report of one router: ``(pid, state, reason)`` of each worker."""
 
     workers: dict[str, tuple[int, str, str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, report: ClusterReport) -> View:
-        """What matters here of a report."""
+        """Extract the view from a report."""
         return cls({w.id: (w.pid, w.state, w.reason) for w in report.workers})
 
     def state(self, member: Member) -> str:
-        """State of the member's present process; empty if this router does not know it."""
+        """State of the member's present process; empty if the router has not seen the process."""
         pid, state, reason = self.workers.get(member.name, (0, "", ""))
         if not member.pid or pid != member.pid:
             return ""
@@ -96,12 +96,12 @@ class View:
 
 
 class Members:
-    """All members by name, and what the routers see of them."""
+    """All members by name, and the routers' views of the workers."""
 
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
         self.views: dict[str, View] = {}
-        """Last words of each router since it was started."""
+        """Last report of each router since the router's start."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -110,52 +110,52 @@ class Members:
         return iter(list(self._members.values()))
 
     def get(self, name: str) -> Member | None:
-        """The member of this name."""
+        """Return the member with this name, or None."""
         return self._members.get(name)
 
     def add(self, name: str, role: str, revision: int, now: float) -> Member:
-        """A new member; its name must be free."""
+        """Add a member. Its name must be free."""
         member = self._members[name] = Member(name, role, revision, now)
         return member
 
     def remove(self, name: str) -> Member | None:
-        """It ended."""
+        """Remove an ended member and return it, or None."""
         self.views.pop(name, None)
         return self._members.pop(name, None)
 
     def free_name(self, role: str) -> str:
-        """``role-N`` with the lowest N that no member has."""
+        """Return ``role-N`` with the lowest free N."""
         taken = {member.index for member in self.of_role(role)}
         return f"{role}-{next(n for n in range(len(taken) + 1) if n not in taken)}"
 
     def of_role(self, role: str) -> list[Member]:
-        """All of a role, in every stage."""
+        """Return all members of a role, in any stage."""
         return [member for member in self if member.role == role]
 
     def active(self, role: str) -> list[Member]:
-        """Those that count for the pool's size."""
+        """Return the members that count for the size of a pool."""
         return [member for member in self.of_role(role) if member.active]
 
     def leaving(self, role: str) -> list[Member]:
-        """Those that do not count any more and are still there."""
+        """Return the draining and stopping members of a role."""
         return [member for member in self.of_role(role) if not member.active]
 
     def workers(self) -> list[Member]:
-        """All but the routers."""
+        """Return all members except routers."""
         return [member for member in self if member.role != ROUTER]
 
     def seen_ready(self, worker: Member) -> bool:
-        """Whether every router would give this worker requests now."""
+        """Whether every router reports this worker as ready."""
         routers = self.of_role(ROUTER)
         views = [self.views.get(router.name) for router in routers]
         return bool(views) and all(v is not None and v.state(worker) == "ready" for v in views)
 
     def sees_all(self, router: Member) -> bool:
-        """Whether a router knows every ready worker as ready."""
+        """Whether a router reports every ready worker as ready."""
         view = self.views.get(router.name)
         ready = [member for member in self.workers() if member.stage is Stage.READY]
         return view is not None and all(view.state(member) == "ready" for member in ready)
 
     def states(self, worker: Member) -> set[str]:
-        """The states the routers give this worker."""
+        """Return the states of this worker in the routers' reports."""
         return {view.state(worker) for view in self.views.values()} - {""}

@@ -1,7 +1,7 @@
-"""How much memory a worker's KV blocks get when the operator does not say.
+"""The default size of a worker's KV memory.
 
-:func:`free_memory` reads what this machine and its control groups leave; :func:`kv_share` is
-pure and divides it.
+:func:`free_memory` reads the free memory of this machine and its control groups. :func:`kv_share`
+is pure and divides the free memory among the workers.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import msgspec
 from ..engine.checkpoint import Checkpoint
 
 _FAIR, _MOST = 0.5, 0.8
-"""Shares of the free memory all processes take together: usually, and for one whole context."""
+"""Share of the free memory for all processes: normally, and if needed for one whole context."""
 _BATCHES = 2
-"""Whole contexts kept for each request that runs: its own, and one in the prefix cache."""
+"""Contexts of maximum length per running request: its own, and one in the prefix cache."""
 LEAST_BYTES = 16 << 20
-"""Less is not worth starting with; memory is touched only as it fills."""
+"""Minimum KV memory per worker. Unused memory is not allocated by the kernel."""
 
 
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model itself takes, in bytes: ``weights`` of every worker, ``context`` of KV."""
+    """Memory of the model in bytes. ``weights``: per worker. ``context``: KV of one context."""
 
     weights: int
     context: int
 
 
 def model_memory(checkpoint: Checkpoint, max_length: int) -> ModelMemory:
-    """Bytes of a worker's packed weights, and of the float32 KV of one whole context."""
+    """Bytes of a worker's packed weights, and of the float32 KV of a context of maximum length."""
     config = checkpoint.config
     length = max_length or config.rope.default_length()
     token = 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim
@@ -37,10 +37,10 @@ def model_memory(checkpoint: Checkpoint, max_length: int) -> ModelMemory:
 
 
 def kv_share(free: int, workers: int, batch: int, model: ModelMemory) -> int:
-    """Bytes of KV memory for each of ``workers`` that run ``batch`` requests together.
+    """Bytes of KV memory for each of ``workers``, each with max batch size ``batch``.
 
-    At least one whole context as far as there is room, at most what the batch can use, and
-    otherwise an equal part of half the free memory.
+    An equal part of half the free memory, but at least one context of maximum length if that fits,
+    and at most the memory that a full batch can use.
     """
     fair, most = (int(free * part) // workers - model.weights for part in (_FAIR, _MOST))
     useful = _BATCHES * batch * model.context
@@ -48,11 +48,11 @@ def kv_share(free: int, workers: int, batch: int, model: ModelMemory) -> int:
 
 
 PROCESS_BYTES = 64 << 20
-"""What a worker takes besides weights and KV blocks."""
+"""Memory of a worker besides weights and KV blocks."""
 
 
 def total_memory(root: Path = Path("/")) -> int | None:
-    """Bytes this machine and the control groups around this process allow; None if unknown."""
+    """Return the memory limit in bytes of this machine and its control groups; None if unknown."""
     machine = _field(root / "proc/meminfo", "MemTotal:")
     if machine is None:
         return None
@@ -69,10 +69,10 @@ def total_memory(root: Path = Path("/")) -> int | None:
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes new processes may take without swapping; None where that cannot be read.
+    """Return the bytes that new processes can use without swapping; None if unknown.
 
-    The least of what the machine has available and what each control group around this
-    process still allows, version 1 or 2; caches count as free.
+    The minimum over the machine's available memory and the free memory of each control group
+    (version 1 or 2) of this process. Caches count as free.
     """
     machine = _field(root / "proc/meminfo", "MemAvailable:")
     if machine is None:
@@ -93,7 +93,7 @@ def _group_rooms(root: Path) -> Iterator[int]:
 
 
 def _rooms(mount: Path, path: str, limit: str, usage: str, cache: str) -> Iterator[int]:
-    """Room in a group and all above it; a container sees only the mount, its own group."""
+    """Yield the free bytes of a group and its parents. A container sees only the mount point."""
     group = mount / path.strip("/")
     for folder in (group, *group.parents):
         most, used = _text(folder / limit).strip(), _text(folder / usage).strip()
@@ -105,7 +105,7 @@ def _rooms(mount: Path, path: str, limit: str, usage: str, cache: str) -> Iterat
 
 
 def _field(path: Path, name: str) -> int | None:
-    """Number behind a name in a file of such lines."""
+    """Return the number after a name in a file with one name and number per line."""
     for line in _text(path).splitlines():
         words = line.split()
         if len(words) > 1 and words[0] == name and words[1].isdigit():

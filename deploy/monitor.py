@@ -1,4 +1,4 @@
-"""Asks the router for its status again and again, over the client socket like anyone else."""
+"""Polls a router's status over the client socket."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ..runtime.sockets import Context, DealerChannel
 from .report import ClusterReport, parse_report
 
 INTERVAL = 0.2
-"""Seconds between questions."""
+"""Seconds between polls."""
 PATIENCE = 2.0
-"""Seconds without an answer after which the connection is made anew."""
+"""Seconds without an answer before the connection is replaced."""
 _log = get_logger()
 
 
 class StatusMonitor:
-    """Calls ``on_report`` with every answer; silence while the router is away.
+    """Calls ``on_report`` with every answer of the router.
 
-    A connection that gives no answer is replaced by one with another identity. After a lost network
-    the router may still know the old connection, and ignores a second one of the same identity for
-    as long as that stands: then a router that serves would look as if it hung.
+    A connection without answers is replaced by a connection with another identity. After a network
+    failure, the router may still hold the old connection, and would ignore a second connection
+    with the same identity. A serving router would then seem to hang.
     """
 
     def __init__(
@@ -50,14 +50,15 @@ class StatusMonitor:
         self._timer = loop.call_later(0.0, self._ask)
 
     def drain(self, worker: str) -> None:
-        """Have the router tell a worker to finish and leave; lost while the router is away.
+        """Ask the router to drain a worker. The message is lost while the router is away.
 
-        Whether it may leave has been decided: a router sees less, such as a rollout's next worker.
+        ``force``, because the controller has already checked the drain. It has more information
+        than a router, for example about the next worker of a rollout.
         """
         self._channel.send(self._encoder.encode([Drain(worker=worker, force=True)]))
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop polling and disconnect."""
         self._timer.cancel()
         self._channel.close()
 

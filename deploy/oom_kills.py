@@ -1,8 +1,8 @@
-"""Whether the kernel ended a process for want of memory: what SIGKILL alone does not say.
+"""Evidence that the kernel killed a process because of lack of memory.
 
-The kernel counts its out-of-memory kills, per control group and for the whole machine. A count that
-rose shortly before a process died of SIGKILL is the evidence; where no count can be read, an
-operator is told where to look.
+The exit code only shows SIGKILL. But the kernel counts its out-of-memory kills, per control group
+and for the whole machine. A count that rose shortly before a SIGKILL is the evidence. If no count
+can be read, the message contains a hint for the operator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .memory import total_memory
 
 LOOK_EVERY_S = 1.0
 _SPAN = 10
-"""Looks that are kept: a process may be counted seconds before its end is seen."""
+"""Number of stored observations: a kill may be counted seconds before the exit is noticed."""
 HINT = "(out of memory? see: dmesg | grep -i 'killed process')"
 _BY_GROUP = "(out of memory: the kernel ended it at the memory limit, {limit})"
 _BY_MACHINE = "(probably out of memory: the kernel ended a process of this machine for it just now)"
@@ -31,13 +31,13 @@ class OomWatch:
         self.look()
 
     def look(self) -> None:
-        """Note the counts; call it every :data:`LOOK_EVERY_S`."""
+        """Store the present counts. Call this every :data:`LOOK_EVERY_S`."""
         self._looks.append((_sum(_group_kills(self._root)), _machine_kills(self._root)))
 
     def evidence(self, code: int) -> str:
-        """What the counts say of a process that just ended with this exit code, for people.
+        """Describe the evidence about a process that has just ended with this exit code.
 
-        Empty unless it died of SIGKILL, and where the counts did not rise.
+        Empty unless the process died of SIGKILL and a count rose.
         """
         if code != -signal.SIGKILL:
             return ""
@@ -61,7 +61,7 @@ def _sum(counts: Iterator[int]) -> int | None:
 
 
 def _group_kills(root: Path) -> Iterator[int]:
-    """Counts of this process's control group and those above it, version 1 or 2."""
+    """Yield the counts of this process's control group and its parents, version 1 or 2."""
     groups = root / "sys/fs/cgroup"
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)

@@ -1,6 +1,6 @@
-"""What the controller is told and what it wants done: its events and actions.
+"""Events and actions of the controller.
 
-``ticket``: the edge's name for whoever asked; each gets Answers until one that is final.
+``ticket``: the shell's id of an operator's request. Each ticket receives Answers until a final one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .report import ClusterReport
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Start everything."""
+    """Start the cluster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """An operator wants pools of this size; a role that is not named stays as it is."""
+    """An operator's order for pool sizes. Roles without an entry keep their size."""
 
     ticket: object
     targets: dict[str, int]
@@ -30,17 +30,17 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The autoscaler wants pools of this size; what is out of bounds is moved into them."""
+    """The autoscaler's pool sizes. Sizes outside the bounds are moved into the bounds."""
 
     targets: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """A worker is wanted out; its pool is one smaller from then on.
+    """An order to drain a worker and make its pool one smaller.
 
-    ``replace``: its host leaves, and the pool stays as large. ``force``: also if it is the last
-    that serves.
+    ``replace``: the worker's host leaves, and the pool keeps its size. ``force``: also if no other
+    worker of its role serves.
     """
 
     ticket: object
@@ -51,10 +51,10 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Replace every member by one of ``revision``, which the edge has settings for.
+    """Replace every member by a member of ``revision``, whose settings the shell has.
 
-    ``grace``: holds from now on; None: as before. ``in_place``: each worker leaves before its
-    successor starts.
+    ``grace``: new grace in seconds; None: unchanged. ``in_place``: stop each worker before its
+    replacement starts.
     """
 
     ticket: object
@@ -65,7 +65,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Down:
-    """Drain and end everything; a second time: at once. ``ticket``: None for a signal."""
+    """Drain and stop the cluster; the second time, stop at once. ``ticket``: None for a signal."""
 
     ticket: object = None
 
@@ -103,7 +103,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class StartMember:
-    """Start a member of these settings; its name is free."""
+    """Start a member with an unused name and the settings of ``revision``."""
 
     name: str
     role: str
@@ -112,7 +112,7 @@ class StartMember:
 
 @dataclass(frozen=True, slots=True)
 class DrainMember:
-    """Have every router tell this worker to finish what it has and leave."""
+    """Order every router to drain this worker."""
 
     name: str
 
@@ -134,13 +134,13 @@ class KillMember:
 
 @dataclass(frozen=True, slots=True)
 class RequestResources:
-    """Members wanted by role, all of them; replaces the request before."""
+    """Request room for all members, by role. Replaces the previous request."""
 
     bundles: dict[str, int]
 
 
 class Outcome(enum.Enum):
-    """What an Answer means; after DONE and FAILED nothing more comes for its ticket."""
+    """Kind of an Answer. DONE and FAILED are final for the ticket."""
 
     ACCEPTED = "accepted"
     PROGRESS = "progress"
@@ -150,7 +150,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Tell whoever holds the ticket."""
+    """Send an answer to the request of this ticket."""
 
     ticket: object
     outcome: Outcome
@@ -159,7 +159,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Every member is gone; leave with this exit code."""
+    """The last member has ended. Exit with this code."""
 
     code: int
 

@@ -1,8 +1,7 @@
-"""The resolved plan: which processes a cluster on this machine consists of.
+"""The resolved plan: the processes of a cluster on this machine.
 
-Settings, addresses and the cluster key come in, :class:`ClusterPlan` comes out. A member's
-addresses stay the same over its restarts, so one that comes back is found where its predecessor
-was.
+The inputs are settings, addresses and the cluster key; the result is a :class:`ClusterPlan`. A
+member keeps its addresses over restarts, so that the other processes can reach it again.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class AddressBook:
-    """Where everybody listens. A worker's addresses are chosen when it is first asked for.
+    """Addresses of all processes. A worker's addresses are chosen on first use.
 
-    ``clients`` and ``workers``: the two sockets of each router, by its name. ``place``: makes an
-    address of a stem such as ``decode-3.data``.
+    ``clients`` and ``workers``: the two sockets of each router, by the router's name. ``place``:
+    makes an address from a stem such as ``decode-3.data``.
     """
 
     def __init__(
@@ -40,15 +39,15 @@ class AddressBook:
         self._known: dict[str, str] = {}
 
     def control(self, name: str) -> str:
-        """A worker's control address; the same until it is released."""
+        """Return a worker's control address. It is constant until :meth:`release`."""
         return self._address(name)
 
     def data(self, name: str) -> str:
-        """A decode worker's address for KV frames."""
+        """Return a decode worker's address for KV frames."""
         return self._address(f"{name}.data")
 
     def release(self, name: str) -> None:
-        """The worker has ended; another of its name may listen elsewhere."""
+        """Drop an ended worker's addresses. The next worker with its name may get others."""
         for stem in (name, f"{name}.data"):
             self._known.pop(stem, None)
 
@@ -61,8 +60,8 @@ class AddressBook:
 class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Processes in start order: the routers, then the workers.
 
-    ``address``: where clients connect, comma-separated with several routers. ``kv_default``:
-    bytes of KV memory of a worker for which the settings name none.
+    ``address``: client addresses of the routers, separated by commas. ``kv_default``: bytes of KV
+    memory per worker if the settings give no size.
     """
 
     settings: ServeSettings
@@ -80,14 +79,14 @@ class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def router_names(settings: ServeSettings) -> list[str]:
-    """``router``, or ``router-0``, ``router-1`` ... of several."""
+    """Return ``router``, or ``router-0``, ``router-1`` ... for several routers."""
     if settings.routers == 1:
         return [ROUTER]
     return [f"{ROUTER}-{index}" for index in range(settings.routers)]
 
 
 def worker_names(settings: ServeSettings, role: str) -> list[str]:
-    """Names of a pool's workers: ``prefill-0``, ``prefill-1`` ..."""
+    """Return the names of a pool's workers: ``prefill-0``, ``prefill-1`` ..."""
     return [f"{role}-{index}" for index in range(getattr(settings, role))]
 
 
@@ -97,17 +96,17 @@ def all_worker_names(settings: ServeSettings) -> list[str]:
 
 
 def model_folder(settings: ServeSettings) -> str:
-    """Absolute folder of the checkpoint."""
+    """Return the absolute path of the model folder."""
     return str(Path(settings.model).resolve() if settings.model else demo_model_folder())
 
 
 def key_folder(settings: ServeSettings) -> str:
-    """Absolute key folder, empty without one; children run in other folders."""
+    """Return the absolute key folder, or ''. Absolute, because children run in other folders."""
     return str(Path(settings.keys).absolute()) if settings.keys else ""
 
 
 def ipc_addresses(clients: dict[str, str], folder: str) -> AddressBook:
-    """Sockets as files of ``folder``; ``clients``: the routers' client sockets by name."""
+    """Make addresses of socket files in ``folder``. ``clients``: client addresses by router."""
 
     def place(stem: str) -> str:
         return f"ipc://{folder}/{stem}.sock"
@@ -116,7 +115,7 @@ def ipc_addresses(clients: dict[str, str], folder: str) -> AddressBook:
 
 
 def tcp_addresses(clients: dict[str, str], take_port: Callable[[], int]) -> AddressBook:
-    """Sockets on 127.0.0.1; ``take_port``: gives a port that is free, another each time."""
+    """Make addresses on 127.0.0.1. ``take_port``: returns a different free port at each call."""
 
     def place(_stem: str) -> str:
         return f"tcp://127.0.0.1:{take_port()}"
@@ -130,10 +129,10 @@ def resolve_plan(
     cluster_key: str,
     kv_default: int = DEFAULT_KV_BYTES,
 ) -> ClusterPlan:
-    """The plan for checked settings.
+    """Make the plan for checked settings.
 
-    ``cluster_key``: hex text, the same over restarts. ``kv_default``: KV memory of a worker
-    for which the settings name none, in bytes.
+    ``cluster_key``: hex text, constant over restarts. ``kv_default``: bytes of KV memory per
+    worker if the settings give no size.
     """
     names = [*router_names(settings), *all_worker_names(settings)]
     return ClusterPlan(
@@ -150,7 +149,7 @@ def resolve_plan(
 def process_of(
     name: str, settings: ServeSettings, book: AddressBook, cluster_key: str, kv_default: int
 ) -> ProcessSpec:
-    """The process of a member's name: its role is what stands before the number."""
+    """Make the process specification of a member. The name's prefix is the role."""
     role = role_of(name)
     if role == ROUTER:
         return _router(settings, book, cluster_key, name)
@@ -159,7 +158,7 @@ def process_of(
 
 
 def role_of(name: str) -> str:
-    """Role of the member called ``name``."""
+    """Return the role of a member, which is the prefix of its name."""
     return name.partition("-")[0]
 
 
@@ -222,23 +221,23 @@ def _decode(
 
 
 def first_token_limit(settings: ServeSettings) -> float:
-    """Seconds that first tokens should keep, by which prefill workers order prompts; 0: none."""
+    """Target TTFT in seconds by which prefill workers order prompts; 0: order of arrival."""
     order = settings.prefill_order
     in_time = order == "in_time" or (order == "auto" and settings.autoscale == "on")
     return settings.slo_ttft if in_time else 0.0
 
 
 def sized_for(settings: ServeSettings) -> int:
-    """How many workers the machine's memory is shared out among: the most there may be.
+    """Number of workers that share the machine's memory: the maximum of both pools.
 
-    Where no maximum is set, as many as there are at the start.
+    A pool without a maximum counts with its size at the start.
     """
     prefill = max(settings.prefill, settings.prefill_max)
     return prefill + (max(settings.decode, settings.decode_max) if settings.decode else 0)
 
 
 _DEVICE_SHARE = 0.9
-"""Of a GPU's memory: the rest is for its driver's contexts and for what kernels take."""
+"""Share of a GPU's memory for workers. The rest is for driver contexts and kernel workspaces."""
 
 
 def _runner(settings: ServeSettings, role: str, kv_default: int) -> RunnerConfig:
@@ -257,7 +256,7 @@ def _runner(settings: ServeSettings, role: str, kv_default: int) -> RunnerConfig
 
 
 def describe_plan(plan: ClusterPlan) -> dict[str, Any]:
-    """The plan as ``--dry-run`` prints it, without the cluster key."""
+    """Return the plan for the output of ``--dry-run``, without the cluster key."""
     processes = [
         {"name": spec.name, "role": spec.role, "module": spec.module, "config": _shown(spec)}
         for spec in plan.processes

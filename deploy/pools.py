@@ -1,7 +1,7 @@
-"""The pools as they are beside the pools as they should be, and the next steps between.
+"""The actual and target state of the pools, and the next steps from one to the other.
 
-Invariants: a name is started only while no member has it; a ready worker is drained, never
-stopped, and only while the target is met without it.
+Invariants: a member is started only with an unused name. A ready worker is drained, never stopped,
+and only if the others meet the target.
 """
 
 from __future__ import annotations
@@ -20,32 +20,31 @@ from .restart import RestartPolicy
 class ControllerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Durations in seconds.
 
-    ``replace``: a worker whose process ended ``tries`` times in a row is replaced by a new one,
-    as where there are other hosts; otherwise it is started again for ever.
+    ``replace``: replace a worker after its process ended ``tries`` times in a row, because other
+    hosts exist. Otherwise the worker is restarted forever.
     """
 
     grace: float = 30.0
-    """How long requests may run on in a drain, and after the first Down."""
+    """Time for running requests to finish in a drain, and after the first Down."""
     stop_timeout: float = 5.0
-    """How long a process with nothing to do may take to end."""
+    """Time for a process without requests to exit."""
     ready_timeout: float = 600.0
-    """How long a member that a rollout or a scale added may take to become ready, and how long
-    one that crashed may take to come back before a rollout or a scale stops waiting for it."""
+    """Time for an added member to become ready. Also the time for a crashed member to come back
+    before a rollout or a scale order fails."""
     drain_repeat: float = 1.0
-    """How often a drain is repeated that no router has confirmed."""
+    """Interval for repeating a drain that no router has confirmed."""
     replace: bool = False
     tries: int = 6
-    """How often in a row the process of a member may end before the member is given up, where
-    it is to be given up at all: before the cluster or the member ever served."""
+    """Ends in a row after which a member is given up, if the cluster or the member never served."""
 
 
 @dataclass
 class Pools:
     """Members and targets of one cluster.
 
-    ``revision``: of the settings members are started with. ``surge``: the pool that may have
-    one more for a rollout. ``in_place``: a rollout has no room for one more, so a worker is started
-    only when the one before it has left.
+    ``revision``: number of the settings for new members. ``surge``: the pool that may have one
+    extra worker for a rollout. ``in_place``: a rollout starts each replacement only after the old
+    worker has ended, because there is no room for an extra worker.
     """
 
     routers: tuple[str, ...]
@@ -57,23 +56,23 @@ class Pools:
     in_place: bool = False
 
     def __post_init__(self) -> None:
-        self._losses: dict[str, tuple[RestartPolicy, float]] = {}  # and the time of the last one
-        self._hold: dict[str, float] = {}  # by role: nothing is started before
+        self._losses: dict[str, tuple[RestartPolicy, float]] = {}  # with the time of the last loss
+        self._hold: dict[str, float] = {}  # by role: earliest time of the next start
 
     # ------------------------------------------------------------- one member
 
     def start(self, name: str, role: str, revision: int, now: float) -> StartMember:
-        """Start a member whose name is free."""
+        """Start a member with an unused name."""
         self.members.add(name, role, revision, now)
         return StartMember(name, role, revision)
 
     def stop(self, member: Member, grace: float, now: float) -> StopMember:
-        """End a member within ``grace`` seconds."""
+        """Stop a member within ``grace`` seconds."""
         member.enter(Stage.STOPPING, now)
         return StopMember(member.name, grace)
 
     def let_go(self, member: Member, now: float) -> Action:
-        """Drain a worker; one that is not ready has nothing, or drains itself when stopped."""
+        """Drain a ready worker. Stop other workers: they have no requests, or drain on SIGTERM."""
         if member.stage is not Stage.READY and not member.unseen:
             return self.stop(member, self.limits.grace, now)
         member.enter(Stage.DRAINING, now)
@@ -81,15 +80,15 @@ class Pools:
         return DrainMember(member.name)
 
     def shrink(self, role: str, others: int) -> None:
-        """A worker leaves for good, ``others`` stay: its pool is meant to be one smaller.
+        """Lower a pool's target by one, because a worker leaves and ``others`` remain.
 
-        Unless it was one too many already, as after a scale whose drains have to wait.
+        The target stays if the pool exceeds it, as after a scale order with pending drains.
         """
         if others < self.targets[role] + (role == self.surge):
             self.targets[role] = max(0, self.targets[role] - 1)
 
     def hold(self, role: str, now: float) -> float:
-        """A loss: wait before the next start of this role; returns how long."""
+        """Record a loss. Returns the delay in seconds before the next start of this role."""
         policy, last = self._losses.get(role, (RestartPolicy(), now))
         if now - last > 2 * policy.limits.max_delay:
             policy = RestartPolicy()
@@ -103,22 +102,22 @@ class Pools:
         return max(0.0, self._hold.get(role, now) - now)
 
     def change_grace(self, grace: float | None) -> None:
-        """Seconds that drains may take from now on; None: as before."""
+        """Change the grace in seconds; None: unchanged."""
         if grace is not None:
             self.limits = msgspec.structs.replace(self.limits, grace=grace)
 
     def ready(self, role: str) -> int:
-        """How many of a pool are ready."""
+        """Number of ready members of a role."""
         return sum(member.stage is Stage.READY for member in self.members.of_role(role))
 
     def serves(self, member: Member) -> bool:
-        """Whether a worker takes requests, by the last words of every router."""
+        """Whether a worker accepts requests, by the last reports of all routers."""
         return member.stage is Stage.READY and self.members.seen_ready(member)
 
     # ------------------------------------------------------------- all of them
 
     def fill(self, now: float) -> list[Action]:
-        """Start what is missing, unless a loss of this role is waited out."""
+        """Start missing members, except of roles with a delay after a loss."""
         actions: list[Action] = []
         if now >= self._hold.get(ROUTER, now):
             missing = [name for name in self.routers if self.members.get(name) is None]
@@ -134,7 +133,7 @@ class Pools:
         return actions
 
     def shed(self, now: float) -> list[Action]:
-        """Let go what is too much; what a rollout has on top may stay."""
+        """Drain or stop excess workers. A rollout's extra worker is not excess."""
         actions: list[Action] = []
         for role in POOLS:
             active = self.members.active(role)
@@ -147,10 +146,10 @@ class Pools:
         return actions
 
     def victim(self, active: list[Member], target: int) -> Member | None:
-        """Old settings go first, then what is not ready, then the highest number.
+        """Choose a worker to remove: old settings first, then not ready, then the highest number.
 
-        None: a ready one would have to go, and the routers do not see ``target`` others. One
-        that was ready under a predecessor of this controller may still be.
+        Returns None if only ready workers remain and fewer than ``target`` others serve. Members
+        of a previous controller that are not found yet are never chosen: they may still serve.
         """
         spare = sum(self.serves(member) for member in active) > target
         able = [
@@ -166,7 +165,7 @@ class Pools:
         return max(able, key=rank, default=None)
 
     def drains(self, now: float) -> list[Action]:
-        """Stop what has left, bound what does not end, repeat what no router has heard."""
+        """Stop drained workers, stop drains beyond the grace, and repeat unconfirmed drains."""
         actions: list[Action] = []
         for member in self.members.workers():
             if member.stage is not Stage.DRAINING:
@@ -185,7 +184,7 @@ class Pools:
         return actions
 
     def overdue(self, now: float) -> list[Member]:
-        """Added members that take too long to become ready."""
+        """Return added members that did not become ready within ``ready_timeout``."""
         return [
             member
             for member in self.members
@@ -195,9 +194,9 @@ class Pools:
         ]
 
     def held_up_by(self, now: float) -> list[Member]:
-        """Members that were ready, ended and take too long to come back.
+        """Return members that were ready, ended, and did not come back in time.
 
-        Empty while anything else is on its way.
+        Empty while any other member is still starting or leaving.
         """
         missing = [member for member in self.members if member.stage is not Stage.READY]
         gone = [
@@ -210,7 +209,7 @@ class Pools:
         return gone if len(gone) == len(missing) else []
 
     def observe(self, now: float) -> list[Action]:
-        """Take over what the routers see of the members; say which are back."""
+        """Update the members' stages from the routers' reports. Reports members that are back."""
         back: list[str] = []
         for member in self.members:
             if member.stage is Stage.STARTING:
@@ -221,20 +220,20 @@ class Pools:
                     back += [member.name] if member.cause else []
                     member.cause = ""
             elif member.stage is Stage.READY and "draining" in self.members.states(member):
-                member.enter(Stage.DRAINING, now)  # an operator asked a router for it
+                member.enter(Stage.DRAINING, now)  # an operator's order went directly to a router
                 self.shrink(member.role, len(self.members.active(member.role)))
         return [Say("back", name) for name in back]
 
-    # ------------------------------------------------------------- how far
+    # ------------------------------------------------------------- progress
 
     def settled(self) -> bool:
-        """Whether everything wanted is ready and nothing else is there."""
+        """Whether exactly the target members exist, and all are ready."""
         size = len(self.routers) + sum(self.targets.values())
         members = list(self.members)
         return len(members) == size and all(m.stage is Stage.READY for m in members)
 
     def reached(self) -> bool:
-        """Whether the pools have their size, but for what a rollout has on top."""
+        """Whether the pools have their target sizes, apart from a rollout's extra worker."""
         return all(
             self.ready(role) >= count
             and len(self.members.of_role(role)) <= count + (role == self.surge)
@@ -242,7 +241,7 @@ class Pools:
         )
 
     def wanted(self) -> dict[str, int]:
-        """Members to have room for, with what is on top and what still drains."""
+        """Number of members that need room, including extra and draining workers."""
         wanted = {ROUTER: len(self.routers)}
         for role, count in self.targets.items():
             wanted[role] = max(count, len(self.members.of_role(role)))

@@ -1,4 +1,4 @@
-"""From settings to a plan: what the model is, where everybody listens, how memory is shared out."""
+"""Makes a plan from settings: checks the model, chooses addresses, divides the memory."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _TOKENIZER_S = 60.0
 
 
 def check_start(settings: ServeSettings) -> None:
-    """Find what this machine or the model folder lacks before anything is started.
+    """Check this machine and the model folder before any process is started.
 
-    ConfigError for what the settings name, CheckpointError for the folder's files.
+    Raises ConfigError for a wrong setting, CheckpointError for the folder's files.
     """
     check_model(settings)
     check_kernels(settings)
@@ -50,10 +50,10 @@ def check_start(settings: ServeSettings) -> None:
 
 
 def check_model(settings: ServeSettings) -> None:
-    """Open the model folder; CheckpointError now, once, instead of from every worker.
+    """Check the model folder once here, instead of in every worker.
 
-    ConfigError without such a folder. One without a tokenizer is served: prompts then are token
-    ids, and a client that gives text is told so.
+    Raises ConfigError if the folder does not exist, CheckpointError for its files. A tokenizer is
+    optional: without it, prompts must be token ids, and clients get an error for text.
     """
     if not Path(model_folder(settings)).is_dir():
         raise ConfigError(f"no model folder {model_folder(settings)}")
@@ -61,9 +61,10 @@ def check_model(settings: ServeSettings) -> None:
 
 
 def check_tokenizer(settings: ServeSettings) -> None:
-    """Load the folder's tokenizer once, in another process; CheckpointError if that fails.
+    """Load the folder's tokenizer once, in another process. Raises CheckpointError.
 
-    Every client loads it, so a damaged one would fail each of them and no process of the cluster.
+    Only clients load the tokenizer. Without this check, a damaged tokenizer would fail in every
+    client and in no process of the cluster.
     """
     folder = model_folder(settings)
     command = [sys.executable, "-P", "-m", "baton.text.check", folder]
@@ -89,7 +90,7 @@ def check_tokenizer(settings: ServeSettings) -> None:
 
 
 def check_kernels(settings: ServeSettings) -> None:
-    """ConfigError for kernels that the settings ask for and this machine cannot load."""
+    """Raise ConfigError if the settings choose kernels that this machine cannot load."""
     if settings.device == "cuda" and not cupy_is_installed():
         raise ConfigError(f"device cuda needs CuPy: {INSTALL_CUPY}")
     if settings.backend == "cpu" and (problem := compiled_kernels_problem()):
@@ -97,28 +98,28 @@ def check_kernels(settings: ServeSettings) -> None:
 
 
 def with_task(settings: ServeSettings) -> ServeSettings:
-    """The settings as the model needs them: what embeds has no decode workers."""
+    """Adapt settings to the model's task: an embedding model has no decode workers."""
     try:
         task = model_task(load_checkpoint(model_folder(settings)), settings.task)
     except BatonError:
-        return settings  # the workers say what is wrong
+        return settings  # the workers report the error
     return settings if task != EMBED else msgspec.structs.replace(settings, task=task, decode=0)
 
 
 def served_context(settings: ServeSettings) -> int:
-    """Tokens of a whole context, by the settings or the model; 0 if its folder is wrong."""
+    """Maximum context length in tokens, by the settings or the model; 0 for a wrong folder."""
     try:
         rope = load_checkpoint(model_folder(settings)).config.rope
     except BatonError:
-        return 0  # the workers say what is wrong
+        return 0  # the workers report the error
     return settings.max_length or rope.default_length()
 
 
 def default_kv_bytes(settings: ServeSettings) -> int:
-    """KV memory of each worker the settings say nothing of, by what is free now.
+    """Default KV memory per worker in bytes, from the free memory.
 
-    It is shared out among as many workers as there may be, and stays: one that is added later
-    gets as much as the others, so that contexts do not become shorter.
+    The free memory is divided among the maximum number of workers. A worker added later gets the
+    same size, so that the maximum context length does not change.
     """
     free = free_memory()
     if free is None:
@@ -126,15 +127,15 @@ def default_kv_bytes(settings: ServeSettings) -> int:
     try:
         model = model_memory(load_checkpoint(model_folder(settings)), settings.max_length)
     except BatonError:
-        return DEFAULT_KV_BYTES  # the workers say what is wrong
+        return DEFAULT_KV_BYTES  # the workers report the error
     batch = max(settings.max_batch, settings.prefill_max_batch)
     return kv_share(free, sized_for(settings), batch, model)
 
 
 def make_plan(settings: ServeSettings, folder: RunFolder | None) -> ClusterPlan:
-    """Choose addresses and resolve the plan; without a folder (``--dry-run``) a placeholder.
+    """Choose addresses and resolve the plan. Without a folder (``--dry-run``), use a placeholder.
 
-    ConfigError for what cannot be here: an address, or more workers than the memory holds.
+    Raises ConfigError for an unusable address, and for more workers than the memory can hold.
     """
     settings = with_task(settings)
     kv_default = default_kv_bytes(settings)
@@ -156,9 +157,9 @@ def make_plan(settings: ServeSettings, folder: RunFolder | None) -> ClusterPlan:
 
 
 def check_keys(plan: ClusterPlan, *roles: str) -> None:
-    """Read every process's keys once; ConfigError now instead of from each of them.
+    """Read the keys of all processes once here, instead of in every process. Raises ConfigError.
 
-    ``roles``: of those that run on this host; all if none are given.
+    ``roles``: the roles on this host; default: all.
     """
     folder = key_folder(plan.settings)
     for spec in plan.processes:
@@ -167,8 +168,8 @@ def check_keys(plan: ClusterPlan, *roles: str) -> None:
     load_keys(folder, OPERATOR, CONTROLLER)
 
 
-class _port_taker:  # noqa: N801 -- a function with a memory
-    """Gives a port of 127.0.0.1 that was free just now, never one twice."""
+class _port_taker:  # noqa: N801 -- a function with state
+    """Returns a free port of 127.0.0.1, at each call another."""
 
     def __init__(self) -> None:
         self._taken: set[int] = set()
@@ -181,10 +182,10 @@ class _port_taker:  # noqa: N801 -- a function with a memory
 
 
 def memory_refusal(settings: ServeSettings, kv_default: int, targets: dict[str, int]) -> str:
-    """Why this machine cannot hold pools of this size, in one sentence; empty: it can.
+    """Return why this machine has too little memory for pools of this size, or an empty text.
 
-    All workers together, with full KV memory, may take what the machine or its control group
-    has in all.
+    All workers together, with full KV memory, may use the total memory of the machine or its
+    control group.
     """
     total = total_memory()
     counts = {"prefill": settings.prefill, "decode": settings.decode, **targets}
@@ -192,13 +193,16 @@ def memory_refusal(settings: ServeSettings, kv_default: int, targets: dict[str, 
         room = sized_for(settings)
         if sum(counts.values()) <= room:
             return ""
-        return f"the GPU's memory is shared out among {room} workers; launch with a larger _max"
+        return (
+            f"the GPU's memory is divided among {room} workers; launch with a larger "
+            "--prefill-max or --decode-max"
+        )
     if total is None:
         return ""
     try:
         checkpoint = load_checkpoint(model_folder(settings))
     except BatonError:
-        return ""  # the workers say what is wrong
+        return ""  # the workers report the error
     needs = {
         role: count * _worker_bytes(settings, role, kv_default, checkpoint)
         for role, count in counts.items()

@@ -1,11 +1,10 @@
 """One child process: its start, its log lines, its end.
 
-A child leads a process group of its own, so a Ctrl-C at the terminal reaches the supervisor
-alone, and a kill reaches whatever the child itself started. It stays in the supervisor's
-session: Linux shares the processors out by session first (autogroups), and with a session for
-each process a router on busy processors waits up to 100 ms until it may read a message. It asks
-the kernel to die with its parent (``runtime.lifecycle``). Its standard error is a pipe of JSON
-lines.
+Each child leads a separate process group. So Ctrl-C at the terminal reaches only the supervisor,
+and a kill also reaches the child's own children. All children stay in the supervisor's session:
+Linux divides processor time among sessions first (autogroups). With a session per process, a router
+on busy processors waited up to 100 ms before it could read a message. The kernel kills a child
+when its parent dies (``runtime.lifecycle``). A child's standard error is a pipe of JSON lines.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run: ``python -P -m module --config FILE --parent PID``."""
+    """A process to run: ``python -P -m module --config FILE --parent PID``."""
 
     name: str
     role: str
@@ -45,17 +44,17 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child.
+    """Return the environment of a child.
 
-    One BLAS thread per process, because the processes share the machine; a safe import path,
-    because the working directory may hold a folder with the name of a package.
+    One BLAS thread per process, because the processes share the machine. PYTHONSAFEPATH, because
+    the working directory may contain a folder with the name of a package.
     """
     fixed = dict.fromkeys(_ONE_THREAD, "1")
     return {**environment, **fixed, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def not_started(problem: Exception, folder: Path) -> str:
-    """Why a process could not be started, in words; ``folder``: where its config file was to go."""
+    """Describe why a process could not be started. ``folder``: folder of its config file."""
     if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
             f"cannot be started: the disk of {folder} on {socket.gethostname()} is full "
@@ -65,7 +64,7 @@ def not_started(problem: Exception, folder: Path) -> str:
 
 
 class Child:
-    """A started process. ``stderr_fd`` is readable whenever it logged, and at its end."""
+    """A started process. ``stderr_fd`` is readable after a log line and at the end."""
 
     def __init__(self, spec: ProcessSpec, config_path: Path) -> None:
         self.spec = spec
@@ -91,7 +90,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id, also of its process group."""
+        """Process id, which is also the id of the process group."""
         return self._popen.pid
 
     @property
@@ -100,25 +99,25 @@ class Child:
         return self._pipe.fileno()
 
     def exit_code(self) -> int | None:
-        """Exit code, negative for a signal; ``None`` while it runs."""
+        """Return the exit code, negative for a signal; None while the process runs."""
         return self._popen.poll()
 
     def wait(self) -> None:
-        """Block until it has ended."""
+        """Block until the process has ended."""
         self._popen.wait()
 
     def terminate(self) -> None:
-        """Ask for an orderly end."""
+        """Send SIGTERM for an orderly exit."""
         with contextlib.suppress(ProcessLookupError):
             self._popen.terminate()
 
     def kill(self) -> None:
-        """End it and everything it started, at once."""
+        """Kill the whole process group with SIGKILL."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def read_log(self) -> list[dict[str, Any]]:
-        """The log events that arrived; a line that is not JSON becomes a warning."""
+        """Return the log events that arrived. A line that is not JSON becomes a warning."""
         try:
             data = os.read(self.stderr_fd, _READ)
         except BlockingIOError:
@@ -129,22 +128,22 @@ class Child:
         return [parse_log_line(line) for line in lines if line.strip()]
 
     def drain_log(self) -> list[dict[str, Any]]:
-        """What is left in the pipe of a child that ended."""
+        """Return the remaining log events of an ended child."""
         events: list[dict[str, Any]] = []
         while more := self.read_log():
             events += more
         return events
 
     def close(self) -> None:
-        """Release the descriptors; the process must have ended."""
+        """Close the descriptors. The process must have ended."""
         self._pipe.close()
         os.close(self.exit_fd)
 
 
 def parse_log_line(line: bytes) -> dict[str, Any]:
-    """A log event as written by ``runtime.log``, or a warning that carries the raw text.
+    """Parse a log event of ``runtime.log``. Other text becomes a warning with the key ``raw``.
 
-    Raw is what an interpreter says that cannot go on; such an event has the key ``raw``.
+    Other text is, for example, the traceback of an interpreter that crashed.
     """
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
@@ -153,7 +152,7 @@ def parse_log_line(line: bytes) -> dict[str, Any]:
 
 
 def describe_log(event: dict[str, Any]) -> str:
-    """A log event as one line for the terminal."""
+    """Format a log event as one line for the terminal."""
     hidden = {"event", "level", "timestamp", "role", "process", "traceback", "raw"}
     keys = " ".join(f"{key}={value}" for key, value in event.items() if key not in hidden)
     return f"{event.get('event', '')} {keys}".strip()

@@ -1,7 +1,7 @@
-"""How far the workers are with loading their checkpoints.
+"""Progress of loading the workers' checkpoints.
 
-On a terminal a bar that is drawn over; elsewhere, as in a log file, lines: one when loading takes
-longer than a moment, and one when a worker's weights are loaded.
+A terminal shows a bar that is redrawn. A log file gets lines: one if loading takes longer than
+``MOMENT``, and one when a worker's weights are loaded.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from .banner import load_progress, mebibytes
 from .terminal import Terminal
 
 INTERVAL = 0.1
-"""Least seconds between two drawings of the bar."""
+"""Minimum seconds between two drawings of the bar."""
 MOMENT = 1.0
-"""Seconds of loading that are not worth a line."""
+"""Seconds of loading before a line is printed."""
 
 
 @dataclass(slots=True)
 class _Load:
-    """One worker's weights: bytes packed of ``total``, since when, and what was said of them."""
+    """Loading of one worker's weights: ``done`` of ``total`` bytes, and the lines printed."""
 
     began: float
     done: int = 0
@@ -31,7 +31,7 @@ class _Load:
 
 
 class LoadProgress:
-    """Collects ``(bytes done, bytes total)`` per worker; ``out`` takes the lines."""
+    """Collects ``(bytes done, bytes total)`` per worker. ``out`` receives the lines."""
 
     def __init__(
         self, out: Callable[[str], object], clock: Callable[[], float] = time.monotonic
@@ -47,7 +47,7 @@ class LoadProgress:
         now = self._clock()
         load = self._loads.setdefault(name, _Load(began=now))
         if load.ended:
-            return  # said again
+            return  # a repeated event
         load.done, load.total = done, total
         if done >= total:
             load.ended = True
@@ -61,5 +61,5 @@ class LoadProgress:
             self._draw(load_progress(running))
 
     def forget(self, name: str) -> None:
-        """The worker ended."""
+        """Drop an ended worker."""
         self._loads.pop(name, None)

@@ -1,7 +1,7 @@
-"""The router's status report as the supervisor and the ``baton`` command read it.
+"""The router's status report, as the supervisor and the ``baton`` command read it.
 
-The router writes the object ``baton status --json`` prints; only the keys needed here are
-declared, and unknown ones are ignored, so a newer router can say more.
+The router writes the object that ``baton status --json`` prints. Only the keys used here are
+declared. Unknown keys are ignored, so a newer router can report more.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from ..proto.errors import DecodeFailed
 ALIVE_STATES = frozenset({"ready", "draining"})
 DEAD = "dead"
 DRAINED = "drained"
-"""Reason of a worker that finished what it had and left."""
+"""Reason of a worker that exited after its last request."""
 NO_PROGRESS = "no progress"
-"""How the reason begins of a worker that is heard and gets nothing done."""
+"""Beginning of the reason of a worker that sends heartbeats but makes no progress."""
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Durations in seconds; ``count`` since the start, the others of the last minutes."""
+    """Percentiles in seconds over the last minutes; ``count``: number since the start."""
 
     count: int = 0
     p50: float | None = None
@@ -28,13 +28,13 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker; token counts since its start."""
+    """One worker. Token counts are since its start."""
 
     id: str
     role: str
     pid: int = 0
     state: str = ""
-    reason: str = ""  # why it is dead or refused
+    reason: str = ""  # why the worker is dead or was rejected
     endpoint: str = ""
     incarnation: int = 0
     kv_blocks_total: int = 0
@@ -46,21 +46,21 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     tokens_waiting: int = 0
     compute_seconds: float = 0.0
-    step_s: float = 0.0  # of the step that runs or ran last
+    step_s: float = 0.0  # seconds of the current or last step
     heard_s_ago: float = 0.0
     generated_tokens: int = 0
-    first_token_s: Percentiles | None = None  # of a prefill worker
-    between_tokens_s: Percentiles | None = None  # of a decode worker
+    first_token_s: Percentiles | None = None  # prefill workers only
+    between_tokens_s: Percentiles | None = None  # decode workers only
     dropped: dict[str, int] = {}
 
     @property
     def stuck(self) -> bool:
-        """Whether it was declared dead for getting nothing done, not for its silence."""
+        """Whether the worker was declared dead for lack of progress, not of heartbeats."""
         return self.state == DEAD and self.reason.startswith(NO_PROGRESS)
 
     @property
     def alive(self) -> bool:
-        """Whether the router hears it, ready or draining."""
+        """Whether the router reports the worker as ready or draining."""
         return self.state in ALIVE_STATES
 
 
@@ -78,7 +78,7 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandoffTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """All handoffs the router knows of, the recent ones last."""
+    """Totals of all handoffs, and the recent handoffs, the latest last."""
 
     count: int = 0
     bytes_sent: int = 0
@@ -87,9 +87,9 @@ class HandoffTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailedPairRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A prefill and a decode worker that live and could not reach each other.
+    """A live prefill worker and a live decode worker that cannot reach each other.
 
-    ``next_try_s``: seconds until a request tries them again, where other pairs can serve.
+    ``next_try_s``: seconds until a request uses this pair again, if other pairs can serve.
     """
 
     prefill: str = ""
@@ -101,7 +101,7 @@ class FailedPairRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LatencyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How long clients wait, as the router sees it."""
+    """Latencies of all requests, measured at the router."""
 
     first_token_s: Percentiles = Percentiles()
     between_tokens_s: Percentiles = Percentiles()
@@ -116,11 +116,11 @@ class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
 class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     """The router itself.
 
-    ``task``: of the served model, "generate" or "embed". ``architecture``, ``numerics`` and
-    ``kv_dtype``: what its workers compute, and how. All are empty before the first worker
-    registers.
-    ``dropped``: messages it could not use, by reason. ``prompt_tokens``: of requests that began to
-    be answered, since its start; ``queued_tokens``: of those that wait.
+    ``task``: task of the served model, "generate" or "embed". ``architecture``, ``numerics`` and
+    ``kv_dtype``: model and arithmetic of the workers. These four are empty before the first worker
+    registers. ``dropped``: dropped messages by reason. ``prompt_tokens``: prompt tokens of requests
+    with a first token, since the router's start. ``queued_tokens``: prompt tokens of requests
+    without a first token.
     """
 
     requests: RequestCounts = RequestCounts()
@@ -148,7 +148,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_report(data: bytes) -> ClusterReport:
-    """Decode the JSON text; DecodeFailed when it is not a report."""
+    """Decode a report from JSON. Raises DecodeFailed."""
     try:
         return msgspec.json.decode(data, type=ClusterReport)
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:

@@ -1,7 +1,7 @@
-"""How long to wait before a process that ended is started again.
+"""Delays before a process that ended is restarted.
 
-Pure: knows nothing of processes or clocks. A process is started again however often it ends; the
-waits grow, so that a crash loop costs little. Whether an end is final is decided elsewhere.
+Pure, without processes or clocks. The number of restarts is not limited. The delays grow, so that
+a crash loop costs little. Other modules decide whether an end is final.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ class RestartLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     first_delay: float = 0.5
     max_delay: float = 60.0
-    """Longest wait after a life in which the process never served."""
+    """Maximum delay after a run in which the process never served."""
     max_delay_served: float = 5.0
-    """Longest wait after a life in which it served: the next start probably serves as well, so a
-    long wait would cost more than the start."""
+    """Maximum delay after a run in which the process served. The next run probably serves too, so
+    a long delay would cost more than a start."""
     stable: float = 60.0
-    """A life that served for so long ends the series of ends before it."""
+    """After serving for this time, the count of ends in a row restarts."""
 
 
 class RestartPolicy:
-    """The waits of one process: they double from end to end.
+    """The restart delays of one process, which double with each end.
 
-    ``ends``: how often it ended in a row, with no stable life in between.
+    ``ends``: number of ends in a row, without a stable run in between.
     """
 
     def __init__(self, limits: RestartLimits | None = None) -> None:
@@ -35,9 +35,9 @@ class RestartPolicy:
         self.ends = 0
 
     def delay(self, served: float | None) -> float:
-        """Count an end and return the wait before the next start, in seconds.
+        """Count an end and return the delay before the next start, in seconds.
 
-        ``served``: for how long the life that ended was serving; None if it never was.
+        ``served``: seconds for which the ended process served; None if it never served.
         """
         limits = self.limits
         if served is not None and served >= limits.stable:

@@ -1,13 +1,14 @@
-"""Replacing every member by one of another revision, one after the other.
+"""A rollout: replaces every member by a member of another revision, one at a time.
 
-Workers first, with one on top: a new one is started, and when every router finds it ready an old
-one is drained; nothing else happens until that has left. In place, where there is no room for one
-more: an old one is drained, and when it has left a new one is started. Then the routers, each at
-its predecessor's address: it is ended at once, because its clients go on at its successor or at
-another router, and the next one has to wait until the successor knows every worker.
+Workers are first. Normally the rollout starts a new worker, waits until every router reports it as
+ready, drains an old worker, and waits until that has ended. In place, for pools without room for
+an extra worker, it drains an old worker, waits until that has ended, and starts a new worker. Then
+the rollout replaces the routers. A new router uses the old router's address. An old router is
+stopped without delay, because its clients move to the new or another router. The next router
+follows after the new router reports every worker.
 
-Invariant: at most one worker more than wanted exists, or in place one less in its pool, and at
-most one router is missing.
+Invariant: at most one extra worker exists, or in place at most one worker is missing in a pool, and
+at most one router is missing.
 """
 
 from __future__ import annotations
@@ -22,33 +23,33 @@ from .pools import Pools
 
 @dataclass(slots=True)
 class Replacement:
-    """One rollout. ``before``: the revision it began from."""
+    """One rollout. ``before``: the revision before the rollout."""
 
     ticket: object
     revision: int
     before: int
     in_place: bool = False
     grace_before: float | None = None
-    """Holds again when it cannot go on."""
+    """The grace before the rollout, restored if the rollout stops."""
     said: str = ""
     finished: bool = field(default=False)
 
     def olds(self, members: list[Member]) -> list[Member]:
-        """Those not replaced yet."""
+        """Return the members that are not replaced yet."""
         return [member for member in members if member.revision != self.revision]
 
     def is_new(self, member: Member) -> bool:
-        """Whether it was started by this rollout and never became ready."""
+        """Whether this rollout started the member and the member was never ready."""
         return member.revision == self.revision and not member.was_ready
 
     def progress(self, pools: Pools) -> str:
-        """How far it is, for people."""
+        """Describe the progress."""
         wanted = len(pools.routers) + sum(pools.targets.values())
         new = [m for m in pools.members if m.revision == self.revision]
         return f"{sum(m.stage is Stage.READY for m in new)} of {wanted} replaced"
 
     def advance(self, pools: Pools, now: float) -> list[Action]:
-        """The next step, if there is one now."""
+        """Return the actions of the next step, if the step is possible now."""
         pools.in_place = self.in_place
         for role in POOLS:
             if not self.olds(pools.members.active(role)):
@@ -62,14 +63,15 @@ class Replacement:
             return []
         olds = self.olds(pools.members.of_role(ROUTER))
         if olds:
-            # Beside another one it may finish what it has: its new requests go there.
+            # With several routers, the old router can finish its requests: new requests go to the
+            # other routers.
             grace = pools.limits.grace if len(pools.routers) > 1 else 0.0
             return [pools.stop(olds[0], grace, now)]
         self.finished = True
         return []
 
     def _worker_in_place(self, role: str, pools: Pools, now: float) -> list[Action]:
-        """Drain an old one, if the pool is whole but for workers that are old and down."""
+        """Drain an old worker if all other workers of the pool serve."""
         active = pools.members.active(role)
         if len(active) < pools.targets[role] or pools.members.leaving(role):
             return []
@@ -86,7 +88,7 @@ class Replacement:
             return []
         if len(active) <= pools.targets[role]:
             if not all(member.active for member in pools.members.workers()):
-                return []  # one is still leaving
+                return []  # an old worker has not ended yet
             name = pools.members.free_name(role)
             return [pools.start(name, role, self.revision, now)]
         victim = pools.victim(self.olds(active), 0)

@@ -1,1 +1,1 @@
-"""How many workers each pool should have: a pure policy, and what it is fed."""
+"""The autoscaler: a pure policy for the pools' target sizes, and the metrics it uses."""

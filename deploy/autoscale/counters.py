@@ -1,4 +1,4 @@
-"""Differences of counters whose owners restart, and rates that forget."""
+"""Differences of counters whose owners restart, and rates in which old work fades."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Hashable
 
 
 class Deltas:
-    """How much each counter grew since it was seen last.
+    """Growth of each counter since its last observation.
 
-    A counter seen for the first time grew by nothing: what it counted before says nothing
-    of now. One that fell, which no counter does, starts anew likewise.
+    The growth of a new counter is zero, because its value may be old. A counter that fell belongs
+    to a restarted process and is treated as new.
     """
 
     def __init__(self) -> None:
         self._last: dict[Hashable, tuple[float, ...]] = {}
 
     def of(self, owner: Hashable, *counters: float) -> tuple[float, ...]:
-        """Growth of ``owner``'s counters, zeros when any of them fell."""
+        """Return the growth of ``owner``'s counters, or zeros if any counter fell."""
         last = self._last.get(owner)
         self._last[owner] = counters
         if last is None or any(b < a for a, b in zip(last, counters, strict=True)):
@@ -25,14 +25,14 @@ class Deltas:
         return tuple(b - a for a, b in zip(last, counters, strict=True))
 
     def keep(self, owners: set[Hashable]) -> None:
-        """Forget all others."""
+        """Drop the counters of all other owners."""
         self._last = {owner: seen for owner, seen in self._last.items() if owner in owners}
 
 
 class Rate:
-    """Amount per second of work; old work fades with the work done since, not with time.
+    """Amount per second of work. Old work fades with later work, not with time.
 
-    So an idle night leaves the morning's knowledge as it was.
+    So the rate is still valid after an idle night.
     """
 
     def __init__(self, half_life_s: float, least_s: float) -> None:
@@ -41,14 +41,14 @@ class Rate:
         self._amount = self._seconds = 0.0
 
     def add(self, amount: float, seconds: float) -> None:
-        """``seconds`` of work did ``amount``."""
+        """Record ``seconds`` of work with the result ``amount``."""
         fade = math.exp2(-seconds / self._half_life)
         self._amount = self._amount * fade + amount
         self._seconds = self._seconds * fade + seconds
 
     @property
     def value(self) -> float | None:
-        """None before enough work was seen."""
+        """The rate, or None before enough work was recorded."""
         if self._seconds < self._least or self._amount <= 0:
             return None
         return self._amount / self._seconds

@@ -1,9 +1,9 @@
-"""How many decode workers the last minutes would have needed.
+"""The number of decode workers that the load of the last minutes needed.
 
-Two things end a decode worker's capacity: its KV blocks, and a step that takes longer than
-tokens may be apart. How a step grows with the blocks it reads is fitted to what is measured.
-With fewer workers steps take longer, so requests stay longer and hold more blocks; that is
-solved for, as a pool that just copes would otherwise look as if it could shrink.
+Two limits bound a decode worker's capacity: its KV blocks, and the target inter-token latency
+(ITL), which a step must not exceed. A line fitted to measurements gives the step time for a number
+of blocks. With fewer workers, steps take longer, so requests run longer and hold more blocks. The
+calculation includes this feedback. Otherwise a fully loaded pool would seem able to shrink.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .settings import ScaleSettings
 
 
 class StepFit:
-    """Seconds of a step as ``base + slope * blocks``, by least squares that forget."""
+    """Fit step seconds as ``base + slope * blocks``, by least squares with fading old samples."""
 
     def __init__(self, half_life: float = 2000.0) -> None:
         self._keep = math.exp2(-1 / half_life)
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, blocks: float, seconds: float) -> None:
-        """One worker's step at one moment."""
+        """Add one worker's step: KV blocks in use, and its duration in seconds."""
         keep = self._keep
         self._n = self._n * keep + 1
         self._x = self._x * keep + blocks
@@ -36,7 +36,7 @@ class StepFit:
 
     @property
     def line(self) -> tuple[float, float] | None:
-        """``(base, slope)``, neither negative; None before ten steps were seen."""
+        """``(base, slope)``, neither negative; None before ten samples."""
         if self._n < 10:
             return None
         x, y = self._x / self._n, self._y / self._n
@@ -47,7 +47,7 @@ class StepFit:
 
 
 class DecodeDemand:
-    """Blocks in use, how long steps take with them, and what both ask for."""
+    """History of blocks in use and step times, and the number of workers for them."""
 
     def __init__(self, settings: ScaleSettings) -> None:
         self._settings = settings
@@ -55,10 +55,10 @@ class DecodeDemand:
         self._fit = StepFit()
         self._capacity = 0.0
         self.step_s = 0.0
-        """Of the slowest worker now."""
+        """Step seconds of the slowest worker in the last observation."""
 
     def see(self, workers: Sequence[WorkerSample], now: float) -> None:
-        """Note one observation; all samples are usable."""
+        """Record one observation. All samples are usable."""
         self.step_s = 0.0
         total = 0.0
         for worker in workers:
@@ -70,14 +70,17 @@ class DecodeDemand:
         running = sum(worker.running for worker in workers)
         waiting = sum(worker.waiting for worker in workers)
         if running:
-            total *= (running + waiting) / running  # those that wait hold nothing yet
+            total *= (running + waiting) / running  # waiting requests hold no blocks yet
         if self._history.due(now):
             self._history.add((total, running + waiting, self.step_s), now, amounts=False)
 
     def needed(
         self, margin: float, ahead_s: float, most: int, *, spare: bool = False
     ) -> int | None:
-        """Fewest workers that keep ``margin`` of the limits; None while too little is known."""
+        """Fewest workers that use at most ``margin`` of the limits; None without enough data.
+
+        ``ahead_s``: extrapolate growth by this many seconds. ``spare``: add headroom for bursts.
+        """
         line = self._fit.line
         if not len(self._history) or not self._capacity:
             return None
@@ -97,7 +100,7 @@ class DecodeDemand:
         return fewest(enough, most)
 
     def can_keep(self, margin: float = 1.0) -> bool:
-        """Whether steps can be short enough at all; if not, only room counts."""
+        """Whether an empty step meets the ITL target. If not, only KV blocks limit the load."""
         line = self._fit.line
         return line is not None and line[0] < self._settings.slo_itl * margin
 
@@ -110,7 +113,7 @@ class DecodeDemand:
         margin: float,
         line: tuple[float, float],
     ) -> float:
-        """Share of requests that ``workers`` would have had room and time for."""
+        """Share of requests that ``workers`` could have served within both limits."""
         base, slope = line
         room = self._capacity * self._settings.kv_share * margin / self._settings.up_margin
         step = np.where(steps > 0, steps, base)

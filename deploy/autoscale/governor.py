@@ -1,4 +1,4 @@
-"""When a pool's target follows what is needed: at once upwards, after a calm time downwards."""
+"""Changes of a pool's target: up at once, down after the stabilization window."""
 
 from __future__ import annotations
 
@@ -6,39 +6,44 @@ import math
 from collections import deque
 
 MOST_PATIENCE = 8
-"""Times the calm time that a pool waits which had to grow again soon after it shrank."""
+"""Maximum factor on the stabilization window of a pool that grew again soon after shrinking."""
 
 
 class Governor:
-    """One pool's target, from ``least`` to ``most``; ``calm_s`` in seconds.
+    """One pool's target, from ``least`` to ``most``. ``calm_s``: stabilization window in seconds.
 
-    Invariants: the target lies within the bounds; it falls only to a number that sufficed at
-    every moment of the last calm time, and only so long after it last rose. When growth follows
-    within ``calm_s`` of a fall, that fall was a mistake, and the next one waits twice as long.
-    So in the long run it changes direction at most once per calm time.
+    Invariants: the target lies within the bounds. The target falls only to a number that was
+    enough during the whole last window, and at the earliest one window after it last rose. If the
+    target rises within ``calm_s`` of a fall, the fall was a mistake, and the window doubles for
+    the next fall. So on average the target changes direction at most once per window.
     """
 
     def __init__(self, least: int, most: int, calm_s: float, target: int) -> None:
         self._least, self._most = least, most
         self._calm = self._patience = calm_s
-        self._wanted: deque[tuple[float, int]] = deque()  # falling numbers: maxima of what follows
-        self._since: float | None = None  # start of the unbroken record
+        # Times and wanted numbers, in falling order: each is the maximum of all later numbers.
+        self._wanted: deque[tuple[float, int]] = deque()
+        self._since: float | None = None  # start of the record without gaps
         self._rose_at = self._fell_at = -math.inf
         self.target = self._bounded(target)
 
     def adopt(self, target: int, now: float) -> None:
-        """An operator chose; it falls no further for the calm time."""
+        """Set an operator's target. It falls no further within the stabilization window."""
         self.target = self._bounded(target)
         self._rose_at = now
         self.hold()
 
     def hold(self) -> None:
-        """Nothing is known at the moment: the calm time begins anew."""
+        """Restart the stabilization window, because there is no usable observation now."""
         self._wanted.clear()
         self._since = None
 
     def want(self, up: int, down: int, now: float) -> int:
-        """The new target; ``up``: too few below this, ``down``: enough with this, for sure."""
+        """Update and return the target.
+
+        ``up``: the pool must have at least this many workers. ``down``: this many workers are
+        enough with a safety margin.
+        """
         if self._since is None:
             self._since = now
         while self._wanted and self._wanted[-1][1] <= down:
@@ -55,7 +60,7 @@ class Governor:
         return self.target
 
     def _rise(self, target: int, now: float) -> None:
-        if self._fell_at > self._rose_at:  # else it only goes on rising
+        if self._fell_at > self._rose_at:  # else the target has not fallen since it last rose
             early = now - self._fell_at < self._calm
             longer = min(2 * self._patience, MOST_PATIENCE * self._calm)
             self._patience = longer if early else self._calm

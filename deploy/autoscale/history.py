@@ -1,4 +1,4 @@
-"""The last minutes, one entry a second; the material of every judgement here."""
+"""Measurements of the last minutes, one row per second, and trends in them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 Values = npt.NDArray[np.float64]
 LONGEST_GAP_S = 10
-"""Observations further apart leave a hole: what happened between them is not known."""
+"""After a longer gap between observations, the history restarts: the gap cannot be filled."""
 
 
 class History:
-    """Rows of ``width`` numbers, one per second, ``seconds`` of them at most."""
+    """Rows of ``width`` numbers, one row per second, at most ``seconds`` rows."""
 
     def __init__(self, width: int, seconds: float) -> None:
         self._values = np.zeros((width, math.ceil(seconds)))
@@ -23,11 +23,14 @@ class History:
         self._at: float | None = None
 
     def __len__(self) -> int:
-        """Seconds known."""
+        """Number of recorded seconds."""
         return self._known
 
     def add(self, row: tuple[float, ...], now: float, *, amounts: bool) -> None:
-        """What the time since the last call brought (``amounts``), or how it stands now."""
+        """Add a row for the time since the last call, which must be a second or more.
+
+        ``amounts``: the values are amounts, spread evenly over that time; else current states.
+        """
         seconds = 0 if self._at is None else int(now - self._at)
         if self._at is None or seconds > LONGEST_GAP_S:
             self._at, self._known = now, 0
@@ -43,29 +46,27 @@ class History:
         self._known = min(size, self._known + seconds)
 
     def due(self, now: float) -> bool:
-        """Whether a second is over, so that :meth:`add` takes a row."""
+        """Whether a second has passed, so that :meth:`add` accepts a row."""
         return self._at is None or now - self._at >= 1
 
     def columns(self) -> Values:
-        """Float64 ``[width, seconds]``, the latest last; a view."""
+        """Return a view, float64 ``[width, seconds]``, the latest second last."""
         return self._values[:, self._values.shape[1] - self._known :]
 
 
 def growth(values: Values, ahead_s: float, most: float = 1.3) -> float:
-    """Factor by which ``values`` (one a second) will probably be above their latest mean.
+    """Expected growth of ``values`` (one per second) over their latest mean, from 1 to ``most``.
 
-    The last half must rise as well as the whole: a step that is over is no trend. From 1 to
-    ``most``.
+    The second half must rise as well as the whole, because a single past step is not a trend.
     """
     half = values[len(values) // 2 :]
     return min(most, _trend(values, ahead_s), _trend(half, ahead_s))
 
 
 def _trend(values: Values, ahead_s: float) -> float:
-    """A straight line through the means of ten seconds, carried on.
+    """Extrapolate a straight line through the means of ten seconds each.
 
-    It is believed only as far as it rises by more than twice its own uncertainty; bursts make a
-    line uncertain.
+    The slope is reduced by twice its standard error, because bursts make the slope uncertain.
     """
     whole = len(values) // 10
     if whole < 6:
@@ -84,10 +85,11 @@ def _trend(values: Values, ahead_s: float) -> float:
 
 
 def headroom(values: Values, share: float = 0.3, most: float = 1.5) -> float:
-    """Factor by which the next burst may be larger than those seen; ``values`` one a second.
+    """Factor by which the next burst may exceed past bursts, from 1 to ``most``.
 
-    A steady load shows its peak within minutes; of a bursty one the window holds a few bursts
-    only. So: the more minutes differ from each other, the more room. From 1 to ``most``.
+    ``values``: one per second. A steady load reaches its peak within minutes, but the window
+    contains only a few bursts of a bursty load. So the factor grows with the variation between
+    minutes.
     """
     whole = len(values) // 60
     if whole < 3:
@@ -98,5 +100,5 @@ def headroom(values: Values, share: float = 0.3, most: float = 1.5) -> float:
 
 
 def fewest(enough: Callable[[int], bool], most: int) -> int:
-    """The smallest number of workers that is enough, ``most`` if none below is; from 1."""
+    """The smallest number of workers, from 1, that is enough; ``most`` if no smaller number is."""
     return 1 + bisect_left(range(1, most), x=True, key=enough)

@@ -1,8 +1,8 @@
-"""What the autoscaler sees of a cluster at one moment.
+"""The autoscaler's observation of a cluster at one moment.
 
-Counters are cumulative since their owner's start, so a lost observation loses nothing; an owner
-is named by its incarnation, so a restart is no negative rate. Pure data: the caller decides
-where it comes from (the routers' reports, a replayed trace).
+Counters are cumulative since the start of their process, so a lost observation loses no counts. A
+process is identified by its incarnation, so a restart does not look like a negative rate. Pure
+data: the source may be the routers' reports or a replayed trace.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 
 ROLES = ("prefill", "decode")
 STALE_S = 5.0
-"""A worker that was not heard for so long says nothing about the present."""
+"""Maximum age in seconds of a worker's heartbeat; older data is unusable."""
 MOST = 2**53
-"""Larger counts are damage, and so is what is no number: comparisons refuse both."""
+"""Maximum plausible count. Comparisons with it also reject NaN."""
 LONGEST_STEP_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSample:
-    """One worker as its last heartbeat described it.
+    """The state of one worker in its last heartbeat.
 
-    ``prompt_tokens``: computed since start, ``cached_tokens``: of prompts, found in the cache
-    instead; ``compute_seconds``: spent in steps since start; ``step_s``: seconds of the step that
-    runs or ran last. ``kv_used``, ``kv_total``: blocks. ``tokens_waiting``: prompt tokens not yet
-    computed. ``heard_s_ago``: age of all of this.
+    ``prompt_tokens``: prompt tokens computed since start. ``cached_tokens``: prompt tokens taken
+    from the prefix cache since start. ``compute_seconds``: time in steps since start. ``step_s``:
+    seconds of the current or last step. ``kv_used``, ``kv_total``: blocks. ``tokens_waiting``:
+    prompt tokens not yet computed. ``heard_s_ago``: age of the heartbeat in seconds.
     """
 
     name: str
@@ -44,7 +44,7 @@ class WorkerSample:
 
     @property
     def usable(self) -> bool:
-        """Whether it takes work and its figures are numbers that can be true."""
+        """Whether the worker accepts requests and its metrics are recent and plausible."""
         if not self.ready or self.role not in ROLES:
             return False
         counts = (
@@ -58,10 +58,11 @@ class WorkerSample:
 
 @dataclass(frozen=True, slots=True)
 class RouterSample:
-    """One router's counters: requests and prompt tokens that came, and began to be answered.
+    """One router's counters.
 
-    ``queued_tokens``: prompt tokens of requests without a first token, now.
-    ``started_at``: tells one life of a router from the next.
+    ``life``: differs between restarts of a router. ``submitted``: requests received.
+    ``started_tokens``: prompt tokens of requests with a first token. ``queued_tokens``: prompt
+    tokens of requests that have no first token yet.
     """
 
     name: str
@@ -72,14 +73,14 @@ class RouterSample:
 
     @property
     def usable(self) -> bool:
-        """Whether its figures are numbers that can be true."""
+        """Whether the metrics are plausible."""
         counts = (self.submitted, self.started_tokens, self.queued_tokens)
         return all(0 <= count <= MOST for count in counts)
 
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """The cluster: workers by name (each once), routers by name."""
+    """The cluster: each worker and each router once."""
 
     workers: tuple[WorkerSample, ...] = ()
     routers: tuple[RouterSample, ...] = ()

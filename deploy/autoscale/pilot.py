@@ -1,6 +1,7 @@
-"""The autoscaler in a controller: from the routers' reports to targets, once a second.
+"""The autoscaler in a controller: turns the routers' reports into targets, once a second.
 
-Pure. What an operator sets, and what else changes the targets, is taken over as soon as it is seen.
+Pure. If an operator or the controller changes a target, the autoscaler adopts the new target in
+its next decision.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from .settings import ScaleSettings
 
 EVERY_S = 1.0
 WINDOW_S = 300.0
-"""Longest history that is judged; a shorter calm time shortens it."""
+"""Maximum history in seconds. A shorter stabilization window shortens the history."""
 
 
 def scale_settings(settings: ServeSettings, bounds: Bounds) -> ScaleSettings:
-    """The policy's settings from the operator's."""
+    """Make the policy's settings from the operator's settings."""
     return ScaleSettings(
         slo_ttft=settings.slo_ttft,
         slo_itl=settings.slo_itl,
@@ -34,7 +35,11 @@ def scale_settings(settings: ServeSettings, bounds: Bounds) -> ScaleSettings:
 
 
 class Pilot:
-    """``routers``: names of all that report; while one is silent nothing is decided."""
+    """Collects reports and decides targets.
+
+    ``routers``: names of all routers. While any router's report is missing or old, the targets
+    stay.
+    """
 
     def __init__(
         self, settings: ScaleSettings, routers: Iterable[str], targets: Mapping[str, int]
@@ -44,11 +49,11 @@ class Pilot:
         self._next = -math.inf
 
     def heard(self, router: str, report: ClusterReport, now: float) -> None:
-        """What a router says."""
+        """Store a router's report."""
         self._reports[router] = (now, report)
 
     def decide(self, targets: Mapping[str, int], now: float) -> dict[str, int] | None:
-        """New targets in place of ``targets``; None: leave them."""
+        """Return new targets to replace ``targets``, or None to keep them."""
         if now < self._next:
             return None
         self._next = now + EVERY_S
@@ -60,11 +65,11 @@ class Pilot:
         return decided if any(decided[role] != targets[role] for role in ROLES) else None
 
     def pause(self, now: float) -> None:
-        """Something else changes the cluster: what is seen meanwhile says nothing."""
+        """Skip observations while another operation, such as a rollout, changes the cluster."""
         self._scaler.observe(Metrics(), now)
 
     def _metrics(self, now: float) -> Metrics:
-        """What the reports say together; nothing while a router is silent."""
+        """Merge the reports. Empty if any router's report is missing or old."""
         reports: dict[str, ClusterReport] = {}
         for name, said in self._reports.items():
             if said is None or now - said[0] > STALE_S:
@@ -74,7 +79,7 @@ class Pilot:
 
 
 def metrics_of(reports: Mapping[str, ClusterReport]) -> Metrics:
-    """All routers' reports as one; of a worker the one is taken that heard it last."""
+    """Merge the routers' reports. For each worker, use the report with the latest heartbeat."""
     workers: dict[str, WorkerReport] = {}
     for report in reports.values():
         for worker in report.workers:
@@ -91,7 +96,7 @@ def _router(name: str, report: ClusterReport) -> RouterSample:
     router = report.router
     return RouterSample(
         name=name,
-        life=0.0,  # a new life shows as counters that fell
+        life=0.0,  # not needed: after a restart the counters fall
         submitted=router.requests.submitted,
         started_tokens=router.prompt_tokens,
         queued_tokens=router.queued_tokens,
@@ -118,7 +123,7 @@ def _worker(worker: WorkerReport) -> WorkerSample:
 
 
 def pilot_of(core: ControllerCore, settings: ServeSettings) -> Pilot | None:
-    """The autoscaler of this controller, if the settings ask for one."""
+    """Make the autoscaler of this controller, or return None if the settings disable it."""
     if settings.autoscale != "on":
         return None
     judged = scale_settings(settings, core.bounds)

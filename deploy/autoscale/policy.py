@@ -1,12 +1,12 @@
 """The autoscaler: ``observe(metrics, now) -> targets``.
 
-Pure: no clock, no socket; equal observations give equal targets. Prefill is sized by the work
-that came and the time to the first token it would have had (:mod:`.prefill`), decode by KV blocks
-and the length of steps (:mod:`.decode`). A target is the number of workers there should be, not a
-number to add, so what already starts is never ordered again.
+Pure, without clock or socket: equal observations give equal targets. The prefill pool is sized by
+the arrived work and the TTFT that it would have had (:mod:`.prefill`). The decode pool is sized by
+KV blocks and step times (:mod:`.decode`). A target is a total number of workers, not a number to
+add, so starting workers are never ordered twice.
 
-What cannot be true, is too old or is missing moves nothing: a pool of which one ready worker says
-nothing usable keeps its target, and the time in which it may not shrink begins anew.
+Implausible, old or missing data changes no target. If the data of any ready worker of a pool is
+unusable, the pool keeps its target, and its stabilization window restarts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .prefill import PrefillDemand
 from .settings import ScaleSettings
 
 LATE_S = 15.0
-"""A pool that misses its limit for so long, with nobody starting, has one worker too few."""
+"""Seconds of a missed limit, while no worker starts, after which a pool gets one more worker."""
 
 
 class Autoscaler:
-    """Targets of both pools; ``first``: what they are now."""
+    """Targets of both pools. ``first``: their present targets."""
 
     def __init__(self, settings: ScaleSettings, first: Mapping[str, int]) -> None:
         self._settings = settings
@@ -43,16 +43,16 @@ class Autoscaler:
 
     @property
     def targets(self) -> dict[str, int]:
-        """As decided last."""
+        """The targets of the last decision."""
         return {role: pool.target for role, pool in self._pools.items()}
 
     def adopt(self, targets: Mapping[str, int], now: float) -> None:
-        """An operator set these targets."""
+        """Take over targets that an operator set."""
         for role, target in targets.items():
             self._pools[role].adopt(target, now)
 
     def observe(self, metrics: Metrics, now: float) -> dict[str, int]:
-        """Note how the cluster stands at ``now`` (monotonic seconds) and decide."""
+        """Record the cluster's metrics at ``now`` (monotonic seconds) and return the targets."""
         if not math.isfinite(now) or now <= self._now:
             return self.targets
         self._now = now
@@ -78,7 +78,7 @@ class Autoscaler:
             self._decode.see(workers, now)
         demand = self._prefill if role == "prefill" else self._decode
         most = settings.bounds.most(role)
-        # A worker that waits for a host for hours is no cold start: nothing is foreseen so far.
+        # Limited, because a worker may wait hours for a host, and no trend reaches that far ahead.
         ahead = min(cold.seconds, settings.window / 2)
         up = demand.needed(settings.up_margin, ahead, most)
         down = demand.needed(settings.down_margin, ahead, most, spare=True)
@@ -92,13 +92,13 @@ class Autoscaler:
             up = max(up, self._prefill.behind(pool.target, ahead, most, coming=coming))
             down = max(down, up)
         if self._misses(role, len(workers), pool.target, now):
-            # At most twice of what the figures explain: a pool that hangs must not grow for ever.
+            # At most twice the calculated number, so that a hanging pool does not grow forever.
             up = max(up, min(len(workers) + 1, 2 * up))
             down = max(down, up)
         pool.want(up, down, now)
 
     def _misses(self, role: str, ready: int, target: int, now: float) -> bool:
-        """Whether the pool misses its limit for a while although nobody is on the way."""
+        """Whether the pool has missed its limit for ``LATE_S`` while no worker was starting."""
         if role == "prefill":
             excess = self._prefill.wait(ready) - self._settings.slo_ttft
             late = excess > 0
@@ -110,20 +110,23 @@ class Autoscaler:
             return False
         since, then = self._late[role] or (now, excess)
         if role == "prefill" and excess < then:
-            since, then = now, excess  # what is late already is being done
+            since, then = now, excess  # the pool is catching up
         self._late[role] = since, then
         return now - since >= LATE_S
 
 
 class ColdStart:
-    """Seconds from an order to its worker's first report, measured when only one is on its way."""
+    """Mean seconds from an order for a worker to the worker's first report, as a moving average.
+
+    ``seconds``: first estimate.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._short_since: float | None = None
 
     def see(self, ready: int, target: int, now: float) -> None:
-        """So many are ready of so many wanted."""
+        """Record the number of ready workers and the target."""
         if ready >= target:
             if self._short_since is not None:
                 self.seconds += 0.5 * (now - self._short_since - self.seconds)
@@ -133,6 +136,6 @@ class ColdStart:
 
 
 def usable(metrics: Metrics, role: str) -> list[WorkerSample] | None:
-    """The pool's ready workers, None when one of them says nothing that can be used."""
+    """Return the pool's ready workers, or None if the data of any of them is unusable."""
     ready = [worker for worker in metrics.workers if worker.role == role and worker.ready]
     return ready if all(worker.usable for worker in ready) else None

@@ -1,10 +1,9 @@
-"""How many prefill workers the last minutes would have needed.
+"""The number of prefill workers that the load of the last minutes needed.
 
-What came is known second by second, and how fast a worker computes is measured. So the queue
-that N workers would have had is played through for every N, and the fewest are taken with
-which the share of requests that was asked for would have had its first token in time. This
-holds for bursts as well as for steady load, and for N - 1 as well as for N + 1; no rule of thumb
-about utilisation is needed.
+The arrivals of each second are recorded, and the speed of a worker is measured. From both, the
+queue of N workers is simulated for every N. The result is the smallest N with which the required
+share of requests would have met the TTFT target. The simulation is valid for bursts and for steady
+load, and needs no rule of thumb about utilisation.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from .metrics import LONGEST_STEP_S, RouterSample, WorkerSample
 from .settings import ScaleSettings
 
 MOST_TOKENS = 10**8
-"""More between two observations is damage."""
+"""Maximum plausible tokens between two observations."""
 
 
 class PrefillDemand:
-    """Arrivals, the speed of a worker, and what both ask for."""
+    """History of arrivals, the speed of a worker, and the number of workers for both."""
 
     def __init__(self, settings: ScaleSettings) -> None:
         self._settings = settings
@@ -38,10 +37,9 @@ class PrefillDemand:
     def see(
         self, routers: Sequence[RouterSample], workers: Sequence[WorkerSample], now: float
     ) -> None:
-        """Note one observation; all samples are usable."""
+        """Record one observation. All samples are usable."""
         for router in routers:
-            # A request that ends unanswered leaves the queue: its tokens then seem to go back,
-            # which Deltas takes for nothing.
+            # If a request ends without a first token, the sum falls. Deltas counts that as zero.
             arrived = router.started_tokens + router.queued_tokens
             owner = (router.name, router.life)
             (requests,) = self._deltas.of((owner, "requests"), router.submitted)
@@ -64,9 +62,9 @@ class PrefillDemand:
     def needed(
         self, margin: float, ahead_s: float, most: int, *, spare: bool = False
     ) -> int | None:
-        """Fewest workers that keep ``margin`` of the limit; None while too little is known.
+        """Fewest workers that use at most ``margin`` of the limit; None without enough data.
 
-        ``ahead_s``: how far growth is carried on, 0 for none.
+        ``ahead_s``: extrapolate growth by this many seconds. ``spare``: add headroom for bursts.
         """
         rate = self._rate.value
         if rate is None or not len(self._history):
@@ -86,11 +84,11 @@ class PrefillDemand:
         return fewest(enough, most)
 
     def lasting(self, workers: int, cold_s: float) -> bool:
-        """Whether more than ``workers`` would help, though they come ``cold_s`` after their order.
+        """Whether more than ``workers`` would help although they need ``cold_s`` to start.
 
-        They do where more work comes than is done, or where first tokens were late so long ago
-        that workers ordered then would be here by now. A burst that is over sooner would be
-        paid for in vain; it only keeps the pool from shrinking.
+        More workers help if more work arrives than ``workers`` can do, or if first tokens have
+        been late for longer than ``cold_s``. A shorter burst ends before new workers are ready.
+        Such a burst only prevents the pool from shrinking.
         """
         rate = self._rate.value
         if rate is None:
@@ -108,39 +106,39 @@ class PrefillDemand:
         return bool(len(late)) and late[-1] - late[0] >= cold_s
 
     def behind(self, target: int, cold_s: float, most: int, *, coming: bool) -> int:
-        """Fewest workers with which the queue does not outgrow the limit; 0: ``target`` will do.
+        """Fewest workers that keep the queue within the limit; 0 if ``target`` is enough.
 
-        What came tells of too few workers when requests are late already, a whole cold start
-        before help. So the queue as it is is carried on by the mean load, until a worker would be
-        here and then for half the window. ``coming``: others start, and what waits for them
-        orders no more.
+        The history of arrivals shows a lack of workers only after requests are late, which is one
+        cold start too late. So the present queue is extrapolated with the mean load, until a new
+        worker would be ready and for half the window after that. ``coming``: workers are already
+        starting, so requests that wait for them do not order more.
         """
         rate = self._rate.value
         if rate is None:
             return 0
         load = mean_load(self._history.columns()[0] / rate)
         limit = self._settings.slo_ttft * self._settings.up_margin
-        queue = min(self._waiting / rate, limit * target)  # the rest is late already
+        queue = min(self._waiting / rate, limit * target)  # requests beyond this are late anyway
         surplus = load - target
         horizon = cold_s + self._settings.window / 2
         if surplus <= 0 or queue + surplus * horizon <= limit * target:
             return 0
         wanted = math.ceil(load)
-        if not coming:  # enough that what waits by then is done in time
+        if not coming:  # enough to finish the queue of that time within the limit
             late = math.ceil((queue + surplus * cold_s) / limit)
             wanted = max(wanted, min(late, 2 * wanted))
         return min(wanted, most)
 
     def wait(self, workers: int) -> float:
-        """Seconds until what waits now is computed by ``workers``; 0 while unknown."""
+        """Seconds for ``workers`` to compute all waiting prompts; 0 while the rate is unknown."""
         rate = self._rate.value
         return 0.0 if rate is None or not workers else self._waiting / rate / workers
 
 
 def share_in_time(work: Values, requests: Values, own: Values, workers: int, limit: float) -> float:
-    """Share of ``requests`` whose first token ``workers`` make within ``limit`` seconds.
+    """Share of ``requests`` whose first token ``workers`` compute within ``limit`` seconds.
 
-    Prompts that take longer by themselves count for nothing: no number of workers helps them.
+    Prompts whose own computation exceeds the limit are ignored: more workers cannot help them.
     """
     possible = np.where(own <= limit, requests, 0.0)
     if not possible.sum():
@@ -149,16 +147,16 @@ def share_in_time(work: Values, requests: Values, own: Values, workers: int, lim
 
 
 def mean_load(work: Values) -> float:
-    """Work per second; of less than thirty seconds nothing is known, and it is 0."""
+    """Mean work per second, or 0 with less than thirty seconds of data."""
     return float(work.mean()) if len(work) >= 30 else 0.0
 
 
 def in_time(work: Values, own: Values, workers: int, limit: float) -> Values:
-    """Of what came in each second, the share whose first token is made within ``limit`` seconds.
+    """For the arrivals of each second, the share with a first token within ``limit`` seconds.
 
-    ``work`` that came in worker-seconds, ``own`` work of one request. A queue in the order of
-    :mod:`..prefill_worker.start_order`: what cannot be in time any more waits behind what can,
-    but for one start in LATE_TURN.
+    ``work``: arrived work in worker-seconds. ``own``: work of one request. The simulated queue has
+    the order of :mod:`..prefill_worker.start_order`: late prompts start after prompts that can
+    still be in time, except for one start in LATE_TURN.
     """
     shares = np.ones(len(work))
     backlog = late = 0.0

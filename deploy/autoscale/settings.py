@@ -1,4 +1,4 @@
-"""What the autoscaler is asked for, and the constants of its judgement."""
+"""Targets and constants of the autoscaler."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..targets import Bounds
 
 
 class ScaleSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The service level, the bounds of both pools, and when to act; durations in seconds.
+    """The latency targets, the bounds of both pools, and the timing; durations in seconds.
 
-    ``slo_ttft``: a first token, ``slo_itl``: the gap between tokens; both are planned to be kept
-    for the share ``keep`` of the requests of the last ``window``. ``up_margin``, ``down_margin``:
-    the part of the limits that a pool may use when it grows and when it shrinks; the gap between
-    them is the hysteresis. ``kv_share``: of a decode worker's KV blocks, in use when it grows.
-    ``calm``: a pool shrinks to what sufficed throughout so long, and so long after it grew.
-    ``cold_start``: from an order to its worker's first request, until that was measured.
+    ``slo_ttft``, ``slo_itl``: targets for TTFT and ITL, to be met for the share ``keep`` of the
+    requests of the last ``window``. ``up_margin``, ``down_margin``: share of the targets that a
+    pool may use when it grows and when it shrinks; the difference is the hysteresis.
+    ``kv_share``: share of a decode worker's KV blocks in use at which the pool grows. ``calm``:
+    stabilization window before a pool shrinks. ``cold_start``: first estimate of the time from an
+    order for a worker to the worker's first report.
     """
 
     slo_ttft: float = 2.0
@@ -34,7 +34,7 @@ class ScaleSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cold_start: float = 60.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work, with the field's name."""
+        """Check all fields. Raises ConfigError with the field's name."""
         for name in ("slo_ttft", "slo_itl", "window", "calm", "cold_start"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):

@@ -131,8 +131,8 @@ def test_no_command_at_all_shows_the_commands(words, capsys):
         (["serve", "--kv-blocks", "1" + "0" * 12], 2, "--kv-blocks must be at most"),
         (["serve", "--address", "tcp://0.0.0.0:7000"], 2, "refusing to listen"),
         (["serve", "--address", "pigeon://x"], 2, "tcp://, ipc://"),
-        (["serve", "--address", "ipc://@x"], 2, "is no file"),
-        (["serve", "--address", "ipc://*"], 2, "is no file"),
+        (["serve", "--address", "ipc://@x"], 2, "is not a file"),
+        (["serve", "--address", "ipc://*"], 2, "is not a file"),
         (["serve", "--address", "ipc:///no/such/folder/s.sock"], 2, "does not exist"),
         (["serve", "/no/such/model"], 2, "no model folder /no/such/model"),
         (["serve", "/no/such/model", "--dry-run"], 2, "no model folder /no/such/model"),
@@ -233,7 +233,7 @@ def test_a_default_folder_that_others_may_write_to_is_not_trusted(tmp_path, monk
     tmp_path.chmod(0o770)
     for verb in (["status"], ["serve"]):
         assert main(verb) == 2
-        assert f"others may write to {tmp_path}" in capsys.readouterr().err
+        assert f"other users may write to {tmp_path}" in capsys.readouterr().err
 
 
 def test_dry_run_with_tcp_gives_every_socket_its_own_port(address, capsys):

@@ -40,8 +40,8 @@ def test_an_earlier_name_sets_the_same_and_yields_to_a_higher_layer(tmp_path):
     [
         ({}, {"BATON_DECODE": "many"}, "", "BATON_DECODE is 'many', not a whole number"),
         ({}, {"BATON_DECODE": "0"}, "", "BATON_DECODE must be at least 1"),
-        ({}, {}, "decod = 2", "FILE: decod is no setting; did you mean decode?"),
-        ({}, {}, "[zzz]\nx = 1", "FILE: zzz is no setting; baton serve --help lists them"),
+        ({}, {}, "decod = 2", "FILE: decod is not a setting; did you mean decode?"),
+        ({}, {}, "[zzz]\nx = 1", "FILE: zzz is not a setting; baton serve --help lists them"),
         ({}, {}, "decode = 'two'", "FILE: decode is 'two', not a whole number"),
         ({}, {}, "grace = 'long'", "FILE: grace is 'long', not a number"),
         ({}, {}, "decode = 0", "FILE: decode must be at least 1"),

@@ -27,7 +27,7 @@ def test_a_list_names_every_router(tmp_path):
     ]
     with pytest.raises(ConfigError, match="address names 2 routers, routers is 3"):
         client_addresses(wanted, ["a", "b", "c"])
-    with pytest.raises(ConfigError, match="one of its own"):
+    with pytest.raises(ConfigError, match="two routers have the same address"):
         client_addresses(f"ipc://{tmp_path}/a,ipc://{tmp_path}/a", TWO)
 
 

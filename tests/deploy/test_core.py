@@ -143,7 +143,7 @@ def test_a_stopped_worker_is_killed_once_and_restarted():
         kills += [a for a in actions if isinstance(a, Kill)]
     assert kills == [Kill("decode-0")]
     (restarting,) = core.handle(Exited("decode-0", -9), now)
-    assert "no heartbeat for 5.0 s; no sign of life for 10." in restarting.why
+    assert "no heartbeat for 5.0 s; no heartbeat for 10." in restarting.why
 
 
 def test_a_worker_that_one_router_of_two_hears_is_not_killed():

@@ -138,7 +138,7 @@ def test_the_default_memory_is_for_those_the_settings_say_nothing_of():
     assert (prefill.runner.kv_bytes, decode.runner.kv_bytes) == (3 << 20, 5 << 20)
     facts = banner.facts(plan, hint=False)
     assert facts.kv_memory == (
-        "3.0 MiB per prefill worker; 5.0 MiB per decode worker, chosen by what is free"
+        "3.0 MiB per prefill worker; 5.0 MiB per decode worker, from free memory"
     )
     assert any("3.0 MiB per prefill" in line for line in banner.startup(facts, ClusterReport()))
 
