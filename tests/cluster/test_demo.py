@@ -2,12 +2,19 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from .conftest import command_environment
 
 pytestmark = pytest.mark.cluster
+README = Path(__file__).parents[2] / "README.md"
+
+
+def shape(line):
+    """A line of the demo without its numbers and the model's text."""
+    return re.sub(r"\d+(\.\d+)?", "N", re.sub(r'"[^"]*"', "TEXT", line))
 
 
 def test_demo_answers_prompts_through_a_whole_cluster_and_leaves_nothing(tmp_path_factory):
@@ -40,6 +47,9 @@ def test_demo_answers_prompts_through_a_whole_cluster_and_leaves_nothing(tmp_pat
     assert done.stdout.splitlines()[-1].startswith("demo finished: the cluster is stopped")
     assert len(re.findall(r"TTFT [\d.]+ ms, \d+ tokens, \d+ tokens/s", done.stdout)) >= 3
     assert list(folder.iterdir()) == []
+    (printed,) = re.findall(r"```\n(> Tell me.*?)```", README.read_text(), re.DOTALL)
+    shown = {shape(line) for line in done.stdout.splitlines()}
+    assert [line for line in printed.splitlines() if shape(line) not in shown] == []
 
 
 @pytest.mark.parametrize("moment", ["starting", "> ", "tokens/s"])
