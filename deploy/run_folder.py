@@ -1,9 +1,9 @@
-"""A cluster's private folder of socket and config files, and the sweeping of dead ones.
+"""A cluster's private folder of socket and config files, and the removal of old folders.
 
-The folder is 0700 and holds ``owner.lock``, locked (flock) by the supervisor as long as it
-lives. The lock ends with its process however that dies, so a folder whose lock can be taken
-belongs to nobody: the next start removes it, with the socket files it names in ``sockets``.
-Nothing is ever recognised by a process id, which may have been given to another process.
+The folder has mode 0700 and contains ``owner.lock``, locked (flock) by the supervisor while it
+lives. The kernel releases the lock when the process ends in any way. So a folder whose lock is free
+has no owner: the next start removes the folder and the socket files listed in its file
+``sockets``. Process ids are not used, because the kernel may reuse them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SOCKETS = "sockets"
 
 
 class RunFolder:
-    """An open run folder; :meth:`close` removes it."""
+    """An open run folder. :meth:`close` removes it."""
 
     def __init__(self, parent: Path | None = None) -> None:
         base = parent or Path(tempfile.gettempdir())
@@ -37,14 +37,17 @@ class RunFolder:
         try:
             self._lock = os.open(new / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Only a locked folder gets the name a sweep looks for.
+            # Rename after locking: a sweep would remove an unlocked folder with this prefix.
             self.path = new.rename(new.with_name(new.name.replace("baton-new-", PREFIX)))
         except OSError as problem:
             shutil.rmtree(new, ignore_errors=True)
             raise _no_folder(base, problem) from problem
 
     def ipc(self, name: str) -> str:
-        """``ipc://`` address of a socket file in this folder; ConfigError when it is too long."""
+        """Return the ``ipc://`` address of a socket file in this folder.
+
+        Raises ConfigError if the path is too long.
+        """
         path = str(self.path / f"{name}.sock")
         if len(path.encode()) > MAX_IPC_PATH_BYTES:
             raise ConfigError(
@@ -54,9 +57,10 @@ class RunFolder:
         return f"ipc://{path}"
 
     def write(self, name: str, content: bytes) -> Path:
-        """Write a 0600 file and return its path; ConfigError when that cannot be.
+        """Write a file with mode 0600 and return its path. Raises ConfigError.
 
-        One that holds this already is left alone: a worker is started again on a full disk too.
+        A file with the same content is not written again, so that a worker can restart on a full
+        disk.
         """
         path = self.path / name
         try:
@@ -70,10 +74,7 @@ class RunFolder:
         return path
 
     def own_socket(self, path: Path) -> None:
-        """Remember a socket file elsewhere, to be removed with this folder.
-
-        ConfigError when that cannot be written.
-        """
+        """List a socket file outside this folder, to be removed with it. Raises ConfigError."""
         try:
             with (self.path / _SOCKETS).open("a") as file:
                 file.write(f"{path}\n")
@@ -81,7 +82,7 @@ class RunFolder:
             raise _not_written(self.path / _SOCKETS, problem) from problem
 
     def close(self) -> None:
-        """Remove the folder and the sockets it names."""
+        """Remove the folder and the listed socket files."""
         _remove(self.path)
         os.close(self._lock)
 
@@ -98,7 +99,7 @@ def _not_written(path: Path, problem: OSError) -> ConfigError:
 
 
 def sweep(parent: Path | None = None) -> list[Path]:
-    """Remove this user's run folders whose supervisor is dead; returns the removed ones."""
+    """Remove this user's run folders of dead supervisors. Returns the removed folders."""
     base = parent or Path(tempfile.gettempdir())
     return [path for path in sorted(base.glob(f"{PREFIX}*")) if _sweep_one(path)]
 
@@ -109,7 +110,7 @@ def _sweep_one(path: Path) -> bool:
             return False
         lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        return False  # just being made or removed, or not one of ours
+        return False  # being made or removed now, or not a run folder
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -140,7 +141,7 @@ def socket_in_use(path: Path) -> bool:
 
 
 def remove_dead_socket(path: Path) -> None:
-    """Remove the socket file when nobody listens there; other files stay untouched."""
+    """Remove a socket file without a listening process. Other files are not removed."""
     with contextlib.suppress(OSError):
         if stat.S_ISSOCK(path.lstat().st_mode) and not socket_in_use(path):
             path.unlink()

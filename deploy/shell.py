@@ -1,7 +1,7 @@
-"""Sockets and clock around :class:`.controller.ControllerCore`, whatever the backend.
+"""Sockets and clock around :class:`.controller.ControllerCore`, for any process manager.
 
-It asks every router for its status, hands on drains, answers operators at the admin socket and
-lets the backend start and end members. Everything runs on the loop's thread.
+The shell polls every router's status, forwards drains, answers operators at the admin socket, and
+orders the process manager (backend) to start and stop members. All code runs on the loop's thread.
 """
 
 from __future__ import annotations
@@ -64,36 +64,36 @@ from .report import ClusterReport
 from .targets import scale_refusal
 
 TICK = 0.1
-"""Seconds between looks at the clock."""
+"""Seconds between Tick events."""
 _log = get_logger()
 
 
 class Revisions(Protocol):
-    """What members are started with; :class:`.roster.Roster` on one machine."""
+    """The settings and specifications of members; :class:`.roster.Roster` on one machine."""
 
     def settings(self, revision: int) -> ServeSettings:
         """Settings of a revision."""
         ...
 
     def add(self, current: int, changes: Mapping[str, Any]) -> int:
-        """A new revision: ``current`` with changes. Raises a BatonError for what cannot be."""
+        """Add a revision: ``current`` with changes. Raises BatonError for wrong changes."""
         ...
 
     def spec(self, name: str, role: str, revision: int) -> MemberSpec:
-        """A member as it is to be started. Raises a BatonError or OSError."""
+        """Make the specification to start a member. Raises BatonError, OSError."""
         ...
 
     def release(self, name: str) -> None:
-        """The member has ended."""
+        """Release the resources of an ended member."""
 
 
 class ControllerShell:
-    """One controller at work.
+    """A running controller.
 
-    ``clients``: client address of each router by its name. ``facts``: what an Overview says that
-    does not change (backend, address, log, paths). ``on_say``: hears what is for the operator's
-    terminal. ``keys``: for tcp, of role operator. ``pilot``: the autoscaler. After End
-    ``exit_code`` is set and the loop stopped.
+    ``clients``: client address of each router by name. ``facts``: the constant fields of an
+    Overview (backend, address, log, paths). ``on_say``: receives messages for the operator's
+    terminal. ``keys``: keys of role operator, for tcp. ``pilot``: the autoscaler. After End,
+    ``exit_code`` is set and the loop is stopped.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ControllerShell:
         self.core = core
         self.backend = make_backend(self._on_member)
         self.report = ClusterReport()
-        """What a router said last."""
+        """The latest report of any router."""
         self.exit_code: int | None = None
         self._loop = loop
         self._context = context
@@ -128,13 +128,13 @@ class ControllerShell:
         self._events: list[Event] = []
 
     def listen(self, address: str) -> str:
-        """Open the admin socket; returns where it is. Raises ConfigError."""
+        """Open the admin socket and return its address. Raises ConfigError."""
         keys = door(self._doors, "admin", OPERATOR)
         self._admin = AdminServer(self._loop, self._context, address, self._on_request, keys)
         return self._admin.endpoint
 
     def start(self) -> None:
-        """Start the members, once the loop runs."""
+        """Connect to the routers, and start the members after the loop runs."""
         if self._doors is not None:
             self._doors.attach(self._loop)
         for name, address in self._clients.items():
@@ -154,9 +154,10 @@ class ControllerShell:
             self._doors.close()
 
     def feed(self, event: Event) -> None:
-        """Let the core decide; what is fed from inside an action comes after it.
+        """Pass an event to the core and carry out its actions.
 
-        An action that fails is logged: the others and later events have their turn all the same.
+        An event from inside an action is handled afterwards. A failed action is logged, and the
+        following actions and events are still handled.
         """
         self._events.append(event)
         if len(self._events) > 1:
@@ -178,7 +179,7 @@ class ControllerShell:
         self.feed(Tick())
 
     def _steer(self, pilot: Pilot, now: float) -> None:
-        """Let the autoscaler see and decide, unless something else changes the cluster."""
+        """Run the autoscaler, unless another operation changes the cluster."""
         core = self.core
         if core.phase is not Phase.SERVING or core.rollout is not None:
             pilot.pause(now)
@@ -235,7 +236,7 @@ class ControllerShell:
             raise InputError(problem)
 
     def _named(self, worker: str) -> str:
-        """A worker's name, also by its endpoint."""
+        """Return a worker's name, given its name or endpoint."""
         return next((w.id for w in self.report.workers if w.alive and worker == w.endpoint), worker)
 
     def _roll_out(self, ticket: tuple[bytes, int], request: RollOut) -> None:
@@ -247,7 +248,7 @@ class ControllerShell:
         self.feed(Rollout(ticket, revision, grace, in_place=request.in_place))
 
     def _no_room(self) -> str:
-        """Which pool has no room for the one worker more that a rollout starts; empty: none."""
+        """Return which pool has no room for a rollout's extra worker, or an empty text."""
         targets = self.core.pools.targets
         for role, count in targets.items():
             more = {**targets, role: count + 1}
@@ -255,7 +256,7 @@ class ControllerShell:
             if problem:
                 return (
                     f"no room for one more {role} worker, which a rollout starts before it drains "
-                    f"an old one: {problem}. Make room, or replace each in place: --in-place"
+                    f"an old one: {problem}. Add a host, or replace workers in place: --in-place"
                 )
         return ""
 
@@ -279,7 +280,7 @@ class ControllerShell:
             self._admin.answer(ticket[0], result)
 
     def overview(self, number: int = 0) -> Overview:
-        """What is wanted and what is there."""
+        """Return the target and actual state of the cluster."""
         core, pools = self.core, self.core.pools
         served = core.rollout.before if core.rollout else pools.revision
         running = core.rollout and f"running: {core.rollout.progress(pools)}"

@@ -1,4 +1,4 @@
-"""How large the pools may be, and what is wrong with a size somebody asks for."""
+"""The bounds of the pools' sizes, and the check of requested sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .launcher import DECODE, POOLS, PREFILL
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Least and most workers of each pool; 0: no bound. ``embeds``: no decode workers at all."""
+    """Minimum and maximum workers of each pool; 0: no bound. ``embeds``: no decode workers."""
 
     prefill_min: int = 0
     prefill_max: int = 0
@@ -22,7 +22,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @classmethod
     def of(cls, settings: ServeSettings) -> Bounds:
-        """What the settings say."""
+        """Take the bounds from settings."""
         return cls(
             prefill_min=settings.prefill_min,
             prefill_max=settings.prefill_max,
@@ -32,20 +32,20 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
 
     def least(self, role: str) -> int:
-        """Fewest workers of a pool that serves."""
+        """Minimum workers of a pool."""
         if role == DECODE and self.embeds:
             return 0
         return max(1, self.prefill_min if role == PREFILL else self.decode_min)
 
     def most(self, role: str) -> int:
-        """Most workers of a pool."""
+        """Maximum workers of a pool."""
         if role == DECODE and self.embeds:
             return 0
         return (self.prefill_max if role == PREFILL else self.decode_max) or MAX_MEMBERS
 
 
 def scale_refusal(targets: Mapping[str, int], bounds: Bounds) -> str:
-    """Why the pools cannot get this size, in one sentence; empty: they can."""
+    """Return why the pools cannot have these sizes, in one sentence, or an empty text."""
     if not targets:
         return "name a pool and its size, such as decode=2"
     for role, count in targets.items():
@@ -63,7 +63,7 @@ def scale_refusal(targets: Mapping[str, int], bounds: Bounds) -> str:
 
 
 def clamped(targets: Mapping[str, int], bounds: Bounds) -> dict[str, int]:
-    """The nearest sizes within the bounds; other roles are left out."""
+    """Move sizes into the bounds. Roles other than the pools are left out."""
     return {
         role: min(max(targets[role], bounds.least(role)), bounds.most(role))
         for role in POOLS
@@ -72,5 +72,5 @@ def clamped(targets: Mapping[str, int], bounds: Bounds) -> dict[str, int]:
 
 
 def describe_targets(targets: Mapping[str, int]) -> str:
-    """Sizes as the operator writes them."""
+    """Format sizes as in ``baton scale``: ``prefill=2 decode=3``."""
     return " ".join(f"{role}={count}" for role, count in targets.items())

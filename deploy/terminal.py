@@ -1,10 +1,10 @@
-"""The operator's terminal: lines are printed at once, and nobody waits for a reader.
+"""The operator's terminal, written by a background thread, so that printing never blocks.
 
-Invariant: :meth:`Terminal.__call__` never blocks, so a supervisor whose output stands still
-(a stopped terminal, a full pipe) goes on to read its children's logs. Lines beyond those that
-wait are dropped, and their number is printed when the output moves again.
+Invariant: :meth:`Terminal.__call__` never blocks. If the output is blocked (a stopped terminal, a
+full pipe), the supervisor still reads its children's logs. At most ``max_waiting`` lines wait;
+further lines are dropped, and their number is printed after the output continues.
 
-A line that is drawn, such as a progress bar, has no end: the next one takes its place.
+A drawn line, such as a progress bar, has no line end: the next line replaces it.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from collections import deque
 from typing import NamedTuple
 
 MAX_WAITING = 1000
-"""Lines kept for an output that stands still."""
+"""Maximum lines waiting for a blocked output."""
 
 
 _ERASE = "\r\x1b[K"
-"""Back to the beginning of the line, and nothing is in it any more."""
+"""Return to the beginning of the line and erase it."""
 
 
 class Line(NamedTuple):
-    """What is to be shown. ``drawn``: until the next one takes its place."""
+    """A line to print. ``drawn``: the next line replaces it."""
 
     text: str
     drawn: bool = False
 
 
 class Terminal:
-    """Takes lines from one thread; another one writes them to standard output."""
+    """Takes lines from one thread and writes them to standard output from another."""
 
     def __init__(self, max_waiting: int = MAX_WAITING) -> None:
         self._max_waiting = max_waiting
@@ -49,14 +49,14 @@ class Terminal:
         self._put(Line(line))
 
     def draw(self, line: str) -> None:
-        """Show ``line`` soon, until the next one, or drop it; only where :meth:`draws` is true."""
+        """Show ``line`` soon until the next line, or drop it. Only if :meth:`draws` is true."""
         self._put(Line(line, drawn=True))
 
     def draws(self) -> bool:
-        """Whether standard output is a terminal that can draw over a line."""
+        """Whether standard output is a terminal that can erase a line."""
         try:
             return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-        except (AttributeError, ValueError):  # there is none, or it is closed
+        except (AttributeError, ValueError):  # standard output is missing or closed
             return False
 
     def _put(self, line: Line) -> None:
@@ -71,7 +71,7 @@ class Terminal:
             self._changed.notify_all()
 
     def flush(self, timeout: float = 1.0) -> None:
-        """Wait until everything is printed, at most ``timeout`` seconds."""
+        """Wait until all lines are printed, at most ``timeout`` seconds."""
         end = time.monotonic() + timeout
         with self._changed:
             while self._lines or self._writing:
@@ -100,14 +100,14 @@ class Terminal:
 
 
 def _columns() -> int:
-    """Characters that fit in one line of the terminal: a longer one could not be drawn over."""
+    """Return the width of the terminal. A longer line would wrap and could not be erased."""
     return max(1, shutil.get_terminal_size().columns - 1)
 
 
 def write_out(text: str) -> None:
-    """Write to standard output; a closed one must not end the cluster.
+    """Write to standard output. Ignore errors: a closed output must not end the cluster.
 
-    Past the stream's buffer: a thread that stands inside it would keep the process from ending.
+    Bypass the stream's buffer, because a thread blocked in it would prevent the process's exit.
     """
     with contextlib.suppress(AttributeError, OSError, ValueError):
         try:

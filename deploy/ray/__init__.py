@@ -1,4 +1,4 @@
-"""The cluster on a Ray cluster: an actor that supervises each member, and the controller of all.
+"""A cluster on Ray: one supervising actor per member, and one controller actor.
 
-Ray is an extra, and is imported only below this folder and only once it is asked for.
+Ray is an extra. It is imported only in this folder, and only when needed.
 """

@@ -1,6 +1,6 @@
-"""What runs as Ray actors. Importing this needs no ``ray``; being one does.
+"""The classes that run as Ray actors. Importing this module does not need ``ray``.
 
-Names are the members' own (``decode-3``, ``router``), in the namespace ``baton``.
+An actor has the name of its member (``decode-3``, ``router``), in the namespace ``baton``.
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
@@ -24,8 +24,8 @@ from .placing import place, read_order
 class PoolMember:
     """One member: the supervisor of one router or worker (:mod:`.member`).
 
-    ``order``: :func:`.placing.order_of`. What cannot run on this node is reported as ended and
-    refused, for the controller to decide; the actor itself lives on.
+    ``order``: :func:`.placing.order_of`. If the member cannot run on this node, the actor reports
+    it as ended and refused, and keeps running. The controller decides what follows.
     """
 
     def __init__(self, order: bytes) -> None:
@@ -71,11 +71,11 @@ class PoolMember:
 
 
 CONTROLLER = "controller"
-"""The controller's name in the namespace."""
+"""Name of the controller's actor."""
 
 
 class Controller:
-    """The actor around :class:`.controller.RayCluster`, which runs on a thread of its own.
+    """The actor around :class:`.controller.RayCluster`, which runs on a separate thread.
 
     ``settings``: a :class:`ServeSettings` as JSON, checked.
     """
@@ -115,5 +115,5 @@ class Controller:
             self._cluster.run()
         except BaseException:
             traceback.print_exc()
-            os._exit(1)  # Ray starts another, which goes on from what is saved
+            os._exit(1)  # Ray restarts the actor, which continues from the saved state
         self._api.kill_named(CONTROLLER)

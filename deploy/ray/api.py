@@ -1,4 +1,4 @@
-"""Ray, as :class:`.watch.RayApi` wants it. Blocks while Ray's head is away."""
+"""The implementation of :class:`.watch.RayApi` with Ray. Calls block while Ray's head is away."""
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from .placing import order_of
 from .watch import ActorGone
 
 _ON_HEAD = 0.001
-"""Of the resource ``router``: however many routers there are, they are all on the head's node."""
+"""Share of the resource ``router`` per router, so that the head's node holds all routers."""
 
 
 _LOOK_THERE = "look there for a full disk (df -h /tmp) or too little memory (free -m)"
 
 
 class Ray:
-    """The cluster this process has joined.
+    """The Ray cluster that this process has joined.
 
-    ``head``: see :class:`.placing.Order`. ``gpus``: of each worker.
+    ``head``: see :class:`.placing.Order`. ``gpus``: GPUs per worker.
     """
 
     def __init__(self, head: str, *, gpus: float = 0.0) -> None:
@@ -37,7 +37,7 @@ class Ray:
         self._members = ray.remote(PoolMember)
 
     def create(self, spec: MemberSpec) -> Any:
-        """The actor of this name, made if there is none."""
+        """Return the member's actor, and create it if it does not exist."""
         order = order_of(spec, self._head)
         return self._members.options(
             name=spec.name,
@@ -54,11 +54,11 @@ class Ray:
     # ------------------------------------------------------------- members
 
     def ask(self, actor: Any) -> Any:
-        """Ask for a report."""
+        """Request a report from an actor."""
         return actor.report.remote()
 
     def answer(self, ticket: Any) -> MemberReport | None:
-        """The report if it is there; see :class:`.watch.RayApi`."""
+        """Return the report if it has arrived; see :class:`.watch.RayApi`."""
         from ray.exceptions import ActorDiedError, RayError
 
         done, _ = self._ray.wait([ticket], timeout=0)
@@ -72,15 +72,15 @@ class Ray:
             raise ConnectionLost(_first_line(problem)) from problem
 
     def stop(self, actor: Any, grace: float) -> None:
-        """Have it end its child."""
+        """Order the actor to stop its child."""
         actor.stop.remote(grace)
 
     def kill_child(self, actor: Any, pid: int) -> None:
-        """Have it end its hung child."""
+        """Order the actor to kill its hanging child."""
         actor.kill_child.remote(pid)
 
     def kill(self, actor: Any) -> None:
-        """End the actor for good; the kernel ends its child with it."""
+        """Kill the actor permanently. The kernel kills its child too."""
         self._ray.kill(actor, no_restart=True)
 
     def is_free(self, name: str) -> bool:
@@ -92,7 +92,7 @@ class Ray:
         return False
 
     def why_unplaced(self, actor: Any, role: str) -> str:
-        """Why it has no node; empty if it has one."""
+        """Return why the actor has no node, or an empty text."""
         from ray._private.state import actors
 
         entry = actors(actor._actor_id.hex())
@@ -105,7 +105,7 @@ class Ray:
             return f"no live node of {len(nodes)} has the resource '{role}'"
         if self._ray.available_resources().get(role, 0) < needs:
             at = str((entry.get("Address") or {}).get("IPAddress") or "")
-            if at:  # it holds its node, and is not started there
+            if at:  # the node is reserved, but Ray has not started the actor there
                 return f"Ray has not started its actor on {at}: {_LOOK_THERE}"
             return (
                 f"all {len(offer)} nodes with the resource '{role}' are taken, or one of them "
@@ -114,45 +114,45 @@ class Ray:
         return "Ray has not started its actor yet"
 
     def request(self, bundles: dict[str, int]) -> None:
-        """Ask the autoscaler for room; the whole list, nobody else's is kept."""
+        """Request room from Ray's autoscaler. The list replaces all earlier requests."""
         from ray.autoscaler.sdk import request_resources
 
         pools = [
             role for role in bundles if role != ROUTER
-        ]  # routers are on the head, which is there
+        ]  # routers need no request: they run on the head
         request_resources(bundles=[{role: 1} for role in pools for _ in range(bundles[role])])
 
     def capacity(self) -> dict[str, int] | None:
-        """By the autoscaler's maxima; None where nodes are joined by hand."""
+        """See RayApi: from the autoscaler's maxima; None if nodes are added manually."""
         config = autoscaling_config(self._ray.get_runtime_context().gcs_address)
         return None if config is None else capacity_of(config)
 
     def nodes(self) -> dict[str, int]:
-        """By the resources of the live nodes."""
+        """See RayApi: from the resources of the live nodes."""
         alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         return {role: int(sum(each.get(role, 0) for each in alive)) for role in POOLS}
 
     # ------------------------------------------------------------- the controller
 
     def load(self) -> bytes | None:
-        """What a predecessor saved."""
+        """Return the state that the previous controller saved."""
         return get_value(_SAVED)
 
     def save(self, data: bytes) -> None:
-        """Keep this for a successor."""
+        """Save the state for the next controller."""
         put_value(_SAVED, data)
 
     def forget(self, last_words: str) -> None:
-        """The cluster has ended."""
+        """Delete the saved state, because the cluster has ended."""
         put_value(LAST_WORDS, last_words.encode())
         _delete_value(_SAVED)
 
     def existing(self) -> list[str]:
-        """Names of the actors there are."""
+        """Return the names of all existing actors."""
         return existing()
 
     def kill_named(self, name: str) -> None:
-        """End an actor for good, also the one this runs in."""
+        """Kill an actor permanently, possibly the actor of this process."""
         self._ray.kill(self._ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
 
 
@@ -160,11 +160,11 @@ class Ray:
 
 _SAVED = b"controller"
 LAST_WORDS = b"last-words"
-"""Why the last controller ended, empty if it was told to."""
+"""Key of the reason why the last controller failed; empty after an ordered shutdown."""
 
 
 def get_value(key: bytes) -> bytes | None:
-    """A value of the key-value store of Ray's head."""
+    """Read a value from the key-value store of Ray's head."""
     from ray.experimental.internal_kv import _internal_kv_get
 
     value = _internal_kv_get(key, namespace=NAMESPACE.encode())
@@ -172,7 +172,7 @@ def get_value(key: bytes) -> bytes | None:
 
 
 def put_value(key: bytes, value: bytes) -> None:
-    """Store a value there."""
+    """Write a value to the key-value store of Ray's head."""
     from ray.experimental.internal_kv import _internal_kv_put
 
     _internal_kv_put(key, value, overwrite=True, namespace=NAMESPACE.encode())
@@ -185,7 +185,7 @@ def _delete_value(key: bytes) -> None:
 
 
 def existing() -> list[str]:
-    """Names of Baton's actors."""
+    """Return the names of Baton's actors."""
     from ray.util import list_named_actors
 
     found = list_named_actors(all_namespaces=True)

@@ -1,4 +1,4 @@
-"""Ray as a backend of the controller: each member is an actor, watched on a thread of its own."""
+"""Ray as process manager: each member is an actor, watched on a separate thread."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..report import ClusterReport
 from .watch import MemberAlive, MemberWatch, RayApi, WatchEvent
 
 HANG_CHECK = 0.5
-"""Seconds between looks for members that hang."""
+"""Seconds between checks for hanging members."""
 _log = get_logger()
 
 
 class RayBackend:
-    """A ``Backend`` (see :mod:`deploy.launcher`); ``emit`` is called on ``loop``."""
+    """A ``Backend`` (see :mod:`deploy.launcher`). ``emit`` is called on ``loop``."""
 
     def __init__(
         self,
@@ -36,16 +36,16 @@ class RayBackend:
         self._timer = loop.call_later(HANG_CHECK, self._look_for_hangs)
 
     def close(self) -> None:
-        """Watch no more; members go on."""
+        """Stop watching. The members keep running."""
         self._timer.cancel()
         self._watch.end()
 
     def put(self, command: Callable[[], object]) -> None:
-        """Run ``command`` on the thread that talks to Ray, in its turn."""
+        """Queue ``command`` for the thread that calls Ray."""
         self._watch.put(command)
 
     def start(self, spec: MemberSpec) -> None:
-        """See ``Backend``; an actor of this name that is there already is taken over."""
+        """See ``Backend``. An existing actor with this name is taken over."""
         self._roles[spec.name] = spec.role
         self._watch.put(partial(self._watch.start, spec))
 
@@ -58,11 +58,11 @@ class RayBackend:
         self._watch.put(partial(self._watch.kill, name))
 
     def request(self, bundles: dict[str, int]) -> None:
-        """See ``Backend``: the one place that asks Ray's autoscaler for room."""
+        """See ``Backend``: the only code that requests room from Ray's autoscaler."""
         self._watch.put(partial(self._watch.request, dict(bundles)))
 
     def refusal(self, targets: dict[str, int]) -> str:
-        """See ``Backend``: what the autoscaler's node types can hold at most."""
+        """See ``Backend``: by the maximum capacity of the autoscaler's node types."""
         capacity = self._watch.capacity
         for role, count in targets.items():
             most = count if capacity is None else capacity.get(role, 0)
@@ -74,7 +74,7 @@ class RayBackend:
         return ""
 
     def full(self, targets: dict[str, int]) -> str:
-        """See ``Backend``: the nodes that are there, unless an autoscaler can start others."""
+        """See ``Backend``: by the present nodes, unless an autoscaler can add nodes."""
         nodes = self._watch.nodes
         if self._watch.capacity is not None or nodes is None:
             return ""

@@ -1,8 +1,8 @@
 """Certificates for Ray's TLS (``RAY_USE_TLS``): an authority, and one certificate for all hosts.
 
-With TLS Ray's processes end a connection without a certificate of this authority before they read
-a message of it. One certificate for all hosts is enough: whoever has it also has Ray's token,
-which is the same everywhere, and with it the cluster. The authority's key stays where it was made.
+With TLS, Ray's processes close a connection without a certificate of this authority before they
+read a message. One certificate for all hosts is enough: a host with the certificate also has Ray's
+token, which is the same on all hosts and gives full access. The authority's key is never copied.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ...proto.errors import ConfigError
 
 AUTHORITY_KEY, AUTHORITY = "authority.key", "authority.crt"
 SHARE = "nodes"
-"""The sub-folder that is copied to every host."""
+"""Sub-folder to copy to every host."""
 CA_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.crt", "node.crt", "node.key"
 DAYS = 3650
 _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 
 
 def make_certificates(folder: Path, hosts: Sequence[str]) -> None:
-    """Make what hosts at these addresses need in ``folder/nodes``; files there are replaced.
+    """Make the certificate for hosts at these addresses in ``folder/nodes``, replacing files there.
 
-    The authority is made in ``folder`` unless it is there, so hosts with earlier certificates of it
-    accept the new one. Raises ConfigError: an address that is none, no ``openssl``, a folder of
-    somebody else's things.
+    An existing authority in ``folder`` is used again, so that hosts with earlier certificates
+    accept the new one. Raises ConfigError for an invalid address, a missing ``openssl``, or a
+    folder with other files.
     """
     names = ["DNS:localhost", *(f"IP:{_address(host)}" for host in ["127.0.0.1", "::1", *hosts])]
     _prepare(folder)
@@ -54,12 +54,12 @@ def make_certificates(folder: Path, hosts: Sequence[str]) -> None:
 
 
 def holds_certificates(folder: Path) -> bool:
-    """Whether ``folder`` is meant as the share of :func:`make_certificates`."""
+    """Whether ``folder`` looks like ``folder/nodes`` of :func:`make_certificates`."""
     return any((folder / name).exists() for name in (CA_FILE, CERTIFICATE_FILE))
 
 
 def check_certificates(folder: Path, hosts: Sequence[str] = ()) -> None:
-    """Raise ConfigError unless ``folder`` (the share) is ours alone and valid for these hosts."""
+    """Raise ConfigError unless ``folder`` is private to this user and valid for these hosts."""
     how = "make it with baton ray-certs"
     for name in (CA_FILE, CERTIFICATE_FILE, KEY_FILE):
         if not (folder / name).is_file():
@@ -110,7 +110,7 @@ def _make_authority(folder: Path) -> None:
 
 
 def _openssl(folder: Path, *words: str, may_fail: bool = False) -> str:
-    """Run openssl in ``folder``; return its output. ConfigError if it is missing or fails."""
+    """Run openssl in ``folder`` and return its output. Raises ConfigError."""
     try:
         done = subprocess.run(  # noqa: S603 -- arguments, no shell
             ["openssl", *words],  # noqa: S607 -- the user's own, as ssh is

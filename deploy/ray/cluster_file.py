@@ -1,8 +1,8 @@
-"""Cluster files for `ray up`: writing one for fixed hosts, and checking any before it is used.
+"""Cluster files for `ray up`: writing a file for fixed hosts, and checking any file before use.
 
-A file is written from ``on-premises.yaml`` beside this module, whose example values are replaced,
-so its comments stay. Checking uses Ray's own schema and preparation, and what Baton needs on top;
-nothing is contacted.
+A file is made from ``on-premises.yaml`` beside this module: the example values are replaced, and
+the comments stay. The check uses Ray's schema and preparation and adds Baton's rules. No host is
+contacted.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from .plan import CLIENT_PORT
 TEMPLATE = "on-premises.yaml"
 PROVIDER = "baton.deploy.ray.provider.FixedHosts"
 RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""Ray's own, read by every process of it: how long it waits for a head that is lost."""
+"""Ray's variable, read by all its processes: seconds to wait for a lost head."""
 MAX_RECONNECT = 10**6  # seconds; Ray's timers are 32 bits of milliseconds
 _EXAMPLE_WHEEL = "baton_serve-0.1.0-cp311-cp311-linux_x86_64.whl"
 
 
 class FixedCluster(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file for fixed hosts is written from.
+    """The values of a cluster file for fixed hosts.
 
-    ``head``, ``prefill`` and ``decode``: IP addresses; of each pool the first ``..._min`` are
-    always workers and the rest are taken when more are asked for. ``wheel``, ``keys`` and
-    ``token``: files and a folder on the machine where `ray up` runs. ``idle_minutes``: how long a
-    host stays that no worker needs. ``reconnect``: seconds for which everything serves on without
-    Ray's head before it ends. ``tls``: a folder of certificates (:mod:`.certificates`), or empty
-    for no TLS between Ray's processes. ``launch``: further words for `baton launch`.
+    ``head``, ``prefill`` and ``decode``: IP addresses. The first ``..._min`` hosts of each pool are
+    always in use; the others are added on demand. ``wheel``, ``keys`` and ``token``: files and a
+    folder on the machine where `ray up` runs. ``idle_minutes``: minutes before an unused host is
+    removed. ``reconnect``: seconds that the cluster keeps serving without Ray's head before it
+    stops. ``tls``: folder of certificates (:mod:`.certificates`); empty: no TLS between Ray's
+    processes. ``launch``: more arguments for `baton launch`.
     """
 
     head: str
@@ -61,7 +61,7 @@ class FixedCluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_cluster_file(cluster: FixedCluster) -> str:
-    """The text of a file for `ray up`; ConfigError says which host or bound is wrong."""
+    """Return the text of a cluster file. Raises ConfigError with the wrong host or bound."""
     pools = {"head": (cluster.head,), "prefill": cluster.prefill, "decode": cluster.decode}
     check_pools(pools)
     bounds = {
@@ -107,7 +107,7 @@ def _replacements(cluster: FixedCluster) -> list[tuple[str, str]]:
 
 
 def _tls(folder: str) -> list[tuple[str, str]]:
-    """What Ray's processes need to use TLS: the files, and where they are."""
+    """Return Ray's environment variables for TLS, with the paths of the certificate files."""
     place = "~/.baton/ray-tls"
     variables = (
         f"RAY_USE_TLS=1 RAY_TLS_CA_CERT={place}/{CA_FILE} "
@@ -120,7 +120,7 @@ def _tls(folder: str) -> list[tuple[str, str]]:
 
 
 def router_address(head: str) -> str:
-    """Where clients reach the router of a cluster with this head."""
+    """Return the client address of the router on this head."""
     return f"tcp://[{head}]:{CLIENT_PORT}" if ":" in head else f"tcp://{head}:{CLIENT_PORT}"
 
 
@@ -142,7 +142,7 @@ def _pool_bounds(pool: str, least: int, most: int) -> list[tuple[str, str]]:
 
 
 def _text(value: str) -> str:
-    """A string as YAML reads it back: plain where that is safe, else quoted (JSON is YAML)."""
+    """Write a string for YAML: plain if that is safe, else quoted as JSON, which is valid YAML."""
     plain = value and all(c.isalnum() or c in "._-/~" for c in value) and value[0] not in "-."
     return value if plain and not value.isdigit() else json.dumps(value)
 
@@ -155,7 +155,7 @@ def _list(values: tuple[str, ...]) -> str:
 
 
 def read_cluster_file(path: Path) -> dict[str, Any]:
-    """The file's content; ConfigError when it cannot be read or is no mapping."""
+    """Read a cluster file. Raises ConfigError if it is unreadable or not a mapping."""
     import yaml  # type: ignore[import-untyped]  # of Ray
 
     try:
@@ -170,10 +170,10 @@ def read_cluster_file(path: Path) -> dict[str, Any]:
 
 
 def check_cluster(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration as Ray prepares it; ConfigError names what is wrong in it.
+    """Check a configuration and return it as Ray prepares it. Raises ConfigError.
 
-    Ray's schema refuses unknown keys at the top, in ``auth`` and in node types; the provider's own
-    section is checked here, where Ray takes any key.
+    Ray's schema rejects unknown keys at the top level, in ``auth`` and in node types. In the
+    provider's section Ray accepts any key, so this function checks that section.
     """
     from ray.autoscaler._private.util import (  # pyright: ignore[reportMissingImports]
         prepare_config,
@@ -198,7 +198,7 @@ def check_cluster(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _unsaid() -> Iterator[None]:
-    """Keep to itself what Ray warns of as it prepares: keys that it fills in itself, and drops."""
+    """Suppress Ray's warnings about keys that Ray itself adds and drops during preparation."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

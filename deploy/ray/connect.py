@@ -1,7 +1,7 @@
-"""Joining a Ray cluster, or raising an error that says why not and what to do.
+"""Joining a Ray cluster, or raising an error with the reason and the remedy.
 
-``ray.init`` against a head that is gone blocks for minutes, and with a wrong token it tries
-for ever; so everything it would stumble over is checked first, each check with its own limit.
+``ray.init`` blocks for minutes if the head is gone, and retries forever with a wrong token. So
+these conditions are checked first, each check with its own time limit.
 A refused connection or token ends the attempt at once. A head that accepts connections and does
 not answer is probed again for :data:`PATIENCE` seconds: a head that has just been started on a
 busy machine needs longer than one probe.
@@ -23,7 +23,7 @@ import msgspec
 from ...proto.errors import ConfigError, ConnectionLost
 
 RAY_VERSION = "2.60.0"
-"""What the extra ``ray`` pins: private parts of Ray are used, so no other will do."""
+"""The version that the extra ``ray`` pins, because Baton uses private parts of Ray."""
 INSTALL_RAY = f"pip install ray=={RAY_VERSION}"
 NAMESPACE = "baton"
 TCP_TIMEOUT = 2.0
@@ -39,7 +39,7 @@ PROBE = ("-m", "baton.deploy.ray.probe")
 
 
 class HeadFacts(msgspec.Struct, frozen=True):
-    """What the head says: its versions, and the addresses of the live nodes."""
+    """The head's answer: its versions, and the addresses of the live nodes."""
 
     ray_version: str
     python_version: str
@@ -47,7 +47,7 @@ class HeadFacts(msgspec.Struct, frozen=True):
 
 
 def import_ray() -> Any:
-    """The ``ray`` module; ConfigError when it is missing or another version."""
+    """Import ``ray``. Raises ConfigError if it is missing or has another version."""
     try:
         import ray
     except ImportError as problem:
@@ -63,8 +63,8 @@ def import_ray() -> Any:
 def connect(wanted: str = "auto", patience: float = PATIENCE) -> Any:
     """Join this process to the cluster at ``wanted`` (``HOST:PORT`` or ``auto``); return ``ray``.
 
-    Raises ConfigError or ConnectionLost, each with what to do: after at most ``patience`` seconds
-    where a head accepts connections without answering, otherwise within ten seconds.
+    Raises ConfigError or ConnectionLost, each with the remedy: after at most ``patience`` seconds
+    if the head accepts connections without answering, otherwise within ten seconds.
     """
     ray = import_ray()
     if ray.is_initialized():
@@ -80,7 +80,7 @@ def connect(wanted: str = "auto", patience: float = PATIENCE) -> Any:
 
 
 def find_address(wanted: str) -> str:
-    """``HOST:PORT`` of the head; ``auto`` is the cluster this machine belongs to."""
+    """Return ``HOST:PORT`` of the head. ``auto``: the Ray cluster of this machine."""
     from ray._private.services import canonicalize_bootstrap_address
 
     try:
@@ -163,7 +163,7 @@ def _refused(address: str, said: str) -> ConfigError | ConnectionLost:
 
 
 def check_versions(address: str, facts: HeadFacts) -> None:
-    """ConfigError unless the head runs the same Ray and the same minor version of Python."""
+    """Raise ConfigError unless the head has the same Ray and the same minor Python version."""
     mine = platform.python_version()
     if facts.ray_version != RAY_VERSION:
         raise ConfigError(
@@ -178,7 +178,7 @@ def check_versions(address: str, facts: HeadFacts) -> None:
 
 
 def check_here(address: str, facts: HeadFacts) -> None:
-    """ConfigError unless this machine is a node: Ray has nothing to run a caller on elsewhere."""
+    """Raise ConfigError unless this machine is a node: Ray needs a raylet on the same machine."""
     if not any(is_own_address(node) for node in facts.nodes):
         known = ", ".join(sorted(set(facts.nodes))[:8]) or "none"
         raise ConfigError(

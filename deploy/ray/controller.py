@@ -1,8 +1,8 @@
-"""The controller of a cluster on Ray: the same core and shell as on one machine, members as actors.
+"""The controller of a cluster on Ray: the core and shell of one machine, with members as actors.
 
-It runs as an actor on the head's node (:class:`.actors.Controller`). Killed, it is started again
-by Ray, reads what it had saved, finds the members by their names and goes on; they serve meanwhile,
-since nothing of it is in the way of a token.
+The controller is an actor on the head's node (:class:`.actors.Controller`). If it is killed, Ray
+restarts it. It then reads its saved state and finds the members by name. The members serve
+meanwhile, because the controller is not involved in requests.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ from .saved import Saved, decode_saved, encode_saved, restore, saved_of
 from .watch import RayApi
 
 SAVE_EVERY = 0.1
-"""Seconds between looks whether what is saved is still so."""
+"""Seconds between checks whether the saved state is out of date."""
 LINGER = 1.0
-"""How long the last answers may take to leave, in seconds."""
+"""Seconds for sending the last answers."""
 
 
 class ControllerApi(RayApi, Protocol):
-    """What a controller needs of Ray beside its members."""
+    """The controller's own calls to Ray, besides those for members."""
 
     def load(self) -> bytes | None:
-        """What a predecessor saved."""
+        """Return the state that the previous controller saved."""
 
     def save(self, data: bytes) -> None:
-        """Keep this for a successor."""
+        """Save the state for the next controller."""
 
     def forget(self, last_words: str) -> None:
-        """Nothing is left for a successor; ``last_words``: why it failed, if it did."""
+        """Delete the saved state. ``last_words``: reason of a failure, else empty."""
 
     def existing(self) -> list[str]:
-        """Names of the members' actors there are."""
+        """Return the names of the members' existing actors."""
         raise NotImplementedError
 
 
 class Revisions(Roster):
-    """The settings by revision, also those of a predecessor."""
+    """The settings by revision, including those of the previous controller."""
 
     def __init__(self, plan: ClusterPlan, known: dict[int, ServeSettings]) -> None:
         super().__init__(plan)
@@ -72,15 +72,15 @@ class Revisions(Roster):
 
     @property
     def known(self) -> dict[int, ServeSettings]:
-        """All of them."""
+        """Return the settings of all revisions."""
         return dict(self._settings)
 
 
 class RayCluster:
-    """One controller; :meth:`run` returns when the cluster has ended.
+    """One controller. :meth:`run` returns after the cluster has ended.
 
-    ``settings``: as launched; what a predecessor saved has precedence. ``head``: address of this
-    node. Raises a BatonError for settings that cannot be served.
+    ``settings``: settings at launch; saved settings of a previous controller have precedence.
+    ``head``: address of this node. Raises BatonError for settings that cannot be served.
     """
 
     def __init__(self, settings: ServeSettings, api: ControllerApi, head: str) -> None:
@@ -93,7 +93,7 @@ class RayCluster:
         else:
             settings = with_task(ray_settings(settings, head))
         self._plan = ray_plan(settings, key)
-        check_keys(self._plan, ROUTER)  # workers' keys are on their own hosts, and read there
+        check_keys(self._plan, ROUTER)  # only here: the workers' keys are on the workers' hosts
         self._revisions = Revisions(self._plan, {} if before is None else before.revisions)
         self.address = self._plan.address
         self.admin = settings.admin or admin_address(self.address)
@@ -128,7 +128,7 @@ class RayCluster:
         )  # fmt: skip
 
     def _go_on(self, before: Saved) -> None:
-        """Take over the members of a predecessor."""
+        """Take over the members of the previous controller."""
         for name in restore(self._core, before, self._api.existing(), self._loop.now()):
             member = self._core.pools.members.get(name)
             if member is None:
@@ -143,9 +143,9 @@ class RayCluster:
     # ------------------------------------------------------------- from any thread
 
     def leave(self, host: str) -> list[str]:
-        """A host is about to go: its workers drain, others start elsewhere.
+        """Drain the workers of a host that will leave, and start others elsewhere.
 
-        Returns the workers still there; said again, it changes nothing.
+        Returns the workers that are still on the host. Idempotent.
         """
         there = [m.name for m in list(self._core.pools.members.workers()) if m.host == host]
         for name in there:
@@ -155,7 +155,7 @@ class RayCluster:
     # ------------------------------------------------------------- life
 
     def run(self) -> None:
-        """Serve until somebody wants the end; afterwards nothing is left of the cluster."""
+        """Serve until an order to stop. Afterwards no process of the cluster is left."""
         try:
             self._shell.start()
             self._loop.call_later(0.0, self._save)
@@ -173,7 +173,7 @@ class RayCluster:
         self._loop.close()
 
     def _save(self) -> None:
-        """Also right before an actor is made: commands of one queue keep their order."""
+        """Save the state if it changed. The queue keeps this before the creation of an actor."""
         self._loop.call_later(SAVE_EVERY, self._save)
         saved = saved_of(self._core, self._plan.cluster_key, self._revisions.known)
         data = encode_saved(saved)

@@ -1,11 +1,11 @@
-"""Ray's node provider for hosts of your own, with a list of hosts for each node type.
+"""Ray's node provider for fixed hosts, with a list of hosts for each node type.
 
-Ray's ``local`` provider knows one list for everything. This one is named in a cluster file:
-``provider: {type: external, module: baton.deploy.ray.provider.FixedHosts, ...}`` and runs in two
-places: in `ray up` and `ray down` on the machine that launches, where it knows the head, and in
-the autoscaler on the head, which starts and ends the workers. Invariant: a host is called a node
-only after it answered and has the right Python and Ray; a node is called ended only after its
-processes are gone, or when nobody can reach its host.
+Ray's ``local`` provider has one list for all node types. A cluster file selects this provider with
+``provider: {type: external, module: baton.deploy.ray.provider.FixedHosts, ...}``. It runs in two
+places: in `ray up` and `ray down` on the launching machine, where it manages the head, and in the
+autoscaler on the head, where it manages the workers. Invariant: a host becomes a node only after it
+answered and has the right Python and Ray. A node counts as ended only after its processes are gone,
+or if its host cannot be reached.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ from .remote import HostProblem, Login, Unreachable, check_host, for_all, host_n
 log = logging.getLogger(__name__)
 
 HEAD_KEY = "~/ray_bootstrap_key.pem"
-"""Where `ray up` puts the ssh key on the head."""
+"""Path of the ssh key on the head, set by `ray up`."""
 HEAD_CONFIG = "~/ray_bootstrap_config.yaml"
-"""Where `ray up` puts the configuration on the head; JSON in spite of its name."""
+"""Path of the configuration on the head, set by `ray up`; JSON despite its name."""
 NODE_VARIABLE = "RAY_CLOUD_INSTANCE_ID"
-"""Ray's own: the id of the node a process belongs to, set by what starts Ray there."""
+"""Ray's variable: id of the node of a process, set by the command that starts Ray."""
 SESSION_VARIABLE = "BATON_RAY_SESSION"
-"""Set anew by the cluster file for each start of a head: its workers are not the last one's."""
+"""Set by the cluster file at each start of a head, to tell its workers from earlier ones."""
 _LAUNCH = "_launch"  # what `ray up` needs and the head does not; Ray ignores the name
 _ROLES = "_roles"  # whose keys a node type gets; the head makes the workers' nodes and has it too
 REST_SECONDS = 30.0
-"""How long a host that could not be used is left alone."""
+"""Seconds before an unusable host is tried again."""
 
 
 class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when types are checked
-    """Nodes on listed hosts; the methods are those of Ray's interface, safe for many threads."""
+    """Nodes on listed hosts. Implements Ray's NodeProvider; safe for several threads."""
 
     def __init__(self, provider_config: dict[str, Any], cluster_name: str) -> None:
         super().__init__(provider_config, cluster_name)
@@ -79,7 +79,7 @@ class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when t
         self._on_head = self._record_own_head()
 
     def _record_own_head(self) -> bool:
-        """On the head: know it, and forget the workers of an earlier start; whether it is it."""
+        """On the head: record it, and drop workers of an earlier start. True on the head."""
         me, session = os.environ.get(NODE_VARIABLE, ""), os.environ.get(SESSION_VARIABLE, "")
         pool = next((p for p, hosts in self._settings.pools.items() if host_of(me) in hosts), None)
         if pool is None:
@@ -101,7 +101,7 @@ class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when t
         return True
 
     def _hosts(self, pool: str) -> tuple[str, ...]:
-        """The pool's hosts; on the head as `ray up --no-restart` may have changed them since."""
+        """Return the pool's hosts. On the head, `ray up --no-restart` may have changed them."""
         if self._on_head:
             try:
                 config = msgspec.json.decode(Path(HEAD_CONFIG).expanduser().read_bytes())
@@ -110,15 +110,15 @@ class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when t
                 log.warning("%s: %r; the hosts known before go on", HEAD_CONFIG, problem)
         return self._settings.pools.get(pool, ())
 
-    # ------------------------------------------------------------- what there is
+    # ------------------------------------------------------------- state
 
     def non_terminated_nodes(self, tag_filters: dict[str, str]) -> list[str]:
-        """Ids of the nodes with these tags."""
+        """Return the ids of the nodes with these tags."""
         with self._book.open() as state:
             return state.matching(tag_filters)
 
     def nodes_for_teardown(self, tag_filters: dict[str, str]) -> list[str]:
-        """Nodes that `ray down` ends: all hosts, for only the head knows which it took."""
+        """Return all hosts for `ray down`, because only the head has the list of used hosts."""
         with self._book.open() as state:
             known = state.matching(tag_filters)
             used = state.used_hosts()
@@ -142,7 +142,7 @@ class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when t
             return state.nodes.get(node_id, {})
 
     def set_node_tags(self, node_id: str, tags: dict[str, str]) -> None:
-        """Set some of the node's tags; of a node that has ended there are none."""
+        """Set some of the node's tags. Ignored for an ended node."""
         with self._book.open() as state:
             if node_id in state.nodes:
                 state.nodes[node_id].update(tags)
@@ -160,9 +160,9 @@ class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when t
     def create_node(
         self, node_config: dict[str, Any], tags: dict[str, str], count: int
     ) -> dict[str, Any]:
-        """Take the first ``count`` free hosts of the node type that can be used.
+        """Use the first ``count`` free and usable hosts of the node type.
 
-        Raises NodeLaunchException for those that are missing, after the others were taken.
+        If there are too few, use those and raise NodeLaunchException.
         """
         pool, is_head = tags[TAG_RAY_USER_NODE_TYPE], tags.get(TAG_RAY_NODE_KIND) == NODE_KIND_HEAD
         if is_head:
@@ -186,7 +186,7 @@ class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when t
         return {node: {} for node in made}
 
     def _look_at(self, hosts: list[str]) -> tuple[list[str], list[str]]:
-        """Which hosts can be used, and what is wrong with the others, each one sentence."""
+        """Return the usable hosts, and one sentence about each other host."""
         now = time.monotonic()
         rested = [host for host in hosts if self._resting.get(host, 0.0) <= now]
         found = for_all(rested, self._check)
@@ -205,7 +205,7 @@ class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when t
     def get_command_runner(
         self, log_prefix: str, node_id: str, *arguments: Any, **more: Any
     ) -> SharesKeys:
-        """Ray's own, but of a key folder it copies what runs on this node alone."""
+        """Like Ray's, but from a key folder copy only the keys of this node's roles."""
         runner = super().get_command_runner(log_prefix, node_id, *arguments, **more)
         tags = self.node_tags(node_id)
         roles = self.provider_config.get(_ROLES, {}).get(tags.get(TAG_RAY_USER_NODE_TYPE), [])
@@ -216,14 +216,14 @@ class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when t
     # ------------------------------------------------------------- end
 
     def terminate_node(self, node_id: str) -> None:
-        """End the host's Ray and Baton processes."""
+        """Stop the host's Ray and Baton processes."""
         self.terminate_nodes([node_id])
 
     def terminate_nodes(self, node_ids: list[str]) -> None:
-        """End the processes of all these hosts at once.
+        """Stop the processes of these hosts in parallel.
 
-        A node whose processes would not end stays a node, and HostProblem is raised. One whose
-        host nobody reaches counts as ended: its host is looked at before it is used again.
+        If processes do not end, their host stays a node, and HostProblem is raised. An unreachable
+        host counts as ended, because every host is checked before it is used again.
         """
         nodes = {host_of(node): node for node in node_ids}
         found = for_all(nodes, lambda h: stop_host(self._login, h, self._settings.grace))
@@ -244,7 +244,7 @@ class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when t
 
     @staticmethod
     def bootstrap_config(cluster_config: dict[str, Any]) -> dict[str, Any]:
-        """Check what Ray's schema does not know, and tell the provider how to log in."""
+        """Check the keys that Ray's schema does not cover, and add the login for the provider."""
         config = copy.deepcopy(cluster_config)
         auth = config.get("auth", {})
         config["provider"].setdefault("ssh_user", auth.get("ssh_user", ""))
@@ -270,9 +270,10 @@ class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when t
         return config
 
     def prepare_for_head_node(self, cluster_config: dict[str, Any]) -> dict[str, Any]:
-        """The configuration for the head, where the ssh key has another place.
+        """Return the configuration for the head, where the ssh key has another path.
 
-        The last look before `ray up` changes a cluster that is there; a new one had its own.
+        Before `ray up` changes a running cluster, this is the last check. A new cluster has had
+        its own check.
         """
         self._require_all()
         cluster_config["provider"].pop(_LAUNCH, None)
@@ -281,7 +282,7 @@ class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when t
         return cluster_config
 
     def _require_all(self) -> None:
-        """Once per `ray up`: the files to copy are here, every pool has the hosts it needs."""
+        """Check once per `ray up` that all files exist and every pool has enough hosts."""
         launch = self.provider_config.get(_LAUNCH, {})
         if self._looked:
             return
@@ -295,7 +296,7 @@ class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when t
         self._looked = True
 
     def _missing(self, needed: dict[str, int]) -> list[str]:
-        """Pools with too few usable hosts; what is wrong with any host goes to the terminal."""
+        """Return the pools with too few usable hosts, and print the problems of hosts."""
         pools = self._settings.pools
         found = for_all([host for hosts in pools.values() for host in hosts], self._check)
         for host, problem in found.items():

@@ -1,8 +1,8 @@
-"""Putting a wheel of Baton on every node of a running cluster, before ``baton rollout``.
+"""Installing a wheel of Baton on every node of a running cluster, before ``baton rollout``.
 
-Ray carries the wheel: a task on each node writes the file and installs it into the environment that
-node's Ray runs in. So the same command serves hosts of one's own and a cloud's nodes, in containers
-or not. Processes that run keep the program they have loaded; those started later use the new one.
+Ray transports the wheel: a task on each node writes the file and installs it into the environment
+of that node's Ray. So the same command works for fixed hosts and cloud nodes, with or without
+containers. Running processes keep their loaded version; processes started later use the new one.
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
@@ -21,7 +21,7 @@ from ...proto.errors import ConfigError
 from .connect import RAY_VERSION, connect
 
 INSTALL_TIMEOUT = 600.0
-"""Seconds for all nodes; a release with new requirements downloads them."""
+"""Seconds for all nodes, including the download of new requirements."""
 FOLDER = "~/.baton"
 _MAX_WHEEL_BYTES = 256 << 20
 
@@ -35,7 +35,7 @@ class Wheel(NamedTuple):
 
 
 def read_wheel(path: Path) -> Wheel:
-    """Read a wheel of Baton. Raises ConfigError: no such wheel, or one for another Ray."""
+    """Read a wheel of Baton. Raises ConfigError if it is missing or needs another Ray."""
     try:
         if path.stat().st_size > _MAX_WHEEL_BYTES:
             raise ConfigError(f"{path} is larger than {_MAX_WHEEL_BYTES >> 20} MiB")
@@ -60,7 +60,7 @@ def read_wheel(path: Path) -> Wheel:
 
 
 def install_everywhere(wheel: Wheel, ray_address: str = "auto") -> dict[str, str]:
-    """Install on all live nodes at once; return the problem of each by address, empty for none.
+    """Install on all live nodes in parallel. Returns each node's error by address, or ''.
 
     Raises ConfigError or ConnectionLost if the cluster cannot be joined.
     """
@@ -91,7 +91,7 @@ def _result(ray: Any, ticket: Any) -> str:
 
 
 def install_here(name: str, data: bytes) -> str:
-    """Install a wheel into this interpreter's environment; return the problem, empty for none."""
+    """Install a wheel into this interpreter's environment. Returns the error, or ''."""
     folder = Path(FOLDER).expanduser()
     try:
         (folder / "wheel").mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ def install_here(name: str, data: bytes) -> str:
 
 
 def _requirements() -> str:
-    """Install what the new wheel requires, exactly as its own constraints say."""
+    """Install the new wheel's requirements with the versions of its constraints file."""
     extras = "ray,cuda" if importlib.util.find_spec("cupy") else "ray"
     where = "import baton; print(baton.__path__[0])"
     found = subprocess.run(  # noqa: S603 -- our own interpreter

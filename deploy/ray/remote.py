@@ -1,7 +1,7 @@
-"""What is done on a host over ssh: look whether it can be a node, and end what runs there.
+"""Commands on a host over ssh: check whether it can be a node, and stop its processes.
 
-The options are those of Ray's own command runner (no host keys, since `ray up` does not check
-them either; see docs/operations), plus bounds: no call here waits for a person or for long.
+The options are those of Ray's command runner (no host keys, since `ray up` does not check them
+either; see docs/operations), plus time limits. No call prompts for input.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 CONNECT_SECONDS = 4
-"""How long a host may take to accept a connection."""
+"""Seconds for a host to accept a connection."""
 CHECK_SECONDS = 8
 _PROBLEM = 3
 _SSH_FAILED = 255
@@ -23,18 +23,18 @@ _AT_ONCE = 16
 
 
 class Login(NamedTuple):
-    """How to reach hosts: ``key`` may be empty for what ssh finds by itself."""
+    """The login for hosts. ``key``: private key file; empty: ssh's default keys."""
 
     user: str
     key: str = ""
 
 
 class Unreachable(Exception):
-    """ssh could not run anything on the host; the text says why."""
+    """ssh could not run a command on the host; the text gives the reason."""
 
 
 class HostProblem(Exception):
-    """The host answered, and something is wrong there; the text says what to do."""
+    """The host answered, but has a problem; the text gives the remedy."""
 
 
 def check_host(login: Login, host: str, python: str, version: str, ray: str, venv: str) -> None:
@@ -46,20 +46,20 @@ def check_host(login: Login, host: str, python: str, version: str, ray: str, ven
 
 
 def stop_host(login: Login, host: str, grace: int) -> str:
-    """End the host's Ray and Baton processes and make sure of it; returns what was done."""
+    """Stop the host's Ray and Baton processes and verify it. Returns a description."""
     limit = CONNECT_SECONDS + grace + 10
     return _run_script(login, host, "stop_host.sh", (host, str(grace)), limit)
 
 
 def host_name(login: Login, host: str) -> str:
-    """What the host calls itself. Raises as :func:`check_host`."""
+    """Return the host's own name. Raises as :func:`check_host`."""
     return _run(login, host, "uname -n", b"", CHECK_SECONDS)
 
 
 def for_all(
     hosts: Iterable[str], call: Callable[[str], object]
 ) -> dict[str, Unreachable | HostProblem | None]:
-    """Do the same on all hosts at once; the problem of each, in the order of the hosts."""
+    """Run ``call`` for all hosts in parallel. Returns each host's problem, in order."""
 
     def one(host: str) -> Unreachable | HostProblem | None:
         try:
@@ -81,7 +81,7 @@ def _run_script(
 
 
 def _run(login: Login, host: str, command: str, given: bytes, limit: float, name: str = "") -> str:
-    """What a command there said; ``given``: its input, ``name``: what to call it."""
+    """Run a command and return its output. ``given``: its input, ``name``: its name in errors."""
     try:
         done = subprocess.run(  # noqa: S603 -- arguments, no shell here
             [*ssh_command(login, host), command],
@@ -104,7 +104,7 @@ def _run(login: Login, host: str, command: str, given: bytes, limit: float, name
 
 
 def ssh_command(login: Login, host: str) -> list[str]:
-    """``ssh`` with all options up to the command."""
+    """Return the ssh command line with all options, without the remote command."""
     options = {
         "BatchMode": "yes",
         "ConnectTimeout": str(CONNECT_SECONDS),
@@ -123,6 +123,6 @@ def ssh_command(login: Login, host: str) -> list[str]:
 
 
 def last_line(output: bytes) -> str:
-    """The last line that says something."""
+    """Return the last line that is not blank."""
     lines = output.decode("utf-8", "replace").strip().splitlines()
     return lines[-1].strip() if lines else ""

@@ -1,8 +1,8 @@
-"""What a controller leaves for its successor, and how the successor goes on from it.
+"""The state that a controller saves for the next controller, and its restoration.
 
-Pure. It lies in the key-value store of Ray's head, which lives exactly as long as the actors that
-it speaks of: a file would outlive them. The actors themselves say which members there are; this
-says what was wanted.
+Pure. The state is in the key-value store of Ray's head, which lives exactly as long as the actors;
+a file would outlive them. The existing actors show the actual members. The saved state contains the
+targets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..rollout import Replacement
 
 
 class SavedMember(msgspec.Struct, frozen=True):
-    """One member: where it stood."""
+    """The state of one member."""
 
     revision: int
     stage: str = Stage.STARTING.value
@@ -30,11 +30,11 @@ class SavedMember(msgspec.Struct, frozen=True):
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a new controller needs.
+    """The saved state.
 
-    ``revisions``: settings by revision. ``before``: the revision that a rollout was to replace, or
-    None; ``surge``: the pool that had one more for it; ``in_place``: it had no room for one more.
-    ``ending``: the cluster was going down.
+    ``revisions``: settings by revision. ``before``: the revision that a running rollout replaces,
+    or None. ``surge``: the pool with the rollout's extra worker. ``in_place``: the rollout stops
+    old workers first. ``ending``: the cluster was shutting down.
     """
 
     cluster_key: str
@@ -47,16 +47,16 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     in_place: bool = False
     ending: bool = False
     served: bool = False
-    """Whether all members were ready once."""
+    """Whether all members have been ready at least once."""
 
 
 def encode_saved(saved: Saved) -> bytes:
-    """As it is stored."""
+    """Encode the state for the store."""
     return msgspec.json.encode(saved)
 
 
 def decode_saved(data: bytes) -> Saved:
-    """The other way; ConfigError for what no controller of this version has written."""
+    """Decode a stored state. Raises ConfigError if it is unreadable or of another version."""
     try:
         return msgspec.json.decode(data, type=Saved)
     except msgspec.DecodeError as problem:
@@ -67,7 +67,7 @@ def decode_saved(data: bytes) -> Saved:
 
 
 def saved_of(core: ControllerCore, cluster_key: str, revisions: dict[int, ServeSettings]) -> Saved:
-    """What is to be known of this controller."""
+    """Collect the state of a controller."""
     pools = core.pools
     return Saved(
         cluster_key=cluster_key,
@@ -86,10 +86,10 @@ def saved_of(core: ControllerCore, cluster_key: str, revisions: dict[int, ServeS
 
 
 def restore(core: ControllerCore, saved: Saved, actors: Iterable[str], now: float) -> list[str]:
-    """Put a new core where the old one was; returns the members taken over.
+    """Restore a saved state into a new core. Returns the members taken over.
 
-    ``actors``: the members that Ray knows. One that was just being started and is not in the
-    record is taken for one of the newest revision; one that is gone is the core's to replace.
+    ``actors``: names of existing actors. An actor without a saved member was just being started,
+    and gets the newest revision. The core replaces members without an actor.
     """
     pools = core.pools
     pools.targets |= {role: saved.targets.get(role, 0) for role in POOLS}
@@ -101,7 +101,7 @@ def restore(core: ControllerCore, saved: Saved, actors: Iterable[str], now: floa
         member = pools.members.add(name, role_of(name), known.revision, now)
         member.was_ready = known.was_ready
         stage = Stage(known.stage)
-        if stage is not Stage.READY:  # that has to be seen anew
+        if stage is not Stage.READY:  # readiness must be reported again by the routers
             member.enter(stage, now)
     if saved.served:
         core.phase = Phase.SERVING

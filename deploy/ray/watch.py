@@ -1,10 +1,11 @@
-"""Starting, watching and ending the actors of members, on a thread of its own.
+"""Starting, watching and stopping the members' actors, on a separate thread.
 
-Ray's calls may block as long as its head is away, so nobody else makes them: commands come
-through a queue, and what happens goes to ``emit``. Invariant: a :class:`MemberEnded` is said
-once, after the name is free in Ray.
+Ray's calls may block while its head is away, so only this thread makes them. Commands arrive
+through a queue, and events go to ``emit``. Invariant: :class:`MemberEnded` is emitted once, after
+the name is free in Ray.
 
-No ``ray`` here: :class:`RayApi` is the seam, :mod:`.api` the real one.
+This module does not import ``ray``: it uses the interface :class:`RayApi`, which :mod:`.api`
+implements.
 """
 
 from __future__ import annotations
@@ -31,64 +32,67 @@ from .member import MemberReport
 from .member_core import State
 
 CYCLE = 0.2
-"""Seconds between two looks at all members."""
+"""Seconds between two checks of all members."""
 UNPLACED_AFTER = 2.0
-"""How long a member may be silent before it is looked for, and wait before that is said."""
+"""Seconds without a report before a member's node is checked, and before a wait is reported."""
 ASK_AGAIN = 1.0
-"""A stop that had no effect for so long (its actor was just being restarted) is said again."""
+"""Seconds before a stop without effect is repeated; the actor may have been restarting."""
 MARGIN = 5.0
-"""How long after its grace an actor may still report; then it is killed unheard."""
+"""Seconds after the grace before an actor without a final report is killed."""
 CAPACITY_EVERY = 5.0
 _log = get_logger()
 
 
 class ActorGone(Exception):
-    """The actor has ended for good, not by us."""
+    """The actor has ended permanently, without an order of this process."""
 
 
 class RayApi(Protocol):
-    """What is needed of Ray. Methods may block while its head is away, and raise BatonError."""
+    """The calls to Ray. Methods may block while its head is away, and raise BatonError."""
 
     def create(self, spec: MemberSpec) -> Any:
-        """The actor of this name, made if there is none."""
+        """Return the member's actor, and create it if it does not exist."""
 
     def ask(self, actor: Any) -> Any:
-        """Ask it for its report; returns a ticket for :meth:`answer`."""
+        """Request an actor's report. Returns a ticket for :meth:`answer`."""
 
     def answer(self, ticket: Any) -> MemberReport | None:
-        """The report, or None while there is none. ActorGone, or BatonError for "ask again"."""
+        """Return the report, or None before it arrives.
+
+        Raises ActorGone, or BatonError if the caller should ask again.
+        """
 
     def stop(self, actor: Any, grace: float) -> None:
-        """Have it end its child within ``grace`` seconds."""
+        """Order the actor to stop its child within ``grace`` seconds."""
 
     def kill_child(self, actor: Any, pid: int) -> None:
-        """Have it end its hung child."""
+        """Order the actor to kill its hanging child."""
 
     def kill(self, actor: Any) -> None:
-        """End the actor for good."""
+        """Kill the actor permanently."""
 
     def is_free(self, name: str) -> bool:
         """Whether no actor has this name."""
         raise NotImplementedError
 
     def why_unplaced(self, actor: Any, role: str) -> str:
-        """Why the actor has no node; empty if it has one."""
+        """Return why the actor has no node, or an empty text."""
         raise NotImplementedError
 
     def request(self, bundles: dict[str, int]) -> None:
-        """Ask the autoscaler for room."""
+        """Request room from Ray's autoscaler."""
 
     def capacity(self) -> dict[str, int] | None:
-        """Most members of each role its nodes can ever hold; None: not known."""
+        """Maximum members of each role that the nodes can ever hold; None: unknown."""
 
     def nodes(self) -> dict[str, int]:
-        """How many workers of each role its live nodes hold."""
+        """Number of workers of each role that the live nodes can hold."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class MemberAlive:
-    """A member's child wrote a sign of life ``quiet`` seconds ago."""
+    """A member's child sent a heartbeat ``quiet`` seconds ago."""
 
     name: str
     quiet: float
@@ -99,7 +103,7 @@ WatchEvent = MemberEvent | MemberAlive
 
 @dataclass(slots=True)
 class _Remote:
-    """One member's actor, as last heard."""
+    """One member's actor, with the data of its last report."""
 
     spec: MemberSpec
     actor: Any = None
@@ -113,12 +117,12 @@ class _Remote:
     waits_said: str = ""
     stop_until: float | None = None
     stop_said_at: float = 0.0
-    ending: MemberEnded | None = None  # to be said once the name is free
+    ending: MemberEnded | None = None  # to emit after the name is free
     kills: int = 0
 
 
 class MemberWatch:
-    """See the module docstring; ``emit`` is called on the watching thread."""
+    """See the module docstring. ``emit`` is called on the watching thread."""
 
     def __init__(self, api: RayApi, emit: Callable[[WatchEvent], object]) -> None:
         self._api = api
@@ -136,12 +140,12 @@ class MemberWatch:
     # ------------------------------------------------------------- from any thread
 
     def begin(self) -> None:
-        """Start watching; what the nodes can hold is known from the first moment on."""
+        """Read the capacity, then start the watching thread."""
         self._guarded(self._read_capacity)
         self._thread.start()
 
     def end(self) -> None:
-        """Watch no more; the actors stay as they are."""
+        """Stop watching. The actors keep running."""
         self._over.set()
 
     def put(self, command: Callable[[], object]) -> None:
@@ -155,7 +159,7 @@ class MemberWatch:
             self.cycle(time.monotonic())
 
     def cycle(self, now: float) -> None:
-        """Carry out what was asked for, then look at every member."""
+        """Run the queued commands, then check every member."""
         while not self._commands.empty():
             self._guarded(self._commands.get())
         if now >= self._capacity_at:
@@ -194,7 +198,7 @@ class MemberWatch:
             remote.ending = MemberEnded(name, -9, "killed")
 
     def kill_child(self, name: str, pid: int) -> None:
-        """End the member's child if it still is this process."""
+        """Kill the member's child if it is still this process."""
         remote = self._remotes.get(name)
         if remote is not None and remote.actor is not None:
             self._api.kill_child(remote.actor, pid)
@@ -254,7 +258,10 @@ class MemberWatch:
             self._emit(down)
 
     def _say_unplaced(self, remote: _Remote, now: float) -> None:
-        """Say what it waits for once that has not changed for a while: hosts come one by one."""
+        """Report why a member waits for a host, after the reason was constant for a while.
+
+        The delay avoids messages while hosts join one after another.
+        """
         why = self._api.why_unplaced(remote.actor, remote.spec.role)
         if why != remote.waits_for:
             remote.waits_for, remote.waits_since = why, now
@@ -264,7 +271,7 @@ class MemberWatch:
             self._emit(MemberUnplaced(remote.spec.name, why))
 
     def _stop(self, remote: _Remote, until: float, now: float) -> None:
-        """Ask for the end; one that has no host, or gives no sign in time, is just killed."""
+        """Order the stop. Kill an actor without a host or without a report in time."""
         waits = remote.report is None and bool(
             self._api.why_unplaced(remote.actor, remote.spec.role)
         )
