@@ -53,7 +53,7 @@ def run(command: list[str]) -> int:
 
 
 def main() -> int:
-    """Run the measurements asked for; the exit code says whether all of them ran."""
+    """Run the chosen measurements. The exit code is 0 if all of them ran."""
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ORDER)}")
     parser.add_argument("--peer-python", help="a Python with torch and transformers")

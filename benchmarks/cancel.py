@@ -7,7 +7,7 @@ end: one cancel at a time with nothing beside it, clients that are killed, and a
 cancels beside streams that run to their end, which is more work than the machine has cores for.
 
 The limit is a layer of a step whose requests have all left, and a whole step where somebody else
-waits for it: until then its blocks stay taken. Exit code 1 says that a p99 missed the bar.
+waits for it: until then its blocks stay taken. Exit code 1: a p99 missed the bar.
 
     python -m baton.benchmarks.cancel [--models NAME ...] [--storm 1000]
 
@@ -80,7 +80,7 @@ class Peer:
 
 @dataclass
 class Running:
-    """A request: when it is to be cancelled, or after how many tokens; else it runs to its end."""
+    """A request, with the time or the number of tokens after which it is cancelled, if any."""
 
     number: int
     name: str
@@ -96,7 +96,7 @@ Choice = Callable[[], Running | None]
 
 
 class Load:
-    """Requests of one connection; whenever one ends ``choose`` says which comes in its place.
+    """Requests of one connection. When a request ends, ``choose`` returns the next request.
 
     ``sent``: when each Cancel was sent, by request key; ``gaps``: seconds between the tokens of
     the requests that run to their end.
@@ -120,7 +120,7 @@ class Load:
 
     @property
     def due(self) -> float:
-        """When the next is to be cancelled."""
+        """Time of the next cancel."""
         return self._due[0][0] if self._due else float("inf")
 
     @property
@@ -151,7 +151,7 @@ class Load:
             self._peer.say(Submit(request_id=request.name, context=self._context(request)))
 
     def turn(self) -> None:
-        """Take what arrived, and cancel what is due."""
+        """Read the arrived messages, and send the due cancels."""
         for message in self._peer.read():
             if isinstance(message, Tokens):
                 self._heard(message)
@@ -316,7 +316,7 @@ def client_deaths(served: Served, count: int) -> bool:
 
 
 def run_doomed(address: str, name: str) -> None:
-    """The client that is killed: says when half of its requests stream."""
+    """The client to kill. It reports when half of its requests stream."""
     peer = Peer(address, name)
     load = Load(peer, served_card(address), 2)
     load.choose = lambda: load.new(ENDLESS)
@@ -385,7 +385,7 @@ def folder_of(name: str, scratch: Path) -> Path | None:
 
 
 def main() -> int:
-    """Print the tables; the exit code says whether the bar was held."""
+    """Print the tables. The exit code is 0 if the bar was met."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=[EMBEDDED, *RANDOM], metavar="NAME")
     parser.add_argument("--lone", type=int, default=100)

@@ -62,7 +62,7 @@ class Shape:
         return self.layer_parameters() + self.vocab * self.hidden
 
     def prefill_flops(self, tokens: int) -> float:
-        """Operations a prompt needs: behind the last layer's keys and values one row only."""
+        """Operations of a prompt. After the last layer's keys and values, one row is computed."""
         tail = self.hidden * (self.hidden + 3 * self.intermediate)
         single = tail + self.vocab * self.hidden
         attention = 2 * (self.layers - 1) * self.hidden * tokens * (tokens + 1)

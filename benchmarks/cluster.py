@@ -60,7 +60,7 @@ class Spent(NamedTuple):
 
 
 def threads_of(pid: int) -> dict[str, Spent]:
-    """All threads of a process by their number; one that ends meanwhile is left out."""
+    """All threads of a process by id. Threads that end meanwhile are left out."""
     spent = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         try:
@@ -132,7 +132,7 @@ class Cluster:
         return stamps
 
     def compute_seconds(self) -> float:
-        """What the decode worker's engine has computed so far, once a heartbeat has told."""
+        """Counters of the decode worker's engine, from its last heartbeat."""
         time.sleep(HEARD_S)
         workers = self._served.client.status()["workers"]
         return float(sum(w["compute_seconds"] for w in workers if w["role"] == "decode"))

@@ -56,7 +56,7 @@ TURN = 50
 
 
 def short_life(key: bytes, attempt: int) -> list[Message]:
-    """What a prefill worker says of a request that its first token ends."""
+    """A prefill worker's report of a request that ends with its first token."""
     return [
         Accepted(request=key, attempt=attempt),
         Tokens(runs=[TokenRun(key, attempt, PROMPT, [2])]),

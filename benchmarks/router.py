@@ -3,7 +3,7 @@
 The clients and workers here speak the protocol but compute nothing, and only the router's
 own CPU time is counted (``/proc/PID/stat``, its I/O thread included). Beside it ``zmq.proxy``
 passes the same bytes on without decoding them: the floor of any router on ZeroMQ. At the end
-:mod:`.lone` tells what a lone request waits for.
+:mod:`.lone` measures a single request.
 
     python -m baton.benchmarks.router [--seconds 3]
 """
@@ -75,7 +75,7 @@ class Cluster:
         return [*self.clients, *self.prefills, *self.decodes.values()]
 
     def flush(self) -> None:
-        """Send what everyone has to say."""
+        """Send the pending messages of all workers."""
         for link in self.links:
             link.flush()
 
@@ -140,7 +140,7 @@ def pump_requests(cluster: Cluster, next_submit: Callable[[], Submit]) -> int:
             ended += len(done)
             client.out.append(FinalAck(requests=done))
             client.out += [next_submit() for _ in done]
-    # First what prefill says, as in a real handoff.
+    # First the messages of prefill, as in a real handoff.
     cluster.flush()
     return ended
 

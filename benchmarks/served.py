@@ -20,7 +20,7 @@ END_S = 30.0
 class Served:
     """``baton serve`` with ``flags``, which ends with this process.
 
-    ``model``: a folder, or None for the embedded model. What it prints is in ``log``.
+    ``model``: a folder, or None for the embedded model. Its output is in ``log``.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ class Link:
         return self._decoder.decode(self.socket.recv_multipart())
 
     def flush(self) -> None:
-        """Send what is to be said as one envelope."""
+        """Send the pending messages as one envelope."""
         if self.out:
             self.socket.send_multipart(self._encoder.encode(self.out))
             self.out = []
@@ -90,7 +90,7 @@ def worker_link(context: Context, address: str, role: str, number: int) -> Link:
 
 
 def new_submit(number: int, new: int) -> Submit:
-    """A request for ``new`` tokens behind a prompt of PROMPT tokens."""
+    """A request for ``new`` tokens after a prompt of PROMPT tokens."""
     tokens = np.arange(number, number + PROMPT, dtype=np.int32) % CARD.vocab_size
     sampling = WireSampling(temperature=0.8, top_p=0.95, max_new_tokens=new, seed=number)
     context = WireContext(

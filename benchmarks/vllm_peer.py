@@ -55,7 +55,7 @@ class Peer:
         return self.prompt / self.seconds([self.ids[0]], 1)
 
     def decode(self, streams: int) -> float:
-        """Tokens per second of ``streams`` requests in a batch, behind the first token."""
+        """Tokens per second of ``streams`` requests in a batch, after the first token."""
         prompts = [p[: self.context] for p in self.ids[:streams]]
         first = self.seconds(prompts, 1)
         return streams * self.steps / (self.seconds(prompts, 1 + self.steps) - first)
@@ -65,7 +65,7 @@ def main() -> None:
     """Answer until the input ends."""
     folder, dtype, *numbers = sys.argv[1:]
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the library prints is no answer
+    os.dup2(2, 1)  # the library's prints must not mix with the answers
     peer = Peer(folder, dtype, *map(int, numbers))
     for line in sys.stdin:
         name = line.strip()

@@ -1,1 +1,1 @@
-"""What is checked and measured on a GPU: ``make gpu-check`` and ``make gpu-bench``."""
+"""Checks and measurements on a GPU: ``make gpu-check`` and ``make gpu-bench``."""

@@ -1,6 +1,6 @@
 """Kernels and a model beside their limits and peers on this machine's GPU: ``make gpu-bench``.
 
-Ends in a table and a JSON file; each part runs in a process of its own, alone on the GPU.
+Ends in a table and a JSON file; each part runs in a separate process, alone on the GPU.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _ONE = 0x3F80
 
 
 def model(stage: Stage) -> Iterator[Line]:
-    """Steps as a worker runs them, from a plan to its tokens; transformers' steps behind them."""
+    """Steps as a worker runs them, from a plan to its tokens, then the steps of transformers."""
     ceiling = copy_bandwidth(stage)
     began = time.monotonic()
     folder = write_random(stage.scratch / "model", TINY if stage.tiny else LLAMA_8B)

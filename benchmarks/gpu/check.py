@@ -1,6 +1,6 @@
 """Whether everything works on this machine's GPU: ``make gpu-check``.
 
-Ends in a table and a JSON file; each part runs in a process of its own, within its time.
+Ends in a table and a JSON file; each part runs in a separate process with a time limit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs one part in a process of its own and writes its lines as they come.
+"""Runs one part in a separate process and writes its lines as they come.
 
 ``python -m baton.benchmarks.gpu.child MODULE:FUNCTION --stage MODULE:FUNCTION --out FILE``. What a
 part has found out is kept when it fails, hangs or takes the process with it.

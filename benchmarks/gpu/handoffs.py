@@ -27,7 +27,7 @@ from .stage import Stage, Timing
 ROUNDS, BLOCKS, MOST = 1000, 512, 64
 LAYOUT = KVLayout(num_layers=8, num_kv_heads=4, head_dim=64, block_size=16, dtype="bfloat16")
 SLACK = 16 << 20
-"""Bytes of device memory that may differ behind the last handoff: the driver keeps some."""
+"""Allowed difference in bytes of device memory after the last handoff: the driver keeps some."""
 
 
 class Sender(Protocol):
@@ -79,7 +79,7 @@ class LocalSender:
 
 
 class RemoteSender:
-    """In a process of its own, told what to do by lines of JSON."""
+    """The other process, which receives its commands as lines of JSON."""
 
     def __init__(self, stage: Stage) -> None:
         command = [sys.executable, "-P", "-m", __name__, stage.factory]
@@ -122,7 +122,7 @@ def serve(factory: str) -> None:
 
 
 def handoffs(stage: Stage) -> Iterator[Line]:
-    """Digests, contents of every 50th, books of the blocks, and the memory behind the last."""
+    """Check digests, contents of every 50th, block accounts, and the memory after the last."""
     before = stage.memory_used()
     sender: Sender = LocalSender(stage) if stage.cupy is None else RemoteSender(stage)
     try:

@@ -1,4 +1,4 @@
-"""What a machine must have for the GPU verbs, and what it is; needs the standard library alone."""
+"""Requirements of the GPU commands, and facts of the machine. Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NAMED = (
 
 
 def why_not(*, needs_gpu: bool = True) -> str:
-    """One sentence that says what is missing, or an empty string."""
+    """One sentence about a missing requirement, or an empty string."""
     lacking = [
         name for name in _NEEDED if importlib.util.find_spec(_MODULES.get(name, name)) is None
     ]
@@ -89,7 +89,7 @@ def commit_of(folder: Path) -> str:
 
 
 def sources_digest() -> str:
-    """Of the CUDA sources: names the kernels where there is no git."""
+    """Digest of the CUDA sources, which identifies the kernels without git."""
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted((ROOT / "engine/kernels/csrc").glob("*.cu*")):
         digest.update(path.read_bytes())

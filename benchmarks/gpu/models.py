@@ -45,7 +45,7 @@ def on_device(stage: Stage, folder: Path, *, blocks: int) -> Runner:
 
 
 def forced_logits(runner: Runner, tokens: Sequence[int], prefilled: int) -> F32:
-    """Logits ``[T, vocab]`` behind each of ``tokens``, whatever the model would have drawn.
+    """Logits ``[T, vocab]`` after each of ``tokens``, whatever the model would have drawn.
 
     The first ``prefilled`` go through prefill at once, the others one by one through decode.
     """

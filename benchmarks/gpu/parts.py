@@ -1,4 +1,4 @@
-"""Runs the parts of a verb, each in a process of its own with a limit of time.
+"""Runs the parts of a command, each in a separate process with a time limit.
 
 Invariants: whatever a part does, the others run and its lines are kept; nothing a part started
 outlives it; all of it ends within the budget.
@@ -38,7 +38,7 @@ class Part:
 
 
 class _Running:
-    """A part's process, and what it has written."""
+    """A part's process, and its output."""
 
     def __init__(self, part: Part, stage: str, folder: Path, limit_s: float) -> None:
         self.part = part
@@ -69,8 +69,8 @@ class _Running:
                 self._process.wait(wait)
 
     def result(self) -> PartResult:
-        """What it found out."""
-        with contextlib.suppress(ProcessLookupError):  # what it left behind
+        """Return the part's results."""
+        with contextlib.suppress(ProcessLookupError):  # remaining processes of its group
             os.killpg(self._process.pid, signal.SIGKILL)
         seconds = time.monotonic() - self._began
         lines = _lines_of(self._out)

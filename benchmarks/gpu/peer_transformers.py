@@ -8,7 +8,7 @@ from typing import Any
 
 
 def decode_times(folder: Path, context: int, steps: int, *, gpu: bool) -> list[float]:
-    """Seconds of each decode step behind ``context`` tokens, from a token to the next."""
+    """Seconds of each decode step after ``context`` tokens, from a token to the next."""
     import torch
     import transformers
 

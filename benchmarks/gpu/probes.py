@@ -1,4 +1,4 @@
-"""What could not be tried without a GPU, asked first: ceilings, CuPy's own behaviour, graphs."""
+"""Probes that need a GPU: limits of the hardware, behaviour of CuPy, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def launch_cost(stage: Stage) -> Line:
 
 
 def other_process(stage: Stage) -> Line:
-    """A child opens the handle and sends back what it read."""
+    """A child opens the handle and returns the sum of the memory."""
     what = "another process reads memory through CUDA IPC"
     if stage.cupy is None:
         return skipped(what, "needs a GPU")
@@ -128,7 +128,7 @@ def other_process(stage: Stage) -> Line:
 
 
 def read_and_tell(ticket: str) -> int:
-    """In the child: the sum of what lies behind a handle."""
+    """In the child: return the sum of the memory of a handle."""
     from pathlib import Path
 
     from .child import named

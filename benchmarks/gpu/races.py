@@ -49,7 +49,7 @@ def uncaptured(stage: Stage, works: Sequence[Work], name: str = "ours") -> Runne
 
 
 def of_torch(stage: Stage, name: str, works: Sequence[Work], rounds: int = 1) -> Runner:
-    """Work of torch, captured into a graph of its own on a GPU."""
+    """Work of torch, captured into a separate graph on a GPU."""
     import torch
 
     if stage.cupy is None:

@@ -22,7 +22,7 @@ from ...engine.kernels.cuda.device import Device
 
 Work = Callable[[], object]
 _RANDOM = (1 << 22) + 37
-"""Odd, so that what is copied over and over does not fall in step with rows."""
+"""Odd, so that repeated copies do not align with rows."""
 
 
 class Clock(Protocol):
@@ -155,7 +155,7 @@ class Stage:
         return array.reshape(tuple(shape))
 
     def memory_used(self) -> int:
-        """Bytes of the device that are taken, by whomever; 0 where nobody counts."""
+        """Used bytes of the device, by all processes; 0 if unknown."""
         if self.cupy is None:
             return 0
         self.device.synchronize()

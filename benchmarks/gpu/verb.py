@@ -1,6 +1,6 @@
 """A GPU verb from its command line to its exit code.
 
-What imports Baton comes after the look whether this machine has what it takes.
+Baton is imported only after the check of this machine's requirements.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .machine import description, why_not
 from .parts import Part, narrate, run_parts
 
 CANNOT = 2
-"""The exit code of a machine that lacks something; 1 says that something was wrong."""
+"""Exit code for a machine without the requirements; 1 means that a part failed."""
 GPU_STAGE = "baton.benchmarks.gpu.stage:on_gpu"
 MEANINGLESS = "run without a GPU to see that it runs: the figures mean nothing"
 
@@ -47,7 +47,7 @@ def run_verb(verb: str, parts: Sequence[Part], budget_s: float, about: str) -> i
     for result in run_parts(chosen, options.stage, options.out, budget_s):
         results.append(result)
         print(narrate(result), flush=True)
-        # What is known is on disk, whatever becomes of the rest.
+        # Write after each part: the results are kept if a later part fails.
         write_report(report, verb, machine, results, "" if on_gpu else MEANINGLESS)
     order = {name: at for at, name in enumerate(known)}
     results.sort(key=lambda result: order[result.name])

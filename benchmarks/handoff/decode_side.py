@@ -22,7 +22,7 @@ from .wiring import LAYOUT, SOCKETS, Socket, Stamps
 
 
 class Decode:
-    """Serves handoffs and raw transfers until told to stop."""
+    """Serves handoffs and raw transfers until a stop message."""
 
     def __init__(self, folder: str, max_tokens: int) -> None:
         context: zmq.Context[Socket] = zmq.Context()
@@ -47,7 +47,7 @@ class Decode:
         self.stopped = False
 
     def serve(self) -> None:
-        """Until the raw socket says stop."""
+        """Run until the raw socket receives stop."""
         hear = {self.data: self._frame, self.control: self._envelope, self.raw: self._raw}
         while not self.stopped:
             found = self.poller.poll()

@@ -11,12 +11,12 @@ from ...proto.layout import KVLayout
 # The 125M-parameter Llama of docs/benchmarks.md.
 LAYOUT = KVLayout(num_layers=12, num_kv_heads=4, head_dim=64, block_size=16)
 IDLE_S = 0.002
-"""Both sides sleep this long before what is measured, as while a prompt is computed."""
+"""Seconds that both sides sleep before a measurement, as while a prompt is computed."""
 Socket = zmq.Socket[bytes]
 SOCKETS = ("control", "data", "raw")
 """Envelopes and KV frames of the handoff; the raw transfer, and what steers the receiver."""
 Stamp = tuple[str, float]
-"""What has just been done, and when (``perf_counter``, which all processes share)."""
+"""The last finished step and its time (``perf_counter``, the same clock in all processes)."""
 
 
 class Stamps:

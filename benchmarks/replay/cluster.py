@@ -94,7 +94,7 @@ class Replay:
                 self._order(role, 0.0)
 
     def run(self, scaler: Scaler | None = None) -> Outcome:
-        """Play the whole trace and let what it left finish."""
+        """Play the whole trace, then run until all requests have finished."""
         for arrival in self._trace:
             self._at(arrival.at, self._arrive, arrival)
         if scaler is not None:
@@ -105,7 +105,7 @@ class Replay:
         return self.outcome
 
     def metrics(self) -> Metrics:
-        """What the routers' reports would say now."""
+        """The present contents of the routers' reports."""
         workers = [w.sample(self.now) for role in ROLES for w in self._ready[role]]
         workers += [worker.sample(self.now) for worker in self._draining]
         router = RouterSample(

@@ -1,4 +1,4 @@
-"""The cheapest schedule that somebody who knows the whole trace could have run.
+"""The cheapest schedule for a controller with full knowledge of the trace.
 
 A schedule is a size of each pool per interval; workers are ordered a cold start before the
 interval that needs them, and one that a pool gives up is drained, as for everybody. Sought is

@@ -38,7 +38,7 @@ class ServiceModel:
     """Per token of the prompt: the part of the transfer that computing does not hide."""
 
     def prefill(self, new: int, cached: int) -> float:
-        """Seconds to compute ``new`` tokens behind ``cached`` ones."""
+        """Seconds to compute ``new`` tokens after ``cached`` tokens."""
         pairs = new * (cached + new / 2)
         return self.prefill_s + new * self.prefill_token_s + pairs * self.prefill_pair_s
 

@@ -25,7 +25,7 @@ class Arrival:
     """One request: ``at`` seconds from the trace's start, lengths in tokens.
 
     ``blocks``: one name per whole 512 tokens of the prompt, equal for equal tokens with an equal
-    prefix; empty when the trace does not say.
+    prefix; empty if the trace has none.
     """
 
     at: float

@@ -53,7 +53,7 @@ class Request:
 
     @property
     def itl(self) -> float:
-        """Mean seconds between tokens, with the wait behind the first; 0 for a single token."""
+        """Mean seconds between tokens, with the wait after the first; 0 for a single token."""
         gaps = self.arrival.output - 1
         return (self.ended - self.first) / gaps if gaps else 0.0
 
@@ -207,7 +207,7 @@ class DecodeWorker:
         return self._at + self._span(self._steps_until(now))
 
     def turn(self, now: float) -> tuple[list[Request], float | None]:
-        """At a step's end ``now``: who is finished, and when the next one will be."""
+        """End a step at ``now``. Return the finished requests and the end of the next step."""
         self._advance(now)
         done = []
         while self._ends and self._ends[0][0] <= self._steps:

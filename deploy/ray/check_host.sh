@@ -1,4 +1,4 @@
-# Whether this host can be a node. One sentence per problem on stdout, exit code 3.
+# Check whether this host can be a node. Prints one sentence per problem; then exit code 3.
 # Arguments: PYTHON (command), its version ("3.11"), Ray's version, the node's virtual environment.
 python=$1 wanted=$2 ray=$3 venv=$4
 case $venv in "~/"*) venv=$HOME/${venv#??} ;; esac

@@ -1,4 +1,4 @@
-# Ends every Ray and Baton process of this host and makes sure of it. Exit code 3: some are left.
+# Stop every Ray and Baton process of this host, and verify it. Exit code 3: some are left.
 # Arguments: the host's address as the cluster knows it, seconds of grace before SIGKILL.
 #
 # What `ray start` of the cluster started carries RAY_CLOUD_INSTANCE_ID=ADDRESS@LAUNCH, and so do
