@@ -1,7 +1,7 @@
-/* The arrays and numbers of one call from Python, checked one by one.
+/* Checks the arrays and numbers of one call from Python, one by one.
  *
- * A check that fails sets ValueError and answers 0 or NULL; the caller then returns
- * refuse(arrays), which lets go of all arrays taken so far.
+ * A failed check sets ValueError and returns 0 or NULL. The caller then returns
+ * refuse(arrays), which releases all arrays taken so far.
  */
 #ifndef BATON_ARRAYS_H
 #define BATON_ARRAYS_H
@@ -39,7 +39,7 @@ static int is_type(const Py_buffer *b, char type) {
     return *format == type && format[1] == 0;
 }
 
-/* One C-contiguous array of `type` (f i q H B) with `ndim` axes, or NULL with ValueError set. */
+/* A C-contiguous array of `type` (f i q H B) with `ndim` axes, or NULL with ValueError set. */
 static const Py_buffer *take(Arrays *arrays, PyObject *object, const char *name, char type,
                              int ndim, int writable) {
     Py_buffer *b = &arrays->held[arrays->count];

@@ -1,14 +1,14 @@
 /* Causal attention over a paged cache, grouped query heads, online softmax.
  *
- * Invariant: what a row adds to its sums, and in which order, depends on its own query, position
- * and keys alone. Keys come in tiles of TILE_KEYS aligned to absolute positions; a key a row does
+ * Invariant: the terms of a row's sums and their order depend only on its own query, position
+ * and keys. Keys come in tiles of TILE_KEYS aligned to absolute positions. A key that a row does
  * not see has weight 0, and adding 0 changes no bit. So a row may share a tile's loads with any
  * other rows and with the heads of its group.
  */
 
 #include "walk.h"
 
-/* Queries of one micro kernel, and the keys or dims it takes at once. */
+/* Queries of one micro kernel, and the number of keys or dims it processes at once. */
 #define QUERY_ROWS 6
 #define STRIP (TILE_VECTORS * LANES)
 
@@ -34,7 +34,7 @@ static Micro *const strips[TILE_VECTORS][QUERY_ROWS] = {STRIP_ROWS(1), STRIP_ROW
 
 #include "few.h"
 
-/* Turn the scores of one query into weights relative to its running peak. from..to: keys seen. */
+/* Turn the scores of one query into weights relative to its running maximum. from..to: keys seen. */
 static void soften(const Walk *w, const Tile *tile, int64_t i, int from, int to) {
     const vf none = v_set(-INFINITY);
     float *s = w->scores + i * TILE_KEYS, *sums = w->sums + i * w->padded;
@@ -65,7 +65,7 @@ static void soften(const Walk *w, const Tile *tile, int64_t i, int from, int to)
     v_store(w->weight + i * LANES, total);
 }
 
-/* Queries first..first+rows: their scores become weights. */
+/* Turn the scores of queries first..first+rows into weights. */
 static void soften_rows(const Walk *w, const Place *at, const Tile *tile, int64_t first,
                         int64_t rows) {
     const Attention *a = w->a;
@@ -110,7 +110,7 @@ static void copy_values(const Walk *w, const Tile *tile) {
                (size_t)w->a->dim * sizeof(float));
 }
 
-/* sums += weights of keys from..to times their values, which lie `step` apart */
+/* sums += weights of keys from..to times their values, which are `step` apart */
 static void add_values(const Walk *w, int64_t first, int64_t rows, int from, int to,
                        const float *values, int64_t step) {
     for (int64_t d = 0; d < w->padded; d += STRIP) {

@@ -1,12 +1,12 @@
 /* Attention of models in bfloat16 on the matrix tiles of AMX.
  *
  * Queries, keys, values and the weights of the softmax are rounded to bfloat16 where they are
- * multiplied; scores, peaks, the softmax and its sums, and the outputs' sums stay float32.
+ * multiplied. Scores, maxima, the softmax and its sums, and the outputs' sums stay float32.
  *
- * Invariant: as in attention.h, what a row adds to its sums, and in which order, depends on its
- * own query, position and keys alone. A score takes the tile products of 32 dims after the other,
- * a sum those of 32 keys after the other; a key a row does not see has weight 0 and changes no
- * bit. Few queries take the steps of a tile product one by one; see few_halves.h.
+ * Invariant: as in attention.h, the terms of a row's sums and their order depend only on its
+ * own query, position and keys. A score adds the tile products of 32 dims one after the other,
+ * a sum those of 32 keys one after the other; a key that a row does not see has weight 0 and changes
+ * no bit. For few queries, vectors compute a tile product step by step; see few_halves.h.
  */
 #include "kernels.h"
 
@@ -37,19 +37,19 @@
 
 #define WIDE 16 /* queries, keys or dims of a tile */
 #define TILE (TERMS * WIDE)
-#define TILED_TOGETHER 192 /* as QUERIES_TOGETHER; a tile of keys is packed for so many */
+#define TILED_TOGETHER 192 /* like QUERIES_TOGETHER; a tile of keys is packed for this many */
 
-/* The compiler moves plain loads and stores past tile instructions unless told not to. */
+/* Without a barrier, the compiler moves plain loads and stores past tile instructions. */
 #define FENCE() __asm__ volatile("" ::: "memory")
 
-/* A walk with what its tiles are made of, all bfloat16. Blocks of queries are `tall` rows. */
+/* A walk with the content of its tiles, all bfloat16. Blocks of queries have `tall` rows. */
 typedef struct {
     Walk w;
     uint16_t *queries; /* [blocks, dim / 32, tall, 32] */
     uint16_t *keys;    /* [4, dim / 32, 16 pairs of dims, 16 keys, 2] */
     uint16_t *values;  /* [dim / 16, 2, 16 pairs of keys, 16 dims, 2] */
     uint16_t *weights; /* [2, tall, 32], of one block */
-    int32_t *positions; /* of the queries, -1 behind the last of them */
+    int32_t *positions; /* of the queries; -1 after the last query */
 } Tiled;
 
 static inline int64_t tall_of(const Walk *w) { return w->count < WIDE ? w->count : WIDE; }
@@ -69,7 +69,7 @@ static void configure(int64_t tall) {
     _tile_loadconfig(&config);
 }
 
-/* New queries, rounded; rows of the last block that there are none for are zero. */
+/* Round new queries; missing rows of the last block are zero. */
 static void pack_queries(const Walk *w, const Place *at) {
     const Tiled *t = (const Tiled *)w;
     int64_t group = w->a->heads / w->a->kv_heads, i = 0;
@@ -92,7 +92,7 @@ static void pack_queries(const Walk *w, const Place *at) {
     configure(tall);
 }
 
-/* Keys of a tile, turned round by pairs of dims. */
+/* Transpose the keys of a tile by pairs of dims. */
 static void pack_keys(const Tiled *t, const Tile *tile) {
     int64_t steps = t->w.a->dim / TERMS;
     uint16_t *to = t->keys;

@@ -1,13 +1,13 @@
-/* KV blocks on the move: every byte is read once, copied and summed in the same pass.
+/* Moves KV blocks: every byte is read once, copied and included in the checksum in the same pass.
  *
- * The sum is XXH3-64 for inputs of more than 240 bytes, seed 0, as its public specification
+ * The checksum is XXH3-64 for inputs of more than 240 bytes, seed 0, as its public specification
  * defines it: 64-byte stripes are multiplied into eight accumulators, which are scrambled after
- * every 16 stripes; the last stripe has a key of its own. Blocks are whole stripes, so a stripe
- * never straddles two of them.
+ * every 16 stripes; the last stripe uses a different key. Blocks are whole stripes, so no stripe
+ * straddles two blocks.
  */
 #define STRIPE 64
 #define ROUND 16 /* stripes between two scrambles */
-#define AHEAD 2048 /* bytes: the hardware does not fetch over the end of a page on its own */
+#define AHEAD 2048 /* bytes to prefetch; the hardware does not prefetch across pages */
 
 static const uint8_t SECRET[192] __attribute__((aligned(64))) = {
     0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
@@ -66,8 +66,8 @@ static inline __attribute__((always_inline)) Stripe pass(char *to, const char *f
     return s;
 }
 
-/* Move `count` stripes and add them up. The fetching ahead goes on at `next`, which is read after
- * them: blocks that follow each other seldom lie side by side. */
+/* Move `count` stripes and add them to the checksum. Prefetching continues at `next`, which is read
+ * afterwards: consecutive blocks are rarely adjacent. */
 static inline __attribute__((always_inline)) Running take_in(Running r, char *to, const char *from,
                                                              int64_t count, const char *next,
                                                              int how) {
@@ -94,7 +94,7 @@ static inline __attribute__((always_inline)) Running take_in(Running r, char *to
     return r;
 }
 
-/* Block `i` of the move at one of its ends. */
+/* Address of block `i` at one end of the move. */
 static inline char *block_at(const Move *m, End end, int64_t i) {
     int64_t block = end.ids ? i / m->count * end.blocks + end.ids[i % m->count] : i;
     return end.data + block * (int64_t)m->bytes;
@@ -117,9 +117,9 @@ static inline __attribute__((always_inline)) uint64_t move_all(const Move *m, in
     return sum_finish(r.sum, (uint64_t)all * m->bytes);
 }
 
-/* Blocks that arrive are read again milliseconds later, by another thread: written past the
- * cache they cost half, since a plain store first reads the line it overwrites. A payload is
- * sent at once. */
+/* Received blocks are read milliseconds later, by another thread. Writing them past the
+ * cache halves the cost, because a plain store first reads the line it overwrites. A payload is
+ * sent immediately, so it is written through the cache. */
 #define STREAM_MIN (256 << 10)
 
 static uint64_t move(const Move *m) {

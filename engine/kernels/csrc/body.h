@@ -1,4 +1,4 @@
-/* All kernels over the lanes included before; ends in the table of this instruction set. */
+/* All kernels, compiled for the lanes included before; ends with this instruction set's table. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

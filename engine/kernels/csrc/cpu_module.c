@@ -1,7 +1,7 @@
-/* Python's door to the kernels.
+/* The Python interface of the kernels.
  *
  * Every array is checked for type, contiguity, shape and range of its indices before the first
- * byte is written; what is wrong raises ValueError. Kernels that take long run without the GIL.
+ * byte is written; a failed check raises ValueError. Long kernels run without the GIL.
  */
 #include "arrays.h"
 
@@ -67,20 +67,20 @@ static PyObject *py_instruction_sets(PyObject *self, PyObject *none) {
 
 /* ---- the GIL ---- */
 
-/* Who lets go for less finds the lock taken when it comes back: a worker's I/O thread needs it
- * for about as long as 4 MB take to read, a quarter of a millisecond, and to be woken up costs more
- * than what a small kernel computes. Where no matrix is that large the largest ones are the best
- * there is: kernels let go for a quarter of the largest that was packed. */
+/* A call that releases the GIL may find it taken afterwards: a worker's I/O thread holds it
+ * for about as long as reading 4 MB takes, a quarter of a millisecond, and the wake-up costs more
+ * than a small kernel. So only long calls release it. If no matrix is that large,
+ * the limit is a quarter of the largest packed matrix. */
 #define LONG_BYTES (4 << 20)
 
 static int64_t largest_packed;
 
-/* By the thread that loads the weights, before others compute. */
+/* Set by the thread that loads the weights, before other threads compute. */
 static void note_packed(int64_t bytes) {
     if (bytes > largest_packed) largest_packed = bytes;
 }
 
-/* The lock, if `bytes`, about what a call reads, take long; to be given to take_back. */
+/* Release the GIL if a call reads many `bytes` (approximately); pass the result to take_back. */
 static PyThreadState *let_go(int64_t bytes) {
     int64_t share = largest_packed / 4;
     return bytes >= (share < LONG_BYTES ? share : LONG_BYTES) ? PyEval_SaveThread() : NULL;
@@ -158,7 +158,7 @@ static PyObject *py_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     if (!has_length(y, "out", 0, rows) || !apart(x, y, "x and out")) return refuse(&arrays);
     if (!has_length(panels, "panels", 0, panel_bytes(k, out, in, bf16))) return refuse(&arrays);
     if (bias && !has_length(bias, "bias", 0, wide)) return refuse(&arrays);
-    /* A few rows share what is read of the weights; further ones take their time too. */
+    /* Reading the weights dominates for few rows; each further row adds time. */
     PyThreadState *lock = let_go(panels->len * (1 + rows / 8));
     failed = rows && k->linear(x->buf, panels->buf, bf16 != 0, bias ? bias->buf : NULL, y->buf,
                                rows, in, out);
@@ -181,8 +181,8 @@ static int take_weights(Arrays *arrays, const Kernels *k, PyObject *panels, PyOb
     return has_length(b, "bias", 0, whole_panels(k, columns, 1));
 }
 
-/* gated_mlp(isa, x, gate_up, bias or None, width, down, bias or None, out) -> whether it is done:
- * not where this has no kernel of its own. Weights are panels of bfloat16. */
+/* gated_mlp(isa, x, gate_up, bias or None, width, down, bias or None, out) -> True if computed:
+ * False if the instruction set has no such kernel. Weights are panels of bfloat16. */
 static PyObject *py_gated_mlp(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
     Arrays arrays = {.count = 0};
@@ -405,7 +405,7 @@ static PyObject *py_rope_append(PyObject *self, PyObject *const *a, Py_ssize_t n
     return done(&arrays);
 }
 
-/* Rows ascend from 0 to all; each row's position and the blocks it reads exist. */
+/* Check that row offsets ascend from 0 to all rows, and that positions and blocks exist. */
 static int rows_readable(const Attention *a, int64_t rows, int64_t blocks) {
     int64_t most = a->table_width * a->block_size, next = 0;
     for (int64_t s = 0; s < a->sequences; s++) {
@@ -463,7 +463,7 @@ static int take_attention(Arrays *arrays, PyObject *const *a, Attention *t) {
     return rows_readable(t, rows, kv->shape[0]);
 }
 
-/* Of the cache: all rows of a sequence read what is before them. */
+    /* Bytes read from the cache: all rows of a sequence read the keys before them. */
 static int64_t bytes_read(const Attention *t) {
     int64_t positions = 0;
     for (int64_t row = 0; row < t->offsets[t->sequences]; row++) {
@@ -491,7 +491,7 @@ static PyObject *py_attention(PyObject *self, PyObject *const *a, Py_ssize_t n) 
     Py_RETURN_NONE;
 }
 
-/* ---- blocks on the move ---- */
+/* ---- moving blocks ---- */
 
 static int get_layers(PyObject *const *a, const Py_buffer *pool, int64_t *start, int64_t *layers) {
     if (!get_int(a[0], start) || !get_int(a[1], layers)) return 0;
@@ -516,7 +516,7 @@ static End end_of(const Py_buffer *pool, const Py_buffer *ids, int64_t start) {
                  .ids = ids->buf, .blocks = pool->shape[1]};
 }
 
-/* (pool, layer_start, layer_count, block_ids), what all but copies begin with: the pool's end */
+/* (pool, layer_start, layer_count, block_ids): first arguments of all but copies; the pool's end */
 static int take_pool(Arrays *arrays, PyObject *const *a, int writable, End *end, Move *m) {
     const Py_buffer *pool, *ids;
     int64_t start;
@@ -556,13 +556,13 @@ static int take_copy(Arrays *arrays, PyObject *const *a, Move *m) {
     return 1;
 }
 
-/* Stripes are read as little-endian words; shorter or odd blocks are left to others. */
+/* Stripes are read as little-endian words; the kernels do not handle shorter or odd blocks. */
 static int can_sum(const Move *m) {
     return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ && m->bytes % 64 == 0 &&
            m->layers * m->count * (int64_t)m->bytes >= SUM_MIN;
 }
 
-/* Let go of the arrays; XXH3-64 of the blocks moved, or None where the kernel cannot sum them. */
+/* Release the arrays; return the XXH3-64 of the moved blocks, or None if it was not computed. */
 static PyObject *moved(Arrays *arrays, const Kernels *k, const Move *m) {
     uint64_t sum;
     if (!can_sum(m)) return done(arrays);
@@ -584,7 +584,7 @@ static void move_plainly(const Move *m, int gather) {
 }
 
 /* gather(isa, pool, layer_start, layer_count, block_ids, payload) and scatter(the same) ->
- * XXH3-64 of the payload, or None where it was copied without being summed */
+ * XXH3-64 of the payload, or None if it was copied without a checksum */
 static PyObject *move_blocks(PyObject *const *a, Py_ssize_t n, int gather) {
     Arrays arrays = {.count = 0};
     const Kernels *k;
@@ -610,7 +610,7 @@ static PyObject *py_scatter(PyObject *self, PyObject *const *a, Py_ssize_t n) {
 }
 
 /* copy_blocks(isa, source, target, layer_start, layer_count, source_ids, target_ids) ->
- * XXH3-64 of the blocks, or None where they cannot be summed and nothing was copied */
+ * XXH3-64 of the blocks, or None if it cannot be computed and nothing was copied */
 static PyObject *py_copy_blocks(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
     Arrays arrays = {.count = 0};
@@ -651,7 +651,7 @@ static PyObject *py_checksum(PyObject *self, PyObject *const *a, Py_ssize_t n) {
 
 /* ---- sampling ---- */
 
-/* draw(isa, weights, top_p, min_p, uniform) -> index, or -1 where rounding could decide */
+/* draw(isa, weights, top_p, min_p, uniform) -> index, or -1 if rounding could decide */
 static PyObject *py_draw(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
     Arrays arrays = {.count = 0};
@@ -680,7 +680,7 @@ static PyObject *py_draw(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     return PyLong_FromLongLong(index);
 }
 
-/* payload_digest(isa, payload), or None on a machine of the other byte order */
+/* payload_digest(isa, payload), or None on a big-endian machine */
 static PyObject *py_payload_digest(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
     Arrays arrays = {.count = 0};

@@ -1,6 +1,6 @@
-/* The digest of payloads that GPUs pack and unpack; engine/kernels/digest.py says what it is.
+/* The digest of payloads packed or unpacked by GPUs; engine/kernels/digest.py defines it.
  *
- * The words' terms are added in any order, so the loop is left to the compiler's vectors.
+ * The words' terms may be added in any order, so the compiler can vectorise the loop.
  */
 #define DIGEST_PLACE 0x9E3779B185EBCA87
 #define DIGEST_START 0x27D4EB2F165667C5

@@ -1,6 +1,6 @@
-/* Kernels that walk one row at a time: norms, rotary embedding, activations. */
+/* Kernels that process one row at a time: norms, rotary embedding, activations. */
 
-static inline float v_total(vf v) { /* pairwise, so the order is ours and not the compiler's */
+static inline float v_total(vf v) { /* pairwise, so that the order does not depend on the compiler */
     float t[LANES];
     v_store(t, v);
     for (int half = LANES / 2; half > 0; half /= 2)
@@ -48,7 +48,7 @@ static void scale_row(const float *x, const float *weight, float scale, float *y
     for (; i < width; i++) y[i] = x[i] * scale * weight[i];
 }
 
-/* With a residual: residual += x first, and that is what is normalised. */
+/* With a residual: residual += x first; the new residual is normalised. */
 static void rms_norm(const float *x, float *residual, const float *weight, float eps, float *y,
                      int64_t rows, int64_t width) {
     for (int64_t t = 0; t < rows; t++, x += width, y += width) {
@@ -107,7 +107,7 @@ static void silu_mul(const float *gate_up, float *y, int64_t rows, int64_t width
         }
 }
 
-/* Sum of a row, or of the squares of its distances from `mean`. */
+/* Sum of a row, or of its squared distances from `mean`. */
 static float row_total(const float *x, int64_t width, float mean, int squares) {
     vf a = v_set(0), m = v_set(mean);
     for (int64_t i = 0; i < width; i += LANES) {
@@ -123,7 +123,7 @@ static float row_total(const float *x, int64_t width, float mean, int squares) {
     return v_total(a);
 }
 
-/* With a residual: residual += x first, and that is what is normalised. */
+/* With a residual: residual += x first; the new residual is normalised. */
 static void layer_norm(const float *x, float *residual, const float *weight, const float *bias,
                        float eps, float *y, int64_t rows, int64_t width) {
     for (int64_t t = 0; t < rows; t++, x += width, y += width) {
@@ -147,7 +147,7 @@ static void layer_norm(const float *x, float *residual, const float *weight, con
 /* x * (1 + erf(x / sqrt(2))) / 2 = max(x, 0) - t * e^(-t^2 / 2) * R(t), t = |x|.
  *
  * R(t) = e^(t^2 / 2) * erfc(t / sqrt(2)) / 2 is smooth: a polynomial in (t - 3) / (t + 3), fitted
- * over t = 0..14 with a relative error of 9e-9. Behind that the power of e has vanished. */
+ * over t = 0..14 with a relative error of 9e-9. For larger t the power of e is zero. */
 static inline vf v_gelu(vf x) {
     static const float fit[] = {
         0.121513948f,    -0.206402615f,   0.123225033f,    -0.0462133139f,   0.0061320886f,

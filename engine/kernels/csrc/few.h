@@ -1,22 +1,22 @@
-/* Attention of so few queries that they wait for memory: a decoding row's heads of one group.
+/* Attention of few queries, limited by memory: the heads of one group of a decode row.
  *
- * The arithmetic is that of attention.h, in the same order. What differs is how it waits: keys
- * are turned round in registers instead of in a tile, and while one tile is computed the lines
- * of the next are fetched, a few with every step, for a burst of them would be all that runs.
+ * The arithmetic is that of attention.h, in the same order. The difference is in memory access: keys
+ * are transposed in registers instead of in a tile. While one tile is computed, the lines
+ * of the next are prefetched, a few per step, because a burst would stall the computation.
  */
 #define FEW 8
 
 /* Floats of four cache lines. */
 #define BITE 64
 
-/* One half of a tile, keys or values, on its way from memory. */
+/* Prefetch state of one half of a tile, keys or values. */
 typedef struct {
     const float *const *row, *const *stop;
     int64_t side, offset, dim;
-    int64_t pace; /* bites a step */
+    int64_t pace; /* bites per step */
 } Ahead;
 
-/* Fetch keys (side 0) or values of a tile within `steps` steps. */
+/* Prefetch keys (side 0) or values of a tile within `steps` steps. */
 static inline Ahead ahead_of(const Tile *tile, int64_t dim, int64_t side, int64_t steps) {
     int64_t bites = (tile->to - tile->from) * ((dim + BITE - 1) / BITE);
     return (Ahead){tile->key + tile->from, tile->key + tile->to, side, 0, dim,

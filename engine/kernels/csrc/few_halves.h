@@ -1,21 +1,21 @@
-/* Attention in bfloat16 of so few queries that they wait for memory: what tiles would compute.
+/* Attention in bfloat16 of few queries, limited by memory; computes what tiles would compute.
  *
- * A tile product (TDPBF16PS) adds, from zero, the products of even terms and those of odd ones in
- * two chains of fused multiply-adds, then both sums to each other and to what was there; numbers
- * below the normal ones are zero. Here the same is done by vectors, bit by bit, so that no tile
- * is packed for one row, and fetching goes on as in few.h.
+ * A tile product (TDPBF16PS) adds, from zero, the products of even terms and of odd terms in
+ * two chains of fused multiply-adds, then adds both sums and the previous value; subnormal
+ * numbers are zero. Vectors do the same here, bit by bit, so that no tile
+ * is packed for one row, and prefetching works as in few.h.
  */
 #include "few.h"
 
 #define TERMS 32       /* dims or keys of one tile product */
-#define FLUSHED 0x8040 /* of MXCSR: numbers below the normal ones are zero, read or written */
+#define FLUSHED 0x8040 /* of MXCSR: flush subnormal numbers to zero when read or written */
 
 static inline vf half_low(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
 static inline vf half_high(__m512i pairs) {
     return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)));
 }
 
-/* 32 floats in bfloat16, `low` ones first. */
+/* Round 32 floats to bfloat16, `low` ones first. */
 static inline __m512i halves_of(const float *low, const float *high) {
     return (__m512i)_mm512_cvtne2ps_pbh(v_load(high), v_load(low));
 }
@@ -24,7 +24,7 @@ static inline vf v_round(vf x) {
     return half_low(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)));
 }
 
-/* A multiple of 16 floats become what their bfloat16 stand for. */
+/* Replace floats, a multiple of 16, by the values of their bfloat16. */
 static void round_floats(float *x, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) v_store(x + i, v_round(v_load(x + i)));
 }

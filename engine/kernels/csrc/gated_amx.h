@@ -1,15 +1,15 @@
-/* The gated MLP on tiles: gate, up and what follows them stay in the caches.
+/* The gated MLP on tiles: gate, up and intermediate results stay in the caches.
  *
- * A panel of gate meets the same rows as its panel of up, and their product, rounded once, is
- * already the tiles of rows that the last matrix takes. The arithmetic of a row is the same for
- * any number of rows.
+ * A panel of gate and the same panel of up are multiplied with the same rows. The product of both,
+ * rounded once, is stored directly in the tile layout of the last matrix. The arithmetic of a row
+ * does not depend on the number of rows.
  */
 
-/* Rows of x and what is made of them that the second-level cache holds beside passing weights. */
+/* Rows of x and their intermediate results that fit into the second-level cache beside the weights. */
 #define GATED_BYTES (3 << 19)
 
-/* 1 / d to 2e-7 of it, for d in 1..2^125: a first guess by halving the exponent's distance from
- * 1, then three steps of Newton's. (What processors give as an estimate is not the same on all.) */
+/* 1 / d with a relative error of 2e-7, for d in 1..2^125: a first guess by mirroring the exponent
+ * around 1, then three Newton steps. (The processors' own estimates differ between models.) */
 static inline vf v_inverse(vf d) {
     vf y = _mm512_castsi512_ps(
         _mm512_sub_epi32(_mm512_set1_epi32(0x7ef311c7), _mm512_castps_si512(d)));
@@ -19,18 +19,18 @@ static inline vf v_inverse(vf d) {
 
 /* silu(gate) * up */
 static inline vf v_gated(vf gate, vf up) {
-    vf x = v_min(v_set(125.0f), v_mul(gate, v_set(-LOG2_E))); /* NaN goes on in `gate` */
+    vf x = v_min(v_set(125.0f), v_mul(gate, v_set(-LOG2_E))); /* NaN is kept through `gate` */
     return v_mul(v_mul(gate, v_inverse(v_add(v_set(1), v_exp2(x)))), up);
 }
 
-/* As round_step, of 16 floats. */
+/* Like round_step, for 16 floats. */
 static inline void round_half(vf x, uint16_t *to) {
     uint16_t both[TERMS];
     round_step(x, v_set(0), both);
     memcpy(to, both, COLUMNS * sizeof *to);
 }
 
-/* Rows of one panel of gate and of up, `ld` floats from row to row, become rows of a half tile. */
+/* Turn rows of one panel of gate and of up, `ld` floats apart, into rows of a half tile. */
 static void gate_panel(const float *gate, const float *up, int64_t ld, int64_t rows, uint16_t *to) {
     for (int64_t r = 0; r < rows; r++, gate += ld, up += ld, to += TERMS)
         round_half(v_gated(v_load(gate), v_load(up)), to);
@@ -39,18 +39,18 @@ static void gate_panel(const float *gate, const float *up, int64_t ld, int64_t r
 typedef struct {
     const GatedMlp *m;
     const uint16_t *tiles; /* rows of x */
-    uint16_t *active;      /* the same of the product */
+    uint16_t *active;      /* rows of the product */
     int64_t rows, tall, steps, active_steps;
 } Gated;
 
-/* Where the rows from `row` on of a panel lie in `active`. */
+/* Position of the rows from `row` on of a panel in `active`. */
 static inline uint16_t *active_at(const Gated *g, int64_t row, int64_t panel) {
     int64_t tile = g->tall * TERMS;
     return g->active + (row / g->tall * g->active_steps + panel / 2) * tile + panel % 2 * COLUMNS;
 }
 
-/* All rows with one panel of each. The next two are fetched meanwhile: that of gate by the first
- * half of the blocks, that of up by the others. */
+/* All rows with one panel of each matrix. The next two panels are prefetched: that of gate by the
+ * first half of the blocks, that of up by the others. */
 static void gate_many(const Gated *g, int64_t panel) {
     const GatedMlp *m = g->m;
     int64_t size = g->steps * WEIGHT_TILE, up = m->width / COLUMNS * size;
@@ -78,7 +78,7 @@ static void gate_many(const Gated *g, int64_t panel) {
     }
 }
 
-/* Up to 16 rows; weights pass as in few_rows. */
+/* Up to 16 rows; weights are streamed as in few_rows. */
 static void gate_few(const Gated *g, float *sums) {
     const GatedMlp *m = g->m;
     Product p = {g->tiles, m->gate_up, m->gate_up_bias, sums, g->rows, g->tall, g->steps,

@@ -1,13 +1,13 @@
 /* Products with bfloat16 weights on the matrix tiles of AMX (Sapphire Rapids and later); all
- * other kernels are those of AVX-512.
+ * other kernels are the AVX-512 ones.
  *
- * x is rounded to bfloat16, as tiles multiply nothing wider: what everybody computes who runs a
- * checkpoint of bfloat16 in its own type. Sums stay float32.
+ * x is rounded to bfloat16, because tiles multiply only bfloat16. Frameworks that run a bfloat16
+ * checkpoint in its own type compute the same. Sums stay float32.
  *
  * Attention of such models is in attention_amx.c, their gated MLP in gated_amx.h.
  *
- * Invariant: an output starts at the bias and takes the tile product of every 32 terms in order,
- * whichever rows and panels share the tiles and wherever the chain is cut and stored.
+ * Invariant: an output starts at the bias and adds the tile product of every 32 terms in order,
+ * whichever rows and panels share the tiles and wherever the chain is split and stored.
  */
 #include "kernels.h"
 
@@ -35,8 +35,8 @@
 #define COLUMNS 16   /* of a panel */
 #define TILE_ROWS 16
 #define WEIGHT_TILE (TERMS * COLUMNS) /* bfloat16 of a panel's step; pairs of terms lie together */
-#define WIDE 4       /* panels side by side for few rows */
-/* Rounded rows that the second-level cache holds beside the weights that pass. */
+#define WIDE 4       /* adjacent panels for few rows */
+/* Rounded rows that fit into the second-level cache beside the streamed weights. */
 #define ROUNDED_BYTES (1 << 20)
 
 /* ---- weights ---- */
@@ -61,8 +61,8 @@ static void pack(const void *w, int from_bf16, void *panels, int to_bf16, int64_
 
 /* ---- x in bfloat16 ---- */
 
-/* The nearest bfloat16 of 32 floats, ties to even. A finite one that would become infinite is cut
- * off instead: it stays finite, as it does everywhere else in the model. */
+/* The nearest bfloat16 of 32 floats, ties to even. A finite number that would become infinite is
+ * truncated instead, so that it stays finite as in the rest of the model. */
 static inline void round_step(__m512 a, __m512 b, uint16_t *to) {
     const __m512i sign = _mm512_set1_epi16((short)0x8000), end = _mm512_set1_epi16(0x7f80);
     __m512i h = (__m512i)_mm512_cvtne2ps_pbh(b, a);
@@ -77,7 +77,7 @@ static inline void round_step(__m512 a, __m512 b, uint16_t *to) {
     }
 }
 
-/* Rows of x as tiles [ceil(rows / tall), steps, tall, 32]; rows and terms that x lacks are zero. */
+/* Rows of x as tiles [ceil(rows / tall), steps, tall, 32]; missing rows and terms are zero. */
 static void round_rows(const float *x, int64_t rows, int64_t in, int64_t tall, uint16_t *tiles) {
     int64_t steps = steps_of(in), tile = tall * TERMS, whole = in / TERMS, rest = in % TERMS;
     int64_t padded = (rows + tall - 1) / tall * tall;
@@ -99,19 +99,19 @@ static void round_rows(const float *x, int64_t rows, int64_t in, int64_t tall, u
 
 /* ---- tile products ---- */
 
-/* The compiler moves plain loads and stores past tile instructions unless told not to. */
+/* Without a barrier, the compiler moves plain loads and stores past tile instructions. */
 #define FENCE() __asm__ volatile("" ::: "memory")
 
 typedef struct {
-    const uint16_t *tiles; /* rows of the first tile; the next one's are `next` behind */
+    const uint16_t *tiles; /* rows of the first tile; the next tile follows after `next` */
     int64_t tall, next;
     const uint16_t *panels; /* the first panel; the others are `stride` apart */
     int64_t stride, steps;
-    const float *init; /* what the sums of every row start from, panels `apart` */
+    const float *init; /* start values of every row's sums, panels `apart` */
     int64_t apart;
     float *y;
     int64_t ldy;
-    const uint16_t *later; /* weights fetched meanwhile, `share` cache lines a step */
+    const uint16_t *later; /* weights to prefetch, `share` cache lines per step */
     int64_t share;
 } Block;
 
@@ -141,8 +141,8 @@ static inline void fetch(const uint16_t *tiles, int64_t stride, int quarter) {
 #define STORE(T, ROW, PANEL)                                                                       \
     _tile_stored(T, b->y + (ROW)*b->ldy * TILE_ROWS + (PANEL)*COLUMNS, b->ldy * 4)
 
-/* One tile of rows with four panels. Weights come from memory, and the processor's own prefetcher
- * stops at each page: a step ahead is fetched, in the end that of the next four panels. */
+/* One tile of rows with four panels. The processor's own prefetcher stops at each page, so the code
+ * prefetches weights one step ahead, at the end those of the next four panels. */
 static void one_by_four(const Block *b) {
     const uint16_t *x = b->tiles, *w = b->panels;
     int64_t tile = b->tall * TERMS, stride = b->stride;
@@ -200,8 +200,8 @@ static void one_by_one(const Block *b) {
     STORE(0, 0, 0);
 }
 
-/* Two tiles of rows with two panels. The rows pass by (hence the loads that leave the first
- * cache to others), the panels meet the next rows as well. */
+/* Two tiles of rows with two panels. Rows are streamed (hence the loads that bypass the first-level
+ * cache), while the panels are reused with the next rows. */
 static void two_by_two(const Block *b) {
     const uint16_t *x = b->tiles, *w = b->panels, *later = b->later;
     int64_t tile = b->tall * TERMS, next = b->next, stride = b->stride;
@@ -239,7 +239,7 @@ typedef struct {
 
 static const float zeros[WIDE * COLUMNS];
 
-/* `rows` from `row` on with `count` panels. What lies partly outside of y is computed beside it. */
+/* `rows` from `row` on with `count` panels. Outputs partly outside of y are computed in a copy. */
 static void block(const Product *p, int64_t row, int64_t rows, int64_t panel, int64_t count,
                   int64_t fetched, int64_t share) {
     int64_t stride = p->steps * WEIGHT_TILE, next = p->steps * p->tall * TERMS;
@@ -267,7 +267,7 @@ static void few_rows(const Product *p) {
     for (; panel < panels; panel++) block(p, 0, p->rows, panel, 1, 0, 0);
 }
 
-/* Two panels meet all rows, and the next two, 32 cache lines a step, are fetched meanwhile. */
+/* Two panels with all rows; the next two panels are prefetched, 32 cache lines per step. */
 static void many_rows(const Product *p) {
     int64_t panels = (p->out + COLUMNS - 1) / COLUMNS, rows;
     int64_t pairs = (p->rows + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS);
@@ -282,7 +282,7 @@ static void many_rows(const Product *p) {
     }
 }
 
-/* Rows that are rounded at a time: as even shares of all as `bytes` of the cache allow. */
+/* Number of rows to round at a time: even shares that fit into `bytes` of the cache. */
 static int64_t rows_at_once(int64_t rows, int64_t row_bytes, int64_t bytes) {
     const int64_t pair = 2 * TILE_ROWS;
     int64_t fits = bytes / (row_bytes * pair), pairs = (rows + pair - 1) / pair;
@@ -317,7 +317,7 @@ static int attention(const Attention *a) {
     return a->halves ? attention_on_tiles(a) : kernels_avx512.attention(a);
 }
 
-/* ---- what the machine has ---- */
+/* ---- detecting the machine's abilities ---- */
 
 static int has_tiles(void) {
     unsigned a, b, c, d, one;

@@ -1,8 +1,8 @@
-/* The table of kernels one instruction set provides, and the shapes they take.
+/* The table of kernels that an instruction set provides, and their argument structs.
  *
- * Kernels trust their arguments: cpu_module.c has checked them. Floats are float32, counts are
- * int64. Sums have one fixed order (strictly over k in products), fused multiply-adds are written
- * out and the compiler may not contract others, so a table's name determines the bits.
+ * Kernels do not check their arguments: cpu_module.c has done so. Floats are float32, counts are
+ * int64. Sums have one fixed order (strictly over k in products), fused multiply-adds are explicit
+ * and the compiler must not contract others, so a table's name determines the bits.
  */
 #ifndef BATON_KERNELS_H
 #define BATON_KERNELS_H
@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Whether this compiler knows the matrix tiles of AMX; whether the processor does is asked later. */
+/* Whether this compiler supports the matrix tiles of AMX; the processor is checked at run time. */
 #if defined(__x86_64__) && defined(__linux__) && defined(__has_include)
 #if __has_include(<amxbf16intrin.h>)
 #define HAVE_TILES
@@ -19,7 +19,7 @@
 
 /* Keys of an attention tile; tiles are aligned to absolute positions. */
 #define TILE_KEYS 64
-/* Entries of a block of the sums a draw is decided by, and spare floats behind its scratch. */
+/* Entries of a block of the sums for drawing, and spare floats after its scratch memory. */
 #define SUM_BLOCK 128
 #define DRAW_SLACK 16
 
@@ -32,7 +32,7 @@ typedef struct {
     float *out;              /* [rows, heads * dim] */
     float scale;
     int64_t window, sequences, table_width, heads, kv_heads, block_size, dim;
-    int64_t halves;          /* what is multiplied may be rounded to bfloat16 */
+    int64_t halves;          /* factors may be rounded to bfloat16 */
 } Attention;
 
 typedef struct {
@@ -55,14 +55,14 @@ typedef struct {
     int64_t rows, in, width, out;
 } GatedMlp;
 
-/* One end of a move: blocks of a pool, or a payload in which they lie side by side. */
+/* One end of a move: blocks of a pool, or a payload with contiguous blocks. */
 typedef struct {
     char *data;         /* of the first layer wanted */
     const int32_t *ids; /* [count]; NULL for a payload */
     int64_t blocks;     /* of a layer, wanted or not */
 } End;
 
-/* Blocks taken layer-major from one end to the other; without data at `to`, they are only read. */
+/* Moves blocks layer-major from one end to the other; without data at `to`, they are only read. */
 typedef struct {
     End from, to;
     int64_t layers;
@@ -70,7 +70,7 @@ typedef struct {
     size_t bytes;  /* of one block of one layer, a multiple of 64 */
 } Move;
 
-/* Shortest input the summing kernels take. */
+/* Shortest input for the kernels that compute checksums. */
 #define SUM_MIN 241
 
 typedef struct {
@@ -80,10 +80,10 @@ typedef struct {
     /* pack rows of w[out, in] as columns start.. of the panels; source and target both bf16 or f32 */
     void (*pack)(const void *w, int from_bf16, void *panels, int to_bf16, int64_t start,
                  int64_t out, int64_t in);
-    /* returns 0, or -1 when no scratch memory could be had; so do all that return int */
+    /* returns 0, or -1 if scratch memory cannot be allocated; so do all functions that return int */
     int (*linear)(const float *x, const void *panels, int bf16, const float *bias, float *y,
                   int64_t rows, int64_t in, int64_t out);
-    /* down(silu(gate) * up), for widths of whole panels; NULL where it gains nothing */
+    /* down(silu(gate) * up), for widths of whole panels; NULL if it would not be faster */
     int (*gated_mlp)(const GatedMlp *);
     void (*rms_norm)(const float *x, float *residual, const float *weight, float eps, float *y,
                      int64_t rows, int64_t width);
@@ -93,7 +93,7 @@ typedef struct {
     void (*layer_norm)(const float *x, float *residual, const float *weight, const float *bias,
                        float eps, float *y, int64_t rows, int64_t width);
     void (*gelu)(const float *x, float *y, int64_t rows, int64_t width);
-    /* index of the weight drawn, or -1 where the caller has to look closer */
+    /* index of the weight drawn, or -1 if the caller must use the exact method */
     int64_t (*draw)(const float *weights, int64_t count, double top_p, float min_p, double uniform,
                     float *kept, double *ends, int64_t *starts);
     /* XXH3-64 of the blocks in the order of the move; at least SUM_MIN bytes */
@@ -102,15 +102,15 @@ typedef struct {
     uint64_t (*payload_digest)(const char *data, int64_t bytes);
 } Kernels;
 
-/* The module offers those the processor has. */
+/* The module offers the tables that the processor supports. */
 extern const Kernels kernels_avx512, kernels_avx2, kernels_plain;
 
-/* Those of AVX-512 with bf16 products on the matrix tiles of AMX; 0 where the processor, the
- * system or the compiler has none. Asks the system once for the process's right to use them. */
+/* The AVX-512 kernels with bf16 products on the matrix tiles of AMX; 0 if the processor, the
+ * system or the compiler does not support AMX. Asks the system for permission once per process. */
 int add_tiles(Kernels *);
 
-/* Attention with everything that is multiplied rounded to bfloat16; for dims that do not fill
- * whole tiles that of AVX-512. */
+/* Attention with all factors rounded to bfloat16. Dims that do not fill whole tiles use
+ * the AVX-512 kernel. */
 int attention_on_tiles(const Attention *);
 
 #endif

@@ -1,8 +1,8 @@
 /* 8 float lanes of AVX2 with FMA. */
 #define LANES 8
-#define CHAINS 12       /* sums the registers hold beside what is added to them */
+#define CHAINS 12       /* sums that fit into the registers beside the added values */
 #define MATRIX_ROWS 6  /* most rows in one pass over weights */
-#define GROUP_ROWS 6   /* rows of a pass where one is not enough */
+#define GROUP_ROWS 6   /* rows of a pass if one pass is not enough */
 #define FLOAT_VECTORS 2 /* vectors of a panel of float32 weights */
 #define HALF_VECTORS 2  /* the same of bfloat16 */
 #define TILE_VECTORS 2  /* vectors of an attention tile at once */
@@ -22,14 +22,14 @@ static inline vf v_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
 static inline vf v_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
 static inline vf v_div(vf a, vf b) { return _mm256_div_ps(a, b); }
 static inline vf v_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
-static inline vf v_max(vf a, vf b) { return _mm256_max_ps(a, b); } /* b where either is NaN */
+static inline vf v_max(vf a, vf b) { return _mm256_max_ps(a, b); } /* b if either is NaN */
 static inline vf v_min(vf a, vf b) { return _mm256_min_ps(a, b); }
 static inline float v_largest(vf v) {
     __m128 m = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     m = _mm_max_ps(m, _mm_movehl_ps(m, m));
     return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
 }
-/* value where x >= limit or x is NaN, else 0 */
+/* value if x >= limit or x is NaN, else 0 */
 static inline vf v_keep(vf value, vf x, vf limit) {
     return _mm256_and_ps(value, _mm256_cmp_ps(x, limit, _CMP_NLT_UQ));
 }
@@ -38,7 +38,7 @@ static inline vf v_between(vf value, vf other, int from, int to) {
     __m256i inside = _mm256_andnot_si256(first(from), first(to));
     return _mm256_blendv_ps(other, value, _mm256_castsi256_ps(inside));
 }
-/* store the lanes >= limit side by side (a whole vector is written); how many there are */
+/* store the lanes >= limit contiguously (a whole vector is written); return their number */
 static inline int v_squeeze(float *p, vf v, vf limit) {
     float x[LANES], from[LANES];
     int count = 0;

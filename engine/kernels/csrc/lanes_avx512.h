@@ -1,8 +1,8 @@
 /* 16 float lanes of AVX-512. */
 #define LANES 16
-#define CHAINS 24       /* sums the registers hold beside what is added to them */
+#define CHAINS 24       /* sums that fit into the registers beside the added values */
 #define MATRIX_ROWS 12  /* most rows in one pass over weights */
-#define GROUP_ROWS 8   /* rows of a pass where one is not enough */
+#define GROUP_ROWS 8   /* rows of a pass if one pass is not enough */
 #define FLOAT_VECTORS 1 /* vectors of a panel of float32 weights */
 #define HALF_VECTORS 2  /* the same of bfloat16 */
 #define TILE_VECTORS 4  /* vectors of an attention tile at once */
@@ -20,10 +20,10 @@ static inline vf v_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 static inline vf v_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 static inline vf v_div(vf a, vf b) { return _mm512_div_ps(a, b); }
 static inline vf v_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
-static inline vf v_max(vf a, vf b) { return _mm512_max_ps(a, b); } /* b where either is NaN */
+static inline vf v_max(vf a, vf b) { return _mm512_max_ps(a, b); } /* b if either is NaN */
 static inline vf v_min(vf a, vf b) { return _mm512_min_ps(a, b); }
 static inline float v_largest(vf v) { return _mm512_reduce_max_ps(v); }
-/* value where x >= limit or x is NaN, else 0 */
+/* value if x >= limit or x is NaN, else 0 */
 static inline vf v_keep(vf value, vf x, vf limit) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), value);
 }
@@ -31,7 +31,7 @@ static inline vf v_keep(vf value, vf x, vf limit) {
 static inline vf v_between(vf value, vf other, int from, int to) {
     return _mm512_mask_mov_ps(other, first(to) & ~first(from), value);
 }
-/* store the lanes >= limit side by side (a whole vector is written); how many there are */
+/* store the lanes >= limit contiguously (a whole vector is written); return their number */
 static inline int v_squeeze(float *p, vf v, vf limit) {
     __mmask16 stay = _mm512_cmp_ps_mask(v, limit, _CMP_GE_OQ);
     v_store(p, _mm512_maskz_compress_ps(stay, v));
@@ -47,7 +47,7 @@ static inline void v_pair(const uint16_t *p, vf *low, vf *high) {
 }
 
 /* at[i][j] = from[j][d + i] for LANES keys j and four dims d + i.
- * Quarters of four keys land in one register by insertion from memory, so that only the
+ * Four keys at a time are inserted into one register directly from memory, so that only the
  * two shuffle steps inside 128-bit lanes remain. */
 static inline __m512 quarters(const float *const *from, int key, int64_t d) {
     __m512 v = _mm512_castps128_ps512(_mm_loadu_ps(from[key] + d));

@@ -2,9 +2,9 @@
 #include <string.h>
 
 #define LANES 4
-#define CHAINS 12       /* sums the registers hold beside what is added to them */
+#define CHAINS 12       /* sums that fit into the registers beside the added values */
 #define MATRIX_ROWS 6  /* most rows in one pass over weights */
-#define GROUP_ROWS 6   /* rows of a pass where one is not enough */
+#define GROUP_ROWS 6   /* rows of a pass if one pass is not enough */
 #define FLOAT_VECTORS 2 /* vectors of a panel of float32 weights */
 #define HALF_VECTORS 2  /* the same of bfloat16 */
 #define TILE_VECTORS 2  /* vectors of an attention tile at once */
@@ -33,21 +33,21 @@ static inline vf v_mul(vf a, vf b) { return a * b; }
 static inline vf v_div(vf a, vf b) { return a / b; }
 static inline vf v_fma(vf a, vf b, vf c) { return a * b + c; }
 static inline vf v_select(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
-static inline vf v_max(vf a, vf b) { return v_select((vi)(a > b), a, b); } /* b where NaN */
+static inline vf v_max(vf a, vf b) { return v_select((vi)(a > b), a, b); } /* b if NaN */
 static inline vf v_min(vf a, vf b) { return v_select((vi)(a < b), a, b); }
 static inline float v_largest(vf v) {
     float m = v[0];
     for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
     return m;
 }
-/* value where x >= limit or x is NaN, else 0 */
+/* value if x >= limit or x is NaN, else 0 */
 static inline vf v_keep(vf value, vf x, vf limit) { return (vf)(~(vi)(x < limit) & (vi)value); }
 /* value in lanes from..to-1, else other */
 static inline vf v_between(vf value, vf other, int from, int to) {
     vi lane = {0, 1, 2, 3};
     return v_select((vi)(lane >= from) & (vi)(lane < to), value, other);
 }
-/* store the lanes >= limit side by side (a whole vector is written); how many there are */
+/* store the lanes >= limit contiguously (a whole vector is written); return their number */
 static inline int v_squeeze(float *p, vf v, vf limit) {
     float x[LANES], from[LANES];
     int count = 0;

@@ -1,11 +1,11 @@
-/* Products of a few rows with a matrix whose columns lie in panels.
+/* Products of a few rows with a matrix whose columns are stored in panels.
  *
  * Invariant: an output is one chain of fused multiply-adds over k = 0, 1, 2 ..., starting at the
- * bias, whichever rows and panels share the loop and wherever the chain is cut and stored.
+ * bias, whichever rows and panels share the loop and wherever the chain is split and stored.
  *
- * Few rows wait for weights, so the loop is shaped by memory: a panel is one cache line wide
- * where the vectors allow it, and as many panels as the registers hold are read side by side,
- * since a core fetches several streams faster than one.
+ * With few rows, loading the weights limits the speed, so the loop is shaped by memory. A panel is one
+ * cache line wide if the vectors allow it. As many adjacent panels as fit into the registers are read
+ * together, because a core fetches several streams faster than one.
  */
 
 /* Columns of one micro kernel are P panels, pstep apart, of NV vectors each. */
@@ -51,12 +51,12 @@ typedef void Micro(const float *x, int64_t ldx, const float *w, int64_t ldw, int
 typedef void MicroHalf(const float *x, int64_t ldx, const uint16_t *w, int64_t ldw, int64_t pstep,
                        int64_t k, const float *init, int64_t ldi, float *y, int64_t ldy);
 
-/* Rows of a panel that are fetched ahead: the processor's own prefetcher stops at each page. Past
- * the end of panels read side by side are the first rows of those whose turn is next. */
+/* Rows of a panel to prefetch: the processor's own prefetcher stops at each page. After
+ * the end of adjacent panels, these are the first rows of the next panels. */
 #define FETCH 32
 
-/* Panels that R rows take side by side: what the registers hold, and no more than the fetches
- * have use for. */
+/* Number of adjacent panels for R rows: limited by the registers and by the useful number of
+ * streams. */
 #define SIDE 3
 #define BESIDE(R, NV)                                                                              \
     (CHAINS / ((R) * (NV)) > SIDE ? SIDE : CHAINS / ((R) * (NV)) < 1 ? 1 : CHAINS / ((R) * (NV)))
@@ -95,7 +95,7 @@ static MicroHalf *const lone_halves[MATRIX_ROWS] = EACH(halves1_);
 /* Columns of a panel. */
 static inline int64_t panel_of(int bf16) { return (bf16 ? HALF_VECTORS : FLOAT_VECTORS) * LANES; }
 
-/* Place of column c of a panel row; bfloat16 rows are stored in pair order. */
+/* Position of column c in a panel row; bfloat16 rows are stored in pair order. */
 static inline int64_t place(int64_t c, int bf16) {
     if (!bf16) return c;
     int64_t pair = c / (2 * LANES), lane = c % (2 * LANES);
@@ -138,17 +138,17 @@ typedef struct {
     int64_t groups;    /* of rows that share a pass over the weights */
 } Linear;
 
-/* Weights that are used for all groups of rows before the next ones are touched. */
+/* Weights that are used for all groups of rows before the next weights are read. */
 #define SLICE_BYTES (256 << 10)
 
 static const float zeros[SIDE * 2 * LANES];
 
 typedef struct {
-    int64_t panel, beside; /* columns panel * width .., of as many panels */
+    int64_t panel, beside; /* columns panel * width .., of `beside` adjacent panels */
     int64_t k, depth;      /* terms k .. k + depth */
 } Slice;
 
-/* One group of rows; terms after the first slice go on from what y holds. */
+/* One group of rows; slices after the first continue from the content of y. */
 static void slice_group(const Linear *l, const Slice *s, int64_t row, int64_t rows, float *y,
                         int64_t ldy) {
     int64_t at = (s->panel * l->in + s->k) * l->width, step = l->in * l->width, m = rows - 1;
@@ -171,7 +171,7 @@ static inline int64_t beside(const Linear *l, int64_t rows) {
     return l->bf16 ? BESIDE(rows, HALF_VECTORS) : BESIDE(rows, FLOAT_VECTORS);
 }
 
-/* `count` panels, side by side for every group that can take so many. */
+/* `count` panels, processed together by every group that can take that many. */
 static void full_panels(const Linear *l, int64_t panel, int64_t count) {
     int64_t bytes = count * l->width * (l->bf16 ? 2 : 4), rows;
     int64_t deepest = l->groups > 1 ? SLICE_BYTES / bytes : l->in;
@@ -189,7 +189,7 @@ static void full_panels(const Linear *l, int64_t panel, int64_t count) {
     }
 }
 
-/* The last columns, fewer than a panel: computed as a whole panel beside y. */
+/* The last columns, fewer than a panel: computed as a whole panel in a copy of y. */
 static void tail_panel(const Linear *l) {
     float y[MATRIX_ROWS * 2 * LANES];
     int64_t start = l->out / l->width * l->width, rows, row = 0;

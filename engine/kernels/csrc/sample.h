@@ -1,11 +1,11 @@
-/* The choice of one of many weights: nucleus, relative floor, one uniform number.
+/* Chooses one of many weights: nucleus, relative floor, one uniform number.
  *
- * Invariant: the index is the one engine/sampler.py's NumPy form gives, or -1 where rounding
+ * Invariant: the index equals that of the NumPy form in engine/sampler.py, or is -1 if rounding
  * could decide. Sums that enter the result are added in the documented order: float64, blocks of
  * SUM_BLOCK entries from left to right, then the blocks. The nucleus is found by bisection with
- * sums in another order, and is taken only if no sum comes near its target.
+ * sums in another order, and is used only if no sum comes near its target.
  */
-#define SUM_LANES 16 /* blocks, or entries, summed side by side */
+#define SUM_LANES 16 /* blocks, or entries, summed in parallel */
 #define FEW_WEIGHTS 64
 
 /* ends[b] = sum of blocks 0..b; returns the total. */
@@ -26,7 +26,7 @@ static double sum_blocks(const float *w, int64_t n, double *ends) {
     return ends[blocks - 1];
 }
 
-/* First index whose running sum exceeds `threshold` (or reaches it); the last if none does. */
+/* First index whose running sum exceeds `threshold` (or reaches it); the last if there is none. */
 static int64_t find_sum(const float *w, int64_t n, const double *ends, double threshold,
                         int reach) {
     int64_t low = 0, high = (n + SUM_BLOCK - 1) / SUM_BLOCK, blocks = high;
@@ -61,7 +61,7 @@ typedef struct {
     int64_t count;
 } Above;
 
-/* Sum, in no documented order, and number of the weights >= limit. */
+/* Sum, in undefined order, and number of the weights >= limit. */
 static Above sum_from(const float *w, int64_t n, float limit) {
     double sums[LANES] = {0};
     vf counts = v_set(0), from = v_set(limit);
@@ -82,10 +82,10 @@ static Above sum_from(const float *w, int64_t n, float limit) {
 
 typedef struct {
     float cut;     /* smallest weight kept */
-    int64_t equal; /* how many weights equal to it are kept, lowest indices first */
+    int64_t equal; /* number of weights equal to it that are kept, lowest indices first */
 } Cut;
 
-/* Which weights stay: the first `turn` entries from `low` on, the others from `high` on. */
+/* The weights to keep: the first `turn` entries from `low` on, the others from `high` on. */
 typedef struct {
     int64_t turn;
     float low, high;
@@ -112,7 +112,7 @@ static int list_between(const float *w, int64_t n, float low, float high, float 
     return count;
 }
 
-/* The entry behind the `equal`-th one that equals cut. */
+/* The entry after the `equal`-th one that equals cut. */
 static int64_t turn_behind(const float *w, int64_t n, float cut, int equal) {
     float next = float_of(bits_of(cut) + 1);
     for (int64_t from = 0; from < n; from += LANES) {
@@ -150,17 +150,17 @@ static float largest(const float *w, int64_t n) {
     return best;
 }
 
-/* The shortest list of largest weights that reaches the target; 0 where rounding could decide.
+/* The shortest list of largest weights that reaches the target; 0 if rounding could decide.
  * Non-negative floats are ordered like their bits, so halving bits halves orders of magnitude. */
 static int find_nucleus(const float *w, int64_t n, double total, double target, Keep *keep) {
     double doubt = total * (double)n * 4.5e-16; /* 2 n 2^-53: two sums in different orders */
-    /* Weights below this one weigh less together than what may be left out. */
+    /* All weights below this one together are less than the part that may be left out. */
     uint32_t low = bits_of((float)(0.5 * (total - target) / (double)n)), high = bits_of(largest(w, n)) + 1;
     if (!(target > doubt && target < total - doubt)) return 0;
     Above from_low = sum_from(w, n, float_of(low)), from_high = {0, 0};
     if (from_low.sum < target + doubt) return 0;
     while (from_low.count - from_high.count > FEW_WEIGHTS) {
-        if (high - low < 2) return 0; /* a crowd of equal weights */
+        if (high - low < 2) return 0; /* many equal weights */
         uint32_t middle = low + (high - low) / 2;
         Above a = sum_from(w, n, float_of(middle));
         if (fabs(a.sum - target) <= doubt) return 0;
@@ -171,7 +171,7 @@ static int find_nucleus(const float *w, int64_t n, double total, double target, 
                      keep);
 }
 
-/* Gather the weights that stay; starts[b] = how many come before entry b * SUM_BLOCK. `kept` has
+/* Gather the kept weights; starts[b] = number of kept weights before entry b * SUM_BLOCK. `kept` has
  * room for DRAW_SLACK more than n. */
 static int64_t keep_weights(const float *w, int64_t n, Keep keep, float *kept, int64_t *starts) {
     int64_t count = 0;
@@ -190,7 +190,7 @@ static int64_t keep_weights(const float *w, int64_t n, Keep keep, float *kept, i
     return count;
 }
 
-/* Index of the entry that keep_weights wrote as number `rank`. */
+/* Index of the entry that keep_weights stored as number `rank`. */
 static int64_t kept_index(const float *w, int64_t n, Keep keep, const int64_t *starts,
                           int64_t rank) {
     int64_t low = 0, high = (n - 1) / SUM_BLOCK;

@@ -1,19 +1,19 @@
-/* The softmax of attention in bfloat16: the scores of a query become weights, 64 keys at once.
+/* The softmax of attention in bfloat16: turns the scores of a query into weights, 64 keys at once.
  *
- * Weights are rounded to eight bits behind this, so powers to 3e-6 do, and the peak they are
- * relative to need not be the largest score, only near it: it is raised, and what was summed so
- * far scaled, when a score is more than SLACK above it. Both depend on the query's own scores
- * alone. Sums take the weights unrounded.
+ * The weights are rounded to eight bits afterwards, so powers with an error of 3e-6 suffice. The
+ * maximum they are relative to need only be near the largest score: it is raised, and the sums so
+ * far are scaled, if a score is more than SLACK above it. Both depend only on the query's own scores.
+ * Sums use the weights before rounding.
  */
 #define SLACK 5.0f
 #define WEIGHTS (TILE_KEYS / LANES) /* vectors of a query's weights */
 
-/* Of 64 keys those before the n-th. */
+/* Mask of the keys before the n-th, out of 64. */
 static inline uint64_t keys_before(int64_t n) {
     return n <= 0 ? 0 : n >= TILE_KEYS ? ~UINT64_C(0) : (UINT64_C(1) << n) - 1;
 }
 
-/* Keys of the tile from `start` that a row at `position` sees; none at -1. */
+/* Number of keys of the tile from `start` that a row at `position` sees; none at -1. */
 static inline uint64_t keys_seen(const Attention *a, int64_t position, int64_t start) {
     return keys_before(position + 1 - start) & ~keys_before(lowest(a, position) - start);
 }

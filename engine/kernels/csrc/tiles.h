@@ -1,14 +1,14 @@
-/* The tiles that attention walks: where their keys and values lie, and which comes next. */
+/* The tiles of attention: addresses of their keys and values, and the order of the tiles. */
 
-/* A tile on the walk: of rows row..row+rows of one sequence, from position `start` on. */
+/* The current tile: of rows row..row+rows of one sequence, from position `start` on. */
 typedef struct {
     int64_t sequence, row, rows;
-    int64_t low, high; /* positions some row sees */
+    int64_t low, high; /* positions that some row sees */
     int64_t kv_head, start;
 } Place;
 
 typedef struct {
-    int from, to;      /* keys of the tile some row sees */
+    int from, to;      /* keys of the tile that some row sees */
     const float *key[TILE_KEYS];   /* rows of the cache; clamped into from..to */
     int64_t to_value;  /* from a key's row to its value's row */
 } Tile;
@@ -36,7 +36,7 @@ static inline int64_t lowest(const Attention *a, int64_t position) {
 
 static inline int64_t first_start(const Place *p) { return p->low / TILE_KEYS * TILE_KEYS; }
 
-/* To the rows from `row` on, at most `together`; 0 where none are left. */
+/* Go to the rows from `row` on, at most `together`; returns 0 if none are left. */
 static int enter(const Attention *a, int64_t row, int64_t together, Place *p) {
     while (p->sequence < a->sequences && row >= a->offsets[p->sequence + 1]) p->sequence++;
     if (p->sequence == a->sequences) return 0;
@@ -52,7 +52,7 @@ static int enter(const Attention *a, int64_t row, int64_t together, Place *p) {
     return 1;
 }
 
-/* On to the next tile of the head, head of the rows, rows, sequence; 0 behind the last. */
+/* Go to the next tile of the head, head of the rows, rows, sequence; returns 0 after the last. */
 static int advance(const Attention *a, int64_t together, Place *p) {
     p->start += TILE_KEYS;
     if (p->start <= p->high) return 1;

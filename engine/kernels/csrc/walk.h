@@ -1,8 +1,8 @@
-/* Queries on their walk over the tiles, from nothing seen to the output. */
+/* Processes queries over their tiles, from the first key to the output. */
 
 #include "tiles.h"
 
-/* Rows times heads of a group that walk the tiles together. */
+/* Rows times heads of a group that are processed together. */
 #define QUERIES_TOGETHER 96
 
 typedef struct {
@@ -11,14 +11,14 @@ typedef struct {
     int64_t padded;    /* dim rounded up to whole vectors */
     float *q;          /* [count, dim], scaled */
     float *keys;       /* transposed tile: [TILE_KEYS / STRIP, dim, STRIP] */
-    float *values;     /* tile, [TILE_KEYS, padded], where it must be copied */
+    float *values;     /* tile, [TILE_KEYS, padded], if it must be copied */
     float *scores;     /* [count, TILE_KEYS] */
     float *sums;       /* [count, padded] */
     float *weight;     /* [count, LANES] partial sums of the softmax */
-    float *peak;       /* [count] largest score so far, or one near it */
+    float *peak;       /* [count] largest score so far, or a score near it */
 } Walk;
 
-/* The queries of a head of the place's rows, nothing seen yet. */
+/* Start the queries of a head of the current rows. */
 static void begin(Walk *w, const Place *at) {
     const Attention *a = w->a;
     int64_t group = a->heads / a->kv_heads;
@@ -44,10 +44,10 @@ static void finish(const Walk *w, const Place *at) {
     }
 }
 
-/* What is done with one tile; `next` is fetched meanwhile. */
+/* Processes one tile, while `next` is prefetched. */
 typedef void Visit(const Walk *, const Place *, const Tile *, const Tile *next);
 
-/* All tiles of all rows, each found one ahead of its turn. `ready` is told of new queries. */
+/* Visit all tiles of all rows, located one ahead of use. `ready` is called for new queries. */
 static void walk(Walk *w, int64_t together, void (*ready)(const Walk *, const Place *), Visit *visit) {
     const Attention *a = w->a;
     Place here = {0}, there;
