@@ -216,7 +216,7 @@ class GrammarMatcher:
         allowed[self._foreign_ids] = False
         allowed[self._eos_ids] = not self._ended and self._matcher.is_accepting()
         if not self._ended and not allowed.any():
-            raise InputError("json_schema: nothing can follow, and the text is no instance")
+            raise InputError("json_schema: no token can follow, and the text is incomplete")
         return allowed
 
     def _following(self) -> bytes:
@@ -252,7 +252,7 @@ class GrammarMatcher:
     def _too_complex(self) -> SchemaTooComplex:
         self._bits = None
         reason = one_line(self._matcher.get_error())
-        return SchemaTooComplex(f"json_schema cannot be followed any further: {reason}")
+        return SchemaTooComplex(f"json_schema is too complex to follow any further: {reason}")
 
 
 def follow(matcher: Matcher, tokens: Sequence[int]) -> None:
@@ -341,7 +341,7 @@ class GrammarCompiler:
         return start
 
     def _make_room(self, nbytes: int) -> None:
-        """Forget kept schemas until another fits beside those in use, or raise CapacityError."""
+        """Evict cached schemas until another fits beside those in use, or raise CapacityError."""
         with self._lock:
             oldest = [key for key, known in self._known.items() if isinstance(known, _Start)]
             for key in oldest:
@@ -349,7 +349,7 @@ class GrammarCompiler:
                     return
                 del self._known[key]
             if self._taken() + nbytes > self._max_bytes:
-                text = "the schemas of running requests take all memory there is for them"
+                text = "the schemas of running requests use all the memory reserved for schemas"
                 raise CapacityError(text, retry_after=1.0)
 
     def _taken(self) -> int:
@@ -357,7 +357,7 @@ class GrammarCompiler:
 
 
 def as_result(answer: object) -> Matcher | BatonError:
-    """A compile thread's answer as :class:`GrammarDone` carries it."""
+    """Convert a compile thread's answer to the result of :class:`GrammarDone`."""
     if isinstance(answer, GrammarMatcher | BatonError):
         return answer
     if isinstance(answer, TimeoutError):

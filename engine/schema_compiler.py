@@ -75,7 +75,7 @@ def compile_schema(tokenizer: LLTokenizer, schema: str) -> LLMatcher:
     if matcher.is_error():
         raise _refusal(matcher.get_error())
     if not any(first):
-        raise InputError("json_schema: no instance of it can begin")
+        raise InputError("json_schema: no token can start an instance")
     return matcher
 
 
@@ -95,7 +95,7 @@ def _check_options(schema: str) -> None:
         return
     if not isinstance(options, dict) or not options.keys() <= _OPTIONS:
         known = ", ".join(sorted(_OPTIONS))
-        raise InputError(f"json_schema: of the options of x-guidance only {known} are taken")
+        raise InputError(f"json_schema: x-guidance supports only the options {known}")
 
 
 def one_line(text: str) -> str:

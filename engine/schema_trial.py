@@ -88,7 +88,7 @@ class SchemaTrial:
                 verdict = msgspec.msgpack.decode(answer, type=_Verdict)
             except (OSError, EOFError, TimeoutError, msgspec.MsgspecError) as error:
                 self._stop()
-                text = f"no json_schema can be tried now: {error!r}"
+                text = f"json_schema cannot be checked now: {error!r}"
                 raise CapacityError(text, retry_after=1.0) from None
         if verdict.cost is None:
             raise (SchemaTooComplex if verdict.too_complex else InputError)(verdict.message)
@@ -169,7 +169,8 @@ def _exactly(pipe: int, size: int, until: float | None) -> bytes:
 def main(arguments: list[str]) -> None:
     """Read the tokenizer, then try schemas from standard input until it ends."""
     folder, vocab_size, eos, limit_s = arguments
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker says when it is over
+    # Ignore a Ctrl-C in the worker's terminal: the worker ends its helper.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ids = [int(token) for token in eos.split(",")]
     tokenizer = load_tokenizer(Path(folder), int(vocab_size), ids)
@@ -200,7 +201,7 @@ def _fork(tokenizer: LLTokenizer, schema: str, limit_s: float) -> _Verdict:
     except TimeoutError:
         return _too_complex(f"it does not compile within {limit_s:g} s")
     except (EOFError, msgspec.MsgspecError):
-        return _too_complex("it takes more memory, or nests deeper by its references, than is let")
+        return _too_complex("it exceeds the memory limit, or its references nest too deep")
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

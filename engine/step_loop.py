@@ -1,4 +1,4 @@
-"""Scheduler and executor in one thread: plan, compute, apply, again.
+"""Scheduler and executor in one thread: plan, compute, apply, repeat.
 
 Workers run the same scheduler and the same pipeline on two threads. Prompts are token ids.
 """
@@ -59,12 +59,12 @@ class StepLoop:
     def add(self, context: TextContext) -> bytes:
         """Queue a request and return its key; its tokens and status appear in ``context``.
 
-        A ``json_schema`` is compiled before, by who has a tokenizer: see :mod:`.grammar`. Raises
-        InputError for a context with a schema and no matcher, or with images.
+        The caller must compile a ``json_schema`` first: see :mod:`.grammar`. Raises InputError for
+        a context with images, or with a schema but no matcher.
         """
         validate_text_only(context)
         if context.json_schema is not None and context.matcher is None:
-            raise InputError("the context has a json_schema and no matcher that follows it")
+            raise InputError("the context has a json_schema but no matcher")
         self._added += 1
         request = self._added.to_bytes(16, "big")
         salt = cache_salt(self._fingerprint, context.cache_salt)
@@ -73,16 +73,16 @@ class StepLoop:
         return request
 
     def abort(self, request: bytes) -> None:
-        """Drop a request and free its blocks; harmless when it has left."""
+        """Remove a request and free its blocks, if it is still there."""
         self.scheduler.abort(request)
 
     def step(self, on_layers: OnLayers | None = None) -> list[Event]:
-        """Compute one step; without work nothing happens."""
+        """Compute one step; without work, do nothing."""
         plan = self.scheduler.plan(time.monotonic())
         if plan is not None:
             result = self.pipeline.execute(plan, on_layers)
             return self.scheduler.apply(result, time.monotonic())
         events = self.scheduler.take_events()
         if not events and self.has_work:
-            raise InternalError("requests wait and none of them can run")
+            raise InternalError("requests are waiting but none can run")
         return events

@@ -1,26 +1,26 @@
-"""How long a step will take, learned from the steps before: what tells slow from hung.
+"""Predicts the duration of a step from earlier steps, to distinguish slow steps from hung ones.
 
-Sizes are grouped by powers of two. A size not seen yet is predicted from the nearest smaller
-one as if time grew in proportion (it grows more slowly), else from the nearest larger one.
-Predictions are for patience, so they follow a slow step at once and a quick one slowly.
+Sizes are grouped by powers of two. The duration of a new size is predicted from the nearest smaller
+size, in proportion (real durations grow more slowly), else from the nearest larger size.
+Predictions are used for timeouts, so they follow a slow step at once and a fast step slowly.
 """
 
 from __future__ import annotations
 
 UNKNOWN_S = 60.0
-"""Prediction before anything was measured."""
+"""Prediction before the first measurement, seconds."""
 FORGET = 0.1
-"""Share of the distance to a quicker step a prediction moves."""
+"""Fraction by which a prediction moves towards a faster step."""
 
 
 class StepTime:
-    """Predicts seconds from tokens."""
+    """Predicts seconds from the number of tokens."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, tuple[int, float]] = {}  # size group -> tokens, seconds
 
     def learn(self, tokens: int, seconds: float) -> None:
-        """A step of ``tokens`` tokens took ``seconds``."""
+        """Learn that a step of ``tokens`` tokens took ``seconds``."""
         group = tokens.bit_length()
         known = self._seconds.get(group)
         if known is not None and seconds < known[1]:
@@ -28,7 +28,7 @@ class StepTime:
         self._seconds[group] = (tokens, seconds)
 
     def predict(self, tokens: int) -> float:
-        """Seconds a step of ``tokens`` tokens may take."""
+        """Return the seconds that a step of ``tokens`` tokens may take."""
         group = tokens.bit_length()
         smaller = [g for g in self._seconds if g <= group]
         if smaller:

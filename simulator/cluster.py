@@ -227,7 +227,7 @@ class Cluster:
         twin.start()
 
     def end_twins(self) -> None:
-        """Stop all twins permanently, as an operator would who found them."""
+        """Stop all twins permanently, like an operator after noticing them."""
         for twin in self.twins:
             twin.crash()
             self._pool_of(twin).remove(twin)

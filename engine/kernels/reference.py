@@ -1,9 +1,9 @@
-"""The kernels in NumPy: the oracle of every compiled backend, and what runs without one.
+"""The kernels in NumPy: the reference for every compiled kernel, and the fallback without one.
 
-Each method is the definition of its kernel, written to be read beside
+Each method defines its kernel, written to be read beside
 :class:`~baton.engine.kernels.backend.Backend`. ``NumpyBackend(np.float64)`` computes (and
-expects its float arguments) in float64 and serves as oracle; the default is float32.
-Matrix products go through BLAS, whose bits for a row depend on the number of rows, hence
+expects its float arguments) in float64 and is the reference in tests; the default is float32.
+Matrix products use BLAS, where a row's bits depend on the number of rows, so
 ``row_independent`` is False.
 """
 
@@ -36,7 +36,7 @@ def widen(weights: Weights, dtype: npt.DTypeLike = np.float32) -> Floats:
 
 @dataclass(slots=True)
 class NumpyLinear:
-    """Weights transposed once to ``[in, out]``: a single row then streams them in order."""
+    """Weights transposed once to ``[in, out]``, so that a single row reads them in order."""
 
     weight: Floats
     bias: Floats | None
@@ -53,7 +53,7 @@ class NumpyLinear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of memory."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
@@ -172,7 +172,7 @@ class NumpyBackend(HostArrays):
         width = out.shape[1]
         _shape("gate_up", gate_up, (len(out), 2 * width))
         gate, up = gate_up[:, :width], gate_up[:, width:]
-        with np.errstate(over="ignore"):  # exp(-gate) = inf gives the right limit, 0
+        with np.errstate(over="ignore"):  # exp(-gate) = inf gives the correct limit, 0
             out[:] = gate / (1 + np.exp(-gate)) * up
 
     def gated_mlp(
@@ -222,7 +222,7 @@ class NumpyBackend(HostArrays):
     def scatter_blocks(
         self, pool: F32, layer_start: int, layer_count: int, block_ids: I32, payload: U8
     ) -> int:
-        """Inverse of :meth:`gather_blocks`; returns the XXH3-64 of what it wrote."""
+        """Inverse of :meth:`gather_blocks`; return the XXH3-64 of the written bytes."""
         picked = _picked(pool, layer_start, layer_count, block_ids, payload)
         values = np.frombuffer(payload, pool.dtype).reshape(picked)
         pool[layer_start : layer_start + layer_count, block_ids] = values
@@ -243,32 +243,32 @@ class NumpyBackend(HostArrays):
         if np.may_share_memory(source, target):
             raise ValueError("source and target overlap")
         if not target.flags.c_contiguous or not target.flags.writeable:
-            raise ValueError("target is no C-contiguous writable array")
+            raise ValueError("target is not a C-contiguous writable array")
         payload = _taken(source, layer_start, layer_count, source_ids)
         return self.scatter_blocks(target, layer_start, layer_count, target_ids, payload)
 
     def sum_blocks(self, pool: F32, layer_start: int, layer_count: int, block_ids: I32) -> int:
-        """The XXH3-64 that :meth:`gather_blocks` would return."""
+        """Return the XXH3-64 that :meth:`gather_blocks` would return."""
         return self.checksum(_taken(pool, layer_start, layer_count, block_ids))
 
     def checksum(self, payload: U8) -> int:
-        """XXH3-64 of a payload."""
+        """Return the XXH3-64 of a payload."""
         return xxhash.xxh3_64_intdigest(payload.data)
 
     def payload_digest(self, payload: U8) -> int:
-        """Digest of a payload that a GPU packed or is to unpack; see :mod:`.digest`."""
+        """Return the digest of a payload packed or unpacked by a GPU; see :mod:`.digest`."""
         return payload_digest(payload)
 
 
 def _rms(x: Floats, weight: Floats, eps: float) -> Floats:
-    """Normalise the last axis."""
+    """Apply RMSNorm to the last axis."""
     mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
     normed: Floats = x / np.sqrt(mean_square + x.dtype.type(eps)) * weight
     return normed
 
 
 def _standardized(x: Floats, eps: float) -> Floats:
-    """Last axis with mean 0 and variance 1."""
+    """Scale the last axis to mean 0 and variance 1."""
     centred = x - np.mean(x, axis=-1, keepdims=True)
     variance = np.mean(np.square(centred), axis=-1, keepdims=True)
     scaled: Floats = centred / np.sqrt(variance + x.dtype.type(eps))
@@ -276,7 +276,7 @@ def _standardized(x: Floats, eps: float) -> Floats:
 
 
 def _normal_cdf(x: Floats) -> Floats:
-    """Share of the normal distribution below ``x``; NumPy has no erf, so the libm's, one by one."""
+    """Return the normal distribution function of ``x``, by math.erfc because NumPy has no erf."""
     wide = x.astype(np.float64) / math.sqrt(2)
     upper = np.fromiter(map(math.erfc, -wide.ravel()), np.float64, wide.size)
     return (upper.reshape(x.shape) / 2).astype(x.dtype)
@@ -291,7 +291,7 @@ def _rotate(x: Floats, cos_sin: Floats) -> Floats:
 
 
 def _mask(positions: I32, keys_at: npt.NDArray[np.int64], window: int) -> npt.NDArray[np.bool_]:
-    """Which keys each row sees, ``[rows, keys]``."""
+    """Return the keys that each row sees, ``[rows, keys]``."""
     behind = positions[:, None] - keys_at[None, :]
     seen = behind >= 0
     return seen & (behind < window) if window else seen
@@ -303,7 +303,7 @@ def _attend(q: Floats, blocks: Floats, seen: npt.NDArray[np.bool_], scale: float
     kv_heads = blocks.shape[2]
     group = heads // kv_heads
     out = np.empty_like(q)
-    # A slot no row sees may hold anything, even NaN; 0 * NaN must not leak into a sum.
+    # A slot that no row sees may contain NaN, and 0 * NaN must not get into a sum.
     used = np.any(seen, axis=0, keepdims=True).T
     for head in range(kv_heads):
         keys = np.where(used, blocks[:, 0, head].reshape(-1, dim), 0)
@@ -347,9 +347,9 @@ def _exist(pool: F32, layer_start: int, layer_count: int, block_ids: I32) -> Non
 
 
 def _taken(pool: F32, layer_start: int, layer_count: int, block_ids: I32) -> U8:
-    """Bytes of blocks, layer-major."""
+    """Return the bytes of blocks, layer-major."""
     if not pool.flags.c_contiguous:
-        raise ValueError("pool is no C-contiguous array")
+        raise ValueError("pool is not a C-contiguous array")
     _exist(pool, layer_start, layer_count, block_ids)
     taken = np.take(pool[layer_start : layer_start + layer_count], block_ids, axis=1)
     return taken.reshape(-1).view(np.uint8)
@@ -358,7 +358,7 @@ def _taken(pool: F32, layer_start: int, layer_count: int, block_ids: I32) -> U8:
 def _picked(
     pool: F32, layer_start: int, layer_count: int, block_ids: I32, payload: U8
 ) -> tuple[int, ...]:
-    """Shape of the blocks picked, after checking them against the pool and the payload."""
+    """Check the blocks against the pool and the payload; return the shape of the blocks."""
     _exist(pool, layer_start, layer_count, block_ids)
     picked = (layer_count, len(block_ids), *pool.shape[2:])
     if payload.nbytes != int(np.prod(picked)) * pool.itemsize or not payload.flags.c_contiguous:

@@ -180,7 +180,7 @@ class CupyDevice:
         return array
 
     def shareable(self, shape: Sequence[int], dtype: npt.DTypeLike) -> DeviceArray:
-        """Allocate a zeroed array outside the memory pool, with an IPC handle of its own.
+        """Allocate a zeroed array outside the memory pool, with a separate IPC handle.
 
         For allocations below 2 MiB, the driver may export several together with one handle.
         """

@@ -8,7 +8,7 @@ from collections.abc import Callable
 _LIBRARY = "libcuda.so.1"
 
 AddressRange = Callable[[int], tuple[int, int]]
-"""Returns start and size of the allocation at a device address; raises OSError if there is none."""
+"""Returns start and size of the allocation at a device address; raises OSError if none exists."""
 
 
 def address_range(pointer: int) -> tuple[int, int]:
