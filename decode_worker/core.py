@@ -229,7 +229,7 @@ class DecodeCore(WorkerCore):
         earlier incarnation of this worker, which has been restarted since.
         """
         if not self._member.can_check:
-            return _busy(message, "no router has welcomed this worker")
+            return _busy(message, "this worker is not registered with a router yet")
         self._member.dropped["peer_uninvited"] += 1
         return Aborted(request=message.request, attempt=message.attempt)
 

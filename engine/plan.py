@@ -128,7 +128,7 @@ def realized(
     for chunk in plan.chunks:
         token = drawn.get(chunk.request)
         if token is None:
-            failed[chunk.request] = InternalError("the step before drew no token")
+            failed[chunk.request] = InternalError("the previous step sampled no token")
         else:
             chunks.append(replace(chunk, tokens=np.array([token], np.int32)))
     return chunks

@@ -114,7 +114,7 @@ def load_runner(
     checkpoint = load_checkpoint(config.model)
     make = architecture_of(checkpoint.config, checkpoint.folder).generator
     if make is None or model_task(checkpoint, config.task) != GENERATE:
-        raise ConfigError(f"{checkpoint.folder} is an embedding model and generates no text")
+        raise ConfigError(f"{checkpoint.folder} is an embedding model; it cannot generate text")
     length = _served_length(config, checkpoint)
     backend = backend or _load_backend(config.backend)
     layout = _layout(config, checkpoint, backend)
@@ -167,7 +167,7 @@ def _device_steps(
     from .pipeline.device_steps import DeviceSteps
 
     if not isinstance(backend, CudaBackend) or not isinstance(model, Decoder):
-        raise ConfigError(f"no {type(model).__name__} runs on {backend.name}")
+        raise ConfigError(f"{type(model).__name__} models are not supported on {backend.name}")
     sizes = GraphSizes(layout.blocks_for(length), length, blocks * layout.block_size)
     return DeviceSteps(model, backend, sizes)
 
@@ -227,8 +227,8 @@ def _num_blocks(num_blocks: int, kv_bytes: int, layout: KVLayout) -> int:
     blocks = num_blocks or kv_bytes // (layout.block_bytes * layout.num_layers)
     if blocks < 1:
         raise ConfigError(
-            f"the KV pool holds no block: num_blocks {num_blocks}, kv_bytes {kv_bytes}, one "
-            f"block {layout.block_bytes * layout.num_layers} bytes"
+            f"the KV pool is too small: num_blocks {num_blocks}, kv_bytes {kv_bytes}; one "
+            f"block needs {layout.block_bytes * layout.num_layers} bytes"
         )
     return blocks
 
@@ -251,7 +251,7 @@ def _card(
 ) -> ModelCard:
     name = config.name or Path(config.model).resolve().name
     if not name:
-        raise CheckpointError(f"{config.model}: the model needs a name")
+        raise CheckpointError(f"{config.model}: no model name can be taken from this path; set one")
     return ModelCard(
         name=name,
         architecture=checkpoint.config.architecture,

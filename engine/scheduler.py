@@ -373,7 +373,7 @@ class Scheduler:
         if sequence.num_computed_tokens < sequence.num_tokens:
             events.append(ChunkDone(sequence.request, sequence.num_computed_tokens))
         elif drawn is None:
-            self._fail(sequence, InternalError.code, "the step drew no token", events)
+            self._fail(sequence, InternalError.code, "the step sampled no token", events)
         else:
             self._accept(sequence, drawn, now, events)
 

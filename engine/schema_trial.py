@@ -239,7 +239,7 @@ def _try(tokenizer: LLTokenizer, schema: str) -> _Verdict:
     del matcher
     if nbytes > MAX_SCHEMA_BYTES:
         return _too_complex(
-            f"it takes {nbytes >> 20} MiB, at most {MAX_SCHEMA_BYTES >> 20} are let"
+            f"it needs {nbytes >> 20} MiB, the limit is {MAX_SCHEMA_BYTES >> 20} MiB"
         )
     return _Verdict(SchemaCost(seconds, max(nbytes, 0)))
 

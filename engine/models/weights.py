@@ -78,7 +78,7 @@ class WeightLoader:
             known = name in self._taken or name in unused or name.endswith(_IGNORED_SUFFIXES)
             if not known:
                 raise CheckpointError(
-                    f"{self._checkpoint.tensors.path(name)}: tensor '{name}' has no place in a "
+                    f"{self._checkpoint.tensors.path(name)}: tensor '{name}' is not used by "
                     f"{self._checkpoint.config.architecture} with this config.json"
                 )
         if self._on_progress is not None:

@@ -146,7 +146,7 @@ class KVCacheMixin:
         layout = self.kv_layout
         size = self.estimate_kv_cache_size(available_cache_memory)
         if not size:
-            raise ValueError(f"{available_cache_memory} bytes hold no KV block")
+            raise ValueError(f"{available_cache_memory} bytes are too few for one KV block")
         blocks = size // (layout.block_bytes * layout.num_layers)
         shape = (layout.num_layers, blocks, *layout.block_shape)
         return KVManager(layout, session.kv_pool(shape, allocate))

@@ -187,7 +187,7 @@ class TextGenerationPipeline:
         if not len(chunk.tokens) or chunk.start < 0 or end > self.model.max_length:
             return f"positions {chunk.start}..{end} outside 0..{self.model.max_length}"
         if len(chunk.block_table) * self._block_size < end:
-            return f"{len(chunk.block_table)} blocks do not hold {end} tokens"
+            return f"{len(chunk.block_table)} blocks are too few for {end} tokens"
         return None
 
     def _stray(self, chunk: Chunk) -> str | None:

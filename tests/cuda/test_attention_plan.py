@@ -49,7 +49,7 @@ def test_a_decode_plan_has_every_key_once(rng, chunk, window):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "message"), [([300], "5 pieces"), ([1, 1, 1], "up to 2"), ([-1], "from 0")]
+    ("lengths", "message"), [([300], "5 pieces"), ([1, 1, 1], "at most 2"), ([-1], "none negative")]
 )
 def test_a_decode_plan_that_does_not_fit_is_refused(lengths, message):
     with pytest.raises(ValueError, match=message):

@@ -197,8 +197,8 @@ def test_a_ticket_that_does_not_fit_is_refused_in_words(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"model": str(demo_model_folder())}, "have head sizes 64 and 128, this model has 32"),
-        ({"block_size": 12}, "block_size is a multiple of 8, not 12"),
+        ({"model": str(demo_model_folder())}, "support head sizes 64 and 128, this model has 32"),
+        ({"block_size": 12}, "block_size must be a multiple of 8, not 12"),
     ],
 )
 def test_a_model_the_kernels_cannot_serve_is_refused_before_its_weights_are_read(

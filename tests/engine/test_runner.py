@@ -72,7 +72,7 @@ def test_progress_ends_with_the_whole():
 def test_size_of_the_pool():
     token_bytes = load().card.layout.token_bytes
     assert load(num_blocks=0, kv_bytes=token_bytes * 16 * 5 + 1).num_blocks == 5
-    with pytest.raises(ConfigError, match="holds no block"):
+    with pytest.raises(ConfigError, match="pool is too small"):
         load(num_blocks=0, kv_bytes=10)
     with pytest.raises(ConfigError, match="block_size"):
         load(block_size=0)
@@ -111,7 +111,7 @@ def test_missing_layer_is_named(folder):
 
 def test_tensor_without_a_place_is_named(folder):
     edit(folder, num_hidden_layers=2)
-    with pytest.raises(CheckpointError, match=r"'model\.layers\.2\.\S+' has no place"):
+    with pytest.raises(CheckpointError, match=r"'model\.layers\.2\.\S+' is not used"):
         load(folder)
 
 

@@ -25,7 +25,7 @@ def test_where_memory_cannot_be_shared_the_worker_has_its_own(monkeypatch):
 
 def test_where_gpu_memory_cannot_be_shared_the_worker_says_so_and_serves():
     def refused(_pool):
-        raise OSError("this system shares no GPU memory: not supported")
+        raise OSError("this system cannot share GPU memory: not supported")
 
     config = SimpleNamespace(share_pool=True)
     runner = SimpleNamespace(backend=SimpleNamespace(pool_ticket=refused), pool=None)

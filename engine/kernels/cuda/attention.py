@@ -104,7 +104,7 @@ def prefill_attention(
     if group > PREFILL_ROWS:
         raise ValueError(f"a group has 1 to {PREFILL_ROWS} heads, got {group}")
     if window < 0:
-        raise ValueError(f"the window is {window}")
+        raise ValueError(f"the window must not be negative: {window}")
     if plan.shape[0] == 0:
         return
     numbers = [block_tables.shape[1], kv_heads, group, block_size, window or ALL_POSITIONS]
@@ -123,11 +123,11 @@ def refusal(head_dim: int, block_size: int, group: int) -> str:
     """Return why the kernels do not support a model, or ""; ``group``: query heads per KV head."""
     if head_dim not in HEAD_DIMS:
         known = " and ".join(map(str, HEAD_DIMS))
-        return f"the CUDA kernels have head sizes {known}, this model has {head_dim}"
+        return f"the CUDA kernels support head sizes {known}, this model has {head_dim}"
     if block_size % _GROUP:
-        return f"on CUDA block_size is a multiple of {_GROUP}, not {block_size}"
+        return f"on CUDA block_size must be a multiple of {_GROUP}, not {block_size}"
     if group > PREFILL_ROWS:
-        return f"the CUDA kernels have up to {PREFILL_ROWS} query heads per KV head, not {group}"
+        return f"the CUDA kernels support up to {PREFILL_ROWS} query heads per KV head, not {group}"
     return ""
 
 
@@ -136,14 +136,14 @@ def _check_heads(q: DeviceArray, kv_layer: DeviceArray, scale: float) -> tuple[i
     check_array("kv_layer", kv_layer, BF16, (None, 2, None, None, None))
     blocks, _, kv_heads, block_size, dim = kv_layer.shape
     if dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim is {dim}; the CUDA kernels have {HEAD_DIMS}")
+        raise ValueError(f"head_dim is {dim}; the CUDA kernels support {HEAD_DIMS}")
     check_multiple("the block size", block_size, _GROUP)
     if blocks * 2 * kv_heads * block_size >= 2**31:
         raise ValueError(f"a layer of {kv_layer.shape} has more than 2^31 rows")
     if len(q.shape) != 3 or q.shape[1] < 1 or q.shape[1] % kv_heads:
         raise ValueError(f"q has shape {q.shape}, not a multiple of {kv_heads} heads")
     if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"the scale is {scale}")
+        raise ValueError(f"the scale must be positive and finite, not {scale}")
     return kv_heads, q.shape[1] // kv_heads, block_size, dim
 
 

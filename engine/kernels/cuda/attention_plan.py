@@ -42,7 +42,7 @@ class DecodeShape:
     def __post_init__(self) -> None:
         """Raise ValueError for invalid sizes."""
         if min(self.sequences, self.items, self.chunk) < 1 or self.window < 0:
-            raise ValueError(f"not a shape of a decode plan: {self}")
+            raise ValueError(f"invalid shape of a decode plan: {self}")
 
     @classmethod
     def longest(cls, sequences: int, length: int, chunk: int, window: int = 0) -> DecodeShape:
@@ -79,7 +79,7 @@ def plan_decode(shape: DecodeShape, lengths: I32, out: I32) -> None:
     if out.shape != (shape.rows, 4) or out.dtype != np.int32:
         raise ValueError(f"out is {out.dtype} {out.shape}, not int32 ({shape.rows}, 4)")
     if lengths.ndim != 1 or len(lengths) > shape.sequences or (lengths < 0).any():
-        raise ValueError(f"lengths must be up to {shape.sequences} numbers from 0")
+        raise ValueError(f"lengths must be at most {shape.sequences} numbers, none negative")
     ends = lengths.astype(np.int64)
     begins = np.maximum(ends - (shape.window or ALL_POSITIONS), 0)
     first = begins // shape.chunk
@@ -118,7 +118,7 @@ def plan_prefill(row_offsets: I32, positions: I32, group: int, window: int = 0) 
     if not 1 <= group <= PREFILL_ROWS:
         raise ValueError(f"a group has 1 to {PREFILL_ROWS} heads, got {group}")
     if window < 0:
-        raise ValueError(f"the window is {window}")
+        raise ValueError(f"the window must not be negative: {window}")
     check_below("positions", positions, ALL_POSITIONS)
     if rows == 0:
         return np.empty((0, 8), np.int32)

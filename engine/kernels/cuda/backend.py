@@ -105,7 +105,7 @@ class CudaBackend:
         if ticket.host != host_id():
             raise ValueError("the pool is on another host")
         if ticket.offset % ALIGNED:
-            raise ValueError(f"a pool {ticket.offset} bytes into an allocation is not aligned")
+            raise ValueError(f"the pool's offset {ticket.offset} is not aligned to {ALIGNED} bytes")
         if len(ticket.handle) != HANDLE_BYTES:  # CuPy would raise an IndexError
             raise ValueError(f"the handle has {len(ticket.handle)} bytes, not {HANDLE_BYTES}")
         shape = (layout.num_layers, ticket.nbytes // block, *layout.block_shape)
@@ -223,7 +223,7 @@ class CudaBackend:
     ) -> None:
         """Causal paged attention with grouped heads; ``plan``: from :meth:`plan_attention`."""
         if not isinstance(plan, RowPlan):
-            raise ValueError("attention needs the plan of its rows")  # noqa: TRY004
+            raise ValueError("attention needs a plan from plan_attention")  # noqa: TRY004
         rows, heads, dim = q.shape
         out = out.reshape(rows, heads, dim)
         kv_heads, decoded = kv_layer.shape[2], plan.decoded

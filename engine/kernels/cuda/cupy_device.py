@@ -201,7 +201,7 @@ class CupyDevice:
             try:
                 handle = runtime.ipcGetMemHandle(start)
             except runtime.CUDARuntimeError as error:
-                raise OSError(f"this system shares no GPU memory: {error}") from None
+                raise OSError(f"this system cannot share GPU memory: {error}") from None
         return bytes(handle), int(base.data.ptr - start)
 
     def open(
@@ -214,7 +214,7 @@ class CupyDevice:
             try:
                 pointer = cuda.runtime.ipcOpenMemHandle(handle)
             except (cuda.runtime.CUDARuntimeError, ValueError) as error:
-                raise OSError(f"the GPU memory of another process: {error}") from None
+                raise OSError(f"cannot map another process's GPU memory: {error}") from None
             mapping = CupyMapping(self, pointer)
             try:
                 check_allocation(pointer, offset + nbytes)
@@ -348,7 +348,9 @@ class CupyDevice:
 
 def _check_copy(target: DeviceArray, source: DeviceArray) -> None:
     if target.shape != source.shape or target.dtype != source.dtype:
-        raise ValueError(f"{source.dtype} {source.shape} into {target.dtype} {target.shape}")
+        raise ValueError(
+            f"cannot copy {source.dtype} {source.shape} to {target.dtype} {target.shape}"
+        )
     if not (target.flags.c_contiguous and source.flags.c_contiguous):
         raise ValueError("only contiguous arrays can be copied")
 

@@ -67,7 +67,9 @@ def fill_row(rows: Rows, at: int, spec: SampleSpec, mask: int = -1, history: int
     if params.logits_processors:
         raise ValueError("logits processors are code and run on the host")
     if len(banned) > _MAX_BANNED:
-        raise ValueError(f"{len(banned)} banned ids, at most {_MAX_BANNED} fit beside no mask")
+        raise ValueError(
+            f"{len(banned)} banned ids need a mask; without one, the limit is {_MAX_BANNED}"
+        )
     if params.top_k > MAX_TOP_K:
         raise ValueError(f"top_k is {params.top_k}, at most {MAX_TOP_K}")
     if not 0 <= spec.logprobs <= MAX_LOGPROBS:

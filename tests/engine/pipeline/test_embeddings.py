@@ -202,7 +202,7 @@ def test_stages_that_cannot_be_run_are_refused(tmp_path, modules, message):
         ({"vocab_size": 0}, "vocab_size"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"intermediate_size": 61}, "shape"),
-        ({"num_hidden_layers": 1}, "no place"),
+        ({"num_hidden_layers": 1}, "is not used"),
     ],
 )
 def test_berts_that_would_give_wrong_vectors_are_refused(tmp_path, changes, message):

@@ -214,7 +214,7 @@ def test_kv_memory_is_whole_blocks():
     manager = model.load_kv_manager(model.backend, 3 * block + 1)
     assert manager.num_blocks == 3
     assert manager.new_cache().num_blocks == 3
-    with pytest.raises(ValueError, match="no KV block"):
+    with pytest.raises(ValueError, match="one KV block"):
         model.load_kv_manager(model.backend, block - 1)
     assert model.estimate_memory_footprint() > 0
 
