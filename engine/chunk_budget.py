@@ -36,7 +36,7 @@ class ChunkBudget:
     def learn(self, tokens: int, seconds: float) -> None:
         """Learn from a step of ``tokens`` tokens (prompt and decode rows) that took ``seconds``.
 
-        Small steps are ignored: most of their time does not depend on their tokens.
+        A small step within the target time is ignored: its tokens cause little of its time.
         """
         if not self._seconds or tokens <= 0:
             return

@@ -82,7 +82,7 @@ class CreditPool:
         """Write off the bytes in flight as lost, expect ``nbytes`` more, return the new credit.
 
         If the budget has no room now, the credit is raised later by :meth:`top_up`. The account
-        moves to the head of the queue: its handoff is under way and other blocks wait for it.
+        moves to the head of the queue, because its handoff is already under way.
         """
         account = self._accounts[key]
         self._outstanding -= account.outstanding

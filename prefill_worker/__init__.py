@@ -1,1 +1,1 @@
-"""The prefill worker process: computes the KV of prompts and hands it to decode workers."""
+"""The prefill worker process: hands the KV of prompts to decode workers, or embeds texts."""
