@@ -30,6 +30,7 @@ from .limits import MAX_ARRAY_BYTES, MAX_ARRAY_FRAMES
 from .log_prob_maps import LogProbMaps, build_log_probs
 from .outputs import LogProbabilities
 from .pixels import PixelContext
+from .plain_size import FACTOR, MARGIN, SMALL, check_plain_size, has_sets, is_plain, may_grow
 from .sampling import SamplingParams
 from .shadows import Build, Shadows
 from .shared_memory import SharedArrays
@@ -286,6 +287,8 @@ class NumpyDecoder(Generic[T]):
         return self._others[form]
 
     def _decoder_of(self, contexts: Mapping[type, tuple[Any, Build]]) -> Decode:
+        if is_plain(self._type) and may_grow(self._type):
+            return _plain_decoder(self._type)
         shadow, build = Shadows({**_KNOWN, **contexts}, _count).of(self._type)
         decode = msgspec.msgpack.Decoder(shadow).decode
         if build is None:
@@ -294,6 +297,19 @@ class NumpyDecoder(Generic[T]):
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return type(self), (self._type, self._copy, self._use_shared_memory)
+
+
+def _plain_decoder(kind: Any) -> Decode:
+    """Decodes a type of plain values, once it is known what they will take."""
+    decode, sets = msgspec.msgpack.Decoder(kind).decode, has_sets(kind)
+
+    def decode_counted(message: Frame, _: ArrayReader) -> Any:
+        size = memoryview(message).nbytes
+        if size > SMALL:
+            check_plain_size(bytes(message), FACTOR * size + MARGIN, sets=sets)
+        return decode(message)
+
+    return decode_counted
 
 
 def _check_frames(frames: Sequence[Frame]) -> None:

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar, get_args
+from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -328,6 +328,65 @@ def test_memory_and_time_of_declared_types(declared):
     for message in record_floods(100_000):
         peak = peak_bytes(lambda message=message: give(message))
         assert peak < FACTOR * len(message) + MARGIN
+
+
+PLAIN = [
+    list[int],
+    list[list[int]],
+    list[set[int]],
+    dict[int, list[int]],
+    list[dict[str, Any]],
+    Any,
+]
+
+
+def plain_floods(size):
+    """Messages of about ``size`` bytes whose values take much more than their bytes."""
+    pack = msgspec.msgpack.encode
+    units = [b"\x90", b"\x80", b"\xf0", b"\xd0\x80", b"\x91\xf0", b"\x95\0\1\2\3\4", b"\x81\0\xf0"]
+    units += [pack("ab"), pack(["ab"]), pack({"a": {}}), pack("\u20ac\U0001f600"), pack(-70_000)]
+    units += [pack(2.5), b"\0\xf0", b"\xf0\xcc\xff"]
+    for unit in units:
+        count = size // len(unit)
+        yield b"\xdd" + count.to_bytes(4, "big") + unit * count
+        if len(unit) > 1:
+            continue
+        pairs = size // 6
+        keyed = b"".join(b"\xce" + key.to_bytes(4, "big") + unit for key in range(pairs))
+        yield b"\xdf" + pairs.to_bytes(4, "big") + keyed
+    yield pack([-20] * 150_000)
+    for count in (4915, 19_661):
+        yield pack(list(range(count)))
+        yield pack({f"k{key}": key for key in range(count)})
+
+
+@pytest.mark.parametrize("declared", PLAIN, ids=str)
+def test_memory_of_plain_values(declared):
+    decode = msgpack_numpy_decoder(declared)
+
+    def give(message):
+        with contextlib.suppress(DecodeFailed, LimitExceeded):
+            decode(message)
+
+    for message in (*plain_floods(4000), *plain_floods(45_000)):
+        peak = peak_bytes(lambda message=message: give(message))
+        assert peak < FACTOR * len(message) + MARGIN, message[:40]
+
+
+@pytest.mark.parametrize(
+    ("declared", "value"),
+    [
+        (list[int], list(range(-100, 200_000))),
+        (list[int], [-100] * 20_000),
+        (list[list[int]], [[1, 2, 3, 500]] * 50_000),
+        (set[int], set(range(100_000))),
+        (list[dict[str, Any]], [{"id": 70_000, "name": "prompt", "score": 0.5}] * 20_000),
+        (Any, {"texts": ["a text of some words"] * 10_000, "ids": [[5, 6, 7_000]] * 10_000}),
+    ],
+    ids=["ints", "negative", "nested", "set", "records", "any"],
+)
+def test_usual_plain_values_are_read_at_any_length(declared, value):
+    assert msgpack_numpy_decoder(declared)(msgspec.msgpack.encode(value)) == value
 
 
 @dataclasses.dataclass
