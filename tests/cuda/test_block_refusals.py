@@ -106,7 +106,7 @@ def test_a_tile_too_large_for_a_thread_block_is_refused(device: Device) -> None:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"heads": 0}, "nothing"), ({"head_dim": 12}, "multiple"), ({"encoding": "fp4"}, "none of")],
+    [({"heads": 0}, "empty"), ({"head_dim": 12}, "multiple"), ({"encoding": "fp4"}, "not one of")],
 )
 def test_layouts_are_checked(change: dict[str, Any], words: str) -> None:
     sizes = {"layers": 1, "blocks": 1, "heads": 1, "block_size": 8, "head_dim": 16}
@@ -183,7 +183,7 @@ def test_wrong_reslices_never_reach_a_kernel(device: Device) -> None:
         ("heads 3 to 5", {"source_head": 3}),
         ("heads 1 to 3", {"target_head": 1}),
         ("layers 3 to 5", {"layer_start": 3}),
-        ("nothing", {"heads": 0}),
+        ("empty", {"heads": 0}),
         ("digest", {"digest": device.zeros((1,), np.float64)}),
     ]
     for words, change in changes:
