@@ -49,7 +49,7 @@ def test_a_graph_holds_products_of_few_rows_and_of_many(
 def test_a_write_that_does_not_fit_is_refused(device: Device) -> None:
     array = device.zeros((2, 4), np.int32)
     for values in (np.zeros((2, 3), np.int32), np.zeros((2, 4), np.int64)):
-        with pytest.raises(ValueError, match="into int32"):
+        with pytest.raises(ValueError, match="to int32"):
             device.write(array, values)
     device.write(array, np.arange(8, dtype=np.int32).reshape(2, 4))
     assert device.download(array).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
