@@ -100,9 +100,10 @@ class ArrayReader:
     ``frames``: those that came, the message at ``base`` and the frame that a map calls k at
     ``base + k``. ``copy``: arrays of their own; otherwise read-only views of the message, the
     frame or the shared memory. ``shared``: opens shared memory, which is refused without it.
+    ``aligned``: False gives views also where the bytes of a large array are not aligned.
     """
 
-    __slots__ = ("_base", "_copy", "_frames", "_seen", "_shared")
+    __slots__ = ("_aligned", "_base", "_copy", "_frames", "_seen", "_shared")
 
     def __init__(
         self,
@@ -111,7 +112,9 @@ class ArrayReader:
         *,
         copy: bool = False,
         shared: OpenShared | None = None,
+        aligned: bool = True,
     ) -> None:
+        self._aligned = aligned
         self._frames, self._base, self._copy, self._shared = frames, base, copy, shared
         self._seen = 0  # a bit for each frame
 
@@ -122,7 +125,7 @@ class ArrayReader:
         number = value.frame
         if number:
             self._seen |= 1 << number
-        array = read_array(value, self._frames, self._base)
+        array = read_array(value, self._frames, self._base, aligned=self._aligned)
         return array.copy() if self._copy else array
 
     def _open(self, value: ArrayMap) -> Array:
@@ -146,10 +149,13 @@ class ArrayReader:
         return seen.bit_length() - 1 if seen else 0
 
 
-def read_array(value: ArrayMap, frames: Sequence[Frame], base: int) -> Array:
+def read_array(
+    value: ArrayMap, frames: Sequence[Frame], base: int, *, aligned: bool = True
+) -> Array:
     """The array of a map that names no shared memory, read-only; see :class:`ArrayReader`.
 
-    It is a view of the message or the frame, or a copy where those are not aligned.
+    It is a view of the message or the frame. Where those are not aligned it is a copy, unless
+    ``aligned`` is False.
     """
     dtype, shape, number = DTYPES.get(value.dtype), value.shape, value.frame
     if dtype is None or not value.np or value.shm:
@@ -172,7 +178,7 @@ def read_array(value: ArrayMap, frames: Sequence[Frame], base: int) -> Array:
         array = np.ndarray(shape, dtype, data)
     if type(data) is not bytes:  # whose array is aligned and cannot be changed
         flags = array.flags
-        if not flags.aligned:
+        if aligned and not flags.aligned:
             array = array.copy()
             flags = array.flags
         if flags.writeable:

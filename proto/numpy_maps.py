@@ -275,7 +275,7 @@ class NumpyDecoder(Generic[T]):
     def _read(self, decode: Decode, frames: Sequence[Frame]) -> Any:
         self._shared.begin()
         _room.left = _FACTOR * memoryview(frames[0]).nbytes + _MARGIN
-        reader = ArrayReader(frames, copy=self._copy, shared=self._open)
+        reader = ArrayReader(frames, copy=self._copy, shared=self._open, aligned=False)
         result = decode(frames[0], reader)
         if reader.used() != len(frames) - 1:
             raise DecodeFailed(f"{len(frames) - 1} array frames, {reader.used()} are referred to")

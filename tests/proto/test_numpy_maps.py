@@ -61,6 +61,21 @@ def test_the_form_on_the_wire():
     }
 
 
+@pytest.mark.parametrize("before", range(5))
+def test_a_large_array_is_not_copied_unless_asked_for(before):
+    """Wherever its bytes begin: in a message they are seldom aligned."""
+    array = np.arange(100_000, dtype=np.float64)
+    message = msgpack_numpy_encoder()({"x" * before: array})
+    bytes_of = np.frombuffer(message, np.uint8)
+    view = msgpack_numpy_decoder(dict[str, np.ndarray], copy=False)(message)["x" * before]
+    assert np.shares_memory(view, bytes_of)
+    assert not view.flags.writeable
+    own = msgpack_numpy_decoder(dict[str, np.ndarray])(message)["x" * before]
+    assert own.flags.aligned
+    assert own.flags.writeable
+    np.testing.assert_array_equal(own, view)
+
+
 def test_a_view_outlives_the_message():
     message = bytearray(encode(np.arange(1000)))
     array = msgpack_numpy_decoder(np.ndarray, copy=False)(message)
