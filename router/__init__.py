@@ -1,1 +1,1 @@
-"""The router process: admission, policy, request lifecycle."""
+"""The router process: admits requests, assigns them to workers, relays tokens."""

@@ -1,4 +1,4 @@
-"""``python -m baton.router --config FILE``: one router until it is told to end."""
+"""``python -m baton.router --config FILE``: run one router until a stop signal."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .describe import read_text_files
 from .shell import RouterShell
 
 GC_THRESHOLDS = (50_000, 50, 100)
-"""Records live as long as their requests: look for cycles seldom, pauses show in latency."""
+"""Thresholds of the garbage collector: rare collections, since each pause adds latency."""
 
 
 def serve(config: RouterConfig) -> int:
-    """Run the router; returns the exit code."""
+    """Run the router and return the exit code."""
     keys = load_keys(config.keys, ROUTER, config.name)
     files = read_text_files(config.model_folder, config.max_described_bytes)
     loop = Loop()

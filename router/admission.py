@@ -1,8 +1,8 @@
-"""What the router takes on, and how long a refused client should wait.
+"""Admission: limits on requests, queued prompt tokens and memory, and the retry delay.
 
-Invariant: the three counters equal the sums over all records, and none passes its cap by an
-admission; so the router's memory is bounded whatever clients send and however slowly they
-read. A refusal happens at once and carries a hint from the throughput seen lately.
+Invariant: the three counters equal the sums over all records, and no admission raises a counter
+above its limit. So the router's memory is bounded for any input and for slow readers. A rejection
+is immediate and carries a retry delay computed from the recent throughput.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .request import Request, context_bytes
 
 
 class Meter:
-    """Events per second over the last seconds, as an exponentially weighted mean."""
+    """Exponentially weighted mean of events per second."""
 
     __slots__ = ("_at", "_count", "rate", "total")
 
@@ -32,7 +32,7 @@ class Meter:
         self._count += amount
 
     def roll(self, now: float) -> None:
-        """Fold what was counted since the last call into the rate."""
+        """Update the rate with the events counted since the last call."""
         elapsed = now - self._at
         if elapsed <= 0:
             return
@@ -44,32 +44,32 @@ class Meter:
 
 
 class PrefillRate:
-    """Prompt tokens a prefill worker computes per second, measured while all have enough to do.
+    """Prompt tokens per second and prefill worker, measured while all workers are saturated.
 
-    Light traffic says nothing of what workers can do, so only time counts in which every one
-    has its next steps waiting. Cancelled requests make the rate look higher, never lower.
+    Light traffic does not show the capacity, so only time with a backlog for every worker counts.
+    Cancelled requests can raise the measured rate, never lower it.
     """
 
     WINDOW_S = 10.0
     ENOUGH_TOKENS = 2048
-    """Prompt tokens per prefill worker, waiting or computed, that keep its steps full."""
+    """Unfinished prompt tokens per prefill worker that count as saturation."""
     MEASURED_S = 1.0
-    """Shortest time a rate is believed after."""
+    """Seconds of saturation before the rate is used."""
     KEEP_S = 60.0
-    """Longest time it is believed without a new measurement."""
+    """Seconds for which the last measurement stays valid."""
 
     def __init__(self) -> None:
-        self._since: float | None = None  # start of what is measured now
+        self._since: float | None = None  # start of the current interval, None while not saturated
         self._tokens = self._seconds = 0.0
         self._until = -math.inf
 
     def queued(self, waiting: int, workers: int, now: float) -> None:
-        """More tokens wait, ``waiting`` altogether, for ``workers`` prefill workers."""
+        """Note that the backlog grew to ``waiting`` tokens for ``workers`` prefill workers."""
         if self._since is None and self._enough(waiting, workers):
             self._since = now
 
     def computed(self, tokens: int, waiting: int, workers: int, now: float) -> None:
-        """A prompt of ``tokens`` has its first token, ``waiting`` are left."""
+        """Note that a prompt of ``tokens`` was computed; ``waiting`` tokens are left."""
         if self._since is not None and workers:
             elapsed = now - self._since
             keep = math.exp(-elapsed / self.WINDOW_S)
@@ -79,11 +79,11 @@ class PrefillRate:
         self._since = now if self._enough(waiting, workers) else None
 
     def interrupted(self) -> None:
-        """A prompt left uncomputed: what was done for it is unknown."""
+        """End the interval: a prompt left the queue, and how much of it was computed is unknown."""
         self._since = None
 
     def seconds(self, tokens: int, workers: int, now: float) -> float:
-        """How long ``workers`` take for ``tokens``; 0 while that is not known."""
+        """Return the seconds that ``workers`` need for ``tokens``, 0 if the rate is unknown."""
         known = self._seconds >= self.MEASURED_S and now < self._until and self._tokens > 0
         return tokens * self._seconds / (self._tokens * workers) if known and workers else 0.0
 
@@ -92,13 +92,13 @@ class PrefillRate:
 
 
 class Admission:
-    """Counts what is admitted against its caps."""
+    """Charges admitted requests against the limits."""
 
     def __init__(self, config: AdmissionConfig, now: float) -> None:
         self._config = config
-        self.requests = 0  # admitted and not ended
+        self.requests = 0  # admitted and unfinished
         self.queued_tokens = 0  # prompt tokens of requests without a first token
-        self.context_bytes = 0  # of everything kept, ended requests too
+        self.context_bytes = 0  # of all records, also of ended requests
         self.ended = Meter(now)
         self.prompt_tokens = Meter(now)
         self.tokens = Meter(now)
@@ -110,10 +110,11 @@ class Admission:
     def admit(
         self, request: Request, slots: int, workers: int, now: float, others: int = 0
     ) -> None:
-        """Charge a new request; raises CapacityError when a cap or its deadline would be passed.
+        """Charge a new request.
 
-        ``slots``: batch slots of the ready decode workers, ``workers``: ready prefill workers;
-        0 when unknown. ``others``: requests that other routers have on the decode workers.
+        ``slots``: batch slots of the ready decode workers; ``workers``: number of ready prefill
+        workers (0 = unknown for both). ``others``: requests of other routers on the decode
+        workers. Raises CapacityError if the request exceeds a limit or cannot meet its deadline.
         """
         size = self._fitting(request)
         self._check_queue(request, slots, others)
@@ -121,7 +122,7 @@ class Admission:
         self._charge(request, size, workers, now)
 
     def admit_resumed(self, request: Request, workers: int, now: float) -> None:
-        """Charge a request that was admitted before, so only memory can refuse it."""
+        """Charge a resumed request. It was admitted once, so only the memory limit applies."""
         self._charge(request, self._fitting(request), workers, now)
 
     def _charge(self, request: Request, size: int, workers: int, now: float) -> None:
@@ -133,14 +134,14 @@ class Admission:
         self.prefill.queued(self.queued_tokens, workers, now)
 
     def started(self, request: Request, workers: int, now: float) -> None:
-        """Its first token was seen: the prompt waits no more."""
+        """Note the first token: the prompt leaves the queue."""
         self.queued_tokens -= request.queued_tokens
         self.prompt_tokens.add(request.queued_tokens)
         self.prefill.computed(request.queued_tokens, self.queued_tokens, workers, now)
         request.queued_tokens = 0
 
     def end(self, request: Request) -> None:
-        """It has its terminal."""
+        """Uncharge an ended request, except for its memory."""
         self.requests -= 1
         if request.queued_tokens:
             self.prefill.interrupted()
@@ -149,19 +150,19 @@ class Admission:
         self.ended.add()
 
     def forget(self, request: Request) -> None:
-        """Its memory is free."""
+        """Uncharge the memory of a dropped record."""
         self.context_bytes -= request.bytes
         request.bytes = 0
 
     def roll(self, now: float) -> None:
-        """Bring the rates up to date; about once a second is enough."""
+        """Update the rates; call about once a second."""
         for meter in (self.ended, self.prompt_tokens, self.tokens):
             meter.roll(now)
 
     # ------------------------------------------------------------------ refusals
 
     def retry_after(self) -> float:
-        """Seconds until a place is likely: the backlog over the rate at which it drains."""
+        """Return the retry delay in seconds: the time in which half of the backlog drains."""
         config = self._config
         waits = [config.min_retry_s]
         if self.ended.rate > 0:
@@ -177,25 +178,25 @@ class Admission:
         cap = config.max_requests
         if slots and config.requests_per_slot:
             all_routers = math.ceil(slots * config.requests_per_slot)
-            cap = min(cap, max(1, slots, all_routers - others))  # each may fill them once
+            cap = min(cap, max(1, slots, all_routers - others))  # each router may fill them once
         if self.requests >= cap:
             self._refuse(f"{self.requests} requests are in flight")
-        # A single prompt longer than the cap must still be served when nothing waits.
+        # With an empty queue, a prompt above the limit must still be served.
         if self.queued_tokens and self.queued_tokens + request.base > config.max_queued_tokens:
             self._refuse(f"{self.queued_tokens} prompt tokens are queued")
 
     def _fitting(self, request: Request) -> int:
-        """Bytes the request may take, once there is memory for them."""
+        """Return the most bytes the request may take; raises CapacityError above the limit."""
         size = context_bytes(request.context)
         if self.context_bytes + size > self._config.max_context_bytes:
-            self._refuse("no memory for further contexts")
+            self._refuse("memory for contexts is full")
         return size
 
     def _check_wait(self, request: Request, workers: int, now: float) -> None:
-        """Refuse what would reach its deadline before its prompt is begun.
+        """Reject a request whose deadline would pass in the prefill queue.
 
-        The backlog is counted for all prefill workers together, so a request that is bound to
-        some of them is left to its luck.
+        The backlog is known only for all prefill workers together. So a request that is pinned to
+        a prefill worker or to a pool is not checked.
         """
         wait = self.prefill.seconds(self.queued_tokens, workers, now)
         left = request.deadline - now
@@ -204,20 +205,23 @@ class Admission:
         pinned = request.pin is not None and request.pin[0] == "prefill"
         if request.pool is None and not pinned:
             text = f"{self.queued_tokens} prompt tokens wait for about {wait:.1f} s"
-            self._refuse(f"{text}, and the deadline is in {left:.1f} s", wait - left)
+            self._refuse(f"{text}, the deadline is in {left:.1f} s", wait - left)
 
     def _refuse(self, reason: str, least: float = 0.0) -> None:
-        """``least``: seconds before which another try would meet the same."""
+        """Raise CapacityError. ``least``: seconds for which a retry would fail in the same way."""
         self.refused += 1
         hint = max(self.retry_after(), min(least, self._config.max_retry_s))
         raise CapacityError(f"overloaded: {reason}", retry_after=hint)
 
 
 def check_deadline(asked: float | None, default: float, longest: float) -> float:
-    """Seconds a request has; raises for one that is over already or is no number."""
+    """Return the seconds until the deadline: ``asked``, or ``default``, at most ``longest``.
+
+    Raises InputError for NaN and DeadlineExceeded for a deadline in the past.
+    """
     seconds = default if asked is None else asked
     if math.isnan(seconds):
         raise InputError("deadline is not a number")
     if seconds <= 0:
-        raise DeadlineExceeded(f"the deadline was over {-seconds:g} s before the request came")
+        raise DeadlineExceeded(f"the deadline passed {abs(seconds):g} s before the request arrived")
     return min(seconds, longest)

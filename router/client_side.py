@@ -1,7 +1,7 @@
-"""What clients say: requests begun, resumed, cancelled and acknowledged, and questions.
+"""Messages from clients: submit, resume, cancel, acknowledge, and queries such as Status.
 
-Invariant: every Submit and Resume is answered by Submitted and later one terminal, or by a
-refusal with a typed code at once; a refused request leaves nothing behind here.
+Invariant: the answer to every Submit and Resume is either Submitted and later one terminal, or
+an immediate terminal with an error code. A rejected request leaves no state in the router.
 """
 
 from __future__ import annotations
@@ -50,16 +50,17 @@ from .request import Request, State
 from .status import Reporter
 
 ENDED_ABSENT_S = 30.0
-"""How long the end of a request waits for a client that is gone, as native clients try."""
+"""Seconds for which a terminal is kept for a disconnected client; native clients retry as long."""
 CLOSING_WINDOW_S = 1.0
-"""How long a router that is about to end lets requests run on whose clients have left it."""
+"""Seconds for which a closing router lets requests of disconnected clients run on."""
 _ENDED = State.ENDED
 
 
 class ClientSide:
     """Handles every message of ClientToRouter.
 
-    ``files``: the model folder's text files by name, as Describe hands them out.
+    ``files``: text files of the model folder by name, returned by Describe. ``caller_of``: maps a
+    client's routing id to its key and rights.
     """
 
     def __init__(
@@ -77,21 +78,21 @@ class ClientSide:
         self._caller_of = caller_of
         self._key = life.config.key
         self.closing = False
-        self.drains: dict[str, list[bytes]] = {}  # who waits for a worker's Drained
+        self.drains: dict[str, list[bytes]] = {}  # clients that wait for Drained, by worker id
 
     def handle(self, identity: bytes, messages: Sequence[Message], now: float) -> None:
-        """Take what one envelope holds."""
+        """Handle the messages of one envelope."""
         for message in messages:
             self._handlers[type(message)](self, identity, message, now)
 
     def gone(self, identity: bytes, now: float) -> None:
-        """A client's connection was lost: its running requests end now, or after the window."""
+        """Handle a lost connection: its requests end now, or after the resume window."""
         life = self._life
         window = life.config.resume_window_s
-        if self.closing:  # clients go to another router, which may not have asked for them yet
+        if self.closing:  # gives the client's next router time to find the request
             window = max(window, CLOSING_WINDOW_S)
         for request in life.clients.gone(identity):
-            if request.state is State.ENDED:  # its terminal is kept for a client that comes back
+            if request.state is State.ENDED:  # keep the terminal: the client may reconnect
                 request.limit = min(request.limit, now + ENDED_ABSENT_S)
                 life.wake(request, request.retry_at, now)
             elif window <= 0:
@@ -102,7 +103,7 @@ class ClientSide:
                 life.wake(request, request.retry_at, now)
 
     def writable(self, identity: bytes) -> None:
-        """A slow client has caught up: go on where it stopped."""
+        """Send a client that has caught up everything it has missed."""
         client = self._life.clients.writable(identity)
         if client is None:
             return
@@ -142,10 +143,10 @@ class ClientSide:
         life.start(request, now)
 
     def _submit_again(self, identity: bytes, known: Request, message: Submit) -> None:
-        """The same id once more: the same content re-attaches, another is refused."""
+        """Re-attach to a running request; reject the same id with different content."""
         if _content(known) != _content(message):
-            text = f"request id {message.request_id!r} is in use with another content"
-            # Without the key, which names the request that is running.
+            text = f"request id {message.request_id!r} is in use with different content"
+            # Omit the key: it names the running request.
             self._refuse(identity, b"", message.request_id, DuplicateRequest(text))
             return
         self._attach(identity, known)
@@ -155,7 +156,7 @@ class ClientSide:
         life = self._life
         key = message.request
         if not hmac.compare_digest(message.secret, resume_secret(self._key, key)):
-            error: BatonError = InputError("the secret does not open this request")
+            error: BatonError = InputError("wrong secret for this request")
             self._refuse(identity, key, message.request_id, error)
             return
         known = life.requests.get(key)
@@ -168,7 +169,7 @@ class ClientSide:
         try:
             self._check_id(message.request_id)
             if message.attempt > MAX_RESUMED_ATTEMPT:
-                raise InputError(f"attempt {message.attempt} cannot have been seen")
+                raise InputError(f"attempt is {message.attempt}, limit {MAX_RESUMED_ATTEMPT}")
             attempt = max(message.attempt, life.last_attempt(key))
             request = self._checked(key, message, attempt, now)
             self._take_emitted(request, message)
@@ -181,13 +182,13 @@ class ClientSide:
         self._recovery.resume(request, now)
 
     def _resume_known(self, identity: bytes, request: Request, message: Resume, now: float) -> None:
-        """Go on from the client's position; it may be ahead of a router that was restarted."""
+        """Continue from the client's position, which may be ahead of a restarted router."""
         ahead = message.position - request.next
         if ahead > 0 and not request.done:
             try:
                 self._check_ahead(request, message)
             except InputError as error:
-                # Without the key, which names the request that is running.
+                # Omit the key: it names the running request.
                 self._refuse(identity, b"", message.request_id, error)
                 return
             request.emitted.extend(message.emitted[-ahead:])
@@ -197,21 +198,24 @@ class ClientSide:
         known = request.client is not None and request.client.identity == identity
         self._attach(identity, request)
         self._life.resend(request, message.position)
-        if not known or message.position >= request.next:  # it has all, and doubts that more comes
+        # A client that has every token resumes only if it suspects that the stream is stuck.
+        if not known or message.position >= request.next:
             self._recovery.reclaim(request, now)
 
     def _check_ahead(self, request: Request, message: Resume) -> None:
-        """Raise unless the client's tokens are this request's and go on from those here."""
+        """Raise InputError or DuplicateRequest unless the client's tokens extend those kept."""
         if message.position != _end(message):
-            raise InputError(f"position {message.position} is not where the emitted tokens end")
+            raise InputError(
+                f"position is {message.position}, the emitted tokens end at {_end(message)}"
+            )
         check_emitted(message.context, message.emitted, self._life.registry.card)
         if _content(request) != _content(message):
-            raise DuplicateRequest(f"{message.request_id!r} is resumed with another content")
+            raise DuplicateRequest(f"{message.request_id!r} was resumed with different content")
         if array("i", message.emitted[: len(request.emitted)]) != request.emitted:
-            raise InputError("the emitted tokens are not those of this request")
+            raise InputError("the emitted tokens differ from those of this request")
 
     def _attach(self, identity: bytes, request: Request) -> None:
-        """Serve the request to this connection and give it the secret to come back with."""
+        """Stream the request to this connection and send Submitted, with the secret for Resume."""
         life = self._life
         life.clients.attach(request, identity)
         request.identity, request.owner = identity, self._caller_of(identity).key
@@ -225,17 +229,17 @@ class ClientSide:
         life.out.append(ToClient(identity, submitted))
 
     def _checked(self, key: bytes, message: Submit | Resume, attempt: int, now: float) -> Request:
-        """The record of a valid request; raises what is wrong with it."""
+        """Return a record for a valid request; raises a BatonError for an invalid one."""
         life, config = self._life, self._life.config
         card = life.registry.card
         if message.pin not in ("prefer", "strict"):
-            raise InputError(f"pin is {message.pin!r}; known are prefer and strict")
+            raise InputError(f"pin must be prefer or strict, not {message.pin!r}")
         if card is not None:
             check_wire_context(message.context, card)
         else:
             check_wire_shape(message.context)
         if message.pool is not None and len(message.pool) > MAX_POOL_CHARS:
-            raise InputError(f"pool is longer than {MAX_POOL_CHARS} characters")
+            raise InputError(f"pool has {len(message.pool)} characters, limit {MAX_POOL_CHARS}")
         seconds = check_deadline(message.deadline, config.default_deadline_s, config.max_deadline_s)
         request = Request(key, message.request_id, message.context, now + seconds, attempt)
         request.pool = message.pool
@@ -244,11 +248,11 @@ class ClientSide:
         return request
 
     def _take_emitted(self, request: Request, message: Resume) -> None:
-        """Start from the tokens the client has."""
+        """Store the tokens that the client has received; raises InputError if they are invalid."""
         if message.position != _end(message):
             raise InputError(
-                f"position {message.position} does not follow a prompt of {request.base}"
-                f" and {len(message.emitted)} tokens"
+                f"position is {message.position}, but the prompt has {request.base} tokens and"
+                f" {len(message.emitted)} tokens were emitted"
             )
         check_emitted(message.context, message.emitted, self._life.registry.card)
         request.emitted = array("i", message.emitted)
@@ -279,7 +283,7 @@ class ClientSide:
         key = message.request or own
         request = life.requests.get(key)
         if request is None or not (key == own or self._may_end(identity, request, message.secret)):
-            # Perhaps its Submit was lost or comes later: the client gets the end it waits for.
+            # The Submit may be lost or late; the client still needs its terminal.
             if key == own and not life.last_attempt(key):
                 life.tombstones.add(key, now)
                 self._recovery.orphans.cancelled(key)
@@ -290,13 +294,13 @@ class ClientSide:
             life.cancel(request, now, "cancelled")
 
     def _may_end(self, identity: bytes, request: Request, secret: bytes) -> bool:
-        """Whether a request is this connection's, or its secret is shown: keys are no secrets."""
+        """True if the connection owns the request, or knows its secret. A key is not a secret."""
         if request.identity == identity:
             return True
         return hmac.compare_digest(secret, resume_secret(self._key, request.key))
 
     def _nothing_runs(self, identity: bytes, key: bytes, request_id: str) -> None:
-        text = "nothing of this name runs here"
+        text = "no such request is running"
         terminal = Terminal(request=key, request_id=request_id, status="cancelled", message=text)
         self._life.out.append(ToClient(identity, terminal))
 
@@ -309,7 +313,7 @@ class ClientSide:
             if request.identity == identity:
                 self._life.forget(request)
 
-    # ------------------------------------------------------------------ questions
+    # ------------------------------------------------------------------ queries
 
     def _describe(self, identity: bytes, message: Describe, _now: float) -> None:
         wanted = {name: self._files[name] for name in message.files if name in self._files}
@@ -332,7 +336,7 @@ class ClientSide:
         self._answer(identity, Pong(nonce=message.nonce))
 
     def _drain(self, identity: bytes, message: Drain, now: float) -> None:
-        """Pass an operator's drain to the worker; it is repeated until the worker confirms it."""
+        """Forward an operator's Drain, which the timers repeat until the worker confirms."""
         try:
             worker = self._life.registry.named(message.worker)
             ready = self._life.registry.ready(worker.role)
@@ -349,22 +353,22 @@ class ClientSide:
         waiting = self.drains.setdefault(worker.id, [])
         if identity not in waiting:
             waiting.append(identity)
-        # By the name it was asked with, which may be its endpoint.
+        # Answer with the name from the query, which may be an endpoint.
         self._answer(identity, Drained(worker=message.worker, message="draining"))
 
     def drained(self, worker_id: str) -> None:
-        """A worker has nothing left: tell who asked."""
+        """Notify the clients that asked for the drain of a worker: it has no requests left."""
         for identity in self.drains.pop(worker_id, ()):
             self._answer(identity, Drained(worker=worker_id, message="drained"))
 
     def _answer(self, identity: bytes, message: Message) -> None:
-        """Answer a question, unless the client does not even read what it has."""
+        """Send an answer, unless the client reads too slowly."""
         client = self._life.clients.get(identity)
         if client is None or not client.behind:
             self._life.out.append(ToClient(identity, message))
 
     def _pong(self, identity: bytes, message: Pong, now: float) -> None:
-        """Heard; there is nothing to do."""
+        """Ignore: a Pong needs no answer."""
 
     _handlers: ClassVar[dict[type, Callable[..., None]]] = {
         Submit: _submit,
@@ -379,13 +383,13 @@ class ClientSide:
     }
 
     def reject(self, identity: bytes, error: BatonError, request_id: str = "") -> None:
-        """Bytes of this client could not be understood."""
+        """Send Rejected for bytes that could not be decoded."""
         rejected = Rejected(code=error.code, message=str(error), request_id=request_id)
         self._answer(identity, rejected)
 
 
 def _content(asked: Request | Submit | Resume) -> bytes:
-    """Digest of all that decides what a request is."""
+    """Return the digest of everything that defines a request's result."""
     strict = asked.strict if isinstance(asked, Request) else asked.pin == "strict"
     return context_digest(asked.context, asked.pool, strict)
 
@@ -394,10 +398,10 @@ def _end(message: Resume) -> int:
     return len(message.context.tokens) + len(message.emitted)
 
 
-def fold_questions(messages: Sequence[Message]) -> Sequence[Message]:
-    """Messages of one envelope with at most one question of a kind; one answer serves all.
+def merge_queries(messages: Sequence[Message]) -> Sequence[Message]:
+    """Merge the Describe and the Status messages of an envelope into one of each kind.
 
-    A question takes a few bytes and its answer megabytes.
+    A query has a few bytes and its answer megabytes: one envelope must not cause many answers.
     """
     describes = [message for message in messages if type(message) is Describe]
     statuses = [message for message in messages if type(message) is Status]

@@ -1,7 +1,7 @@
-"""Clients as the router sees them: what each is owed and whether it keeps up.
+"""The connected clients, their requests, and which of them read too slowly.
 
-Invariant: a client that is behind is given nothing until it has caught up; nothing is lost
-for it, since records keep their tokens, so a slow client costs no memory beyond them.
+Invariant: a client with ``behind`` set receives nothing until it has caught up. The requests'
+records keep its tokens, so a slow client loses nothing and costs no further memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Client:
     def __init__(self, identity: bytes) -> None:
         self.identity = identity
         self.requests: dict[bytes, Request] = {}
-        self.runs: list[TokenRun] = []  # of the message being relayed
+        self.runs: list[TokenRun] = []  # for the Tokens message that is being built
         self.behind = False
 
 
@@ -29,11 +29,11 @@ class Clients:
         self._by_identity: dict[bytes, Client] = {}
 
     def get(self, identity: bytes) -> Client | None:
-        """The client, or None when it has no requests here."""
+        """Return the client, or None if it has no requests."""
         return self._by_identity.get(identity)
 
     def attach(self, request: Request, identity: bytes) -> Client:
-        """Serve ``request`` to ``identity`` from now on."""
+        """Stream ``request`` to ``identity``, and to no other client."""
         client = self._by_identity.get(identity)
         if client is None:
             client = self._by_identity[identity] = Client(identity)
@@ -45,7 +45,7 @@ class Clients:
         return client
 
     def detach(self, request: Request) -> None:
-        """Serve ``request`` to nobody."""
+        """Remove the client from ``request``."""
         client = request.client
         if client is None:
             return
@@ -56,14 +56,14 @@ class Clients:
             self._by_identity.pop(client.identity, None)
 
     def full(self, identity: bytes) -> None:
-        """The client reads too slowly."""
+        """Mark a client that reads too slowly."""
         client = self._by_identity.get(identity)
         if client is None:
             client = self._by_identity[identity] = Client(identity)
         client.behind = True
 
     def writable(self, identity: bytes) -> Client | None:
-        """The client has caught up; None when it has no requests any more."""
+        """Clear the mark and return the client, or None if it has no requests."""
         client = self._by_identity.get(identity)
         if client is None:
             return None
@@ -74,7 +74,7 @@ class Clients:
         return client
 
     def gone(self, identity: bytes) -> list[Request]:
-        """The connection is lost: its requests, now without a client."""
+        """Drop a lost connection and return its requests, which have no client then."""
         client = self._by_identity.pop(identity, None)
         if client is None:
             return []

@@ -1,4 +1,4 @@
-"""Settings of one router process; parsed once in ``__main__`` and passed down."""
+"""Settings of one router process, parsed once in ``__main__``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ POLICIES = ("round_robin", "least_loaded", "prefix_aware")
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How workers are chosen.
+    """Settings of the policy that chooses workers.
 
-    ``block_tokens``: granularity of the router's own prefix index; ``index_blocks``: most
-    blocks remembered per worker; ``match_blocks``: most blocks hashed of one prompt;
-    ``prefill_load`` and ``decode_load``: how many uncached tokens one token of load is worth;
-    ``half_life``: placements after which assigned work counts half as load.
+    ``block_tokens``: tokens per block of the router's prefix index; ``index_blocks``: maximum
+    blocks remembered per worker; ``match_blocks``: maximum blocks hashed per prompt;
+    ``prefill_load`` and ``decode_load``: cost of one token of load, in uncached tokens;
+    ``half_life``: number of placements after which assigned work counts half as load.
     """
 
     name: str = "prefix_aware"
@@ -39,12 +39,12 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the router takes on; beyond it requests are refused at once.
+    """Admission limits; a request above one of them is rejected at once.
 
-    ``max_requests``: unfinished requests; ``requests_per_slot``: further cap, this many times
-    the decode workers' batch slots (0: off); ``max_queued_tokens``: prompt tokens of requests
-    that have no token yet; ``max_context_bytes``: memory of everything kept for requests.
-    ``min_retry_s`` and ``max_retry_s`` bound the retry hint.
+    ``max_requests``: unfinished requests; ``requests_per_slot``: unfinished requests per batch
+    slot of the decode workers (0 = unlimited); ``max_queued_tokens``: prompt tokens of requests
+    without a first token; ``max_context_bytes``: memory of all records, in bytes;
+    ``min_retry_s`` and ``max_retry_s``: bounds of the retry delay in seconds.
     """
 
     max_requests: int = 16_384
@@ -56,23 +56,24 @@ class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One router.
+    """Settings of one router. All times are in seconds.
 
-    ``client_address``, ``worker_address``: where the two sockets bind. ``name`` is stable over
-    restarts: workers keep streams for it. ``cluster_key``: hex text, shared by all routers and
-    kept over restarts, or Resume fails. ``model_folder``: whose text files Describe hands out.
+    ``client_address``, ``worker_address``: bind addresses of the two sockets. ``name``: must not
+    change in a restart, since workers keep requests for this name. ``cluster_key``: hex text,
+    equal at all routers and after a restart; with another key Resume fails. ``model_folder``:
+    folder whose text files Describe returns.
 
-    ``start_grace_s``, ``worker_grace_s``: how long requests wait while no worker was ever
-    ready, or none is any more. ``recovery_s``: how long after its own start the router waits
-    for workers' Hello before it runs a resumed request again. ``orphan_grace_s``: how long after
-    its start it lets requests run on that workers report and no client has resumed; a client
-    that comes still later is served by replay. ``resume_window_s``: how long the
-    requests of a vanished client run on; 0 aborts them at once, so their blocks are free
-    within milliseconds, and a client that does come back is served by replay.
-    ``worker_timeout_s``: how long a worker may show no heartbeat or no progress before it is
-    declared dead; ``slow_step_factor``: a step is a hang only after this many times its
-    predicted duration as well.
-    ``keys``: key folder; with it TCP sockets demand CURVE.
+    ``start_grace_s``: longest wait of a request before the first worker is ready;
+    ``worker_grace_s``: longest wait after the last ready worker was lost.
+    ``recovery_s``: after its start the router waits this long for workers' Hello before it
+    replays a resumed request. ``orphan_grace_s``: after its start the router lets requests that
+    workers report run this long without a client; a later Resume leads to a replay.
+    ``resume_window_s``: requests of a lost connection run on for this long. 0 aborts them at
+    once, which frees their blocks within milliseconds; a later Resume leads to a replay.
+
+    ``worker_timeout_s``: a worker without heartbeat or progress for this time is declared dead.
+    ``slow_step_factor``: a step counts as hung only if it also takes this many times its
+    predicted duration. ``keys``: key folder; if set, TCP sockets require CURVE.
     """
 
     client_address: str
@@ -110,7 +111,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_described_bytes: int = MAX_DESCRIBED_BYTES - DESCRIBED_MARGIN
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work, with the field's name."""
+        """Raise ConfigError, with the name of the field, for an invalid value."""
         try:
             check_endpoint(self.client_address)
             check_endpoint(self.worker_address)
@@ -118,20 +119,20 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(str(error)) from error
         if self.policy.name not in POLICIES:
             known = ", ".join(POLICIES)
-            raise ConfigError(f"policy.name is {self.policy.name!r}; known are {known}")
+            raise ConfigError(f"policy.name is {self.policy.name!r}, must be one of {known}")
         try:
             bytes.fromhex(self.cluster_key)
         except ValueError as error:
             raise ConfigError("cluster_key must be hexadecimal text") from error
         if self.max_described_bytes > MAX_DESCRIBED_BYTES - DESCRIBED_MARGIN:
             most = MAX_DESCRIBED_BYTES - DESCRIBED_MARGIN
-            raise ConfigError(f"max_described_bytes is {self.max_described_bytes}, at most {most}")
+            raise ConfigError(f"max_described_bytes is {self.max_described_bytes}, limit {most}")
         for part in (self, self.policy, self.admission):
             _check_numbers(part)
 
     @property
     def key(self) -> bytes:
-        """The cluster key's bytes."""
+        """Return the cluster key as bytes."""
         return bytes.fromhex(self.cluster_key)
 
 

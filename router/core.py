@@ -1,15 +1,15 @@
-"""The router's decisions, without I/O or clock.
+"""The router's core: all decisions, without I/O or clock.
 
-``from_client`` and ``from_worker`` take the messages of one envelope, ``handle`` all other events;
-each returns the actions to perform.
+``from_client`` and ``from_worker`` take the messages of one envelope, ``handle`` takes all other
+events. Each of them returns the actions to perform.
 
-Invariants: every admitted request gets exactly one terminal, its true one; its tokens reach
-the client in order and once, on whatever workers it runs; what is kept for all requests
-stays under the caps of :mod:`.admission`.
+Invariants: every admitted request ends with exactly one terminal. Its tokens reach the client in
+order and once, on any sequence of workers. All records together stay below the limits of
+:mod:`.admission`.
 
-It knows nothing of models or KV blocks: the decode worker's grant is the truth about memory.
-The parts: :mod:`.client_side` and :mod:`.worker_side` take messages, :mod:`.lifecycle` places
-and ends requests, :mod:`.recovery` saves them, :mod:`.timers` watches the clock.
+The core does not track KV blocks: only the decode worker's grant decides about its memory.
+Modules: :mod:`.client_side` and :mod:`.worker_side` handle messages, :mod:`.lifecycle` places and
+ends requests, :mod:`.recovery` replays them, :mod:`.timers` handles timeouts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from ..proto.errors import BatonError, LimitExceeded
 from ..proto.messages import Assign, Message, Rejected
-from .client_side import ClientSide, fold_questions
+from .client_side import ClientSide, merge_queries
 from .config import RouterConfig
 from .events import (
     Action,
@@ -43,9 +43,9 @@ from .worker_side import WorkerSide
 class RouterCore:
     """State machine of one router.
 
-    ``incarnation``: random number of this process life. ``files``: text files of the model
-    folder by name. ``now``: monotonic seconds, as in all calls. ``caller_of``: who a client's
-    routing identity belongs to.
+    ``incarnation``: random number of this process. ``files``: text files of the model folder by
+    name. ``now``: monotonic seconds, as in all calls. ``caller_of``: maps a client's routing id
+    to its key and rights.
     """
 
     def __init__(
@@ -71,38 +71,38 @@ class RouterCore:
     # ------------------------------------------------------------------ entry
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take one event; the actions are to be performed in order."""
+        """Handle one event and return the actions, to be performed in order."""
         self._handlers[type(event)](self, event, now)
         return self._take()
 
     def from_client(self, identity: bytes, messages: Sequence[Message], now: float) -> list[Action]:
-        """Take all messages of one envelope from a client."""
-        folded = messages if len(messages) == 1 else fold_questions(messages)
+        """Handle all messages of one envelope from a client."""
+        folded = messages if len(messages) == 1 else merge_queries(messages)
         self._clients.handle(identity, folded, now)
         return self._take()
 
     def from_worker(self, identity: bytes, messages: Sequence[Message], now: float) -> list[Action]:
-        """Take all messages of one envelope from a worker."""
+        """Handle all messages of one envelope from a worker."""
         self._workers.handle(identity, messages, now)
         return self._take()
 
     def reject_client(
         self, identity: bytes, error: BatonError, request_id: str = ""
     ) -> list[Action]:
-        """A client sent bytes that are no message; ``request_id``: of which request, if known."""
+        """Handle undecodable bytes from a client, about ``request_id`` if it is known."""
         self.dropped[f"client_{error.code}"] += 1
         self._clients.reject(identity, error, request_id)
         return self._take()
 
     def reject_worker(self, identity: bytes, error: BatonError) -> list[Action]:
-        """A worker sent bytes that are no message."""
+        """Handle undecodable bytes from a worker."""
         self.dropped[f"worker_{error.code}"] += 1
         rejected = Rejected(code=error.code, message=str(error))
         self.life.out.append(ToWorker(identity, rejected))
         return self._take()
 
     def not_sent(self, message: Message, reason: str, now: float) -> list[Action]:
-        """A message to a worker is too large for any envelope: an Assign ends its request."""
+        """Handle a message that is too large for any envelope: an Assign fails its request."""
         if isinstance(message, Assign):
             request = self.life.requests.get(message.request)
             if request is not None and not request.done and request.attempt == message.attempt:
@@ -110,28 +110,28 @@ class RouterCore:
         return self._take()
 
     def next_timer(self) -> float:
-        """When the next :class:`.Tick` is due."""
+        """Return the time at which the next :class:`.Tick` is due."""
         return self._timers.next_time()
 
     @property
     def dropped(self) -> Counter[str]:
-        """Messages that were not used, by reason; the shell counts those that never came here."""
+        """Counts of dropped messages by reason, including those that the shell drops."""
         return self.life.counters.dropped
 
     # ------------------------------------------------------------------ end of the process
 
     def close(self) -> None:
-        """Take no new requests; the ones here go on."""
+        """Reject new requests; running requests continue."""
         self._clients.closing = True
 
     @property
     def unfinished(self) -> int:
-        """Requests that have no terminal yet."""
+        """Number of requests without a terminal."""
         return self.life.admission.requests
 
     @property
     def kept(self) -> int:
-        """Requests with a record, also those whose terminal is not acknowledged."""
+        """Number of records, including ended requests with an unacknowledged terminal."""
         return len(self.life.requests)
 
     # ------------------------------------------------------------------ inner

@@ -1,4 +1,4 @@
-"""The model folder's text files, which clients need to tokenize and to format chats."""
+"""Text files of the model folder that clients need to tokenize and to format chats."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ TEXT_FILES = (
     "generation_config.json",
     "special_tokens_map.json",
 )
-"""All a client may read; nothing else of the folder ever leaves it."""
+"""The only files of the model folder that the router sends to clients."""
 
 
 def read_text_files(folder: str, max_bytes: int) -> dict[str, bytes]:
-    """Contents of the files that exist, together at most ``max_bytes``.
+    """Return the contents of the existing files by name, at most ``max_bytes`` together.
 
-    Raises ConfigError when the folder is missing, when the files are too large, and for a link to
-    a file outside: whoever writes the folder could have any file of the host handed to clients.
+    Raises ConfigError if the folder is missing, if the files are too large, or if a file links out
+    of the folder: otherwise a model folder could expose any file of the host to clients.
     """
     if not folder:
         return {}
@@ -35,21 +35,21 @@ def read_text_files(folder: str, max_bytes: int) -> dict[str, bytes]:
             continue
         if not _belongs(path.resolve(), root.resolve()):
             raise ConfigError(
-                f"{path} is a link to {path.resolve()}, outside the model folder; put a copy there"
+                f"{path} is a link to {path.resolve()}, outside the model folder; use a copy"
             )
         left -= path.stat().st_size
         if left < 0:
             raise ConfigError(
-                f"the text files of {folder} are larger than {max_bytes} bytes with {name}"
+                f"the text files of {folder}, up to {name}, exceed the limit of {max_bytes} bytes"
             )
         files[name] = path.read_bytes()
     return files
 
 
 def _belongs(file: Path, folder: Path) -> bool:
-    """Whether a file lies in the folder, or is a blob of the hub cache whose snapshot it is.
+    """True if a file is inside the folder, or is a blob of the hub cache of this snapshot.
 
-    A hub cache keeps ``MODEL/blobs/HASH`` and links to them in ``MODEL/snapshots/REVISION``.
+    A hub cache has ``MODEL/blobs/HASH`` and links to them in ``MODEL/snapshots/REVISION``.
     """
     if file.is_relative_to(folder):
         return True

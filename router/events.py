@@ -1,7 +1,7 @@
-"""Events the router's core takes and actions it asks for.
+"""Events that the router's core handles, and actions that it returns.
 
-Pure data. Identities are the ZeroMQ routing ids of the peers' connections. Messages are no
-events: they come in whole envelopes, through ``from_client`` and ``from_worker``.
+Pure data. ``identity`` is the ZeroMQ routing id of a connection. Messages are not events: the
+core receives them per envelope, through ``from_client`` and ``from_worker``.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ class WorkerGone(msgspec.Struct, frozen=True, gc=False):
 
 
 class ClientFull(msgspec.Struct, frozen=True, gc=False):
-    """A client reads too slowly: give it nothing more until :class:`ClientWritable`."""
+    """A client reads too slowly; send nothing to it until :class:`ClientWritable`."""
 
     identity: bytes
 
 
 class ClientWritable(msgspec.Struct, frozen=True, gc=False):
-    """A slow client has caught up with what was handed over."""
+    """A slow client has received all messages sent to it."""
 
     identity: bytes
 
 
 class Tick(msgspec.Struct, frozen=True, gc=False):
-    """Time passed; the core evaluates its timers."""
+    """The core's next timer is due."""
 
 
 Event = ClientGone | WorkerGone | ClientFull | ClientWritable | Tick
@@ -57,7 +57,7 @@ class ToWorker(msgspec.Struct, frozen=True, gc=False):
 
 
 class Log(msgspec.Struct, frozen=True, gc=False):
-    """An event worth a log line: dotted name and keys."""
+    """Write a log line: dotted event name and fields."""
 
     event: str
     fields: dict[str, object]

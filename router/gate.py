@@ -1,10 +1,10 @@
-"""What the key of a caller lets it say to the router; asked only where sockets have keys.
+"""Access control at sockets with CURVE keys: the messages that a key may send.
 
-Invariant: only an operator drains, and sees what belongs to others. A worker registers in the role
-and under a name its key may use; while it lives no other key registers with its name, endpoint or
-incarnation.
+Invariant: only an operator may drain workers and see the requests of other keys. A worker's key
+permits its role and its name. While a worker is connected, no other key can register its name,
+endpoint or incarnation.
 
-Pure: entries of the key list and messages come in, refusals come out.
+Pure: takes key list entries and messages, returns rejections.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ..runtime.claims import Claims
 
 @dataclass(slots=True, frozen=True)
 class Caller:
-    """Who asks. ``key``: of its connection; ``operator``: sees what belongs to others."""
+    """The sender of a query: the key of its connection, and whether it is an operator."""
 
     key: bytes = b""
     operator: bool = True
 
 
 ANYBODY = Caller()
-"""Who asks over a socket without keys: only this machine's user can, so nothing is hidden."""
+"""Sender at a socket without keys: an operator, since only this machine's user can connect."""
 
 
 def client_refusals(entry: KeyEntry | None, messages: Sequence[Message]) -> list[Drained]:
-    """Answers to what a client's key does not let it ask; empty when all may pass."""
+    """Return the answers to messages that a client's key forbids; empty if all are allowed."""
     if entry is not None and entry.role == OPERATOR:
         return []
-    text = "draining a worker takes the key of an operator"
+    text = "draining a worker requires an operator key"
     return [
         Drained(worker=message.worker, code=AccessDenied.code, message=text)
         for message in messages
@@ -43,12 +43,12 @@ def client_refusals(entry: KeyEntry | None, messages: Sequence[Message]) -> list
 
 
 def without_drains(messages: Sequence[Message]) -> list[Message]:
-    """What may pass beside :func:`client_refusals`."""
+    """Return the messages that :func:`client_refusals` does not answer."""
     return [message for message in messages if type(message) is not Drain]
 
 
 class WorkerGate:
-    """Who may say Hello as whom."""
+    """Checks which keys may register which workers."""
 
     def __init__(self) -> None:
         self._claims = Claims()
@@ -56,9 +56,9 @@ class WorkerGate:
     def refusal(
         self, allowed: AllowedKeys, entry: KeyEntry | None, identity: bytes, hello: Hello
     ) -> BatonError | None:
-        """Why this Hello must not be taken; None notes it as taken."""
+        """Return why this Hello is rejected, or None after claiming its name and endpoint."""
         if entry is None or not allowed.may_be(entry, hello.role, hello.worker):
-            what = "nobody" if entry is None else f"{entry.role} {' or '.join(entry.names)}"
+            what = "no worker" if entry is None else f"{entry.role} {' or '.join(entry.names)}"
             return AccessDenied(
                 f"the key of this worker is for {what}, not for {hello.role} {hello.worker!r}, "
                 "or that name belongs to another key: see allowed.toml of the router"
@@ -71,10 +71,10 @@ class WorkerGate:
             f"endpoint {hello.endpoint}",
         )
         if taken:
-            text = f"a worker with another key has this {taken}; it is free when that one is gone"
+            text = f"a worker with another key uses this {taken}; retry after it disconnects"
             return CapacityError(text, retry_after=1.0)
         return None
 
     def gone(self, identity: bytes) -> None:
-        """Its connection was lost."""
+        """Drop the claims of a lost connection."""
         self._claims.gone(identity)

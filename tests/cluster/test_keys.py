@@ -200,7 +200,7 @@ def test_a_client_may_ask_and_not_drain(running, folder, tmp_path):
     keys = keys_of(folder, "client", "router")
     with Client(running.address, keys=keys) as client:
         assert client.status()["workers"]
-        with pytest.raises(AccessDenied, match="takes the key of an operator"):
+        with pytest.raises(AccessDenied, match="requires an operator key"):
             client.drain("decode-1")
     assert running.workers()["decode-1"]["state"] == "ready"
 

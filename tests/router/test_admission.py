@@ -274,7 +274,7 @@ def test_only_known_text_files_leave_the_model_folder(tmp_path):
     (tmp_path / "model.safetensors").write_text("secret")
     assert read_text_files(str(tmp_path), 100) == {"tokenizer.json": b"{}"}
     assert read_text_files("", 100) == {}
-    with pytest.raises(ConfigError, match="larger"):
+    with pytest.raises(ConfigError, match="exceed the limit"):
         read_text_files(str(tmp_path), 1)
     with pytest.raises(ConfigError, match="not a folder"):
         read_text_files(str(tmp_path / "missing"), 1)

@@ -617,7 +617,7 @@ def test_the_last_ready_worker_of_a_role_is_drained_only_by_force(served):
     assert answer.code == "input"
     assert answer.message == (
         "decode must keep at least 1 ready worker, and decode-1 is the last: add another "
-        "(baton scale decode=2), or drain it all the same (--force)"
+        "(baton scale decode=2), or drain it anyway (--force)"
     )
     last = next(w for w in served.workers if w.id == "decode-1")
     assert not served.take(last, Drain)

@@ -413,4 +413,4 @@ def test_text_files_that_no_message_can_carry_are_refused_at_start(start_router,
         file.truncate(64 << 20)
     router = start_router(model_folder=str(tmp_path))
     assert router.process.wait(30) == 1
-    assert "larger than 66060288 bytes with tokenizer.json" in (tmp_path / "router.log").read_text()
+    assert "exceed the limit of 66060288 bytes" in (tmp_path / "router.log").read_text()
