@@ -119,7 +119,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(str(error)) from error
         if self.policy.name not in POLICIES:
             known = ", ".join(POLICIES)
-            raise ConfigError(f"policy.name is {self.policy.name!r}, must be one of {known}")
+            raise ConfigError(f"policy.name must be one of {known}, not {self.policy.name!r}")
         try:
             bytes.fromhex(self.cluster_key)
         except ValueError as error:

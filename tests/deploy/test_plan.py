@@ -169,7 +169,7 @@ def test_a_worker_timeout_that_cannot_be_is_refused(timeout):
 
 
 def test_an_unknown_policy_is_refused():
-    with pytest.raises(ConfigError, match="known are"):
+    with pytest.raises(ConfigError, match="must be one of"):
         plan_for(policy="random")
 
 
