@@ -1,4 +1,4 @@
-"""What a worker's core asks its shell to do, and what the shell tells the core.
+"""Actions of a worker's core for its shell, and events from the shell for the core.
 
 Pure data: no socket, clock or thread. The simulator interprets the same actions.
 """
@@ -12,7 +12,7 @@ from ..proto.messages import Message
 
 @dataclass(slots=True, frozen=True)
 class ToRouter:
-    """Send to the router of this name; dropped when it is not connected (all is repeated)."""
+    """Send ``message`` to a router; dropped if not connected, since cores repeat messages."""
 
     router: str
     message: Message
@@ -20,7 +20,7 @@ class ToRouter:
 
 @dataclass(slots=True, frozen=True)
 class FromRouter:
-    """A router said something."""
+    """A router sent a message."""
 
     router: str
     message: Message
@@ -28,7 +28,7 @@ class FromRouter:
 
 @dataclass(slots=True, frozen=True)
 class RouterUp:
-    """The connection to a router stands (again)."""
+    """The connection to a router was made, or made again."""
 
     router: str
 
@@ -44,7 +44,7 @@ class RouterDown:
 class Tick:
     """Time passed; the core evaluates its timers.
 
-    ``layers``: layers the engine has computed since its start, the finest progress there is.
+    ``layers``: layers computed since the engine's start, the finest measure of progress.
     """
 
     layers: int = 0
@@ -52,12 +52,12 @@ class Tick:
 
 @dataclass(slots=True, frozen=True)
 class DrainRequested:
-    """Take no new work and say so; sent by the operator or on SIGTERM."""
+    """Drain: accept no new requests. Caused by an operator or SIGTERM."""
 
 
 @dataclass(slots=True, frozen=True)
 class Note:
-    """An event worth a log line: dotted name and keys."""
+    """A log line: dotted event name and fields."""
 
     event: str
     fields: dict[str, object]
@@ -65,7 +65,7 @@ class Note:
 
 @dataclass(slots=True, frozen=True)
 class Fault:
-    """A bug of ours that ended one request and nothing else: to be logged with its traceback."""
+    """A bug in Baton that ended one request; logged with its traceback."""
 
     event: str
     error: Exception
@@ -73,11 +73,11 @@ class Fault:
 
 
 def blocks_freed(request: bytes, attempt: int, heard: float, now: float) -> Note:
-    """An aborted attempt holds no KV blocks here any more.
+    """Return the note that all KV blocks of an aborted attempt are free.
 
-    ``at`` and, when the Abort was read, ``heard``: monotonic seconds, one clock for all
-    processes of a host, so the lines tell how long the abort took from the router's
-    ``request.cancelled`` on, and how much of that a running step.
+    ``heard`` (when the Abort was read) and ``at`` are monotonic seconds. All processes of a host
+    share this clock, so the difference to the router's ``request.cancelled`` is the duration of
+    the abort, and ``at - heard`` is the wait for a running step.
     """
     fields = {"request": request.hex(), "attempt": attempt, "heard": heard, "at": now}
     return Note("request.freed", fields)
@@ -85,9 +85,9 @@ def blocks_freed(request: bytes, attempt: int, heard: float, now: float) -> Note
 
 @dataclass(slots=True, frozen=True)
 class Exit:
-    """The incarnation is over: end the process; a supervisor may start a new one.
+    """End this incarnation and its process; a supervisor may start a new one.
 
-    ``restart``: whether another start can help (a zombie), or not (another model).
+    ``restart``: true if a restart can help (declared dead), false if not (wrong model).
     """
 
     reason: str

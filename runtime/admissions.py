@@ -1,13 +1,14 @@
-"""Connections that have not finished their handshake: how many a socket has of them, from where.
+"""Limit on the connections of a socket that have not finished their handshake.
 
-ZeroMQ accepts whoever connects and lets go only after :data:`HANDSHAKE_S`, so strangers without a
-key could take all descriptors of a process. Invariant: at most ``most`` connections that are
-younger than that and have not finished their handshake stand. Where there are more, one of the
-address that has most of them is closed: of those whose handshake got least far the oldest. So an
-address is crowded out by itself alone, and a client behind the same address as a flood is safe
-from connections that did not get as far as its own.
+ZeroMQ accepts every connection and closes it only after :data:`HANDSHAKE_S` without a handshake,
+so strangers without a key could exhaust the descriptors of a process.
 
-Pure: told of connections by their descriptors and addresses.
+Invariant: at most ``most`` pending connections are open. Above that, the address with most pending
+connections loses one: the oldest at its earliest handshake stage. So only a flooding address loses
+connections, and a client that shares this address keeps its connection if its handshake got
+further than the flood's.
+
+Pure: connections are identified by descriptor and address.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ import enum
 from collections.abc import Callable
 
 HANDSHAKE_S = 2.0
-"""How long ZeroMQ gives a handshake; a connection that stands longer has finished it."""
+"""ZeroMQ's handshake timeout; an older open connection has finished its handshake."""
 MAX_PENDING = 4096
-"""Most connections of a socket that have not finished their handshake."""
+"""Maximum pending connections of a socket."""
 
 
 class Stage(enum.IntEnum):
-    """How far a handshake got."""
+    """Progress of a handshake."""
 
     SILENT = 0
     SPOKEN = 1
-    """The peer has sent something, which needs no key."""
+    """The peer has sent bytes, which needs no key."""
     ANSWERED = 2
-    """The peer got an answer to its HELLO, for which it needs the public key of this process."""
+    """The peer's HELLO was answered, which requires the public key of this process."""
 
 
 class _Address:
-    """The pending connections of one address: by the stage last seen, each in order of coming."""
+    """Pending connections of one address, by last seen stage and then by arrival."""
 
     def __init__(self) -> None:
         self.by_stage: tuple[dict[int, None], ...] = tuple({} for _ in Stage)
@@ -45,10 +46,10 @@ class _Address:
             there.pop(fd, None)
 
     def least(self, stage_of: Callable[[int], Stage]) -> int:
-        """Of the connections that got least far the oldest.
+        """Return the oldest connection at the earliest stage.
 
-        A connection is asked for its stage only when its turn comes and moves up if it has got
-        further, so an eviction asks about one connection, and each one at most three times.
+        Stages are queried lazily: a candidate that has advanced moves to its new stage. So each
+        connection is queried at most three times, and an eviction usually needs one query.
         """
         for stage, there in zip(Stage, self.by_stage, strict=True):
             while there:
@@ -62,20 +63,20 @@ class _Address:
 
 
 class Admissions:
-    """Pending connections. ``stage_of(fd)``: how far the handshake of a connection is now."""
+    """Pending connections of one socket; ``stage_of(fd)`` queries a handshake's current stage."""
 
     def __init__(self, most: int, stage_of: Callable[[int], Stage]) -> None:
         self._most = most
         self._stage_of = stage_of
-        self._pending: dict[int, tuple[str, float]] = {}  # descriptor: address, since when
+        self._pending: dict[int, tuple[str, float]] = {}  # descriptor: address, accept time
         self._by_address: dict[str, _Address] = {}
 
     def __len__(self) -> int:
         return len(self._pending)
 
     def accepted(self, fd: int, address: str, now: float) -> int | None:
-        """Note a new connection; the descriptor of one that has to go for it, if any."""
-        self.settled(fd)  # its number was another connection's before
+        """Add a new connection; return the descriptor to close in exchange, or None."""
+        self.settled(fd)  # the descriptor number may be reused
         while self._pending:
             oldest = next(iter(self._pending))
             if now < self._pending[oldest][1] + HANDSHAKE_S:
@@ -86,7 +87,7 @@ class Admissions:
         return self._crowded_out() if len(self._pending) > self._most else None
 
     def settled(self, fd: int) -> None:
-        """The connection has finished its handshake, or is gone."""
+        """Remove a connection that finished its handshake or was closed."""
         known = self._pending.pop(fd, None)
         if known is not None:
             there = self._by_address[known[0]]

@@ -1,9 +1,7 @@
-"""Keys in the order of a number: a time, or a place in a queue.
+"""A priority queue of unique keys, ordered by a number such as a time or a queue position.
 
-The cost of one does not grow with how many there are (but by its logarithm).
-
-Invariant: a key is there once, at the number it was put at last; memory is a small multiple
-of what is kept.
+Invariant: each key is queued once, at the number of its last put. An operation costs O(log n)
+amortized, and the heap has at most twice as many entries as keys, plus :data:`SLACK`.
 """
 
 from __future__ import annotations
@@ -12,20 +10,20 @@ import heapq
 from typing import Generic, TypeVar
 
 SLACK = 64
-"""Entries left behind by dropped keys that do not matter."""
+"""Stale heap entries that are always tolerated."""
 K = TypeVar("K")
 
 
 class Agenda(Generic[K]):
-    """Keys by number, the least first; any of them can be taken out."""
+    """Keys by ascending number; any key can be removed."""
 
     def __init__(self) -> None:
         self._entries: dict[K, tuple[float, int]] = {}
-        self._heap: list[tuple[float, int, K]] = []  # some are dropped, or put anew
-        self._serial = 0  # of entries: equal numbers keep the order they were put in
+        self._heap: list[tuple[float, int, K]] = []  # with stale entries of moved or dropped keys
+        self._serial = 0  # breaks ties: keys with equal numbers keep their put order
 
     def put(self, key: K, at: float) -> None:
-        """File ``key`` at a number; it leaves an earlier one."""
+        """Queue ``key`` at number ``at``, or move it there."""
         self._serial += 1
         self._entries[key] = (at, self._serial)
         heapq.heappush(self._heap, (at, self._serial, key))
@@ -34,11 +32,11 @@ class Agenda(Generic[K]):
             heapq.heapify(self._heap)
 
     def drop(self, key: K) -> None:
-        """Take ``key`` out, if it is there."""
+        """Remove ``key`` if it is queued."""
         self._entries.pop(key, None)
 
     def pop(self, limit: float) -> K | None:
-        """Take out the first key whose number is not above ``limit``; None when there is none."""
+        """Remove and return the first key with a number up to ``limit``, or None."""
         while self._heap and self._heap[0][0] <= limit:
             at, serial, key = heapq.heappop(self._heap)
             if self._entries.get(key) == (at, serial):
@@ -47,7 +45,7 @@ class Agenda(Generic[K]):
         return None
 
     def first(self) -> float | None:
-        """The least number a key is filed at; None when there is none."""
+        """Return the smallest number in the queue, or None."""
         while self._heap:
             at, serial, key = self._heap[0]
             if self._entries.get(key) == (at, serial):
@@ -56,7 +54,7 @@ class Agenda(Generic[K]):
         return None
 
     def due(self, limit: float) -> list[K]:
-        """Take out all keys whose number is not above ``limit``, in order."""
+        """Remove and return all keys with numbers up to ``limit``, in order."""
         keys: list[K] = []
         while (key := self.pop(limit)) is not None:
             keys.append(key)

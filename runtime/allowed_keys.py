@@ -1,4 +1,4 @@
-"""The list of public keys a cluster knows, and what each of them may be.
+"""The list of public keys allowed in a cluster, with the role and names of each.
 
 The file ``allowed.toml`` of a key folder has one ``[[key]]`` table per key::
 
@@ -8,8 +8,8 @@ The file ``allowed.toml`` of a key folder has one ``[[key]]`` table per key::
     names = ["decode-*"]                                 # shell patterns of names
     file = "decode"                                      # the pair's file, without .key
 
-Invariant: a key that is not in the list may do nothing; a name that an entry spells out belongs
-to that entry's keys alone, whatever the patterns of others match.
+Invariant: an unlisted key has no rights. If an entry lists a name literally, only entries that
+list it literally may use it; patterns that match it do not count.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     file: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what no process could use."""
+        """Validate. Raises ConfigError for an invalid key, role or name list."""
         if not is_z85(self.public):
             raise ConfigError(f"public {self.public[:60]!r} is not a key of 40 z85 characters")
         if self.role not in ROLES:
@@ -51,11 +51,11 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError(f"names of the key {self.public} must not be empty")
 
     def spells_out(self, name: str) -> bool:
-        """Whether it has the name itself, not by a pattern."""
+        """Whether the entry lists ``name`` literally, not by a pattern."""
         return name in self.names and not _WILD & set(name)
 
     def matches(self, name: str) -> bool:
-        """Whether one of its patterns fits the name."""
+        """Whether a pattern of the entry matches ``name``."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)
 
 
@@ -64,7 +64,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class AllowedKeys:
-    """A list that was read. Raises ConfigError for two entries of one key."""
+    """A parsed list. Raises ConfigError for a duplicate key."""
 
     def __init__(self, entries: list[KeyEntry]) -> None:
         self.entries = tuple(entries)
@@ -73,11 +73,11 @@ class AllowedKeys:
             raise ConfigError("a public key is listed twice")
 
     def get(self, public: bytes) -> KeyEntry | None:
-        """The entry of a key (z85); None for a stranger's."""
+        """Return the entry of a z85 key, or None if it is not listed."""
         return self._by_key.get(public)
 
     def may_be(self, entry: KeyEntry, role: str, name: str) -> bool:
-        """Whether the holder of this entry's key may call itself ``name`` in ``role``."""
+        """Whether a process with this entry's key may use ``name`` in ``role``."""
         if entry.role != role or not entry.matches(name):
             return False
         return entry.spells_out(name) or not any(
@@ -85,9 +85,10 @@ class AllowedKeys:
         )
 
     def servers(self, role: str, name: str = "") -> tuple[bytes, ...]:
-        """Keys (z85) that may listen as ``role`` and ``name``, newest first; any name if empty.
+        """Return the z85 keys that may listen as ``role`` and ``name``, newest first.
 
-        There is more than one while a key is replaced, or where hosts have keys of their own.
+        An empty ``name`` matches every entry of the role. There are several keys during a key
+        rotation, or if each host has its own key.
         """
         return tuple(
             entry.public.encode()
@@ -97,12 +98,12 @@ class AllowedKeys:
 
 
 def is_z85(text: str) -> bool:
-    """Whether it can be a key."""
+    """Whether ``text`` has the form of a z85 key."""
     return len(text) == Z85_LENGTH and _Z85.issuperset(text)
 
 
 def parse_allowed(text: str, source: str) -> AllowedKeys:
-    """Read a list. Raises ConfigError that names ``source`` and what is wrong in it."""
+    """Parse a list. Raises ConfigError with ``source`` and the cause."""
     try:
         return AllowedKeys(msgspec.convert(tomllib.loads(text), _File).key)
     except tomllib.TOMLDecodeError as problem:
@@ -114,7 +115,7 @@ def parse_allowed(text: str, source: str) -> AllowedKeys:
 
 
 def write_allowed(entries: list[KeyEntry]) -> str:
-    """The list as the text of its file."""
+    """Return the text of ``allowed.toml`` for these entries."""
     parts = [_HEAD]
     for entry in entries:
         names = ", ".join(f'"{name}"' for name in entry.names)
@@ -126,6 +127,6 @@ def write_allowed(entries: list[KeyEntry]) -> str:
 
 
 _HEAD = """\
-# Public keys that may take part in this cluster; made by baton keygen. Nothing here is secret,
-# but who can write to it decides who is let in. Processes read it again when it changes.
+# Public keys allowed in this cluster, written by baton keygen. The list is not secret, but anyone
+# with write access to it controls access to the cluster. Processes reload it when it changes.
 """

@@ -1,4 +1,4 @@
-"""A table by (request, attempt) that finds the attempts of one request without a search."""
+"""A dict by (request, attempt) with an index of each request's attempts."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ Key = tuple[bytes, int]
 
 
 class Attempts(MutableMapping[Key, V]):
-    """Values by (request, attempt), in the order they came."""
+    """Values by (request, attempt), in insertion order."""
 
     def __init__(self) -> None:
         self._values: dict[Key, V] = {}
         self._attempts: dict[bytes, set[int]] = {}
 
     def of(self, request: bytes, last: int | None = None) -> list[V]:
-        """Values of a request's attempts, the lowest first; up to attempt ``last``."""
+        """Return the values of a request's attempts up to ``last`` (default: all), ascending."""
         attempts = sorted(self._attempts.get(request, ()))
         return [self._values[request, a] for a in attempts if last is None or a <= last]
 
     def forget(self, request: bytes, last: int) -> None:
-        """Drop a request's attempts up to ``last``."""
+        """Remove a request's attempts up to ``last``."""
         for key in self.keys_of(request, last):
             del self[key]
 
     def keys_of(self, request: bytes, last: int) -> list[Key]:
-        """Keys of a request's attempts up to ``last``."""
+        """Return the keys of a request's attempts up to ``last``."""
         return [(request, a) for a in self._attempts.get(request, ()) if a <= last]
 
     def newest(self, request: bytes) -> V | None:
-        """The value of a request's highest attempt."""
+        """Return the value of a request's highest attempt, or None."""
         attempts = self._attempts.get(request)
         return self._values[request, max(attempts)] if attempts else None
 

@@ -1,4 +1,4 @@
-"""Listening: an address that is free, an ipc file that is this user's alone."""
+"""Binding of listening sockets: refuses used addresses, makes ipc files private to the user."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from ..proto.errors import ConfigError
 
 
 def bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
-    """Listen; return the address others connect to (with the port chosen for ``:0``)."""
+    """Bind ``socket``; return the address to connect to, with the chosen port for ``:0``.
+
+    Raises ConfigError if the address is in use or cannot be bound.
+    """
     path = ipc_path(endpoint)
     if path is not None:
         _check_ipc_path(endpoint, path)
     if endpoint.startswith("tcp://["):
         socket.setsockopt(zmq.IPV6, 1)
-    mask = os.umask(0o177)  # an ipc file is this user's alone from the first moment
+    mask = os.umask(0o177)  # create an ipc file with access for this user only
     try:
         socket.bind(endpoint.replace("tcp://localhost:", "tcp://127.0.0.1:"))
     except zmq.ZMQError as error:
@@ -35,13 +38,13 @@ def bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
 
 
 def ipc_path(endpoint: str) -> Path | None:
-    """File of an ipc endpoint; None for tcp and for abstract names."""
+    """Return the file of an ipc endpoint; None for tcp and for abstract names."""
     name = endpoint.removeprefix("ipc://")
     return None if name == endpoint or name.startswith("@") else Path(name)
 
 
 def _check_ipc_path(endpoint: str, path: Path) -> None:
-    """Look before binding: libzmq silently takes over a path that another process serves."""
+    """Raise ConfigError if ``path`` is in use: libzmq would silently take it over."""
     if not path.parent.is_dir():
         raise ConfigError(f"cannot listen on {endpoint}: no folder {path.parent}")
     if not path.exists():
@@ -52,5 +55,5 @@ def _check_ipc_path(endpoint: str, path: Path) -> None:
         try:
             trial.connect(str(path))
         except OSError:
-            return  # left behind by a process that died
+            return  # stale socket file of a dead process
     raise ConfigError(f"address in use: {endpoint}")

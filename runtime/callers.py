@@ -1,13 +1,13 @@
-"""Who speaks on a socket with keys: each routing identity belongs to the key that used it first.
+"""Ownership of routing identities on a socket with keys: the first key to use one owns it.
 
-ZeroMQ lets any peer choose its routing identity, and hands a name that became free to the next
-who asks. So a name alone proves nothing; the key of the connection, which ZAP attached to every
-message, does.
+ZeroMQ lets any peer choose its routing identity, and gives a free identity to the next peer that
+asks for it. So an identity alone proves nothing. ZAP attaches the connection's key to every
+message, and this key is checked.
 
-Invariant: an identity that was heard with one key is never taken for its owner with another,
-while it lives and, for the last :data:`KEEP_GONE` of them, after it has gone.
+Invariant: a message whose key does not own its identity is refused, while the owner is connected
+and after it disconnected (for the last :data:`KEEP_GONE` identities).
 
-Pure: told of messages and of the ends of connections.
+Pure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ KEEP_GONE = 16_384
 
 
 class Callers:
-    """The peers of one socket. ``allowed()``: the list as it is now; ``roles``: who may come."""
+    """The peers of one socket.
+
+    ``allowed()`` returns the current key list; ``roles`` are the roles allowed on the socket.
+    """
 
     def __init__(self, allowed: Callable[[], AllowedKeys], roles: frozenset[str]) -> None:
         self.allowed = allowed
@@ -30,32 +33,32 @@ class Callers:
         self._gone: OrderedDict[bytes, bytes] = OrderedDict()
 
     def admits(self, key: bytes) -> KeyEntry | None:
-        """The entry of a key that may use this socket now."""
+        """Return the entry of a key that may use this socket now, or None."""
         entry = self.allowed().get(key)
         return entry if entry is not None and entry.role in self._roles else None
 
     def heard(self, identity: bytes, key: bytes) -> str:
-        """Note a message that came with ``key``; why it must not be used, or the empty text."""
+        """Check a message that came with ``key``; return why it is refused, or ``""``."""
         owner = self._key_of.get(identity) or self._gone.get(identity)
         if owner is not None and owner != key:
             return "another key's identity"
         if self.admits(key) is None:
-            return "a key that is not let in any more"
+            return "a key that is no longer allowed"
         if identity not in self._key_of:
             self._gone.pop(identity, None)
             self._key_of[identity] = key
         return ""
 
     def key_of(self, identity: bytes) -> bytes:
-        """The key a live peer speaks with; empty for none."""
+        """Return the key of a connected peer; empty if unknown."""
         return self._key_of.get(identity, b"")
 
     def entry_of(self, identity: bytes) -> KeyEntry | None:
-        """What a live peer may do, by the list as it is now."""
+        """Return the current list entry of a connected peer, or None."""
         return self.admits(self.key_of(identity))
 
     def gone(self, identity: bytes) -> None:
-        """Its connection ended; the name stays its key's."""
+        """Remove a disconnected peer; its key keeps the identity."""
         key = self._key_of.pop(identity, None)
         if key is None:
             return
@@ -64,5 +67,5 @@ class Callers:
             self._gone.popitem(last=False)
 
     def withdrawn(self) -> list[bytes]:
-        """Live peers whose keys the list does not let in any more."""
+        """Return connected peers whose keys are no longer allowed."""
         return [identity for identity, key in self._key_of.items() if self.admits(key) is None]

@@ -1,8 +1,8 @@
-"""What both kinds of sockets share: options, limits, counting, and one owning thread.
+"""Common base of both socket types: options, limits, counters, and a check of the owning thread.
 
-A received message is a list of frames: ``bytes`` up to 64 KiB, above that a ``memoryview``
-of ZeroMQ's own buffer. A sent buffer above 64 KiB is not copied and must stay unchanged
-until ZeroMQ is done with it (``tracked`` tells when).
+A received message is a list of frames: ``bytes`` up to 64 KiB, above that a ``memoryview`` of
+ZeroMQ's buffer. A sent buffer above 64 KiB is not copied and must stay unchanged until ZeroMQ has
+sent it (:meth:`Channel._put_tracked` returns a tracker).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..proto.limits import MAX_ARRAY_FRAMES, MAX_CONTROL_BYTES
 from .liveness import CONNECTION_HEARTBEAT_S, DEFAULT_WORKER_TIMEOUT_S, connection_timeout
 
 COPY_LIMIT = 64 << 10
-"""Frames up to this many bytes are copied; above, a copy costs more than the bookkeeping."""
+"""Frames up to this many bytes are copied; for larger ones, tracking a buffer is cheaper."""
 _HANDSHAKE_MS = 2000
 _BACKLOG = 4096
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
@@ -32,7 +32,7 @@ Buffers = Sequence[Any]
 
 
 class SendResult(enum.Enum):
-    """Whether ZeroMQ took a message; true only for SENT. Taken is not delivered."""
+    """Whether ZeroMQ accepted a message; true only for SENT. Accepted is not delivered."""
 
     SENT = "sent"
     UNREACHABLE = "unreachable"
@@ -54,19 +54,19 @@ class ChannelOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChannelStats(msgspec.Struct):
-    """Messages since the channel was made."""
+    """Counters since the channel was created."""
 
     sent: int = 0
     received: int = 0
-    unreachable: int = 0  # not sent: no such peer
-    full: int = 0  # not sent: the peer's queue is at its mark
-    malformed: int = 0  # received with too many frames and dropped
+    unreachable: int = 0  # messages not sent: peer not connected
+    full: int = 0  # messages not sent: the peer's queue is at its high-water mark
+    malformed: int = 0  # received messages dropped: too many frames, or ZMTP below version 3
     refused: int = 0  # connections whose handshake failed
-    crowded: int = 0  # connections closed because too many had no handshake yet
-    intruders: int = 0  # received with another key than the identity's, and dropped
+    crowded: int = 0  # connections closed because too many handshakes were pending
+    intruders: int = 0  # received messages dropped: the key does not own the identity
 
     def count_into(self, dropped: Counter[str], side: str) -> None:
-        """Report what was not let in or could not be used, as ``SIDE_refused`` and so on."""
+        """Set the nonzero counts of refused input in ``dropped``, as ``SIDE_refused`` etc."""
         for reason in ("refused", "crowded", "malformed", "intruders"):
             count = getattr(self, reason)
             if count:
@@ -74,7 +74,7 @@ class ChannelStats(msgspec.Struct):
 
 
 class Channel:
-    """Base of the two channels: options, frames, ownership, end."""
+    """Base of RouterChannel and DealerChannel."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], kind: int, options: ChannelOptions
@@ -85,8 +85,8 @@ class Channel:
         self._socket: zmq.Socket[bytes] = context.socket(kind)
         for option, value in (
             (zmq.LINGER, 0),
-            # With ZeroMQ's 100 a flood fills the queue at once. The kernel then drops honest
-            # connections too, which try again only after seconds. A place takes no descriptor.
+            # ZeroMQ's default of 100 fills at once in a flood. The kernel then drops legitimate
+            # connections too, and they retry only after seconds. A place needs no descriptor.
             (zmq.BACKLOG, _BACKLOG),
             (zmq.MAXMSGSIZE, options.max_frame_bytes),
             (zmq.SNDHWM, options.send_hwm),
@@ -100,7 +100,7 @@ class Channel:
         self._socket.copy_threshold = COPY_LIMIT
 
     def _own(self) -> None:
-        """A ZeroMQ socket used by two threads corrupts memory: refuse the second."""
+        """Raise InternalError on a second thread, whose use of the socket would corrupt memory."""
         me = threading.get_ident()
         if self._owner is None:
             self._owner = me
@@ -108,9 +108,9 @@ class Channel:
             raise InternalError("a ZeroMQ socket belongs to one thread")
 
     def _read_frames(self, flags: int = 0) -> Frames | None:
-        """Read a message, or the rest of one; None when it has too many frames.
+        """Read the (remaining) frames of a message; None if there are too many.
 
-        ZeroMQ delivers messages whole, so only the first frame can be missing (zmq.Again).
+        Raises zmq.Again only for the first frame: ZeroMQ delivers complete messages.
         """
         frames: Frames = []
         count = 0
@@ -145,4 +145,4 @@ OnMessage = Callable[[Frames], object]
 OnPeerMessage = Callable[[bytes, Frames], object]
 """Handler of a message from the peer with this identity."""
 OnPeer = Callable[[bytes], object]
-"""Handler of something that happened to the peer with this identity."""
+"""Handler of an event of the peer with this identity."""

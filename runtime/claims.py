@@ -1,8 +1,7 @@
-"""What belongs to a key: a worker's name while it is there, an incarnation for good.
+"""Claims of keys on worker names (while connected) and incarnations (permanently).
 
-Invariant: of two peers with different keys that claim the same thing, the later is refused until
-the earlier one's connections are gone; an incarnation, which no other process ever has, stays its
-key's (the last :data:`KEEP_LIVES` of them).
+Invariant: while peers with one key hold a name, peers with other keys are refused that name. An
+incarnation is unique to one process, so its key keeps it permanently (the last :data:`KEEP_LIVES`).
 
 Pure.
 """
@@ -22,7 +21,7 @@ class _Claim:
 
 
 class Claims:
-    """Names and incarnations, and who holds them."""
+    """Holders of names and incarnations."""
 
     def __init__(self) -> None:
         self._held: dict[str, _Claim] = {}
@@ -30,7 +29,10 @@ class Claims:
         self._lives: OrderedDict[int, bytes] = OrderedDict()
 
     def take(self, peer: bytes, key: bytes, incarnation: int, *names: str) -> str:
-        """Claim all for a peer with ``key``, or nothing: then what another key has, in words."""
+        """Claim the incarnation and all names for ``peer``, or none of them.
+
+        Returns ``""``, or which of them another key holds: ``"incarnation"`` or the name.
+        """
         if self._lives.get(incarnation, key) != key:
             return "incarnation"
         for name in names:
@@ -47,11 +49,11 @@ class Claims:
         return ""
 
     def lives(self, key: bytes, incarnation: int) -> bool:
-        """Whether the incarnation is known as this key's."""
+        """Whether ``key`` holds the incarnation."""
         return self._lives.get(incarnation) == key
 
     def gone(self, peer: bytes) -> None:
-        """Names only this peer held are free."""
+        """Free the names that only this peer held."""
         for name in self._by_peer.pop(peer, ()):
             held = self._held[name]
             held.peers.discard(peer)

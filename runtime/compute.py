@@ -1,7 +1,7 @@
-"""The one compute thread of a worker, fed by the loop's thread and reporting back to it.
+"""A worker's compute thread; the loop's thread submits items and receives their results.
 
-Invariant: every submitted item is answered once, in order, with a result or an exception,
-or dropped by :meth:`ComputeThread.stop`; the handlers run on the loop's thread only.
+Invariant: every submitted item gets one result or exception, in order, unless
+:meth:`ComputeThread.stop` drops it. Handlers run only on the loop's thread.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Result = TypeVar("Result")
 
 
 class ComputeThread(Generic[Item, Result]):
-    """Runs ``function(item)`` for every submitted item, one after the other.
+    """Runs ``function(item)`` for every submitted item, one at a time.
 
-    ``on_done(item, result)`` gets a result, or the exception the function raised.
-    ``progress`` counts finished items: what a heartbeat reports to tell busy from hung.
+    ``on_done(item, result)`` receives the result, or the exception that the function raised.
+    ``progress`` counts finished items; heartbeats report it, so routers can detect a hang.
     """
 
     def __init__(
@@ -44,20 +44,23 @@ class ComputeThread(Generic[Item, Result]):
 
     @property
     def busy(self) -> bool:
-        """Whether something submitted is not finished yet."""
+        """Whether a submitted item is unfinished."""
         return self.submitted > self.progress
 
     def submit(self, item: Item) -> None:
-        """Queue an item; from the loop's thread."""
+        """Queue an item; only from the loop's thread."""
         self.submitted += 1
         self._items.put(item)
 
     def post(self, callback: Callable[[], object]) -> None:
-        """Run ``callback`` on the loop's thread; for events from within ``function``."""
+        """Run ``callback`` on the loop's thread; for calls from within ``function``."""
         self._loop.post(callback)
 
     def stop(self, timeout: float = 5.0) -> bool:
-        """End after the running item, dropping what is queued; false when it still runs then."""
+        """Drop queued items and end after the running one.
+
+        Returns False if it still runs after ``timeout`` seconds.
+        """
         self._stopping = True
         self._items.put(None)
         self._thread.join(timeout)
@@ -74,5 +77,5 @@ class ComputeThread(Generic[Item, Result]):
             self._report(item, result)
 
     def _report(self, item: Item, result: Result | Exception) -> None:
-        # A function of its own, so that no name keeps the last item's arrays alive.
+        # A separate function: locals of _run would keep the last item's arrays alive.
         self._loop.post(lambda: self._on_done(item, result))

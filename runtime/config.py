@@ -1,4 +1,4 @@
-"""Settings of a process: one frozen msgspec struct, parsed once, unknown keys refused."""
+"""Settings of a process as a frozen msgspec struct; unknown keys are rejected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Config = TypeVar("Config", bound=msgspec.Struct)
 
 
 def parse_json(text: str | bytes, kind: type[Config], source: str = "settings") -> Config:
-    """Read ``kind`` from a JSON object. Raises ConfigError naming the wrong key."""
+    """Parse a JSON object as ``kind``. Raises ConfigError with the invalid key."""
     try:
         return from_mapping(msgspec.json.decode(text), kind, source)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -22,7 +22,7 @@ def parse_json(text: str | bytes, kind: type[Config], source: str = "settings") 
 
 
 def parse_toml(text: str, kind: type[Config], source: str = "settings") -> Config:
-    """Read ``kind`` from a TOML document. Raises ConfigError naming the wrong key."""
+    """Parse a TOML document as ``kind``. Raises ConfigError with the invalid key."""
     try:
         return from_mapping(tomllib.loads(text), kind, source)
     except tomllib.TOMLDecodeError as error:
@@ -41,7 +41,7 @@ def load(path: str | Path, kind: type[Config]) -> Config:
 
 
 def from_mapping(values: Any, kind: type[Config], source: str = "settings") -> Config:
-    """Read ``kind`` from a decoded object. Raises ConfigError naming the wrong key."""
+    """Convert a decoded object to ``kind``. Raises ConfigError with the invalid key."""
     unknown = _unknown_keys(values, kind)
     if unknown:
         known = ", ".join(field.encode_name for field in msgspec.structs.fields(kind))
@@ -53,12 +53,12 @@ def from_mapping(values: Any, kind: type[Config], source: str = "settings") -> C
 
 
 def dump(config: msgspec.Struct) -> str:
-    """Write a config as JSON, for a child process."""
+    """Return a config as JSON, for a child process."""
     return msgspec.json.encode(config).decode()
 
 
 def _unknown_keys(values: Any, kind: type[msgspec.Struct]) -> list[str]:
-    """Keys of ``values`` that no field of ``kind`` has, with their path; nested structs too."""
+    """Return the keys of ``values`` that ``kind`` or its nested structs lack, as dotted paths."""
     if not isinstance(values, dict):
         return []
     fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}

@@ -1,4 +1,4 @@
-"""The connecting end of a connection: one peer that listens, and its keys if it has any."""
+"""The connecting side: a socket to one listening peer, with CURVE keys if configured."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from .monitor import HANDSHAKE_FAILURES, Monitor, describe_refusal
 from .security import CurveKeys, apply_client_keys, check_address, is_tcp
 
 RECONNECT_MS = (50, 400)
-"""First and longest pause between two tries; the longest is what a restarted router waits for."""
+"""Initial and maximum reconnect delay; a restarted router waits up to the maximum for its peers."""
 REFUSED_PAUSE_S = 1.0
-"""Pause before a key that was not let in is tried again (libzmq itself gives up), and after all
-keys a peer may have were tried in vain."""
+"""Delay before the next connection attempt after the peer refused our key (libzmq itself gives
+up), and after a handshake failed with each of the peer's known keys."""
 _CONNECT_TIMEOUT_MS = 1000
-"""After a loss of the network a new try reaches the peer sooner than a repetition of the old one:
-the kernel repeats a SYN after 1 s, then after 2 s more."""
+"""After a network outage a new connection attempt succeeds sooner than a SYN repetition: the
+kernel repeats a SYN after 1 s and again after 2 s more."""
 
 Context = zmq.Context[zmq.Socket[bytes]]
 OnRefused = Callable[[AccessDenied, bool], object]
 KeySource = CurveKeys | Callable[[], CurveKeys | None] | None
-"""Keys, or what gives them as they are now: a peer may have others when it has started again."""
+"""Keys, or a function that returns the current keys: a restarted peer may have a new key."""
 _log = get_logger()
 _DEFAULTS = ChannelOptions()
 
 
 class DealerChannel(Channel):
-    """A connection to one listening peer; reconnects by itself, 50 ms doubling to 0.4 s.
+    """A connection to one listening peer; reconnects automatically, after 50 ms up to 0.4 s.
 
-    Nothing is queued while there is no connection, so a peer never hears what was meant for
-    an earlier connection. ``identity`` must be new for every process start. ``warns``: failed
-    handshakes are logged; without, only ``on_refused`` hears of them.
+    Without a connection, sends fail instead of queueing, so a peer never receives a message of
+    an earlier connection. ``identity`` must be new for every process start. ``warns``: log failed
+    handshakes as warnings; otherwise at level debug.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class DealerChannel(Channel):
         super().__init__(context, zmq.DEALER, options)
         self._source, self._keys = source, first
         self._warns = warns
-        self._server = 0  # which of the server's keys is tried
-        self._failed = 0  # handshakes in a row
-        self._asked = True  # libzmq connects or is connected; False from hanging up to knocking
+        self._server = 0  # index of the server key in use
+        self._failed = 0  # consecutive failed handshakes
+        self._asked = True  # libzmq connects or is connected; False between disconnect and connect
         self._on_refused: OnRefused | None = None
         self.endpoint = endpoint
         self.identity = identity
@@ -96,10 +96,10 @@ class DealerChannel(Channel):
         on_disconnected: Callable[[], object] | None = None,
         on_refused: OnRefused | None = None,
     ) -> None:
-        """Hand every message to ``on_message(frames)``; tell when the connection comes and goes.
+        """Pass every message to ``on_message(frames)``, and report connects and disconnects.
 
-        ``on_refused(error, final)``: a handshake failed; ``final`` where the peer said that it
-        does not let us in, not only hung up.
+        ``on_refused(error, final)`` is called after a failed handshake; ``final`` is true if the
+        peer refused our key, false if the connection only closed.
         """
         self._loop = loop
         self._on_refused = on_refused
@@ -113,12 +113,12 @@ class DealerChannel(Channel):
             on_message(frames)
             return True
 
-        # Messages first: those of a connection that has just ended still count.
+        # Messages before the monitor: handle the last messages before their connection's end.
         loop.add_socket(self._socket, pump)
         loop.add_socket(self._monitor.socket, self._read_monitor, sends=False)
 
     def recv(self) -> Frames | None:
-        """Take the next message without blocking; None when there is none."""
+        """Return the next message, or None; never blocks."""
         self._own()
         while True:
             try:
@@ -129,7 +129,7 @@ class DealerChannel(Channel):
                 return frames
 
     def send(self, frames: Buffers) -> SendResult:
-        """Queue a message; never blocks."""
+        """Send a message; never blocks."""
         self._own()
         try:
             self._put(frames)
@@ -138,7 +138,7 @@ class DealerChannel(Channel):
         return SendResult.SENT
 
     def send_tracked(self, frames: Buffers) -> zmq.MessageTracker | SendResult:
-        """As :meth:`send`; the tracker's ``done`` tells when the buffers may change again."""
+        """Like :meth:`send`; once the tracker is ``done``, the buffers may be reused."""
         self._own()
         try:
             return self._put_tracked(frames)
@@ -146,7 +146,7 @@ class DealerChannel(Channel):
             return self._not_sent()
 
     def close(self) -> None:
-        """End the connection; what is queued is dropped."""
+        """Close the connection and drop unsent messages."""
         if self._loop is not None:
             self._loop.remove_socket(self._socket)
             self._loop.remove_socket(self._monitor.socket)
@@ -169,7 +169,7 @@ class DealerChannel(Channel):
             return False
         event, value = report
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            if self._asked:  # otherwise of a connection that was hung up before this was read
+            if self._asked:  # else the event is of a connection we have closed since
                 self._lost()
                 self.connected = True
                 self._failed = 0
@@ -183,7 +183,7 @@ class DealerChannel(Channel):
         return True
 
     def _lost(self) -> None:
-        """Whatever was connected is no longer; libzmq does not tell of what we hang up."""
+        """Report a disconnect once; libzmq sends no event for connections that we close."""
         if self.connected:
             self.connected = False
             if self._on_disconnected is not None:
@@ -204,9 +204,9 @@ class DealerChannel(Channel):
             self._on_refused(refusal(self.endpoint, denied, keyed=self._keys is not None), denied)
 
     def _try_another_key(self) -> None:
-        """Expect another of the server's keys, by the list as it is now; rest when all failed."""
+        """Try the server's next key from the current list; pause after all of them failed."""
         before = self._keys
-        with contextlib.suppress(ConfigError):  # the list has none any more: keep those we know
+        with contextlib.suppress(ConfigError):  # no key listed any more: keep the known ones
             self._keys = (self._source() if callable(self._source) else None) or before
         if self._keys is None or before is None or self._loop is None:
             return
@@ -214,18 +214,18 @@ class DealerChannel(Channel):
         if self._keys.servers != before.servers:
             self._server = self._failed = 0
         elif count == 1:
-            return  # libzmq itself tries this one again
+            return  # libzmq itself retries with the same key
         else:
             self._server += 1
             self._failed += 1
         if self._failed and self._failed % count == 0:
-            self._hang_up()  # or libzmq would go on by itself
+            self._hang_up()  # or libzmq would reconnect during the pause
             self._loop.call_later(REFUSED_PAUSE_S, self._knock_again)
         else:
             self._knock_again()
 
     def _knock_again(self) -> None:
-        """Connect anew, expecting the server's key whose turn it is."""
+        """Reconnect, with the server key at index ``_server``."""
         if self._loop is None or self.connected:
             return
         self._hang_up()
@@ -235,20 +235,23 @@ class DealerChannel(Channel):
 
     def _hang_up(self) -> None:
         self._asked = False
-        with contextlib.suppress(zmq.ZMQError):  # where libzmq gave up there is nothing to end
+        with contextlib.suppress(zmq.ZMQError):  # raised if libzmq has given up already
             self._socket.disconnect(self.endpoint)
 
 
 def refusal(endpoint: str, denied: bool, *, keyed: bool) -> AccessDenied:
-    """What a failed handshake means, in words that help."""
+    """Return the error for a failed handshake, with its likely cause."""
     if denied:
         return AccessDenied(
-            f"{endpoint} does not let this key in: it is not in allowed.toml there, "
-            "or is of a role that has no business at this socket"
+            f"{endpoint} refused this key: the key is not in allowed.toml there, "
+            "or its role is not allowed on this socket"
         )
     if keyed:
         return AccessDenied(
-            f"{endpoint} ended the handshake: it has a key that is not in the allowed.toml here, "
-            "or no keys at all"
+            f"{endpoint} closed the connection during the handshake: its key is not in "
+            "allowed.toml here, or it uses no keys"
         )
-    return AccessDenied(f"{endpoint} ended the handshake: does it ask for keys? give --keys FOLDER")
+    return AccessDenied(
+        f"{endpoint} closed the connection during the handshake: if it requires keys, "
+        "give --keys FOLDER"
+    )

@@ -1,4 +1,4 @@
-"""Open files of this process: how many there may be, and connections by their descriptors."""
+"""The limit on open files, and queries about connections by descriptor."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from contextlib import contextmanager, suppress
 from .admissions import Stage
 
 GREETING_BYTES = 64
-"""Of ZMTP 3, from either end; what a server sends after it answers a HELLO."""
+"""Length of a ZMTP 3 greeting. A server that has sent more has answered a HELLO."""
 _TCP_INFO_BYTES, _TCP_INFO_COUNTS_AT = 136, 120
 _TCP_INFO_COUNTS = struct.Struct("=QQ")
 """Bytes sent and acknowledged, bytes received: ``tcpi_bytes_acked``, ``tcpi_bytes_received``."""
 
 
 def raise_open_files() -> None:
-    """Allow as many open files as the system does; the usual soft limit is 1,024."""
+    """Raise the soft limit on open files (usually 1,024) to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with suppress(OSError, ValueError):  # where the hard limit cannot be reached
+        with suppress(OSError, ValueError):  # some systems refuse the hard limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def open_files() -> int:
-    """How many files this process may have open."""
+    """Return the limit on open files of this process."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def remote_address(fd: int) -> str:
-    """Where a connection comes from; empty for one that is gone."""
+    """Return the IP address of a connection's peer; empty if it is closed."""
     try:
         with _borrowed(fd) as connection:
             return str(connection.getpeername()[0])
@@ -40,12 +40,12 @@ def remote_address(fd: int) -> str:
 
 
 def handshake_stage(fd: int) -> Stage:
-    """How far the handshake of a connection is, by what the kernel says of its bytes."""
+    """Return the handshake stage of a connection, from the kernel's byte counters."""
     try:
         with _borrowed(fd) as connection:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         acknowledged, received = _TCP_INFO_COUNTS.unpack_from(info, _TCP_INFO_COUNTS_AT)
-    except (OSError, struct.error):  # gone, or a kernel that does not count
+    except (OSError, struct.error):  # closed, or a kernel without these counters
         return Stage.SILENT
     if acknowledged > GREETING_BYTES:
         return Stage.ANSWERED
@@ -53,14 +53,14 @@ def handshake_stage(fd: int) -> Stage:
 
 
 def shut_down(fd: int) -> None:
-    """End a connection whose descriptor somebody else owns, who then closes it."""
+    """Shut down a connection; the owner of its descriptor then closes it."""
     with suppress(OSError), _borrowed(fd) as connection:
         connection.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket]:
-    """A descriptor somebody else owns, as a socket; without a copy, for which none may be left."""
+    """Wrap a descriptor as a socket without owning it; duplicating it could exceed the limit."""
     connection = socket.socket(fileno=fd)
     try:
         yield connection

@@ -1,7 +1,7 @@
-"""A worker's connections to all its routers, and the batching of what it says to them.
+"""A worker's connections to all its routers, and the batching of its messages to them.
 
-What cannot be sent is dropped: everything a worker says is repeated by its core until it is
-answered. An end that no envelope can carry is replaced by one that says so.
+Messages to an unreachable router are dropped: the core repeats every message until the router
+answers. A terminal too large for an envelope is replaced by one with LimitExceeded.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ LinkEvent = FromRouter | RouterUp | RouterDown
 
 
 def routing_identity(worker: str) -> bytes:
-    """What a worker's connections of this process begin with; nobody else can know it.
+    """Return a random prefix for the routing identities of this process's connections.
 
-    Who knows the identity of another's connection can ask ZeroMQ for it when that one ends.
+    It must be unpredictable: ZeroMQ gives the identity of a closed connection to any peer that
+    asks for it.
     """
     return f"{worker}:{secrets.token_hex(16)}".encode()
 
 
 class RouterLinks:
-    """One DealerChannel per router; ``deliver`` hears what happens on them.
+    """One DealerChannel per router; messages and connection changes go to ``deliver``.
 
-    ``identity`` must be new for every process start; each connection adds its number.
-    ``dropped`` counts what could not be understood.
+    ``identity`` must be new for every process start; each connection appends its number.
+    ``dropped`` counts messages that could not be decoded or encoded, by reason.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class RouterLinks:
         self._identity = identity
         self._keys = keys
         self._connections = 0
-        self._denied: set[str] = set()  # routers that do not know our key; said once
+        self._denied: set[str] = set()  # routers that refused our key; logged once each
         self._dropped = Counter[str]() if dropped is None else dropped
         for name in routers:
             self._connect(name)
@@ -86,17 +87,17 @@ class RouterLinks:
         )
 
     def _lost(self, name: str) -> None:
-        """Come back under another identity.
+        """Reconnect with a new identity.
 
-        A router that paused has not noticed yet that the old connection is gone, and would
-        never read a second one of the same name.
+        A router that was paused still holds the old connection and would ignore a second
+        connection with the same identity.
         """
         self._channels[name].close()
         self._connect(name)
         self._deliver(RouterDown(name))
 
     def _refused(self, name: str, error: AccessDenied, *, final: bool) -> None:
-        """The list of a router may be older than our key: say it, and let the channel go on."""
+        """Log the refusal once. The channel retries: the router's key list may be outdated."""
         if final and name not in self._denied:
             self._denied.add(name)
             _log.error("router.denied", router=name, error=str(error))
@@ -107,7 +108,7 @@ class RouterLinks:
         except ProtocolError as error:
             self._dropped[f"router_{error.code}"] += 1
             _log.warning("router.malformed", router=name, error=str(error))
-            if isinstance(error, VersionMismatch):  # it may have said just that
+            if isinstance(error, VersionMismatch):  # perhaps a Rejected in another version
                 rejected = Rejected(code=error.code, message=str(error))
                 self._deliver(FromRouter(name, rejected))
             return
@@ -115,11 +116,11 @@ class RouterLinks:
             self._deliver(FromRouter(name, message))
 
     def send(self, router: str, message: Message) -> None:
-        """Queue for the end of the turn."""
+        """Queue ``message``; :meth:`flush` sends it."""
         self._outbox.put(router, message)
 
     def flush(self) -> None:
-        """Send what was queued to the routers that are connected."""
+        """Send queued messages to connected routers; drop those to the other routers."""
         for name, channel in self._channels.items():
             if not channel.connected:
                 self._outbox.drop(name)
@@ -130,7 +131,7 @@ class RouterLinks:
         return SendResult.UNREACHABLE if channel is None else channel.send(frames)
 
     def _too_large(self, router: str, message: Message, reason: str) -> None:
-        """End a request whose end cannot be sent; its client would wait for the deadline."""
+        """Replace a terminal that cannot be encoded, or the client would wait for the deadline."""
         self._dropped["not_encodable"] += 1
         if isinstance(message, Terminal) and message.code is None:
             terminal = Terminal(

@@ -1,9 +1,9 @@
-"""Collects a turn's outgoing messages and sends each peer one envelope.
+"""Collect the outgoing messages of one loop turn and send one envelope per peer.
 
-The cost of a hop is paid per envelope, so everything a turn has to say to a peer travels
-together, in order. What is more than an envelope takes is split. A message that cannot be sent is
-reported and forgotten: every exchange of the protocol repeats itself. One that is too large for
-any envelope fails alone, and nothing for this peer or another is lost with it.
+Sending costs per envelope, so all messages of a turn to one peer share an envelope, in order.
+Batches over a limit are split. Messages that ZeroMQ does not accept are reported and dropped: every
+sender in the protocol repeats until it is answered. A message too large for any envelope fails
+alone; other messages are still sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .log import get_logger
 
 MESSAGES_PER_ENVELOPE = 4096
 CONTEXTS_PER_ENVELOPE = 8
-"""A context with its emitted tokens can take megabytes; an envelope has a size limit."""
+"""Messages with a context can take megabytes each, and an envelope has a size limit."""
 
 _LARGE = frozenset(
     kind for kind in Message.__subclasses__() if {"context", "files"} & {*kind.__struct_fields__}
@@ -33,12 +33,15 @@ _log = get_logger()
 
 
 class Outbox(Generic[Peer]):
-    """Messages by peer until :meth:`flush`, which belongs at the end of a loop's turn.
+    """Messages by peer until :meth:`flush`, to be called at the end of each loop turn.
 
-    ``send(peer, frames)`` is a channel's send; ``on_unsent(peer, messages, result)`` hears
-    of what ZeroMQ did not take, all of it at once and in order. ``max_bytes``: largest
-    first frame the peers accept. ``digest``: seals the envelopes. ``on_refused(peer, message,
-    reason)`` hears of a message that no envelope can carry; it may put another one.
+    ``send(peer, frames)``: a channel's send.
+    ``on_unsent(peer, messages, result)``: called once per peer and flush with all messages that
+    ZeroMQ did not accept, in order.
+    ``on_refused(peer, message, reason)``: called for a message that cannot be encoded; it may
+    queue a replacement.
+    ``max_bytes``: size limit of an envelope's first frame at the peers.
+    ``digest``: seals the envelopes.
     """
 
     def __init__(
@@ -55,8 +58,8 @@ class Outbox(Generic[Peer]):
         self._on_refused = on_refused
         self._encoder = EnvelopeEncoder(max_bytes, digest)
         self._waiting: defaultdict[Peer, list[Message]] = defaultdict(list)
-        self._latest: dict[tuple[Peer, type], int] = {}  # where in what waits
-        self.pressing = False  # whether any of it should go at the next flush
+        self._latest: dict[tuple[Peer, type], int] = {}  # index in the peer's waiting list
+        self.pressing = False  # whether a queued message needs the next flush
         self.envelopes = 0
         self.unsent = 0
 
@@ -66,20 +69,20 @@ class Outbox(Generic[Peer]):
         return bool(self._waiting)
 
     def put(self, peer: Peer, message: Message) -> None:
-        """Queue ``message`` behind what is queued for ``peer``."""
+        """Append ``message`` to the queue of ``peer``."""
         self._waiting[peer].append(message)
         self.pressing = True
 
     def put_patient(self, peer: Peer, message: Message) -> None:
-        """The same for a message nobody waits for: it may be left until something else goes."""
+        """Append a message that is not urgent: it may wait for the next urgent one."""
         self._waiting[peer].append(message)
 
     def put_latest(
         self, peer: Peer, message: Message, merge: Callable[[Message, Message], Message]
     ) -> None:
-        """Queue an answer that makes an earlier one of its type, still queued here, needless.
+        """Queue an answer that supersedes a queued one of the same type.
 
-        ``merge(earlier, later)`` says what takes the earlier one's place.
+        The queued message becomes ``merge(earlier, later)`` and keeps its place.
         """
         self.pressing = True
         queued = self._waiting[peer]
@@ -91,7 +94,7 @@ class Outbox(Generic[Peer]):
         queued.append(message)
 
     def drop(self, peer: Peer) -> None:
-        """Forget what is queued for a peer that is gone."""
+        """Drop the queue of a disconnected peer."""
         self._waiting.pop(peer, None)
 
     def flush(self) -> None:
@@ -104,13 +107,13 @@ class Outbox(Generic[Peer]):
         self.pressing = False
 
     def _send_in_order(self, peer: Peer, messages: list[Message]) -> None:
-        """Send until something is not taken: what follows it would overtake it."""
+        """Send batch by batch; stop at the first failure, or later messages would overtake it."""
         batches = deque(_batches(messages))
         while batches:
             batch = batches.popleft()
             frames = self._encode(peer, batch)
             if frames is None:
-                if len(batch) > 1:  # one message must not take its neighbours with it
+                if len(batch) > 1:  # bisect, so that only the faulty message is lost
                     half = len(batch) // 2
                     batches.extendleft((batch[half:], batch[:half]))
                 continue
@@ -126,10 +129,10 @@ class Outbox(Generic[Peer]):
             self._on_unsent(peer, messages, result)
 
     def _encode(self, peer: Peer, batch: list[Message]) -> Buffers | None:
-        """Frames of an envelope, or None when they are over a limit or one is no message."""
+        """Return an envelope's frames; None if the batch is over a limit or cannot be encoded."""
         try:
             return self._encoder.encode(batch)
-        except Exception as error:  # whatever one message holds, the others must go
+        except Exception as error:  # any fault of one message; the others are still sent
             if len(batch) == 1:
                 self.unsent += 1
                 name = type(batch[0]).__name__
@@ -140,7 +143,7 @@ class Outbox(Generic[Peer]):
 
 
 def _batches(messages: list[Message]) -> list[list[Message]]:
-    """Split so that no envelope holds too many messages or contexts; order is kept."""
+    """Split into envelopes within the limits on messages and contexts, in order."""
     few = len(messages) <= CONTEXTS_PER_ENVELOPE
     if few or (len(messages) <= MESSAGES_PER_ENVELOPE and _LARGE.isdisjoint(map(type, messages))):
         return [messages]

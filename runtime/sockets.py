@@ -1,8 +1,8 @@
-"""The two ends of every connection: a listening RouterChannel, a connecting DealerChannel.
+"""The two sides of every connection: a listening RouterChannel, a connecting DealerChannel.
 
-Invariant: a peer that was heard and whose connection closed is reported once: after about 2 ms
-where its process ended, after :attr:`ChannelOptions.heartbeat_timeout_s` where it was stopped or
-cut off. A hung process still answers ZeroMQ's heartbeats; only those of the application find it.
+Invariant: a peer that sent a message and then disconnected is reported once: about 2 ms after
+its process ended, or :attr:`ChannelOptions.heartbeat_timeout_s` after it was paused or its network
+failed. A hung process still answers ZeroMQ's heartbeats; only Baton's own heartbeats detect it.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from .security import (
 from .zap import ServerKeys
 
 VERIFY_DELAYS = (0.0, 0.002, 0.010, 0.050)
-"""Seconds after a closed connection at which the peer is tried: a send in the first
-milliseconds after a death can still be accepted."""
+"""Seconds after a disconnect at which a probe is sent to the peer. ZeroMQ may still accept a
+message to a dead peer in the first milliseconds."""
 COMPLAINT_S = 1.0
-"""Of connections and messages that are refused one is logged in this time; all are counted."""
+"""Minimum seconds between two log lines about refused connections or messages; all are counted."""
 
 __all__ = ["Context", "DealerChannel", "RouterChannel"]
 
@@ -53,10 +53,10 @@ _DEFAULTS = ChannelOptions()
 
 
 class RouterChannel(Channel):
-    """A listening socket: many peers, each known by its identity.
+    """A listening socket with many peers, each with its own routing identity.
 
-    Raises ConfigError when it cannot listen: address in use, bad address, or reachable by
-    strangers without ``keys``.
+    Raises ConfigError if the address is in use or invalid, or if other machines could connect to
+    it without ``keys``.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RouterChannel(Channel):
         keys: ServerKeys | None = None,
         options: ChannelOptions = _DEFAULTS,
     ) -> None:
-        guard = keys if is_tcp(endpoint) else None  # who reaches an ipc file is this user
+        guard = keys if is_tcp(endpoint) else None  # only this user can connect to an ipc file
         check_bind(endpoint, keyed=guard is not None)
         super().__init__(context, zmq.ROUTER, options)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -75,7 +75,7 @@ class RouterChannel(Channel):
             apply_server_keys(self._socket, guard.pair, guard.domain)
         try:
             self.endpoint = bind(self._socket, endpoint)
-            check_bind(self.endpoint, keyed=guard is not None)  # what a name turned out to be
+            check_bind(self.endpoint, keyed=guard is not None)  # now with the name resolved
         except BaseException:
             self._socket.close()
             raise
@@ -83,9 +83,9 @@ class RouterChannel(Channel):
         self._peers = PeerTable()
         self._admissions = Admissions(min(MAX_PENDING, open_files() // 2), handshake_stage)
         self.callers = None if guard is None else guard.callers
-        """Whose keys the peers have; None where none are asked for."""
+        """Keys by peer identity; None for a socket without keys."""
         self._complain_at = 0.0
-        self._ended: set[bytes] = set()  # their connections closed, which is not told yet
+        self._ended: set[bytes] = set()  # identities disconnected but not reported yet
         self._loop: Loop | None = None
         self._on_disconnect: OnPeer | None = None
         if guard is not None:
@@ -94,9 +94,9 @@ class RouterChannel(Channel):
     def attach(
         self, loop: Loop, on_message: OnPeerMessage, on_disconnect: OnPeer | None = None
     ) -> None:
-        """Hand every message to ``on_message(identity, frames)`` on ``loop``.
+        """Pass every message to ``on_message(identity, frames)`` on ``loop``.
 
-        ``on_disconnect(identity)`` is called once when a peer that was heard is gone.
+        ``on_disconnect(identity)`` is called once after a peer that sent a message disconnected.
         """
         self._loop = loop
         self._on_disconnect = on_disconnect
@@ -112,7 +112,7 @@ class RouterChannel(Channel):
         loop.add_socket(self._monitor.socket, self._read_monitor, sends=False)
 
     def recv(self) -> tuple[bytes, Frames] | None:
-        """Take the next ``(identity, frames)`` without blocking; None when there is none."""
+        """Return the next ``(identity, frames)``, or None; never blocks."""
         self._own()
         while True:
             try:
@@ -134,7 +134,7 @@ class RouterChannel(Channel):
                 return identity, frames
 
     def send(self, identity: bytes, frames: Buffers) -> SendResult:
-        """Queue a message for a peer; never blocks."""
+        """Send a message to a peer; never blocks."""
         self._own()
         if self.callers is not None and not self._is_owner_there(identity):
             self.stats.unreachable += 1
@@ -147,7 +147,7 @@ class RouterChannel(Channel):
 
     @property
     def peers(self) -> int:
-        """Peers heard and not known to be gone."""
+        """Number of peers that sent a message and are not known to be disconnected."""
         return len(self._peers)
 
     def close(self) -> None:
@@ -199,16 +199,16 @@ class RouterChannel(Channel):
             self.stats.refused += 1
             reason = describe_refusal(event, value)
             if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and not is_tcp(self.endpoint):
-                # A command of this user that only looked whether somebody listens, or was brief.
+                # A command of this user that probed the address or ended early: no warning.
                 _log.info("socket.handshake_failed", endpoint=self.endpoint, reason=reason)
             else:
                 self._complain("socket.handshake_failed", reason)
         return True
 
     def _accepted(self, fd: int) -> None:
-        """Count a connection until its handshake is over; close one of too many."""
+        """Track a connection until its handshake ends; close one if too many are pending."""
         if not is_tcp(self.endpoint):
-            return  # an ipc file is this user's alone
+            return  # only this user can connect to an ipc file
         crowded = self._admissions.accepted(fd, remote_address(fd), Loop.now())
         if crowded is not None:
             self.stats.crowded += 1
@@ -216,7 +216,7 @@ class RouterChannel(Channel):
             shut_down(crowded)
 
     def _verify(self, identity: bytes, attempt: int = 0) -> None:
-        """Find out whether the peer behind a closed connection is gone or came back."""
+        """Probe whether the peer of a closed connection is gone or has reconnected."""
         if self._loop is None or identity not in self._peers:
             return
         if self.send(identity, [_PROBE]) is SendResult.UNREACHABLE:
@@ -226,7 +226,7 @@ class RouterChannel(Channel):
             self._loop.call_later(pause, lambda: self._verify(identity, attempt + 1))
 
     def _lose(self, identity: bytes) -> None:
-        """The peer is gone: tell, once."""
+        """Remove a disconnected peer and report it once."""
         if identity not in self._peers:
             return
         self._peers.forget(identity)
@@ -237,7 +237,7 @@ class RouterChannel(Channel):
             self._on_disconnect(identity)
 
     def _complain(self, event: str, reason: str) -> None:
-        """Strangers must not fill the log: they are all counted, and seldom told of."""
+        """Log at most once per :data:`COMPLAINT_S`, so that strangers cannot fill the log."""
         now = Loop.now()
         if now >= self._complain_at:
             self._complain_at = now + COMPLAINT_S
@@ -249,43 +249,44 @@ class RouterChannel(Channel):
     # ------------------------------------------------------------------ with keys
 
     def _admit(self, callers: Callers, identity: bytes, fd: int, head: zmq.Frame) -> bool:
-        """Whether the message came with the key its identity belongs to, still let in."""
+        """Whether the message's key owns its identity and is still allowed."""
         refusal = callers.heard(identity, _user(head))
         if not refusal:
             if self._peers.descriptor(identity) != fd:
-                # The end of another connection, whose number this one has, was reported before.
+                # This descriptor number may have been reused: first read the report about the
+                # end of its earlier connection.
                 self._read_reports()
-                self._ended.discard(identity)  # back on this connection
+                self._ended.discard(identity)  # the peer has reconnected
             return True
         self.stats.intruders += 1
         self._complain("socket.intruder", refusal)
-        # Whatever is sent to this identity from now on would reach the intruder.
+        # Messages to this identity would reach the intruder from now on.
         self._lose(identity)
         return False
 
     def _is_owner_there(self, identity: bytes) -> bool:
-        """Whether the connection of the key that was heard as ``identity`` still stands.
+        """Whether the key that owns ``identity`` is still connected.
 
-        A name is free for others the moment its connection ends, and that is reported before.
-        So unlike a send without keys this looks at the reports first, and nobody is verified
-        by a message, which another might get.
+        When a connection ends, another peer may take its identity at once, but libzmq reports the
+        end first. So a socket with keys reads the reports before each send, and never probes an
+        identity with a message, which another peer might receive.
         """
         self._read_reports()
         return identity in self._peers and identity not in self._ended
 
     def _read_reports(self) -> None:
-        """Take in what has ended so far."""
-        # No more than can have waited at the start. A flood of connections makes reports as fast
-        # as they are read, and until none is pending would be until the flood is over.
+        """Handle the monitor's reports that are waiting now."""
+        # Bounded: during a flood of connections new reports arrive as fast as they are read, so
+        # reading until none is pending would last as long as the flood.
         for _ in range(MAX_WAITING):
             if not self._monitor.pending:
                 break
             self._read_monitor()
 
     def _end(self, identity: bytes) -> None:
-        """Its connection has ended: nothing is sent to it from here on, and soon that is told.
+        """Block sends to a disconnected peer at once, and report it in the loop's next iteration.
 
-        Not at once: who sends may be in the midst of what is told about.
+        The report is deferred because this may run within the caller's :meth:`send`.
         """
         if identity not in self._ended and self._loop is not None:
             self._ended.add(identity)
@@ -296,14 +297,14 @@ class RouterChannel(Channel):
             self._lose(identity)
 
     def _keys_changed(self) -> None:
-        """The list changed: peers whose keys are in it no more are gone."""
+        """Report peers as gone whose keys were removed from the list."""
         if self.callers is not None:
             for identity in self.callers.withdrawn():
                 self._lose(identity)
 
 
 def _user(head: zmq.Frame) -> bytes:
-    """The key ZAP let in, in z85; empty for none."""
+    """Return the z85 key of the connection, as set by ZAP; empty without one."""
     try:
         return str(head.get("User-Id")).encode()
     except zmq.ZMQError:
@@ -311,9 +312,9 @@ def _user(head: zmq.Frame) -> bytes:
 
 
 def _descriptor(head: zmq.Frame) -> int | None:
-    """The connection a message came by; None for one of ZMTP 1 or 2, which names none.
+    """Return the descriptor of a message's connection; None for ZMTP 1 and 2, which have none.
 
-    ZMTP 1 has no greeting, so almost any bytes of a stranger are messages of it.
+    ZMTP 1 has no greeting, so almost any bytes from a stranger parse as ZMTP 1 messages.
     """
     try:
         return int(head.get(zmq.SRCFD))

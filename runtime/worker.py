@@ -1,9 +1,9 @@
-"""What the cores of both workers do alike: routers that come and go, aborts, draining.
+"""Behaviour shared by prefill and decode cores: router connections, aborts, draining.
 
-Invariant: a router's Abort is answered, and once the blocks are free that is noted; a worker
-says Drained once, when nothing is left.
+Invariant: every Abort is answered, and a note is logged once the attempt's blocks are free; a
+worker sends Drained once, when it has no requests left.
 
-Pure; a role's core derives from it and adds its own handlers.
+Pure. The core of each role derives from WorkerCore and adds its own handlers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .membership import Membership
 from .shares import Shares
 
 Handler = Callable[..., list[Any]]
-"""``(core, event, now)`` to actions: the role's own kinds as well as the common ones."""
+"""``handler(core, event, now) -> actions``; actions may be common or specific to a role."""
 
 
 class WorkerCore(ABC):
@@ -56,46 +56,46 @@ class WorkerCore(ABC):
     def __init__(self, member: Membership) -> None:
         self._member = member
         self._drained_said = False
-        self._freed_later: list[tuple[Key, float, Sequence[Any]]] = []  # aborted when, who
+        self._freed_later: list[tuple[Key, float, Sequence[Any]]] = []  # key, abort time, names
 
     # ------------------------------------------------------------------ of the role
 
     @abstractmethod
     def load(self) -> WorkerLoad:
-        """Figures for heartbeats."""
+        """Return the load that heartbeats report."""
 
     @property
     @abstractmethod
     def is_drained(self) -> bool:
-        """Draining and nothing left."""
+        """Whether the worker is draining and has no requests left."""
 
     @property
     @abstractmethod
     def _requests(self) -> int:
-        """How many are here."""
+        """Number of requests at this worker."""
 
     @abstractmethod
     def _held(self) -> list[RequestState]:
-        """All requests here, for a Hello."""
+        """Return all requests at this worker, for a Hello."""
 
     @abstractmethod
     def _abort(self, router: str, message: Abort, now: float) -> list[Any]:
-        """Stop attempts; see :meth:`_freed`."""
+        """Abort attempts; blocks in use by a running step are freed later (:meth:`_freed`)."""
 
     @abstractmethod
     def _adopt(self, router: str, request: bytes, position: int) -> list[Any]:
-        """Say a request's tokens from ``position`` on again, to this router from now on."""
+        """Resend tokens from ``position`` on, and route later ones to this router."""
 
     @abstractmethod
     def _peer_dead(self, endpoint: str, incarnation: int, now: float) -> list[Any]:
-        """A worker of the other role is finally dead."""
+        """Handle that a worker of the other role was declared dead."""
 
     def _assigned(self, router: str, message: Message, now: float) -> list[Any]:
-        """What only this role is told by a router."""
+        """Handle a router's message that is specific to this role."""
         return []
 
     def _shares(self, held: Iterable[tuple[str, int]]) -> dict[str, Share]:
-        """What each router has here, of ``(router, tokens)`` of each; nothing for a lone one."""
+        """Sum requests and tokens per router; empty if there is only one router."""
         if len(self._member.routers) < 2:
             return {}
         shares = Shares()
@@ -109,7 +109,10 @@ class WorkerCore(ABC):
         return list(self._member.up(event.router, self.load(), self._held(), now))
 
     def _unknown_there(self, router: str, now: float) -> list[Any]:
-        """A router has no memory of us; many words of ours may have met it."""
+        """Register again with a router that does not know us.
+
+        It may refuse many of our messages in a row, so Hellos are rate-limited.
+        """
         if not self._member.may_introduce(now):
             return []
         return self._on_router_up(RouterUp(router), now)
@@ -149,7 +152,7 @@ class WorkerCore(ABC):
                 return self._assigned(router, message, now)
 
     def _claim(self, router: str, answer: list[Any], now: float) -> list[Any]:
-        """The answer to an Adopt, with the proof that what it tells was given to this worker."""
+        """Prepend the proof of assignment to the answer to an Adopt."""
         for action in answer:
             if not isinstance(action, ToRouter) or action.router != router:
                 continue
@@ -166,9 +169,9 @@ class WorkerCore(ABC):
     # ------------------------------------------------------------------ aborts
 
     def _freed(self, key: Key, now: float, running: Sequence[Any]) -> list[Any]:
-        """Note that an aborted attempt's blocks are free; after the steps that use them.
+        """Log that an aborted attempt's blocks are free, after the last step that uses them.
 
-        ``running``: the engine's names for it that are part of a step which is out.
+        ``running``: the attempt's engine names that are part of a running step.
         """
         if not running:
             return [blocks_freed(*key, now, now)]
@@ -178,7 +181,7 @@ class WorkerCore(ABC):
     def _step_over(
         self, now: float, is_out: Callable[[Any], bool] = lambda _name: False
     ) -> list[Any]:
-        """A step ended; ``is_out`` says whether another one still uses a name's blocks."""
+        """Handle the end of a step; ``is_out(name)``: another running step uses its blocks."""
         waiting, self._freed_later = self._freed_later, []
         notes: list[Any] = []
         for entry in waiting:
@@ -190,14 +193,14 @@ class WorkerCore(ABC):
         return notes
 
     def _introduce_again(self, now: float) -> list[Any]:
-        """Say Hello again to routers whose Welcome is missing."""
+        """Repeat Hello to routers that have not answered it."""
         actions: list[Any] = []
         for router in self._member.unanswered(now):
             actions += self._on_router_up(RouterUp(router), now)
         return actions
 
     def _deserted(self, now: float) -> list[Any]:
-        """Free what belongs to a router that has been away for long: nobody asked for it since."""
+        """Abort requests of routers that have been away too long and that no router adopted."""
         gone = self._member.away(now)
         actions: list[Any] = []
         for held in self._held() if gone else ():

@@ -208,7 +208,7 @@ def test_a_client_may_ask_and_not_drain(running, folder, tmp_path):
 def test_a_worker_at_the_clients_socket_is_told_so(running, folder):
     with (
         Client(running.address, keys=keys_of(folder, "decode-9", "router")) as client,
-        pytest.raises(AccessDenied, match="does not let this key in"),
+        pytest.raises(AccessDenied, match="refused this key"),
     ):
         client.status()
 
