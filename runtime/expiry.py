@@ -1,7 +1,7 @@
-"""A bounded table whose entries end at their time; constant cost per entry, whatever its size.
+"""A bounded table whose entries expire; constant cost per entry at any size.
 
-Invariant: an entry is found until its time and not after it; at most ``capacity`` are kept,
-and the one put longest ago goes first; memory is a small multiple of what is kept.
+Invariant: an entry is returned before its expiry time and never after it. A full table evicts the
+entry that was put first. The index has at most twice as many keys as the table, plus :data:`SLACK`.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import math
 from typing import Generic, TypeVar
 
 SLACK = 64
-"""Keys filed in vain that do not matter."""
+"""Stale index entries that are always tolerated."""
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 class Expiring(Generic[K, V]):
-    """Values by key, each until a time."""
+    """Values by key, each with an expiry time."""
 
     def __init__(self, capacity: int = 65_536) -> None:
         self._capacity = capacity
         self._entries: dict[K, tuple[V, float]] = {}
-        self._seconds: dict[int, list[K]] = {}  # keys to look at once this second has come
+        self._seconds: dict[int, list[K]] = {}  # keys to check for expiry at this second
         self._order: list[int] = []
-        self._filed = 0  # keys in all seconds; some are gone, or there more than once
+        self._filed = 0  # keys in all seconds, with stale and duplicate ones
 
     def put(self, key: K, value: V, until: float) -> None:
-        """Keep ``value`` under ``key``; replaces an earlier one."""
+        """Set ``key`` to ``value``, to expire at ``until``."""
         self._entries.pop(key, None)
         self._entries[key] = (value, until)
         self._file(key, until)
@@ -37,12 +37,12 @@ class Expiring(Generic[K, V]):
             self._refile()
 
     def get(self, key: K, now: float) -> V | None:
-        """The value, or None when there is none any more."""
+        """Return the value, or None if it is missing or expired."""
         entry = self._entries.get(key)
         return entry[0] if entry is not None and entry[1] > now else None
 
     def expire(self, now: float) -> None:
-        """Drop what has ended."""
+        """Remove expired entries."""
         while self._order and self._order[0] <= now:
             keys = self._seconds.pop(heapq.heappop(self._order))
             self._filed -= len(keys)
@@ -53,7 +53,7 @@ class Expiring(Generic[K, V]):
                 if entry[1] <= now:
                     del self._entries[key]
                 else:
-                    self._file(key, entry[1])  # it was put again, with a later end
+                    self._file(key, entry[1])  # put again meanwhile, with a later expiry
 
     def _file(self, key: K, until: float) -> None:
         second = math.ceil(min(until, 1e15))
@@ -65,7 +65,7 @@ class Expiring(Generic[K, V]):
         self._filed += 1
 
     def _refile(self) -> None:
-        """Forget where replaced and evicted entries were; as rare as it is long."""
+        """Rebuild the index without stale keys; amortized over the puts since the last rebuild."""
         self._seconds.clear()
         self._order.clear()
         self._filed = 0

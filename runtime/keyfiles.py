@@ -1,7 +1,7 @@
-"""Making and changing a key folder; the reader is :mod:`.keyring`.
+"""Creation and changes of a key folder; :mod:`.keyring` reads it.
 
-Invariant: a secret is never overwritten with less than a whole new pair, is this user's alone
-from its first byte on, and the list names a key before a process can find it.
+Invariant: a secret file is replaced atomically, only by a complete new pair, and only this user can
+ever read it. A key is listed before its secret file exists.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _NAME = re.compile(r"[A-Za-z0-9._@:*?\[\]!-]{1,128}")
 
 
 def make_folder(folder: Path) -> list[KeyEntry]:
-    """Make ``folder`` (mode 0700) with a pair per role and the list.
+    """Create ``folder`` (mode 0700) with one key pair per role and the list.
 
-    It appears whole or not at all. Raises ConfigError when it is there and not empty.
+    The folder appears complete or not at all. Raises ConfigError if it exists and is not empty.
     """
-    refusal = ConfigError(f"{folder} is not empty; keys there are kept as they are")
+    refusal = ConfigError(f"{folder} is not empty; existing keys are kept unchanged")
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise refusal
     try:
@@ -41,7 +41,7 @@ def make_folder(folder: Path) -> list[KeyEntry]:
     try:
         entries = [_make_pair(draft, role, ("*",), role) for role in ROLES]
         _write_list(draft, entries)
-        draft.rename(folder)  # over an empty folder as well, never over another
+        draft.rename(folder)  # replaces an empty folder, fails for any other
     except OSError as problem:
         if folder.is_dir() and any(folder.iterdir()):
             raise refusal from problem
@@ -52,20 +52,20 @@ def make_folder(folder: Path) -> list[KeyEntry]:
 
 
 def add_key(folder: Path, role: str, names: list[str], host: str = "") -> KeyEntry:
-    """Make a further pair: of ``names``, or of a host (any name if there are none).
+    """Add a key pair for ``names``, or for ``host`` (without names: any name).
 
-    Its file is ``NAME.key`` or ``ROLE@HOST.key``. Raises ConfigError when that is there.
+    The file is ``NAME.key`` or ``ROLE@HOST.key``. Raises ConfigError if it exists.
     """
     stem = f"{role}@{host}" if host else (names[0] if names else "")
     if not _STEM.fullmatch(stem) or role not in ROLES:
-        raise ConfigError("a further key needs a role and --host HOST or --name NAME, in letters,"
-                          " digits, dots and dashes")  # fmt: skip
+        raise ConfigError("an additional key needs a role and --host HOST or --name NAME, with"
+                          " letters, digits, dots and dashes only")  # fmt: skip
     wrong = [name for name in names if not _NAME.fullmatch(name)]
     if wrong:
-        raise ConfigError(f"{wrong[0]!r} is no name of a worker, router or client, nor a pattern")
+        raise ConfigError(f"{wrong[0]!r} is not a valid name or pattern of a process")
     with _locked(folder) as entries:
         if stem in ROLES or (folder / f"{stem}{KEY_SUFFIX}").exists():
-            raise ConfigError(f"{folder} has a key {stem}; --rotate {stem} replaces it")
+            raise ConfigError(f"{folder} already has a key {stem}; --rotate {stem} replaces it")
         return _make_pair(folder, role, tuple(names) or ("*",), stem, [*entries])
 
 
@@ -77,7 +77,7 @@ def rotate(folder: Path, stem: str) -> KeyEntry:
 
 
 def retire(folder: Path, stem: str) -> list[KeyEntry]:
-    """End a rotation: strike all but the newest key of ``stem``; returns those struck."""
+    """End a rotation: unlist and return all keys of ``stem`` but the newest."""
     with _locked(folder) as entries:
         struck = _of_stem(folder, entries, stem)[:-1]
         _write_list(folder, [entry for entry in entries if entry not in struck])
@@ -85,7 +85,7 @@ def retire(folder: Path, stem: str) -> list[KeyEntry]:
 
 
 def revoke(folder: Path, stem: str) -> list[KeyEntry]:
-    """Strike all keys of ``stem`` and remove its secret file; returns those struck."""
+    """Unlist and return all keys of ``stem``, and delete its secret file."""
     with _locked(folder) as entries:
         struck = _of_stem(folder, entries, stem)
         _write_list(folder, [entry for entry in entries if entry not in struck])
@@ -103,7 +103,7 @@ def _of_stem(folder: Path, entries: tuple[KeyEntry, ...], stem: str) -> list[Key
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[tuple[KeyEntry, ...]]:
-    """Hold the folder for one change of its list; yields what that has."""
+    """Lock the folder for one change of its list; yields the entries."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as problem:
@@ -124,7 +124,7 @@ def _make_pair(
     stem: str,
     listed: list[KeyEntry] | None = None,
 ) -> KeyEntry:
-    """Draw a pair, list it behind ``listed`` (if given), then write its secret file."""
+    """Generate a pair, append it to the list ``listed`` (if given), then write its secret file."""
     public, secret = (key.decode() for key in zmq.curve_keypair())
     entry = KeyEntry(public=public, role=role, names=names, file=stem)
     if listed is not None:
@@ -142,7 +142,7 @@ def _write_list(folder: Path, entries: list[KeyEntry]) -> None:
 
 
 def _replace(path: Path, text: str, mode: int) -> None:
-    """Write a file that is whole at any time, on disk before it has its name."""
+    """Replace a file atomically; the new content is on disk before the rename."""
     descriptor, draft = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # mode 0600
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -1,10 +1,10 @@
-"""A process's own CURVE pair and the list of keys it deals with, from a key folder.
+"""A process's CURVE key pair and the list of allowed keys, read from a key folder.
 
-A folder holds ``allowed.toml`` (:mod:`.allowed_keys`) and secret files, of which a process takes
-the first it finds: ``NAME.key`` (of this worker or router alone), ``ROLE@HOST.key`` (of this
-machine), ``ROLE.key``. A host needs no other secret than its own.
+A folder holds ``allowed.toml`` (:mod:`.allowed_keys`) and secret files. A process uses the first
+secret file that exists of ``NAME.key`` (one worker or router), ``ROLE@HOST.key`` (one host) and
+``ROLE.key``. A host needs only the secrets of its own processes.
 
-Invariant: a secret that others may read, or a list that others may write, is not used.
+Invariant: a secret file that other users can read, or a list that they can write, is rejected.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ ALLOWED_FILE = "allowed.toml"
 KEY_SUFFIX = ".key"
 MAX_KEY_BYTES = 4096
 REREAD_S = 1.0
-"""How often the list's file is looked at, at most."""
+"""Minimum seconds between two checks of the list's file for changes."""
 
 _log = get_logger()
 
 
 class KeyPair:
-    """The content of a secret file, both in z85."""
+    """The content of a secret file: public and secret key, in z85."""
 
     __slots__ = ("public", "secret")
 
@@ -62,9 +62,9 @@ class _PairFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KeyRing:
-    """What one process knows. Raises ConfigError where the folder cannot be used.
+    """The keys of one process. Raises ConfigError if the folder is unusable.
 
-    ``name``: the worker's or router's; empty for clients.
+    ``name``: name of the worker or router; empty for clients.
     """
 
     def __init__(self, folder: str | Path, role: str, name: str = "") -> None:
@@ -85,7 +85,7 @@ class KeyRing:
         return f"KeyRing({str(self.file)!r}, role={self.role!r})"
 
     def _own_entry(self, name: str) -> KeyEntry:
-        """Find ourselves: what others would refuse is better said here, at once."""
+        """Check our own entry now, since peers would refuse a wrong key only later."""
         entry = self.allowed.get(self.public)
         if entry is None:
             raise ConfigError(
@@ -99,32 +99,32 @@ class KeyRing:
         if name and not self.allowed.may_be(entry, self.role, name):
             patterns = ", ".join(entry.names)
             raise ConfigError(
-                f"the key of {self.file} may not be used by {name!r}: {self._list} lets it be "
-                f"{patterns}, or gives that name to another key"
+                f"the key of {self.file} may not be used by {name!r}: {self._list} allows it for "
+                f"{patterns}, or reserves that name for another key"
             )
         return entry
 
     @property
     def pair(self) -> CurveKeys:
-        """The pair, to listen with."""
+        """The key pair, for listening sockets."""
         return CurveKeys(public=self.public, secret=self._secret)
 
     def connecting(self, role: str, name: str = "") -> CurveKeys:
-        """The pair and whom to expect, to connect to a ``role`` (called ``name``) with.
+        """Return the pair and the server keys for a connection to a ``role`` (named ``name``).
 
-        Raises ConfigError when the list has no such key.
+        Raises ConfigError if the list has no key of such a process.
         """
         self.refresh()
         servers = self.allowed.servers(role, name)
         if not servers:
             who = f"{role} {name!r}" if name else role
-            raise ConfigError(f"{self._list} has no key of a {who}; see baton keygen")
+            raise ConfigError(f"{self._list} has no key for {who}; see baton keygen")
         return CurveKeys(public=self.public, secret=self._secret, server=servers)
 
     def refresh(self) -> bool:
-        """Read the list again if its file changed; whether it did.
+        """Reload the list if its file changed; return whether it was reloaded.
 
-        A list that cannot be read changes nothing and is reported once.
+        An unreadable list is logged once, and the old list stays in effect.
         """
         now = time.monotonic()
         if now - self._looked < REREAD_S:
@@ -144,24 +144,24 @@ class KeyRing:
 
 
 def load_keys(folder: str, role: str, name: str = "") -> KeyRing | None:
-    """The keys of a process with this setting; None for the empty text. Raises ConfigError."""
+    """Read the key folder of a process; None for an empty setting. Raises ConfigError."""
     return KeyRing(folder, role, name) if folder else None
 
 
 Keys = CurveKeys | KeyRing
-"""What a connection is made with: a pair given by hand, or a folder that was read."""
+"""Keys for connections: an explicit pair, or a key folder that was read."""
 
 
 GivenKeys = Keys | str | Path | None
-"""What users give: those, or the folder, or nothing (the empty text as well)."""
+"""The ``keys`` argument of a client: keys, a key folder, or none (None or ``""``)."""
 CONTROLLER = "controller"
-"""The name under which a cluster's controller uses the key of an operator."""
+"""The name that a cluster's controller uses with an operator's key."""
 
 
 def client_keys(keys: GivenKeys) -> Keys | None:
-    """What a client was given; of a folder the operator's key if it is there, else the client's.
+    """Return a client's keys; a folder with ``operator.key`` gives operator keys, else client keys.
 
-    Raises ConfigError where the folder cannot be used, TypeError for another type.
+    Raises ConfigError if the folder is unusable, TypeError for another type.
     """
     if keys is None or isinstance(keys, (CurveKeys, KeyRing)):
         return keys
@@ -175,9 +175,9 @@ def client_keys(keys: GivenKeys) -> Keys | None:
 
 
 def keys_to(keys: Keys | None, endpoint: str, role: str, name: str = "") -> CurveKeys | None:
-    """What to connect to ``endpoint`` with; None where no keys are used: not tcp, or none given.
+    """Return the keys for a connection to ``endpoint``; None without keys or without tcp.
 
-    Raises ConfigError when the list has no key of such a peer.
+    Raises ConfigError if the list has no key of such a peer.
     """
     if keys is None or not endpoint.startswith("tcp://"):
         return None
@@ -187,7 +187,7 @@ def keys_to(keys: Keys | None, endpoint: str, role: str, name: str = "") -> Curv
 def keys_for(
     keys: Keys | None, endpoint: str, role: str, name: str = ""
 ) -> Callable[[], CurveKeys | None]:
-    """:func:`keys_to` as it is whenever it is asked; for connections that outlive a rotation."""
+    """Return a function that evaluates :func:`keys_to`, for connections that outlive a rotation."""
     return lambda: keys_to(keys, endpoint, role, name)
 
 
@@ -195,13 +195,13 @@ def keys_for(
 
 
 def read_pair(path: Path) -> KeyPair:
-    """Read a secret file. Raises ConfigError: permissions, owner, content, pair that is none."""
+    """Read a secret file. Raises ConfigError for wrong permissions, owner, content or pair."""
     text = _read(path, MAX_KEY_BYTES, secret=True)
     try:
         file = msgspec.convert(tomllib.loads(text), _PairFile)
         pair = KeyPair(file.public, file.secret)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError, RecursionError):
-        pair = KeyPair("", "")  # the parser's message could quote the secret
+        pair = KeyPair("", "")  # do not chain the parser's error: it may quote the secret
     if not (is_z85(pair.public) and is_z85(pair.secret)):
         raise ConfigError(f"{path} is damaged: it must hold public and secret, 40 characters each")
     try:
@@ -209,7 +209,7 @@ def read_pair(path: Path) -> KeyPair:
     except (zmq.ZMQError, ValueError):
         matching = b""
     if matching != pair.public.encode():
-        raise ConfigError(f"{path} is damaged: its public and secret keys are no pair")
+        raise ConfigError(f"{path} is damaged: its public and secret keys do not match")
     return pair
 
 
@@ -225,19 +225,19 @@ def _choose(folder: Path, role: str, name: str) -> Path:
         if os.path.lexists(path):
             return path
     names = " or ".join(path.name for path in paths)
-    raise ConfigError(f"no {names} in {folder}: make them with baton keygen, or copy them here")
+    raise ConfigError(f"no {names} in {folder}: create it with baton keygen, or copy it here")
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ConfigError unless it is a folder of ours that others cannot write to."""
+    """Raise ConfigError unless ``folder`` is a folder of this user that others cannot write to."""
     try:
         status = folder.stat()
     except OSError as problem:
         raise ConfigError(
-            f"key folder {folder}: {problem.strerror}; make one with baton keygen {folder}"
+            f"key folder {folder}: {problem.strerror}; create it with baton keygen {folder}"
         ) from problem
     if not stat.S_ISDIR(status.st_mode):
-        raise ConfigError(f"key folder {folder} is no folder")
+        raise ConfigError(f"key folder {folder} is not a folder")
     _check_status(folder, status, 0o022, "others may write to it", "chmod 700")
 
 
@@ -247,7 +247,7 @@ def _read(path: Path, limit: int, *, secret: bool) -> str:
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"{path} is no regular file")
+                raise ConfigError(f"{path} is not a regular file")
             if secret:
                 _check_status(path, status, 0o077, "others may use it", "chmod 600")
             else:
@@ -260,11 +260,11 @@ def _read(path: Path, limit: int, *, secret: bool) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as problem:
-        raise ConfigError(f"{path} is no text") from problem
+        raise ConfigError(f"{path} is not UTF-8 text") from problem
 
 
 def _check_status(path: Path, status: os.stat_result, bad: int, why: str, repair: str) -> None:
-    """Ours or root's, and nothing of ``bad`` in its mode."""
+    """Raise ConfigError unless this user or root owns it and its mode has no bit of ``bad``."""
     if status.st_uid not in (os.geteuid(), 0):
         raise ConfigError(
             f"{path} belongs to user {status.st_uid}, not to you ({os.geteuid()}): chown it"

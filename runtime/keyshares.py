@@ -1,7 +1,6 @@
-"""A host's share of a key folder: the list, and the secrets of what runs there.
+"""A host's share of a key folder: the list, and the secrets of the host's processes.
 
-Invariant: a share has no secret of another role, none that was made for another host, and none
-that the list does not know.
+Invariant: a share contains only listed secrets of the given roles, and none of another host.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from .keyring import ALLOWED_FILE, KEY_SUFFIX, check_folder, read_allowed, read_
 
 
 def secrets_for(folder: Path, roles: Collection[str], host: str | None = "") -> list[Path]:
-    """Secret files of ``folder`` that a host needs whose processes have these roles.
+    """Return the secret files that a host needs for processes with these roles.
 
-    ``host``: its name, by which keys of one host are known (``decode@gpu7.key``); None: of any
-    host, for one that hands them on. What a file is for says the list, not the file's name.
-    Raises ConfigError where the folder or a file of it cannot be used.
+    ``host``: the host's name, as in ``decode@gpu7.key``; None: keys of all hosts, for a host that
+    distributes them. The list determines a file's role, not the file's name. Raises ConfigError if
+    the folder or one of its files is unusable.
     """
     check_folder(folder)
     allowed = read_allowed(folder / ALLOWED_FILE)
@@ -36,7 +35,7 @@ def secrets_for(folder: Path, roles: Collection[str], host: str | None = "") -> 
 
 
 def check_share(folder: Path, roles: Collection[str], host: str | None = "") -> list[Path]:
-    """:func:`secrets_for`, of every role at least one; ConfigError names the role that has none."""
+    """Return :func:`secrets_for`. Raises ConfigError for a role without a secret."""
     secrets = secrets_for(folder, roles, host)
     allowed = read_allowed(folder / ALLOWED_FILE)
     entries = (allowed.get(read_pair(path).public.encode()) for path in secrets)
@@ -47,17 +46,17 @@ def check_share(folder: Path, roles: Collection[str], host: str | None = "") -> 
 
 
 def write_share(folder: Path, target: Path, roles: Collection[str], host: str | None = "") -> None:
-    """Make ``target`` (mode 0700) a key folder of :func:`secrets_for` and the list.
+    """Create key folder ``target`` (mode 0700) with the list and :func:`secrets_for`.
 
-    It appears whole or not at all. Raises ConfigError also when ``target`` is there and not
-    empty, or when there is nothing to give.
+    The folder appears complete or not at all. Raises ConfigError if ``target`` exists and is not
+    empty, for an unknown role, and for a role without a secret.
     """
     unknown = [role for role in roles if role not in ROLES]
     if unknown:
-        raise ConfigError(f"{unknown[0]!r} is no role; there are {', '.join(ROLES)}")
+        raise ConfigError(f"unknown role {unknown[0]!r}; roles: {', '.join(ROLES)}")
     secrets = check_share(folder, roles, host)
     if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} is not empty; what is there is kept as it is")
+        raise ConfigError(f"{target} is not empty; its content is kept unchanged")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))  # mode 0700

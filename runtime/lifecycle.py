@@ -1,4 +1,4 @@
-"""What a process settles with the operating system: signals, parent's death, memory, threads."""
+"""Process settings at the operating system: signals, parent's death, memory, BLAS threads."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _log = get_logger()
 
 
 def on_stop_signal(loop: Loop, callback: Callable[[int], object]) -> None:
-    """Call ``callback(times)`` on the loop at every SIGTERM or SIGINT, counting from 1.
+    """Call ``callback(count)`` on the loop at every SIGTERM or SIGINT, counted from 1.
 
-    The first usually drains, the second ends at once. Main thread only.
+    Usually the first signal drains and the second ends at once. Main thread only.
     """
     times = 0
 
@@ -38,9 +38,9 @@ def on_stop_signal(loop: Loop, callback: Callable[[int], object]) -> None:
 
 @contextmanager
 def hold_signals() -> Iterator[None]:
-    """Deliver signals that ask for the end only afterwards.
+    """Delay :data:`STOP_SIGNALS` until the end of the block.
 
-    An exception of theirs in the middle of a constructor would lose what it has made so far.
+    An exception from a signal handler inside a constructor would leak what it has created so far.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -50,28 +50,29 @@ def hold_signals() -> Iterator[None]:
 
 
 def die_with_parent(parent: int, sig: int = signal.SIGTERM) -> None:
-    """Get ``sig`` when the process that started us ends; at once when it already did.
+    """Receive ``sig`` when the parent process ends; immediately if it has ended already.
 
-    ``parent``: its pid, handed down by itself, since after its death getppid() names another.
-    Tied to the parent's *thread* that forked: that one must live as long as the parent.
+    ``parent``: the parent's pid, passed by the parent itself, since getppid() changes after its
+    death. The kernel watches the parent's *thread* that forked, so this thread must live as long as
+    the parent.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, sig, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it died before prctl
+    if os.getppid() != parent:  # the parent died before prctl
         os.kill(os.getpid(), sig)
 
 
 def outlive_parent() -> None:
-    """Take :func:`die_with_parent` back."""
+    """Undo :func:`die_with_parent`."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
 
 
 def limit_blas_threads(count: int = 1) -> None:
-    """Let NumPy's BLAS use ``count`` threads, whether or not NumPy is loaded already.
+    """Limit NumPy's BLAS to ``count`` threads, before or after NumPy is loaded.
 
-    Several workers share a machine; each owns one compute thread, and a pool of spinning
-    BLAS threads per process would fight over the cores.
+    Each worker has one compute thread, and several workers share a machine. A pool of spinning BLAS
+    threads per process would oversubscribe the cores.
     """
     for name in _BLAS_VARIABLES:
         os.environ[name] = str(count)
@@ -80,10 +81,10 @@ def limit_blas_threads(count: int = 1) -> None:
 
 
 def recycle_large_buffers(limit: int = 64 << 20) -> bool:
-    """Keep freed buffers up to ``limit`` bytes in the heap instead of returning them.
+    """Keep freed buffers up to ``limit`` bytes in the heap instead of unmapping them.
 
-    By default every frame of 1 to 16 MiB is mapped afresh and its pages are faulted in
-    again. False where the C library has no mallopt.
+    By default every frame of 1 to 16 MiB is newly mapped, with a page fault per page. Returns False
+    if the C library has no mallopt.
     """
     libc = ctypes.CDLL(None)
     mallopt = getattr(libc, "mallopt", None)

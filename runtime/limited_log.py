@@ -1,4 +1,4 @@
-"""Warnings of what a peer can cause at will, so that it cannot fill the log."""
+"""Rate-limited warnings, for events that a peer can cause at will."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ _log = get_logger()
 
 
 class LimitedLog:
-    """The first warning of an event passes; those of the next seconds become one with a count.
+    """Logs the first warning of an event, then one warning with a count per interval.
 
-    On the loop's thread only. An exit of the process loses the last count.
+    Only on the loop's thread. The last count is lost when the process exits.
     """
 
     def __init__(self, loop: Loop, interval_s: float = INTERVAL_S) -> None:
         self._loop = loop
         self._interval_s = interval_s
         self._limit = LogLimit(interval_s)
-        self._waits = False  # a look at what is due is arranged
+        self._waits = False  # whether _look is scheduled
 
     def warning(self, event: str, **keys: object) -> None:
-        """Log it now or count it for later."""
+        """Log the event now, or count it for the next line."""
         if self._limit.passes(event, self._loop.now(), **keys):
             _log.warning(event, **keys)
         if not self._waits:

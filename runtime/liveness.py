@@ -1,42 +1,42 @@
-"""The one setting of liveness, ``worker_timeout_s``, and the times every layer derives from it.
+"""The timeouts of all layers, derived from one setting, ``worker_timeout_s``.
 
-A router sees a worker as alive, suspect or dead (``docs/architecture.md``, Liveness). Each
-layer takes its limit from here, so one number governs ZeroMQ's heartbeats, the router's
-judgement and the supervisor's patience, and no layer gives a worker up before another.
+For a router a worker is alive, suspect or dead (``docs/architecture.md``, Liveness). ZeroMQ's
+heartbeats, the routers and the supervisor take their limits from here, so the limits stay
+consistent.
 """
 
 from __future__ import annotations
 
 DEFAULT_WORKER_TIMEOUT_S = 5.0
-"""Survives a container throttled to a fifth of a processor, and 4 s without a network."""
+"""Tolerates a container throttled to a fifth of a processor, and a network outage of 4 s."""
 LEAST_WORKER_TIMEOUT_S = 0.5
 HEARTBEAT_S = 0.2
 """Interval of a worker's heartbeats to its routers."""
 CONNECTION_HEARTBEAT_S = 0.25
-"""Interval of ZeroMQ's own pings; they only find connections that are dead."""
+"""Interval of ZeroMQ's pings, in seconds; they detect dead connections only."""
 
 
 def suspect_after(worker_timeout_s: float) -> float:
     """Seconds without heartbeat or progress after which a worker gets no new requests.
 
-    A second by default; never less than two heartbeats, or every lost one would count.
+    At most 1 s (the default), and at least 2.5 heartbeats, so one lost heartbeat has no effect.
     """
     return min(1.0, max(2.5 * HEARTBEAT_S, worker_timeout_s / 5))
 
 
 def connection_timeout(worker_timeout_s: float) -> float:
-    """Seconds without any byte after which a connection is closed and made anew.
+    """Seconds without any byte after which a connection is replaced by a new one.
 
-    Shorter than the worker timeout: TCP doubles its pauses between two tries, so after 4 s
-    without a network an old connection stays silent for 2 s more, and a new one does not.
+    Shorter than the worker timeout: TCP doubles the pause between retransmissions. After a network
+    outage of 4 s an old connection stays silent for 2 s more, but a new one works at once.
     """
     return max(3 * HEARTBEAT_S, 0.3 * worker_timeout_s)
 
 
 def closed_by_peer(silent_s: float, worker_timeout_s: float) -> bool:
-    """Whether a connection that closed ``silent_s`` after its last message was closed by its peer.
+    """Whether the peer closed a connection that ended ``silent_s`` after its last message.
 
-    The end of a process closes its connections at once. A connection that timed out was silent
-    for the whole of :func:`connection_timeout`.
+    A process that ends closes its connections at once. A connection that timed out was silent for
+    the whole :func:`connection_timeout`.
     """
     return silent_s < 0.6 * connection_timeout(worker_timeout_s)

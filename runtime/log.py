@@ -1,11 +1,11 @@
 """JSON log lines on stderr, each with the process's role and id.
 
 A log line is an event with keys: ``get_logger().info("handoff.accepted", blocks=3)``.
-Prompts and tokens are never logged. structlog's global settings stay untouched, since the
-client lives inside other people's programs; before :func:`configure` only warnings show.
+Prompts and tokens are never logged. structlog's global settings are not changed, because the
+client runs inside users' programs. Before :func:`configure` only warnings and errors are shown.
 
-Invariant: nobody waits for a reader. Lines for which a pipe or terminal has no room are
-dropped, and their number is logged as soon as there is room again.
+Invariant: logging never blocks. If a pipe or terminal is full, lines are dropped, and their number
+is logged once there is room again.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _LEVELS = {
 
 
 class _StderrWriter:
-    """Writes to whatever ``sys.stderr`` is when the line is written; any thread."""
+    """Writes lines to the current ``sys.stderr``; safe from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._rest = b""  # of a line that was written in part
+        self._rest = b""  # unwritten rest of a partly written line
         self._dropped = 0
 
     def msg(self, line: str) -> None:
-        """Write one line or drop it; a closed stderr must not end the process."""
+        """Write a line, or drop it if stderr is full or closed."""
         if sys.stderr is None:
             return
         with self._lock:
@@ -69,7 +69,7 @@ class _StderrWriter:
 
 
 def _descriptor(stream: Any) -> int | None:
-    """The stream's file descriptor, if a descriptor is behind it."""
+    """Return the stream's file descriptor, or None if it has none."""
     try:
         return int(stream.fileno())
     except (AttributeError, OSError, ValueError):
@@ -77,7 +77,7 @@ def _descriptor(stream: Any) -> int | None:
 
 
 def _send(fd: int, data: bytes) -> bytes:
-    """Write what there is room for now; returns the rest."""
+    """Write without blocking; return the unwritten rest."""
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
     if not data or not poll.poll(0):
@@ -94,9 +94,9 @@ def _dropped_line(count: int) -> bytes:
 
 
 def never_block() -> None:
-    """Let no write to a piped stderr wait, however long the line.
+    """Make a piped stderr non-blocking, so that long lines cannot block either.
 
-    Only for a process whose pipe is its own: the setting is shared with whoever shares it.
+    Only for a process that does not share its pipe: the mode applies to all its writers.
     """
     fd = _descriptor(sys.stderr)
     if fd is not None and stat.S_ISFIFO(os.fstat(fd).st_mode):
@@ -141,38 +141,38 @@ def _make(level: str, *, human: bool, bound: dict[str, str]) -> Any:
 
 
 class Logger:
-    """The process's logger; one object, so :func:`configure` reaches every module."""
+    """The process's logger: one shared object, so :func:`configure` affects every module."""
 
     def __init__(self) -> None:
         self._out = self._always = _make("warning", human=True, bound={})
 
     def configure(self, out: Any, always: Any = None) -> None:
-        """Write through ``out`` from now on, and :meth:`report` through ``always``."""
+        """Write to ``out`` from now on, and reports to ``always`` (default: ``out``)."""
         self._out = out
         self._always = out if always is None else always
 
     def report(self, event: str, **keys: object) -> None:
-        """What a supervisor wants to know whatever level people want to read."""
+        """Log for a supervisor, independent of the log level."""
         self._always.info(event, **keys)
 
     def debug(self, event: str, **keys: object) -> None:
-        """Detail for someone who follows one request."""
+        """Log a detail of one request."""
         self._out.debug(event, **keys)
 
     def info(self, event: str, **keys: object) -> None:
-        """Something happened that an operator may want to know."""
+        """Log an event of interest to operators."""
         self._out.info(event, **keys)
 
     def warning(self, event: str, **keys: object) -> None:
-        """Something is wrong and was dealt with."""
+        """Log a problem that was handled."""
         self._out.warning(event, **keys)
 
     def error(self, event: str, **keys: object) -> None:
-        """Something failed."""
+        """Log a failure."""
         self._out.error(event, **keys)
 
     def exception(self, event: str, **keys: object) -> None:
-        """Our own bug, with the traceback of the exception being handled."""
+        """Log a bug in Baton with the traceback of the current exception."""
         self._out.exception(event, **keys)
 
 
@@ -180,17 +180,17 @@ _logger = Logger()
 
 
 def get_logger() -> Logger:
-    """The process's logger."""
+    """Return the process's logger."""
     return _logger
 
 
 def configure(
     role: str = "", process: str = "", *, level: str = "info", human: bool = False
 ) -> None:
-    """Set the format once per process and bind who is speaking.
+    """Set the log format of this process and the role and id in each line.
 
-    ``role``: router, prefill, decode ...; ``process``: its id; ``level``: least severe level
-    shown (debug, info, warning, error); ``human``: text instead of JSON.
+    ``role``: router, prefill, decode etc.; ``process``: its id; ``level``: lowest level shown
+    (debug, info, warning, error); ``human``: text instead of JSON.
     """
     bound = {key: value for key, value in (("role", role), ("process", process)) if value}
     _logger.configure(

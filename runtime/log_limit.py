@@ -1,11 +1,11 @@
-"""Log lines of what a peer can cause at will: a few, with the number of the others. Pure."""
+"""Rate limit for log lines that a peer can cause at will; suppressed lines are counted. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 INTERVAL_S = 10.0
-"""The time between two lines of the same event."""
+"""Seconds between two lines of the same event."""
 
 
 @dataclass(slots=True)
@@ -16,10 +16,10 @@ class _Event:
 
 
 class LogLimit:
-    """Lets the first line of an event pass and sums up those of the next seconds.
+    """Passes the first line of an event, then one summary per interval.
 
-    ``now``: seconds of one clock, in all calls. Every occurrence is counted in exactly one line
-    once :meth:`due` was called after its interval.
+    ``now`` is in seconds of the same clock in all calls. Every occurrence is counted in exactly one
+    line, provided :meth:`due` is called after its interval.
     """
 
     def __init__(self, interval_s: float = INTERVAL_S) -> None:
@@ -27,7 +27,7 @@ class LogLimit:
         self._events: dict[str, _Event] = {}
 
     def passes(self, event: str, now: float, **keys: object) -> bool:
-        """Whether to log this occurrence now; otherwise it is part of a line of :meth:`due`."""
+        """Whether to log this occurrence now; otherwise a later :meth:`due` line counts it."""
         known = self._events.get(event)
         if known is None:
             self._events[event] = _Event(now + self._interval_s)
@@ -38,11 +38,11 @@ class LogLimit:
 
     @property
     def quiet(self) -> bool:
-        """Whether :meth:`due` has nothing to do until the next event."""
+        """Whether :meth:`due` need not be called before the next event."""
         return not self._events
 
     def due(self, now: float) -> list[tuple[str, dict[str, object]]]:
-        """Lines to log now: the event, how often it occurred meanwhile, and its latest keys."""
+        """Return the summary lines that are due: event, latest keys, and ``count``."""
         lines: list[tuple[str, dict[str, object]]] = []
         for name, event in list(self._events.items()):
             if now < event.until:

@@ -1,14 +1,14 @@
-"""One thread's event loop over ZeroMQ sockets, descriptors, timers and other threads' posts.
+"""Event loop of one thread: ZeroMQ sockets, descriptors, timers, and posts from other threads.
 
-ZeroMQ's descriptor only says "ask me": it signals changes of state, and any call on the
-socket, a send included, can consume the signal. So after every activity the loop asks all
-sockets until none has anything left. Only a socket that nothing but its handler uses, like a
-monitor's, keeps its signals; it is asked after those alone, since asking costs two system calls.
+ZeroMQ's descriptor is edge-triggered: it signals changes of state, and any call on the socket,
+even a send, can consume the signal. So after every activity the loop polls all sockets until none
+is readable. A socket used only by its handler, such as a monitor's, keeps its signals; it is polled
+only after a signal, since each poll costs two system calls.
 
-Invariant: a message that arrived is handled without a further signal; a callback that raises
-is logged and counted, and neither ends the loop nor keeps the others from running.
+Invariant: a message that has arrived is handled without a further signal. If a callback raises, the
+exception is logged and counted; the loop and the other callbacks continue.
 
-All methods but :meth:`Loop.post` belong to the loop's own thread.
+All methods except :meth:`Loop.post` must be called on the loop's thread.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import zmq
 from .log import get_logger
 
 MESSAGES_PER_VISIT = 100
-"""Most messages taken from one socket before the others get their turn."""
+"""Maximum messages read from one socket before the next socket is visited."""
 PASSES_PER_TURN = 8
-"""Most rounds over all sockets before timers and descriptors get theirs."""
+"""Maximum rounds over all sockets before timers and descriptors are handled."""
 
 _EVENTS = zmq.EVENTS
 _POLLIN = int(zmq.POLLIN)
@@ -41,7 +41,7 @@ Callback = Callable[[], object]
 
 
 class Timer:
-    """A call at a time of :meth:`Loop.now`; never early, never twice."""
+    """A callback at a time of :meth:`Loop.now`; never called early or twice."""
 
     __slots__ = ("_callback", "_handle", "_loop", "when")
 
@@ -53,14 +53,14 @@ class Timer:
         self._arm()
 
     def cancel(self) -> None:
-        """Do not call any more; harmless when already called."""
+        """Cancel the callback; no effect after it was called."""
         self._callback = None
         if self._handle is not None:
             self._handle.cancel()
 
     def _arm(self) -> None:
-        # libuv counts whole milliseconds from the time its iteration began, so a timer may
-        # come early by what has passed since; _fire arms it again.
+        # libuv counts whole milliseconds from the start of its iteration, so a timer may fire
+        # early by the time elapsed in this iteration; then _fire rearms it.
         delay = math.ceil(max(0.0, self.when - time.monotonic()) * 1000) / 1000
         self._handle = self._loop.asyncio_loop.call_later(delay, self._fire)
 
@@ -88,15 +88,15 @@ class _Source:
         self.on_readable = on_readable
         self.fd = cast("int", socket.getsockopt(zmq.FD))
         self.sends = sends
-        self.ask = True  # in every turn, or once its descriptor has signalled
+        self.ask = True  # poll in the next turn: always if sends, else after a signal
         self.closed = False
 
 
 class Loop:
     """Event loop of one thread.
 
-    Without an argument it owns a uvloop and is driven by :meth:`run`; given a running
-    asyncio loop it lives inside that one.
+    Without an argument it owns a uvloop, which :meth:`run` drives. With a running asyncio loop it
+    runs inside that loop.
     """
 
     def __init__(self, asyncio_loop: asyncio.AbstractEventLoop | None = None) -> None:
@@ -106,13 +106,13 @@ class Loop:
         self._sources: list[_Source] = []
         self._turn_end: list[Callback] = []
         self._in_turn = False
-        self._quiet = True  # the last message came alone, and nothing while it was answered
+        self._quiet = True  # the last turn had at most one message, and no more are waiting
         self._turn_soon = False
-        self._wake_lock = threading.RLock()  # a finalizer may post within a post
+        self._wake_lock = threading.RLock()  # reentrant: a finalizer may post during a post
         self._posted: deque[Callback] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.asyncio_loop.add_reader(self._wake_fd, self._on_wake)
-        self._signals: dict[int, Any] = {}  # number: who handled it before
+        self._signals: dict[int, Any] = {}  # signal number: previous handler
         self._closed = False
 
     # ------------------------------------------------------------------ what to watch
@@ -126,17 +126,17 @@ class Loop:
     ) -> None:
         """Call ``on_readable`` while ``socket`` has messages.
 
-        It takes one message without blocking and returns True, or returns False when there
-        was none. ``sends``: whether anything but ``on_readable`` ever uses the socket; if not,
-        nothing else swallows its signals, and it is asked after them only.
+        ``on_readable`` handles one message without blocking and returns True, or returns False if
+        there is none. ``sends``: whether other code uses the socket too, for example to send. If
+        not, no signal is lost, and the socket is polled only after a signal.
         """
         source = _Source(socket, on_readable, sends=sends)
         self._sources.append(source)
         self.asyncio_loop.add_reader(source.fd, self._on_signal, source)
-        self.turn_soon()  # what arrived before the registration gives no signal
+        self.turn_soon()  # messages that arrived before the registration give no signal
 
     def remove_socket(self, socket: zmq.Socket[bytes]) -> None:
-        """Forget ``socket``; call before closing it."""
+        """Unregister ``socket``; call before closing it."""
         for source in [s for s in self._sources if s.socket is socket]:
             source.closed = True
             self._sources.remove(source)
@@ -147,26 +147,26 @@ class Loop:
         self.asyncio_loop.add_reader(fd, self._on_event, callback)
 
     def remove_fd(self, fd: int) -> None:
-        """Forget ``fd``."""
+        """Unregister ``fd``."""
         self.asyncio_loop.remove_reader(fd)
 
     def on_signal(self, number: int, callback: Callback) -> None:
-        """Call ``callback`` at every such signal until the end; from the main thread only.
+        """Call ``callback`` at every signal ``number`` until :meth:`close`. Main thread only.
 
-        Also at one that comes before :meth:`run`, which uvloop's own handlers would forget.
+        Unlike uvloop's own handlers, this also handles signals that arrive before :meth:`run`.
         """
         before = signal.signal(number, lambda _number, _frame: self.post(callback))
         self._signals.setdefault(number, before)
 
     def on_turn_end(self, callback: Callback) -> None:
-        """Call ``callback`` after every batch of activity; outgoing messages are flushed there."""
+        """Call ``callback`` at the end of every turn, for example to flush outgoing messages."""
         self._turn_end.append(callback)
 
     # ------------------------------------------------------------------ time and threads
 
     @staticmethod
     def now() -> float:
-        """Monotonic seconds."""
+        """Return monotonic seconds."""
         return time.monotonic()
 
     def call_at(self, when: float, callback: Callback) -> Timer:
@@ -180,25 +180,25 @@ class Loop:
     def post(self, callback: Callback) -> None:
         """Run ``callback`` on the loop's thread soon; safe from any thread."""
         self._posted.append(callback)
-        with self._wake_lock:  # a closed descriptor's number may belong to someone else
+        with self._wake_lock:  # after close() the descriptor number may be reused
             if not self._closed:
                 os.eventfd_write(self._wake_fd, 1)
 
     # ------------------------------------------------------------------ life
 
     def run(self) -> None:
-        """Serve until :meth:`stop`, then release what the loop owns."""
+        """Run until :meth:`stop`, then close the loop."""
         try:
             self.asyncio_loop.run_forever()
         finally:
             self.close()
 
     def stop(self) -> None:
-        """Return from :meth:`run` after this turn; safe to call more than once."""
+        """Make :meth:`run` return after this turn; safe to call more than once."""
         self.asyncio_loop.call_soon(self.asyncio_loop.stop)
 
     def close(self) -> None:
-        """Unregister everything; sockets stay with their owners."""
+        """Unregister everything; the owners of the sockets close them."""
         if self._closed:
             return
         for number, before in self._signals.items():
@@ -245,7 +245,7 @@ class Loop:
         self.turn_soon()
 
     def _turn(self, signalled: _Source | None = None) -> None:
-        """Take messages until there are none, then flush; what is left comes next turn."""
+        """Handle messages up to the limits, then flush; remaining ones are handled next turn."""
         if self._in_turn or self._closed:
             return
         self._turn_soon = False
@@ -256,7 +256,7 @@ class Loop:
                 self.guarded(callback)
         finally:
             self._in_turn = False
-        # The flush sent, and sending swallows signals: look once more before sleeping.
+        # The flush sent messages, which may consume signals: poll once more before sleeping.
         more = any(source.ask and self._readable(source) for source in tuple(self._sources))
         if taken:
             self._quiet = taken < 2 and not more
@@ -264,11 +264,11 @@ class Loop:
             self.turn_soon()
 
     def _take(self, signalled: _Source | None) -> int:
-        """Hand out what has come; returns how many messages.
+        """Handle messages and return their number.
 
-        Where messages come one by one, the socket that signalled has one, and only one: its
-        answer need not wait for questions to this socket and to others. A monitor's report
-        does: the messages of a connection come before its end.
+        While messages arrive one at a time, only the signalled socket has one, so it is handled
+        without polling any socket. A monitor's report is not: the last messages of a connection
+        must be handled before its end.
         """
         lone = self._quiet and signalled is not None and signalled.sends
         if lone and signalled is not None and self._take_one(signalled):
@@ -278,7 +278,7 @@ class Loop:
             found = self._visit_all()
             taken += found
             if found < 2:
-                break  # a lone message is answered at once; among many there are soon more
+                break  # answer a single message at once; under load, look for more
         return taken
 
     def _take_one(self, source: _Source) -> bool:
@@ -289,7 +289,7 @@ class Loop:
             return True
 
     def _visit_all(self) -> int:
-        """Take what every socket has; returns how many messages."""
+        """Visit every readable socket; return the number of messages handled."""
         taken = 0
         for source in tuple(self._sources):
             if source.ask and not source.closed and self._readable(source):
@@ -304,11 +304,11 @@ class Loop:
             except Exception:
                 self._failed(source.on_readable)
             if not taken and not self._readable(source):
-                return 1  # a receive in vain would cost three times as much as to ask
+                return 1  # polling costs a third of a receive without a message
         return MESSAGES_PER_VISIT
 
     def _readable(self, source: _Source) -> bool:
-        """Ask; this takes the signals in."""
+        """Poll the socket; this consumes its signals."""
         try:
             readable = bool(cast("int", source.socket.getsockopt(_EVENTS)) & _POLLIN)
         except zmq.ZMQError:  # closed by its owner without remove_socket

@@ -1,11 +1,11 @@
-"""A worker's standing with its routers: Hello, Heartbeat and terminals until acknowledged.
+"""A worker's registration with its routers: Hello, Heartbeat, and unacknowledged terminals.
 
-Invariant: a terminal is repeated until the router that owns the request acknowledged it or
-its deadline passed, and with it the tokens it ends stay available; a router that comes back
-hears Hello (with every request still held) before anything else. Nothing is kept for a router
-that has been away for :data:`DESERTED_S`; a worker that ends does not wait so long for one.
+Invariant: a terminal is repeated, and its tokens stay available, until the router that owns the
+request acknowledges it or the deadline passes. After a reconnect, Hello with all requests of this
+worker is the first message. State for a router is dropped after it was away for :data:`DESERTED_S`
+(:data:`DRAIN_ABSENT_S` while draining).
 
-Pure; the role's core feeds it and forwards its actions.
+Pure. The core of each role passes events to it and forwards its actions.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ from .liveness import HEARTBEAT_S
 from .runs import runs_again
 
 HOPELESS = frozenset({"version_mismatch", "model_mismatch", "config", "access_denied"})
-"""Rejections that another start would meet again."""
+"""Rejection codes that a restart does not fix."""
 DECLARED_DEAD = "endpoint_dead"
-"""The rejection after which this incarnation can never serve."""
+"""Rejection code of an incarnation that was declared dead."""
 TERMINAL_REPEAT_S = 0.5
 PROOF_KEPT_S = 60.0
-"""How long after the deadline of an attempt its proof is kept: a terminal may still wait then."""
+"""Seconds to keep a proof after its attempt's deadline; a terminal may be unacknowledged then."""
 HELLO_PAUSE_S = 0.1
 HELLO_REPEAT_S = 1.0
-"""How long a Welcome is waited for; without it a decode worker can check no ticket."""
+"""Seconds to wait for Welcome before Hello is repeated; without it no ticket can be checked."""
 DESERTED_S = 60.0
-"""A router away for so long is not waited for: native clients give up in half the time, or have
-gone to another router, which has taken over what it wants."""
+"""Seconds to keep state for an unreachable router. Native clients give up after half of that, or
+resume at another router, which adopts their requests."""
 DRAIN_ABSENT_S = 5.0
-"""The same for what has ended, while this worker drains; a supervisor's restart takes less."""
+"""The same for ended requests while this worker drains; a supervised restart is faster."""
 NAME_TAKEN = "name_taken"
 NAME_PATIENCE_S = 30.0
-"""How long a worker waits for a name that a healthy worker has, before it reports an error and
-begins a new incarnation."""
+"""Seconds to retry while a healthy worker has this worker's name, before it exits to start a new
+incarnation."""
 REFUSED_PATIENCE_S = 3.0
-"""How long a worker that one router has refused waits for another one to take it."""
+"""Seconds to wait for another router's Welcome after the first refusal."""
 
 
 @dataclass(slots=True, frozen=True)
 class WorkerIdentity:
-    """Who this worker is, for its whole life."""
+    """A worker's constant identity, as in its Hello."""
 
     worker: str
     role: str
@@ -89,14 +89,14 @@ class EngineState:
 
 
 class _Held(Protocol):
-    """What a worker has of a request."""
+    """A worker's record of a request."""
 
     router: str
 
 
 @dataclass(slots=True)
 class _Notice:
-    """Words a router has to act upon, said until it does."""
+    """Messages that are repeated until the router aborts the attempt."""
 
     router: str
     messages: list[Message]
@@ -106,53 +106,53 @@ class _Notice:
 
 @dataclass(slots=True)
 class _Pending:
-    """A terminal a router has not acknowledged, with the tokens it may ask for again."""
+    """An unacknowledged terminal, with the tokens that a router may request again."""
 
     router: str
     terminal: Terminal
     prompt_length: int
     first: int  # position of tokens[0]
     tokens: list[int]
-    logprobs: Collection[TokenLogProbs]  # of the last of them
+    logprobs: Collection[TokenLogProbs]  # of the last tokens
     expires: float
     repeat_at: float
 
 
 def moved_to(router: str, old: str, request: bytes) -> list[ToRouter]:
-    """What the ``old`` router of a request hears when another one adopts it."""
+    """Return the notice to the ``old`` router that ``router`` adopted the request."""
     return [] if old == router else [ToRouter(old, Moved(request=request, router=router))]
 
 
 def other_owner(held: Iterable[_Held], router: str) -> str | None:
-    """The router that has taken one of these from ``router``, if another one has."""
+    """Return the router that adopted one of these requests from ``router``, or None."""
     return next((one.router for one in held if one.router != router), None)
 
 
 def left_alone(owner: str, router: str, message: Abort) -> list[ToRouter]:
-    """The answer to an Abort of a router that another one has taken the request from."""
+    """Return the answer to an Abort from ``router`` for a request that ``owner`` adopted."""
     request, attempt = message.request, message.attempt
     answer = Aborted(request=request, attempt=attempt)
     return [ToRouter(router, Moved(request=request, router=owner)), ToRouter(router, answer)]
 
 
 class Membership:
-    """One worker's links to all its routers."""
+    """One worker's registration with all its routers."""
 
     def __init__(self, identity: WorkerIdentity, routers: tuple[str, ...]) -> None:
         self.identity = identity
         self.routers = routers
-        self._up: dict[str, None] = {}  # ordered, so that a run can be repeated
-        self._welcome: set[str] = set()  # routers that have taken us
-        self._refused: dict[str, tuple[float, str]] = {}  # routers that will not: since, and why
-        self._taken: dict[str, float] = {}  # routers that gave our name away: since when
-        self._away: dict[str, float] = {}  # routers that are not reachable, since when
+        self._up: dict[str, None] = {}  # ordered, so that simulated runs are reproducible
+        self._welcome: set[str] = set()  # routers that sent Welcome
+        self._refused: dict[str, tuple[float, str]] = {}  # routers that refused us: since, reason
+        self._taken: dict[str, float] = {}  # routers where another worker has our name: since
+        self._away: dict[str, float] = {}  # unreachable routers: since
         self._pending: Attempts[_Pending] = Attempts()
         self._notices: Attempts[_Notice] = Attempts()
         self._beat_at = 0.0
         self._introduced_at = float("-inf")
-        self._hello_at: dict[str, float] = {}  # by router: when Hello was said last
-        self._proofs: Expiring[Key, bytes] = Expiring()  # of attempts a router gave to this worker
-        self._keys: dict[str, bytes] = {}  # by router: what tickets are made with
+        self._hello_at: dict[str, float] = {}  # by router: time of the last Hello
+        self._proofs: Expiring[Key, bytes] = Expiring()  # proofs of assignment of attempts
+        self._keys: dict[str, bytes] = {}  # by router: the key for reserve tickets
         self.draining = False
         self.dropped: Counter[str] = Counter()
         """Messages this worker could not use, by reason; heartbeats report them."""
@@ -162,7 +162,7 @@ class Membership:
     def up(
         self, router: str, load: WorkerLoad, requests: list[RequestState], now: float
     ) -> list[ToRouter]:
-        """A router is reachable: introduce ourselves, then repeat its terminals."""
+        """Register with a router that became reachable, then repeat its terminals."""
         self._up[router] = None
         self._hello_at[router] = now
         me = self.identity
@@ -188,7 +188,7 @@ class Membership:
         return [ToRouter(router, hello), *self._repeat(now, lambda p: p.router == router)]
 
     def unanswered(self, now: float) -> list[str]:
-        """Routers that have answered the last Hello neither with Welcome nor with a refusal."""
+        """Return routers that have not answered Hello after :data:`HELLO_REPEAT_S`."""
         return [
             router
             for router in self._up
@@ -198,20 +198,20 @@ class Membership:
         ]
 
     def may_introduce(self, now: float) -> bool:
-        """Whether a Hello asked for by a router is due, and not already under way."""
+        """Whether a Hello that a router asks for may be sent; limited by :data:`HELLO_PAUSE_S`."""
         if now < self._introduced_at + HELLO_PAUSE_S:
             return False
         self._introduced_at = now
         return True
 
     def down(self, router: str) -> None:
-        """A router is gone; what it owns goes on until its deadline."""
+        """Note a lost router; its requests continue until their deadlines."""
         self._up.pop(router, None)
         self._welcome.discard(router)
         self._taken.pop(router, None)
 
     def welcomed(self, router: str, key: bytes = b"") -> None:
-        """A router takes us; ``key``: what the tickets it gives out are made with."""
+        """Note a router's Welcome; ``key`` authenticates the reserve tickets it issues."""
         self._welcome.add(router)
         self._refused.pop(router, None)
         self._keys[router] = key
@@ -219,19 +219,20 @@ class Membership:
 
     @property
     def connected(self) -> int:
-        """Routers reachable now."""
+        """Number of reachable routers."""
         return len(self._up)
 
     def rejected(
         self, router: str, message: Rejected, now: float = 0.0
     ) -> list[ToRouter | Note | Exit]:
-        """A router refuses us; some refusals end this incarnation.
+        """Handle a router's refusal; some refusals end this incarnation.
 
-        While another worker has our name we ask again with every heartbeat. A worker that drains
-        needs no new incarnation: it finishes what it has for other routers.
+        If another worker has our name, retry with every heartbeat. A draining worker that was
+        declared dead needs no new incarnation: it finishes its requests of other routers.
 
-        In a rolling update another router may take what this one cannot: so the incarnation ends
-        when all have refused it, or when none has taken it some time after the first refusal.
+        During a rolling update, another router may accept a worker that this one refuses. So the
+        incarnation ends only after all routers refused it, or if none has accepted it
+        :data:`REFUSED_PATIENCE_S` after the first refusal.
         """
         reason = message.message or message.code
         if message.code == NAME_TAKEN or (message.code == DECLARED_DEAD and self.draining):
@@ -250,7 +251,7 @@ class Membership:
         if self._welcome:
             return []
         if self._taken and now >= min(self._taken.values()) + NAME_PATIENCE_S:
-            reason = f"another worker has had the name {self.identity.worker} all the while"
+            reason = f"another healthy worker has the name {self.identity.worker}"
             return [Exit(reason, restart=True)]
         if not self._refused:
             return []
@@ -260,12 +261,12 @@ class Membership:
     # ------------------------------------------------------------------ proofs
 
     def assigned(self, key: Key, proof: bytes, until: float) -> None:
-        """Keep the proof that a router gave this attempt to this worker."""
+        """Keep an attempt's proof of assignment."""
         if proof:
             self._proofs.put(key, proof, until + PROOF_KEPT_S)
 
     def claim(self, router: str, key: Key, now: float) -> ToRouter:
-        """Show a router that this attempt was given to this worker."""
+        """Return the message that proves the assignment of this attempt to a router."""
         proof = self._proofs.get(key, now) or b""
         return ToRouter(router, Accepted(request=key[0], attempt=key[1], proof=proof))
 
@@ -274,9 +275,9 @@ class Membership:
         return msgspec.structs.replace(held, proof=proof) if proof else held
 
     def invited(self, request: bytes, attempt: int, incarnation: int, ticket: bytes) -> bool:
-        """Whether a router sent the prefill worker ``incarnation`` here with this attempt.
+        """Whether a router assigned this attempt to prefill worker ``incarnation`` and this worker.
 
-        A router of an earlier version gives out no keys, so there is nothing to check then.
+        True if a router of an earlier version is connected, because its tickets have no key.
         """
         keys = set(self._keys.values())
         return b"" in keys or any(
@@ -285,7 +286,7 @@ class Membership:
 
     @property
     def can_check(self) -> bool:
-        """Whether a router has told what tickets are made with."""
+        """Whether a router has sent the key for tickets."""
         return bool(self._keys)
 
     # ------------------------------------------------------------------ terminals
@@ -301,9 +302,9 @@ class Membership:
         tokens: list[int] | None = None,
         logprobs: Collection[TokenLogProbs] = (),
     ) -> list[ToRouter]:
-        """Send a request's terminal and keep it, with what may be asked for, until acknowledged.
+        """Send a request's terminal, and keep it and its tokens until it is acknowledged.
 
-        ``logprobs``: of the last of the tokens, as many as are known.
+        ``first``: position of ``tokens[0]``. ``logprobs``: of the last tokens, as far as known.
         """
         key = (terminal.request, terminal.attempt)
         # At least one repetition must fit even when the deadline has just passed.
@@ -323,7 +324,7 @@ class Membership:
     def give_back(
         self, router: str, key: tuple[bytes, int], messages: list[Message], now: float, until: float
     ) -> list[ToRouter]:
-        """Hand an attempt back: say why until the router aborts it, at most ``until``."""
+        """Decline an attempt: repeat ``messages`` until the router aborts it, or ``until``."""
         proof = self._proofs.get(key, now) or b""
         messages = [
             msgspec.structs.replace(one, proof=proof) if isinstance(one, Busy) and proof else one
@@ -333,16 +334,16 @@ class Membership:
         return [ToRouter(router, message) for message in messages]
 
     def acknowledged(self, router: str, ended: list[tuple[bytes, int]]) -> None:
-        """A router has these terminals; those of requests of other routers stay."""
+        """Drop acknowledged terminals, except those of requests that another router owns."""
         for key in ended:
             pending = self._pending.get(key)
             if pending is not None and pending.router == router:
                 del self._pending[key]
 
     def forget(self, request: bytes, attempt: int, router: str | None = None) -> None:
-        """An abort makes all that was to be said of attempts up to ``attempt`` meaningless.
+        """Drop terminals and notices of attempts up to ``attempt``, after an abort.
 
-        ``router``: who said it; what belongs to another router stays. None for all.
+        ``router``: the sender of the abort; entries of other routers are kept. None: drop all.
         """
         for table in (self._pending, self._notices):
             for key in table.keys_of(request, attempt):
@@ -350,13 +351,13 @@ class Membership:
                     del table[key]
 
     def has_ended(self, request: bytes, attempt: int) -> bool:
-        """Whether this attempt's end is being said."""
+        """Whether the attempt has an unacknowledged terminal."""
         return (request, attempt) in self._pending
 
     def adopt(self, router: str, request: bytes, position: int) -> list[ToRouter]:
         """Repeat an ended request's tokens from ``position`` and its terminal.
 
-        An unknown request is answered by Aborted with attempt 0.
+        For an unknown request, return Aborted with attempt 0.
         """
         pending = self._pending.newest(request)
         if pending is None:
@@ -371,7 +372,7 @@ class Membership:
 
     @property
     def unacknowledged(self) -> int:
-        """Terminals and attempts given back that no router has acted upon."""
+        """Number of unacknowledged terminals and declined attempts."""
         return len(self._pending) + len(self._notices)
 
     # ------------------------------------------------------------------ time
@@ -379,7 +380,7 @@ class Membership:
     def tick(
         self, now: float, engine: EngineState, load: Callable[[], WorkerLoad]
     ) -> list[ToRouter | Note | Exit]:
-        """Heartbeats and repetitions that are due."""
+        """Return the heartbeats, repetitions and exits that are due."""
         actions: list[ToRouter | Note | Exit] = [*self._given_up(now)]
         if now >= self._beat_at:
             self._beat_at = now + HEARTBEAT_S
@@ -400,7 +401,7 @@ class Membership:
         return actions
 
     def _expire(self, now: float) -> None:
-        """Forget what has waited long enough, or waits for a router that has been away so long."""
+        """Drop expired terminals and notices, and those of routers that are away too long."""
         for router in self.routers:
             if router in self._up:
                 self._away.pop(router, None)
@@ -413,16 +414,16 @@ class Membership:
             del self._notices[key]
 
     def away(self, now: float, seconds: float = DESERTED_S) -> set[str]:
-        """Routers that have not been reachable for so long, or have given our name away.
+        """Return routers unreachable for ``seconds``, or where another worker has our name.
 
-        Those moved what they had here, to another worker of our name or since they declared us
-        dead while we drain, and never acknowledge anything.
+        The latter have moved their requests to the other worker, or declared this worker dead while
+        it drained, and will never acknowledge a terminal.
         """
         taken = {r for r, since in self._taken.items() if now >= since + DRAIN_ABSENT_S}
         return {r for r, since in self._away.items() if now >= since + seconds} | taken
 
     def next_timer(self) -> float:
-        """When :meth:`tick` should run."""
+        """Return the time at which :meth:`tick` should run."""
         return self._beat_at
 
     def _repeat_notices(self, now: float) -> list[ToRouter]:

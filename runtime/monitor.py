@@ -1,4 +1,4 @@
-"""Connection events of one socket, as libzmq's monitor reports them."""
+"""Connection events of one socket, read from libzmq's monitor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EVENTS = (
     zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES
 )
 MAX_WAITING = 2000
-"""Most events that wait to be read: the high-water marks of both ends, 1,000 each by default."""
+"""Maximum unread events: the high-water marks of both ends, 1,000 each by default."""
 _HEAD = struct.Struct("=Hi")
 _PROTOCOL_ERRORS = {
     int(getattr(zmq, name)): name.removeprefix("PROTOCOL_ERROR_").lower().replace("_", " ")
@@ -27,23 +27,23 @@ _PROTOCOL_ERRORS = {
 
 
 def describe_refusal(event: int, value: int) -> str:
-    """One of :data:`HANDSHAKE_FAILURES` in words."""
+    """Return the text for one of :data:`HANDSHAKE_FAILURES`."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-        return f"it breaks the protocol: {_PROTOCOL_ERRORS.get(value, f'error {value:#x}')}"
+        return f"protocol violation: {_PROTOCOL_ERRORS.get(value, f'error {value:#x}')}"
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        return f"it was not let in: status {value}"
-    return f"it ended within the handshake: {os.strerror(value)}"
+        return f"key refused: status {value}"
+    return f"connection closed during the handshake: {os.strerror(value)}"
 
 
 class Monitor:
-    """Reads ``(event, value)`` pairs; the value of an accept or a disconnect is its descriptor."""
+    """Reads ``(event, value)`` pairs; for an accept or a disconnect, value is the descriptor."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._watched = socket
         self.socket: zmq.Socket[bytes] = socket.get_monitor_socket(_EVENTS)
 
     def read(self) -> tuple[int, int] | None:
-        """Next event, or None when there is none."""
+        """Return the next event, or None."""
         try:
             head, _endpoint = self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -53,10 +53,10 @@ class Monitor:
 
     @property
     def pending(self) -> bool:
-        """Whether there is an event; cheaper than to read in vain."""
+        """Whether an event is waiting; cheaper than a read without one."""
         return bool(cast("int", self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def close(self) -> None:
-        """Stop the reports."""
+        """Stop monitoring."""
         self._watched.disable_monitor()
-        self.socket.close(0)  # or its context would wait for it
+        self.socket.close(0)  # without linger, or the context's end would wait for this socket

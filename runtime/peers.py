@@ -1,17 +1,17 @@
-"""Which connection each peer of a listening socket speaks through.
+"""The connection of each peer of a listening socket.
 
-Invariant: every identity is listed under the descriptor of the connection its last message
-came by, so the event "descriptor closed" finds whom to suspect.
+Invariant: every identity is listed under the descriptor of its last message's connection. So a
+closed descriptor identifies the peers that may be gone.
 """
 
 from __future__ import annotations
 
 REMEMBER_CLOSED_S = 5.0
-"""How long a message may lie unread behind the event that its connection closed."""
+"""Maximum seconds for which a message is read later than its connection's close event."""
 
 
 class PeerTable:
-    """Identities by descriptor and back."""
+    """A two-way map of peer identities and descriptors."""
 
     def __init__(self) -> None:
         self._fd_of: dict[bytes, int] = {}
@@ -25,17 +25,17 @@ class PeerTable:
         return identity in self._fd_of
 
     def heard(self, identity: bytes, fd: int, now: float) -> bool:
-        """Note a message's connection; true when that connection may be closed already."""
+        """Note a message's connection; return whether it may be closed already."""
         if self._fd_of.get(identity) == fd:
             return False
         self._drop(identity)
         self._fd_of[identity] = fd
         self._by_fd.setdefault(fd, set()).add(identity)
-        # Descriptors are reused, so this is a suspicion only.
+        # Not certain, since descriptor numbers are reused.
         return now - self._closed_at.get(fd, -REMEMBER_CLOSED_S) < REMEMBER_CLOSED_S
 
     def closed(self, fd: int, now: float) -> list[bytes]:
-        """Note a closed descriptor; returns the peers last heard on it."""
+        """Note a closed descriptor; return the peers whose last message used it."""
         if len(self._closed_at) > 256:
             old = [f for f, at in self._closed_at.items() if now - at >= REMEMBER_CLOSED_S]
             for f in old:
@@ -44,11 +44,11 @@ class PeerTable:
         return list(self._by_fd.get(fd, ()))
 
     def descriptor(self, identity: bytes) -> int | None:
-        """The descriptor of the connection a peer was last heard on."""
+        """Return the descriptor of a peer's last message, or None."""
         return self._fd_of.get(identity)
 
     def forget(self, identity: bytes) -> None:
-        """The peer is gone."""
+        """Remove a disconnected peer."""
         self._drop(identity)
 
     def _drop(self, identity: bytes) -> None:

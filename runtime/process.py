@@ -1,8 +1,8 @@
-"""The life of a worker process: settings in, exit code out.
+"""Lifecycle of router and worker processes, from settings to exit code.
 
-Exit codes: 0 drained or stopped, 1 a setting or model is wrong (a restart would not help),
-:data:`EXIT_RESTART` this incarnation is over and a new one is welcome. A worker whose incarnation
-was declared dead while it was paused begins the next one itself, with the model it has loaded.
+Exit codes: 0 drained or stopped; 1 invalid setting or model (a restart does not help);
+:data:`EXIT_RESTART` the incarnation ended and the process may be restarted. A paused worker that
+was declared dead starts its next incarnation itself, with its model still loaded.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from .sockets import Context
 from .zap import Doorkeeper
 
 EXIT_RESTART = 4
-"""This incarnation is over; the process may begin another one, or be started again."""
+"""The incarnation ended; the process may start another one or be restarted."""
 TICK_S = 0.05
-"""How often a worker's core evaluates its timers."""
+"""Seconds between two timer evaluations of a worker's core."""
 SIGN_OF_LIFE = "process.alive"
-"""Log event of a supervised process, once a second from the loop that answers its sockets: the
-supervisor's evidence that the process itself runs, whatever has become of its connections."""
+"""Log event of a supervised process, written once a second by the loop that serves its sockets. It
+shows the supervisor that the process runs, even if its connections are lost."""
 SIGN_EVERY_S = 1.0
 
 Config = TypeVar("Config", bound=msgspec.Struct)
@@ -46,10 +46,10 @@ _supervised = False
 
 
 def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -> int:
-    """Parse ``--config FILE [--parent PID]``, prepare the process, serve.
+    """Parse ``--config FILE [--parent PID]``, prepare the process, call ``serve``.
 
-    A :class:`BatonError`, or too little memory, ends it with one line and exit code 1, no
-    traceback.
+    Returns the exit code. A :class:`BatonError` or MemoryError gives one log line without a
+    traceback, and exit code 1.
     """
     global _supervised
     lifecycle.limit_blas_threads(1)
@@ -61,7 +61,7 @@ def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -
     options = parser.parse_args()
     configure(role)
     if options.parent:
-        # Nothing supervises us then: going on, even to drain, would leave an orphan.
+        # SIGKILL, not a drain: after the supervisor's death this process would be an orphan.
         lifecycle.die_with_parent(options.parent, signal.SIGKILL)
         never_block()
         _supervised = True
@@ -83,7 +83,7 @@ def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -
 
 
 def show_life(loop: Loop) -> None:
-    """Write a :data:`SIGN_OF_LIFE` now and every second, if a supervisor reads it."""
+    """Log :data:`SIGN_OF_LIFE` now and every second, if the process is supervised."""
     if _supervised:
         _log.report(SIGN_OF_LIFE)
         loop.call_later(SIGN_EVERY_S, lambda: show_life(loop))
@@ -95,15 +95,15 @@ class Shell(Protocol):
     exit_code: int
 
     def start(self) -> None:
-        """Listen and begin to tick."""
+        """Listen and start the timers."""
         ...
 
     def drain(self) -> None:
-        """Finish what is here, then stop the loop."""
+        """Finish all requests, then stop the loop."""
         ...
 
     def close(self) -> bool:
-        """Close the sockets; whether the compute thread has ended, so nothing uses the model."""
+        """Close the sockets; return whether the compute thread ended and the model is unused."""
         ...
 
 
@@ -111,13 +111,13 @@ MakeShell = Callable[[Loop, Context, Doorkeeper | None], Shell]
 
 
 def run_incarnations(keys: KeyRing | None, make: MakeShell) -> int:
-    """Run a worker until it is drained, stopped or refused; returns the exit code.
+    """Run a worker until it is drained, stopped or refused; return the exit code.
 
-    ``make`` builds a shell with a new incarnation on a model that is loaded already. It is called
-    again after the routers have declared an incarnation dead, unless a step still runs.
+    ``make`` creates a shell with a new incarnation on the loaded model. It is called again after
+    the routers declared an incarnation dead, unless a step still runs.
     """
     while True:
-        settle()  # also frees what the last incarnation has left: descriptors, maps, buffers
+        settle()  # also frees descriptors, maps and buffers of the last incarnation
         code, ended = _run_one(keys, make)
         if code != EXIT_RESTART or not ended:
             return code
@@ -125,7 +125,7 @@ def run_incarnations(keys: KeyRing | None, make: MakeShell) -> int:
 
 
 def _run_one(keys: KeyRing | None, make: MakeShell) -> tuple[int, bool]:
-    """Run one incarnation: its exit code, and whether nothing of it uses the model any more."""
+    """Run one incarnation; return its exit code, and whether the model is unused now."""
     loop, context = Loop(), zmq.Context[zmq.Socket[bytes]]()
     doors = None if keys is None else Doorkeeper(context, keys)
     shell = make(loop, context, doors)
@@ -148,14 +148,14 @@ def _stop(loop: Loop, shell: Shell, times: int) -> None:
 
 
 class LoadProgress:
-    """Reports how far a checkpoint is loaded, a few times a second."""
+    """Logs the loading progress of a checkpoint every ``interval`` seconds."""
 
     def __init__(self, interval: float = 0.2) -> None:
         self._interval = interval
         self._next = 0.0
 
     def __call__(self, done: int, total: int) -> None:
-        """``done`` of ``total`` bytes are packed."""
+        """Report that ``done`` of ``total`` bytes are loaded."""
         now = time.monotonic()
         if now >= self._next or done == total:
             self._next = now + self._interval
@@ -163,13 +163,13 @@ class LoadProgress:
 
 
 def settle() -> None:
-    """After loading: what lives now lives long, so the collector need not look at it again."""
+    """Exclude all current objects, which live long, from garbage collection. Call after loading."""
     gc.collect()
     gc.freeze()
 
 
 def leave(code: int) -> None:
-    """End the process without waiting for a compute thread that may hang."""
+    """Exit the process without waiting for a compute thread that may hang."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Saying tokens again, with the log-probabilities that are still known."""
+"""Repetition of a request's tokens, with the log-probabilities that are still kept."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from ..proto.outputs import TokenLogProbs
 from .attempts import Key
 
 LOGPROBS_KEPT = 4096
-"""Tokens of one request, the newest, whose log-probabilities a worker keeps to say again."""
+"""Number of newest tokens per request whose log-probabilities a worker keeps for repetition."""
 
 
 def runs_again(
     key: Key, position: int, tokens: list[int], logprobs: Collection[TokenLogProbs]
 ) -> list[TokenRun]:
-    """``tokens`` from ``position`` on; ``logprobs`` are those of the last ones said so far.
+    """Return token runs for ``tokens`` from ``position`` on.
 
-    A run has log-probabilities for all its tokens or for none, so there may be two. Without
-    tokens there is one empty run: the request is here.
+    ``logprobs``: of the request's last tokens. A run has log-probabilities for all of its tokens or
+    for none, so there may be two runs. Without tokens, return one empty run, which confirms that
+    this worker has the request.
     """
     known = min(len(logprobs), len(tokens))
     bare = len(tokens) - known

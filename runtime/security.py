@@ -1,4 +1,4 @@
-"""Who may reach a socket: loopback and ipc freely, everyone else only with CURVE keys."""
+"""Access to sockets: loopback and ipc without keys, other addresses only with CURVE keys."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..proto.errors import ConfigError, InputError
 
 
 class CurveKeys:
-    """A process's CURVE pair in z85 (40 bytes each), and whose public key to connect to.
+    """A process's CURVE key pair and the expected public keys of a server, each 40 bytes of z85.
 
-    Of several server keys the next is tried when a handshake fails. A plain class: structs and
-    dataclasses are written to a log field by field, this one as its ``repr``.
+    With several server keys, the next one is tried after a failed handshake. This is a plain class
+    because logging a struct or dataclass would write every field, and with it the secret.
     """
 
     __slots__ = ("public", "secret", "server")
@@ -36,21 +36,21 @@ class CurveKeys:
 
     @property
     def servers(self) -> tuple[bytes, ...]:
-        """The server keys, in the order to try them."""
+        """The server keys in the order of attempts."""
         if self.server is None:
             return ()
         return (self.server,) if isinstance(self.server, bytes) else self.server
 
 
 def is_tcp(endpoint: str) -> bool:
-    """Whether it is of the kind that keys are for."""
+    """Whether ``endpoint`` uses tcp, the only transport with keys."""
     return endpoint.startswith("tcp://")
 
 
 def apply_server_keys(socket: zmq.Socket[bytes], keys: CurveKeys, domain: bytes) -> None:
-    """Make ``socket`` demand CURVE of everyone who connects, and ask ZAP about their keys.
+    """Make ``socket`` require CURVE from every peer and verify their keys by ZAP.
 
-    Without the two ZAP options it would encrypt, and let anyone in while nobody answers.
+    Without the two ZAP options it would encrypt, but accept every key while no ZAP handler runs.
     """
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
@@ -60,7 +60,10 @@ def apply_server_keys(socket: zmq.Socket[bytes], keys: CurveKeys, domain: bytes)
 
 
 def apply_client_keys(socket: zmq.Socket[bytes], keys: CurveKeys | None, turn: int = 0) -> None:
-    """Make ``socket`` speak CURVE to the server whose key it knows; of several, in turn."""
+    """Make ``socket`` use CURVE, with server key number ``turn`` modulo the number of keys.
+
+    Raises ConfigError for keys without a server key.
+    """
     if keys is None:
         return
     if not keys.servers:
@@ -71,12 +74,12 @@ def apply_client_keys(socket: zmq.Socket[bytes], keys: CurveKeys | None, turn: i
 
 
 def is_local(endpoint: str) -> bool:
-    """Whether only this machine can reach it: ipc, inproc, 127.0.0.0/8, ::1, localhost."""
+    """Whether only this machine can connect: ipc, inproc, 127.0.0.0/8, ::1, localhost."""
     if not endpoint.startswith("tcp://"):
         return endpoint.startswith(("ipc://", "inproc://"))
-    # As libzmq reads it: whatever stands before the last colon names the host.
+    # As in libzmq, the host is the part before the last colon.
     host = endpoint.removeprefix("tcp://").rpartition(":")[0]
-    if host == "localhost":  # bound as 127.0.0.1, whatever this machine resolves it to
+    if host == "localhost":  # bind() always uses 127.0.0.1 for it
         return True
     bracketed = host.startswith("[") and host.endswith("]")
     try:
@@ -86,7 +89,7 @@ def is_local(endpoint: str) -> bool:
 
 
 def check_address(endpoint: str) -> None:
-    """Raise ConfigError unless ``endpoint`` is an address; port 0 stands for any free one."""
+    """Raise ConfigError for an invalid address; port 0 means any free port."""
     any_port = isinstance(endpoint, str) and endpoint.endswith(":0")
     try:
         check_endpoint(f"{endpoint[:-2]}:1" if any_port else endpoint)
@@ -95,12 +98,12 @@ def check_address(endpoint: str) -> None:
 
 
 def check_bind(endpoint: str, *, keyed: bool) -> None:
-    """Refuse to listen where strangers could connect without keys."""
+    """Raise ConfigError for an address that others could connect to without keys."""
     check_address(endpoint)
-    if endpoint.startswith("ipc://@"):  # no file, so no mode: Linux lets every user connect
-        raise ConfigError(f"{endpoint} is no file; give ipc://PATH")
+    if endpoint.startswith("ipc://@"):  # abstract, without a file mode: any user could connect
+        raise ConfigError(f"{endpoint} is not a file; give ipc://PATH")
     if not keyed and not is_local(endpoint):
         raise ConfigError(
             f"refusing to listen on {endpoint} without CURVE keys: use 127.0.0.1 or ipc://, "
-            "or make keys with baton keygen FOLDER and give --keys FOLDER"
+            "or create keys with baton keygen FOLDER and give --keys FOLDER"
         )

@@ -1,4 +1,4 @@
-"""How much each router has given a worker, summed as it comes and goes."""
+"""Requests and tokens of each router at a worker, as running sums."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Shares:
         self._tokens: Counter[str] = Counter()
 
     def add(self, router: str, tokens: int) -> None:
-        """One more request of this router."""
+        """Add a request of ``router``."""
         self._requests[router] += 1
         self._tokens[router] += tokens
 
     def drop(self, router: str, tokens: int) -> None:
-        """One that was added is not here any more."""
+        """Remove a request that was added with the same arguments."""
         self._requests[router] -= 1
         self._tokens[router] -= tokens
         if not self._requests[router]:
             del self._requests[router], self._tokens[router]
 
     def report(self) -> dict[str, Share]:
-        """As heartbeats tell it."""
+        """Return the sums by router, as sent in heartbeats."""
         return {name: Share(count, self._tokens[name]) for name, count in self._requests.items()}

@@ -1,9 +1,8 @@
-"""Work with a time limit beside a loop: a thread cannot be stopped, but nobody need wait for it.
+"""Work on a thread with a time limit: a thread cannot be stopped, but it can be abandoned.
 
-Invariant: every submitted item is answered once, on the loop's thread, with a result, an
-exception, or TimeoutError, unless it is dropped before; a thread that overran its limit takes
-nothing new and its late result is dropped. Items run one after the other; only a running item's
-time is counted.
+Invariant: unless it is dropped, every submitted item is answered once on the loop's thread: with a
+result, an exception or TimeoutError. A thread that overran its limit gets no new items, and its
+late result is dropped. Items run one at a time; the limit applies to the running time only.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 MAX_OVERRUN = 2
-"""Threads that may overrun at a time; with so many, new items are refused."""
+"""Maximum overrunning threads; at this number new items are refused."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,10 +31,10 @@ class _Run(Generic[Item]):
 
 
 class TimeLimited(Generic[Item, Result]):
-    """Runs ``function(item)`` on a thread, for at most ``limit()`` seconds as far as it matters.
+    """Runs ``function(item)`` on a thread and waits at most ``limit()`` seconds for its result.
 
-    ``on_done(item, result)`` gets the result, what the function raised, TimeoutError, or
-    CapacityError when too many threads overrun. No thread exists before the first item.
+    ``on_done(item, result)`` receives the result, the exception that the function raised,
+    TimeoutError, or CapacityError if too many threads overrun. The first item starts the thread.
     """
 
     def __init__(
@@ -53,25 +52,25 @@ class TimeLimited(Generic[Item, Result]):
         self._limit = limit
         self._name = name
         self._queue: deque[Item] = deque()
-        self._refused: deque[Item] = deque()  # to be told so
+        self._refused: deque[Item] = deque()  # to be answered with CapacityError
         self._running: _Run[Item] | None = None
         self._thread: ComputeThread[_Run[Item], Result] | None = None
         self._overrun: list[ComputeThread[_Run[Item], Result]] = []
 
     def submit(self, item: Item) -> None:
-        """Queue an item; from the loop's thread. The answer never comes within this call."""
+        """Queue an item; only from the loop's thread. ``on_done`` is never called within this."""
         self._queue.append(item)
         self._next()
 
     def drop(self, unwanted: Callable[[Item], bool]) -> None:
-        """Answer these no more; queued ones never run, a running one ends when it ends."""
+        """Drop these items: queued ones do not run, and a running one's result is ignored."""
         self._queue = deque(item for item in self._queue if not unwanted(item))
         self._refused = deque(item for item in self._refused if not unwanted(item))
         if self._running is not None and unwanted(self._running.item):
             self._running.wanted = False
 
     def stop(self) -> None:
-        """Answer nothing more; a running item is left alone."""
+        """Drop all items; a running one continues, but its result is ignored."""
         self._queue.clear()
         self._refused.clear()
         if self._running is not None:
@@ -100,7 +99,7 @@ class TimeLimited(Generic[Item, Result]):
 
     def _done(self, run: _Run[Item], result: Result | Exception) -> None:
         if run is not self._running:
-            return  # too late
+            return  # timed out before
         run.timer.cancel()
         self._running = None
         self._next()
@@ -111,16 +110,18 @@ class TimeLimited(Generic[Item, Result]):
         run, thread = self._running, self._thread
         if run is None or thread is None:
             return
-        thread.stop(0)  # ends when it can
+        thread.stop(0)  # the thread ends after its item
         self._overrun.append(thread)
         self._running = self._thread = None
         self._next()
         if run.wanted:
-            self._on_done(run.item, TimeoutError(f"{self._name}: over the time limit"))
+            self._on_done(run.item, TimeoutError(f"{self._name}: time limit exceeded"))
 
     def _refuse(self) -> None:
-        """Refuse one, and go on with the next; what was dropped meanwhile hears nothing."""
-        error = CapacityError(f"{self._name}: earlier work overruns its time", retry_after=1.0)
+        """Answer one refused item, unless it was dropped, and continue with the queue."""
+        error = CapacityError(
+            f"{self._name}: earlier items are over their time limit", retry_after=1.0
+        )
         item = self._refused.popleft() if self._refused else None
         self._next()
         if item is not None:

@@ -1,12 +1,13 @@
-"""ZAP: the answer to "may this key connect?", given on the process's own loop.
+"""ZAP handler: decides on the process's loop whether a key may connect.
 
-libzmq asks at ``inproc://zeromq.zap.01``, once per handshake and context, and waits; pyzmq's
-authenticator would answer from a thread of its own and let in every domain it was not told of.
-Here a socket has a domain, a domain has roles, and what has neither is refused: with
-ZAP_ENFORCE_DOMAIN also while nobody answers (docs/decisions/0016-keys-and-zap.md).
+libzmq sends one request per handshake to ``inproc://zeromq.zap.01`` and waits for the reply. The
+authenticator of pyzmq is not used: it runs a thread and accepts every domain without a rule.
+Here each socket has a domain and each domain a set of roles; everything else is refused. With
+ZAP_ENFORCE_DOMAIN, connections are also refused while no handler runs
+(docs/decisions/0016-keys-and-zap.md).
 
-Invariant: only a listed key of one of the domain's roles gets 200, and the User-Id of its
-messages is that key.
+Invariant: only a listed key with one of the domain's roles gets status 200, and its messages carry
+the key as User-Id.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """What a listening socket needs: our pair, its ZAP domain, and who its peers are."""
+    """Keys of a listening socket: our pair, the ZAP domain, and the keys of its peers."""
 
     pair: CurveKeys
     domain: bytes
     callers: Callers
     watch: Callable[[Callable[[], object]], object]
-    """Registers what is to be called after the list has changed."""
+    """Registers a function to be called after the key list changed."""
 
 
 def door(doors: Doorkeeper | None, name: str, *roles: str) -> ServerKeys | None:
-    """:meth:`Doorkeeper.door` of a process that may have no keys."""
+    """Return :meth:`Doorkeeper.door`, or None for a process without keys."""
     return None if doors is None else doors.door(name, *roles)
 
 
 def answer(frames: Sequence[bytes], domains: dict[bytes, Callers]) -> list[bytes] | None:
-    """The reply to a ZAP request, routing id first; None for what is no request of version 1.0."""
+    """Return the reply to a ZAP request, routing id first; None if it is not version 1.0."""
     if len(frames) < 4 or frames[1] or frames[2] != _VERSION:
         return None
     user = _user(frames, domains)
@@ -59,7 +60,7 @@ def answer(frames: Sequence[bytes], domains: dict[bytes, Callers]) -> list[bytes
 
 
 def _user(frames: Sequence[bytes], domains: dict[bytes, Callers]) -> bytes:
-    """The key in z85 if it may connect, else empty."""
+    """Return the z85 key if it may connect, else ``b""``."""
     if len(frames) != _FIELDS or frames[7] != b"CURVE" or len(frames[8]) != _KEY_BYTES:
         return b""
     callers = domains.get(frames[4])
@@ -68,9 +69,9 @@ def _user(frames: Sequence[bytes], domains: dict[bytes, Callers]) -> bytes:
 
 
 class Doorkeeper:
-    """Answers for all listening sockets of a context, and reads the list again when it changes.
+    """ZAP handler for all listening sockets of a context; reloads the key list when it changes.
 
-    Make it before the sockets; :meth:`attach` before anyone is to be let in.
+    Create it before the sockets. Peers can connect only after :meth:`attach`.
     """
 
     def __init__(self, context: Context, ring: KeyRing) -> None:
@@ -84,20 +85,20 @@ class Doorkeeper:
         self._socket.bind(ADDRESS)
 
     def door(self, name: str, *roles: str) -> ServerKeys:
-        """Keys for a listening socket that these roles may use; each socket has its own name."""
+        """Return keys for a listening socket that allows ``roles``; ``name`` must be unique."""
         domain = name.encode()
         callers = Callers(lambda: self.ring.allowed, frozenset(roles))
         self._domains[domain] = callers
         return ServerKeys(self.ring.pair, domain, callers, self._watchers.append)
 
     def attach(self, loop: Loop) -> None:
-        """Answer from now on."""
+        """Answer ZAP requests on ``loop``, and check the key list for changes."""
         self._loop = loop
         loop.add_socket(self._socket, self._pump)
         self._look()
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Stop answering; new connections are refused."""
         if self._timer is not None:
             self._timer.cancel()
         if self._loop is not None:
@@ -116,7 +117,7 @@ class Doorkeeper:
         return True
 
     def _look(self) -> None:
-        """Notice a changed list, and tell the sockets, whose peers it may concern."""
+        """Reload a changed list and notify the sockets, since peers may have lost access."""
         if self.ring.refresh():
             for watcher in self._watchers:
                 watcher()

@@ -63,7 +63,7 @@ def spoil_list(folder, file):
 
 def spoil_all(folder, file):
     shutil.rmtree(folder)
-    return "make one with baton keygen"
+    return "create it with baton keygen"
 
 
 FAULTS = [

@@ -24,7 +24,7 @@ def test_a_folder_is_made_once(tmp_path, capsys):
         assert KeyRing(folder, path.stem).pair.secret.decode() not in said
     before = {path: path.read_bytes() for path in folder.iterdir()}
     assert main(["keygen", str(folder)]) == 2
-    assert "is not empty; keys there are kept as they are" in capsys.readouterr().err
+    assert "is not empty; existing keys are kept unchanged" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 

@@ -257,7 +257,7 @@ def test_who_may_not_manage_is_told_so_at_once(folder, tmp_path):
             pytest.raises(AccessDenied, match="refused this key"),
         ):
             client.overview()
-        for keys, said in ((tmp_path / "other", "not in the allowed.toml here"), (None, "--keys")):
+        for keys, said in ((tmp_path / "other", "not in allowed.toml here"), (None, "--keys")):
             with (
                 AdminClient(address, keys=keys, timeout=0.5) as client,
                 pytest.raises(AccessDenied, match=said),

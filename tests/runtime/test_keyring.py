@@ -111,7 +111,7 @@ def test_a_folder_with_an_operators_key_makes_an_operator(folder):
         (lambda f: (f / "allowed.toml").unlink(), "cannot read .*allowed.toml: No such file"),
         (lambda f: (f / "decode.key").write_text("public = 'x'"), "decode.key is damaged"),
         (lambda f: (f / "decode.key").write_text("\0"), "decode.key is damaged"),
-        (lambda f: (f / "decode.key").write_bytes(b"\xff"), "decode.key is no text"),
+        (lambda f: (f / "decode.key").write_bytes(b"\xff"), "decode.key is not UTF-8 text"),
         (lambda f: (f / "decode.key").write_bytes(b"#" * 5000), "more than 4096 bytes"),
         (lambda f: swap_public(f / "decode.key", f / "client.key"), "are no pair"),
         (lambda f: (f / "client.key").replace(f / "decode.key"), "is for role client"),
@@ -120,7 +120,7 @@ def test_a_folder_with_an_operators_key_makes_an_operator(folder):
         (lambda f: (f / "allowed.toml").write_text("[[key]"), "is not valid TOML"),
         (lambda f: (f / "allowed.toml").write_text("keys = []"), "unknown field `keys`"),
         (lambda f: (f / "allowed.toml").write_bytes(b"#" * (2 << 20)), "more than 1048576 bytes"),
-        (lambda f: make_fifo(f / "decode.key"), "is no regular file"),
+        (lambda f: make_fifo(f / "decode.key"), "is not a regular file"),
         (lambda f: add_key(f, "decode", ["decode-0"]), None),
         (lambda f: add_named_away(f), "may not be used by 'decode-0'"),
     ],
@@ -159,10 +159,10 @@ def add_named_away(folder):
 
 
 def test_a_folder_that_is_none(tmp_path):
-    with pytest.raises(ConfigError, match="make one with baton keygen"):
+    with pytest.raises(ConfigError, match="create it with baton keygen"):
         KeyRing(tmp_path / "none", "router")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         KeyRing(tmp_path / "file", "router")
 
 
@@ -307,5 +307,5 @@ def test_nobody_to_connect_to(folder):
     assert len(ring.connecting("router").servers) == 2
     revoke(folder, "router")
     ring = KeyRing(folder, "client")
-    with pytest.raises(ConfigError, match="has no key of a router 'router-1'"):
+    with pytest.raises(ConfigError, match="has no key for router 'router-1'"):
         ring.connecting("router", "router-1")

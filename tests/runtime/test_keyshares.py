@@ -64,7 +64,7 @@ def test_a_withdrawn_or_damaged_secret_goes_nowhere(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("roles", "said"), [(["boss"], "'boss' is no role"), ([""], "'' is no role")]
+    ("roles", "said"), [(["boss"], "unknown role 'boss'"), ([""], "unknown role ''")]
 )
 def test_a_share_that_cannot_be(folder, tmp_path, roles, said):
     with pytest.raises(ConfigError, match=said):

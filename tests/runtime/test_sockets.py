@@ -276,7 +276,7 @@ def test_a_connection_that_ends_in_the_handshake_is_a_warning_on_tcp_alone(
     port = int(server.channel.endpoint.rsplit(":", 1)[1])
     posix.create_connection(("127.0.0.1", port)).close()
     drive.until(lambda: server.channel.stats.refused)
-    assert "ended within the handshake: " in capsys.readouterr().err
+    assert "closed during the handshake: " in capsys.readouterr().err
 
 
 def test_noise_on_the_port_leaves_the_socket_working(loop, drive, context):
@@ -410,7 +410,7 @@ def test_a_name_that_turns_out_to_be_elsewhere_is_not_listened_on(context, monke
 
 
 def test_an_abstract_name_has_no_mode_and_is_refused(context):
-    with pytest.raises(ConfigError, match="is no file"):
+    with pytest.raises(ConfigError, match="is not a file"):
         RouterChannel(context, f"ipc://@baton-{os.getpid()}")
 
 
