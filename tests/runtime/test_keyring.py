@@ -113,7 +113,7 @@ def test_a_folder_with_an_operators_key_makes_an_operator(folder):
         (lambda f: (f / "decode.key").write_text("\0"), "decode.key is damaged"),
         (lambda f: (f / "decode.key").write_bytes(b"\xff"), "decode.key is not UTF-8 text"),
         (lambda f: (f / "decode.key").write_bytes(b"#" * 5000), "more than 4096 bytes"),
-        (lambda f: swap_public(f / "decode.key", f / "client.key"), "are no pair"),
+        (lambda f: swap_public(f / "decode.key", f / "client.key"), "do not match"),
         (lambda f: (f / "client.key").replace(f / "decode.key"), "is for role client"),
         (lambda f: revoke_but_keep(f, "decode"), "is not in .*allowed.toml"),
         (lambda f: (f / "allowed.toml").write_text("key = 3"), "allowed.toml: Expected `array`"),
