@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from baton import __version__
 
 from ..proto.errors import BatonError, ConfigError
-from .parser import EXIT_USAGE, Parser, did_you_mean
+from .parser import EXIT_USAGE, Parser, did_you_mean, warn
 from .streams import prepare_streams, silence_output
 
 VERBS = (
@@ -82,7 +82,7 @@ def warn_of_variables(environment: Mapping[str, str]) -> None:
         from .settings import unknown_variables  # the import takes as long as some commands run
 
         for warning in unknown_variables(environment):
-            print(f"baton: warning: {warning}", file=sys.stderr)
+            warn(warning)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

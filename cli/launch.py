@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,14 @@ from ..deploy.addresses import admin_address, claim_admin, client_addresses, ipc
 from ..deploy.admin import Overview
 from ..deploy.admin_client import AdminClient, listens
 from ..deploy.banner import kernels_warning
-from ..deploy.config import ServeSettings
+from ..deploy.config import ServeSettings, with_present_names
 from ..deploy.daemon import Daemon
 from ..deploy.local import LocalCluster
 from ..deploy.plan import key_folder, model_folder, router_names
 from ..deploy.prepare import check_start, with_task
 from ..deploy.terminal import terminal
 from ..proto.errors import ConfigError, ConnectionLost, RequestFailed
-from .parser import one_of, shown
+from .parser import one_of, shown, warn
 from .serve import add_settings, run_cluster, settings_of
 
 EPILOG = """\
@@ -37,7 +36,7 @@ _TCP_PATIENCE_S = 1.0
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = verbs.add_parser("launch", help="start a cluster in the background", epilog=EPILOG)
-    add_settings(parser, {"backend": "kernels"})
+    add_settings(parser, without=("backend",))
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings")
     parser.add_argument(
         "--backend",
@@ -77,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = client_addresses(settings.address, router_names(settings), keyed=bool(settings.keys))
     address = ",".join(chosen.values())
     if warning := kernels_warning(settings):
-        print(f"baton: warning: {warning}", file=sys.stderr, flush=True)
+        warn(warning)
     log = Path(arguments.log).absolute() if arguments.log else log_beside(address)
     settings = msgspec.structs.replace(settings, address=address)
     daemon = Daemon(settings, log)
@@ -134,8 +133,9 @@ def running_cluster(settings: ServeSettings) -> Overview | None:
 def already(settings: ServeSettings, running: Overview) -> int:
     """Print that the cluster runs. Raises RequestFailed with the first setting that differs."""
     wanted = msgspec.to_builtins(with_task(settings))
+    present, launched = map(with_present_names, (running.settings, running.launched))
     for name, value in wanted.items():
-        known = (running.settings.get(name), running.launched.get(name))
+        known = (present.get(name), launched.get(name))
         if name not in ("address", "admin", "task") and value not in known:
             raise RequestFailed(
                 f"a cluster runs at {running.address}, whose {name} is {known[0]!r}, not "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NoReturn
 
 EXIT_USAGE = 2
@@ -56,11 +57,17 @@ class Parser(argparse.ArgumentParser):
                 return
             name = word.partition("=")[0]
             if name.startswith("--") and name not in known:
-                self.error(f"no option {name}{did_you_mean(name, known, '--')}")
+                shown = [o for o, a in known.items() if a.help != argparse.SUPPRESS]
+                self.error(f"no option {name}{did_you_mean(name, shown, '--')}")
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.HelpFormatter(prog, max_help_position=30)
+
+
+def warn(message: str) -> None:
+    """Print a warning to standard error."""
+    print(f"baton: warning: {message}", file=sys.stderr, flush=True)
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
@@ -73,11 +80,14 @@ def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
-def one_of(choices: Sequence[str]) -> Callable[[str], str]:
-    """Return the type function of an option that takes one of ``choices``."""
+def one_of(choices: Sequence[str], hidden: Container[str] = ()) -> Callable[[str], str]:
+    """Return the type function of an option that takes one of ``choices``.
+
+    ``hidden``: other values that are accepted, but not named in the error message.
+    """
 
     def checked(text: str) -> str:
-        if text not in choices:
+        if text not in choices and text not in hidden:
             raise argparse.ArgumentTypeError(f"must be one of {', '.join(choices)}, not {text!r}")
         return text
 

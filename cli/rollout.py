@@ -9,13 +9,13 @@ from typing import Any
 
 from ..deploy.admin import RollOut
 from ..deploy.admin_client import AdminClient
-from ..deploy.config import ServeSettings
+from ..deploy.config import ServeSettings, with_present_names
 from ..deploy.core import Phase
 from ..deploy.plan import model_folder
 from ..deploy.prepare import check_tokenizer
 from ..proto.errors import ConfigError
 from .operator import add_operator, assignments, carry_out, operator
-from .parser import did_you_mean
+from .parser import did_you_mean, warn
 from .settings import read_file
 
 EPILOG = """\
@@ -44,8 +44,12 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(arguments: argparse.Namespace) -> int:
     """Order the rollout. The changed settings are checked before any process is replaced."""
-    changes: dict[str, Any] = read_file(arguments.config) if arguments.config else {}
-    changes |= assignments(arguments.changes)
+    changes: dict[str, Any] = {}
+    if arguments.config:
+        changes = with_present_names(
+            read_file(arguments.config), lambda name: f"{arguments.config}: {name}", warn
+        )
+    changes |= with_present_names(assignments(arguments.changes), warn=warn)
     unknown = sorted(set(changes) - set(ServeSettings.__struct_fields__))
     if unknown:
         where = f" (file {arguments.config})" if arguments.config else ""

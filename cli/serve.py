@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import typing
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Container
 
 import msgspec
 
-from ..deploy.config import CHOICES, RENAMED, ServeSettings
+from ..deploy.config import CHOICES, RENAMED, RENAMED_VALUES, ServeSettings
 from ..deploy.local import LocalCluster
 from ..deploy.plan import describe_plan
 from ..deploy.prepare import check_start, make_plan
 from ..deploy.terminal import terminal
 from ..proto.errors import RequestFailed
 from .numbers import count, seconds
-from .parser import one_of, shown
+from .parser import one_of, shown, warn
 from .settings import ENV_PREFIX, GROUPS, HELP, flag, resolve
 
 EPILOG = (
@@ -37,12 +35,10 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.set_defaults(run=run)
 
 
-def add_settings(
-    parser: argparse.ArgumentParser, renamed: Mapping[str, str] = MappingProxyType({})
-) -> None:
-    """Add the positional MODEL and, in groups, one flag per setting.
+def add_settings(parser: argparse.ArgumentParser, without: Container[str] = ()) -> None:
+    """Add the positional MODEL, one flag per setting in groups, and hidden flags of old names.
 
-    ``renamed``: settings whose flag has another name than the setting.
+    ``without``: old names whose flag has another meaning in this command.
     """
     parser.usage = "%(prog)s [OPTIONS] [MODEL]"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=HELP["model"])
@@ -54,22 +50,22 @@ def add_settings(
             default = getattr(defaults, field)
             text = f"{HELP[field]} [{default}]" if default != "" else HELP[field]
             group.add_argument(
-                flag(renamed.get(field, field)),
+                flag(field),
                 dest=field,
                 type=_type(field, types[field]),
                 metavar=_metavar(field, types[field]),
                 help=text.replace("%", "%%"),
             )
     for old, field in RENAMED.items():
-        kind = _type(field, types[field])
-        parser.add_argument(flag(old), dest=old, type=kind, help=argparse.SUPPRESS)
-    parser.set_defaults(renamed=renamed)
+        if old not in without:
+            kind = _type(field, types[field])
+            parser.add_argument(flag(old), dest=old, type=kind, help=argparse.SUPPRESS)
 
 
 def _type(field: str, kind: type) -> Callable[[str], object]:
     """Return the function that converts a flag's text, and raises ArgumentTypeError."""
     if field in CHOICES:
-        return one_of(CHOICES[field])
+        return one_of(CHOICES[field], RENAMED_VALUES.get(field, ()))
     return {int: count, float: seconds}.get(kind, str)
 
 
@@ -86,14 +82,10 @@ def _metavar(field: str, kind: type) -> str:
 def settings_of(arguments: argparse.Namespace) -> ServeSettings:
     """Merge and check the settings of flags, environment and file. Raises ConfigError."""
     names = (*ServeSettings.__struct_fields__, *RENAMED)
-    flags = {name: getattr(arguments, name) for name in names}
-    renamed = arguments.renamed
+    flags = {name: getattr(arguments, name, None) for name in names}
 
     def spell(field: str) -> str:
-        return "MODEL" if field == "model" else flag(renamed.get(field, field))
-
-    def warn(message: str) -> None:
-        print(f"baton: warning: {message}", file=sys.stderr)
+        return "MODEL" if field == "model" else flag(field)
 
     return resolve(flags, os.environ, arguments.config, spell, warn)
 

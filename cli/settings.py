@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..deploy.config import RENAMED, ServeSettings, check, convert
+from ..deploy.config import RENAMED, ServeSettings, check, convert, with_present_names
 from ..proto.errors import ConfigError
 from ..proto.shared_memory import KEY_VARIABLE, SWITCH_VARIABLE
 from .parser import did_you_mean
@@ -38,32 +38,32 @@ HELP = {
     "autoscale": "on: scale each pool with its load, between its minimum and maximum",
     "slo_ttft": "target time to first token (TTFT) in seconds, for autoscale and prefill_order",
     "slo_itl": "target inter-token latency (ITL) in seconds, for autoscale",
-    "scale_calm": "scale-down stabilization window in seconds: a pool shrinks after fewer workers "
-    "were enough for this long",
+    "stabilization_window": "scale-down stabilization window in seconds: a pool shrinks after "
+    "fewer workers were enough for this long",
     "address": "client address: ipc://PATH or tcp://HOST:PORT (default: a socket file of this "
     "user)",
     "transport": "sockets between router and workers; tcp uses 127.0.0.1",
     "handoff": "transport of KV blocks; auto: shared memory between workers on one host",
     "policy": "how the router chooses workers",
-    "prefill_order": "order of waiting prompts; in_time: prompts that can still meet slo_ttft run "
-    "before late prompts; auto: in_time with autoscale, else arrival",
+    "prefill_order": "order of waiting prompts; fcfs: by arrival; edf: prompts that can still meet "
+    "slo_ttft run before late prompts; auto: edf with autoscale, else fcfs",
     "block_size": "tokens per KV block",
     "kv_blocks": "KV blocks per worker (0: from kv_memory)",
     "kv_memory": "memory for KV blocks per worker, such as 512MiB (default: from free memory)",
-    "chunk_budget": "maximum prompt tokens per step of a prefill worker (0: no maximum)",
+    "max_num_batched_tokens": "maximum prompt tokens per step of a prefill worker (0: no maximum)",
     "step_time": "target duration in seconds of a step with prompt tokens; prompts are split into "
-    "chunks of at least 32 tokens (0: use only the chunk budgets)",
-    "max_batch": "maximum requests per step of a decode worker",
+    "chunks of at least 32 tokens (0: no target)",
+    "max_num_seqs": "maximum requests per step of a decode worker",
     "prefill_kv_blocks": "KV blocks per prefill worker (0: kv_blocks)",
     "prefill_kv_memory": "memory for KV blocks per prefill worker (default: kv_memory)",
-    "prefill_max_batch": "maximum running requests of a prefill worker",
+    "prefill_max_num_seqs": "maximum running requests of a prefill worker",
     "decode_kv_blocks": "KV blocks per decode worker (0: kv_blocks)",
     "decode_kv_memory": "memory for KV blocks per decode worker (default: kv_memory)",
-    "decode_chunk_budget": "maximum tokens a decode worker recomputes per step after a preemption "
-    "(0: no maximum)",
-    "max_length": "maximum context length in tokens (0: the model's maximum)",
+    "decode_max_num_batched_tokens": "maximum tokens a decode worker recomputes per step after a "
+    "preemption (0: no maximum)",
+    "max_model_len": "maximum context length in tokens (0: the model's maximum)",
     "device": "where models run; cuda: one NVIDIA GPU, shared by all workers",
-    "backend": "kernels of device cpu; cpu: compiled C; auto: cpu if built, else numpy",
+    "kernels": "kernels of device cpu; cpu: compiled C; auto: cpu if built, else numpy",
     "grace": "seconds for running requests to finish after an interrupt",
     "worker_timeout": "seconds without heartbeat or progress before a worker is declared dead",
     "handoff_timeout": "seconds without an answer before a live prefill worker and a live decode "
@@ -79,7 +79,7 @@ HELP = {
 """One line for each field of :class:`ServeSettings`, shown by ``baton serve --help``."""
 
 GROUPS = {
-    "model": ("task", "device", "backend", "max_length"),
+    "model": ("task", "device", "kernels", "max_model_len"),
     "processes": ("prefill", "decode", "routers"),
     "addresses and keys": ("address", "admin", "keys", "transport", "handoff", "run_dir"),
     "KV memory": (
@@ -87,12 +87,12 @@ GROUPS = {
         "decode_kv_memory", "decode_kv_blocks",
     ),
     "routing and batching": (
-        "policy", "prefill_order", "max_batch", "prefill_max_batch", "chunk_budget",
-        "decode_chunk_budget", "step_time",
+        "policy", "prefill_order", "max_num_seqs", "prefill_max_num_seqs", "max_num_batched_tokens",
+        "decode_max_num_batched_tokens", "step_time",
     ),
     "autoscaling": (
         "autoscale", "prefill_min", "prefill_max", "decode_min", "decode_max", "slo_ttft",
-        "slo_itl", "scale_calm",
+        "slo_itl", "stabilization_window",
     ),
     "failures, stopping and log": (
         "worker_timeout", "handoff_timeout", "grace", "stats_interval", "log_level",
@@ -135,7 +135,9 @@ def resolve(
         Layer(from_environment(environment), variable),
         Layer({key: value for key, value in flags.items() if value is not None}, spell),
     ]
-    layers = [_with_present_names(layer, warn) for layer in layers]
+    layers = [
+        Layer(with_present_names(layer.values, layer.spell, warn), layer.spell) for layer in layers
+    ]
     merged: dict[str, Any] = {}
     for layer in layers:
         convert(layer.values, layer.spell)
@@ -145,16 +147,6 @@ def resolve(
         return check(settings)
     except ConfigError as problem:
         raise ConfigError(_blamed(str(problem), layers)) from None
-
-
-def _with_present_names(layer: Layer, warn: Callable[[str], None]) -> Layer:
-    """Replace deprecated names in a layer, so that a higher layer overrides either name."""
-    values = dict(layer.values)
-    for old in RENAMED.keys() & values.keys():
-        new = RENAMED[old]
-        warn(f"{layer.spell(old)} is deprecated; use {layer.spell(new)}")
-        values.setdefault(new, values.pop(old))
-    return Layer(values, layer.spell)
 
 
 def _blamed(message: str, layers: Iterable[Layer]) -> str:
@@ -172,12 +164,12 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """Warnings about ``BATON_`` variables that set nothing, each with the closest known name."""
-    fields = (*ServeSettings.__struct_fields__, *RENAMED)
-    known = {variable(field) for field in fields} | _OTHER_VARIABLES
+    known = {variable(field) for field in ServeSettings.__struct_fields__} | _OTHER_VARIABLES
+    old = {variable(field) for field in RENAMED}
     return [
         f"{name} has no effect{did_you_mean(name, known, ENV_PREFIX)}"
-        for name in sorted(environment)
-        if name.startswith(ENV_PREFIX) and name not in known and not _SERVICE.search(name)
+        for name in sorted(environment.keys() - known - old)
+        if name.startswith(ENV_PREFIX) and not _SERVICE.search(name)
     ]
 
 

@@ -100,7 +100,7 @@ def kernels_warning(settings: ServeSettings) -> str:
 
     Empty if the compiled kernels work, and if the settings choose other kernels.
     """
-    if settings.device != "cpu" or settings.backend != "auto":
+    if settings.device != "cpu" or settings.kernels != "auto":
         return ""
     problem = compiled_kernels_problem()
     return problem and (

@@ -27,10 +27,10 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?)", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 TRANSPORTS = ("ipc", "tcp")
 HANDOFFS = ("auto", "zmq")
-BACKENDS = ("auto", "cpu", "numpy")
+KERNELS = ("auto", "cpu", "numpy")
 DEVICES = ("cpu", "cuda")
 AUTOSCALE = ("off", "on")
-PREFILL_ORDERS = ("auto", "arrival", "in_time")
+PREFILL_ORDERS = ("auto", "fcfs", "edf")
 LOG_LEVELS = ("info", "warning", "error")
 CHOICES = {
     "task": TASKS,
@@ -40,7 +40,7 @@ CHOICES = {
     "policy": POLICIES,
     "prefill_order": PREFILL_ORDERS,
     "device": DEVICES,
-    "backend": BACKENDS,
+    "kernels": KERNELS,
     "log_level": LOG_LEVELS,
 }
 """Settings with a list of allowed values. A default that is the empty text is also allowed."""
@@ -49,14 +49,25 @@ _MOST = 2**31 - 1
 MAX_MEMBERS = 1024
 """Maximum workers of one pool; a larger number is probably a typing error."""
 MAX_ROUTERS = 16
-RENAMED = {"silence": "worker_timeout"}
+RENAMED = {
+    "silence": "worker_timeout",
+    "backend": "kernels",
+    "max_length": "max_model_len",
+    "max_batch": "max_num_seqs",
+    "prefill_max_batch": "prefill_max_num_seqs",
+    "chunk_budget": "max_num_batched_tokens",
+    "decode_chunk_budget": "decode_max_num_batched_tokens",
+    "scale_calm": "stabilization_window",
+}
 """Deprecated names of settings, accepted for one release."""
+RENAMED_VALUES = {"prefill_order": {"arrival": "fcfs", "in_time": "edf"}}
+"""Deprecated values by setting, accepted for one release."""
 LEAST_HANDOFF_TIMEOUT = 1.0
 """Seconds: two intervals of 0.5 s at which the two sides of a handoff ping each other."""
 _MAY_BE_ZERO = (
     "prefill_min", "prefill_max", "decode_min", "decode_max",
-    "kv_blocks", "prefill_kv_blocks", "decode_kv_blocks", "chunk_budget", "decode_chunk_budget",
-    "step_time", "max_length", "grace", "stats_interval",
+    "kv_blocks", "prefill_kv_blocks", "decode_kv_blocks", "max_num_batched_tokens",
+    "decode_max_num_batched_tokens", "step_time", "max_model_len", "grace", "stats_interval",
 )  # fmt: skip
 
 
@@ -75,7 +86,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     autoscale: str = "off"
     slo_ttft: float = 2.0
     slo_itl: float = 0.1
-    scale_calm: float = 600.0
+    stabilization_window: float = 600.0
     address: str = ""
     transport: str = "ipc"
     handoff: str = "auto"
@@ -84,18 +95,18 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     block_size: int = 16
     kv_blocks: int = 0
     kv_memory: str = ""
-    chunk_budget: int = 512
+    max_num_batched_tokens: int = 512
     step_time: float = 0.05
-    max_batch: int = 32
+    max_num_seqs: int = 32
     prefill_kv_blocks: int = 0
     prefill_kv_memory: str = ""
-    prefill_max_batch: int = 16
+    prefill_max_num_seqs: int = 16
     decode_kv_blocks: int = 0
     decode_kv_memory: str = ""
-    decode_chunk_budget: int = 256
-    max_length: int = 0
+    decode_max_num_batched_tokens: int = 256
+    max_model_len: int = 0
     device: str = "cpu"
-    backend: str = "auto"
+    kernels: str = "auto"
     grace: float = 30.0
     worker_timeout: float = DEFAULT_WORKER_TIMEOUT_S
     handoff_timeout: float = HANDOFF_TIMEOUT_S
@@ -109,13 +120,34 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 _DEFAULTS = ServeSettings()
 
 
+def with_present_names(
+    values: Mapping[str, Any],
+    spell: Callable[[str], str] = str,
+    warn: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Replace deprecated names and values of settings. A present name wins over its old name.
+
+    ``spell``: name of a setting in its source. ``warn`` receives a sentence per replacement.
+    """
+    found = dict(values)
+    for old, new in RENAMED.items():
+        if old in values:
+            warn(f"{spell(old)} is deprecated; use {spell(new)}")
+            value = found.pop(old)
+            found.setdefault(new, value)
+    for name, renamed in RENAMED_VALUES.items():
+        if (value := str(found.get(name))) in renamed:
+            warn(f"{spell(name)} {value} is deprecated; use {renamed[value]}")
+            found[name] = renamed[value]
+    return found
+
+
 def convert(values: Mapping[str, Any], spell: Callable[[str], str] = str) -> ServeSettings:
     """Convert names and values to settings, without the checks of :func:`check`.
 
     Numbers may be given as text. ``spell``: name of a setting in its source, for errors. Raises
     ConfigError for the first unknown setting or wrong type.
     """
-    values = {RENAMED.get(name, name): value for name, value in values.items()}
     known = ServeSettings.__struct_fields__
     unknown = next((name for name in values if name not in known), None)
     if unknown is not None:
@@ -138,8 +170,8 @@ def check(settings: ServeSettings) -> ServeSettings:
 
     Raises ConfigError, whose text begins with the name of the first wrong setting.
     """
-    positive = ("prefill", "decode", "routers", "block_size", "max_batch", "prefill_max_batch")
-    for name in positive:
+    positive = ("prefill", "decode", "routers", "block_size")
+    for name in (*positive, "max_num_seqs", "prefill_max_num_seqs"):
         _require(getattr(settings, name) >= 1, name, "must be at least 1")
     for name in _MAY_BE_ZERO:
         _require(getattr(settings, name) >= 0, name, "must not be negative")
@@ -158,7 +190,7 @@ def check(settings: ServeSettings) -> ServeSettings:
         _require_choice(settings, name, choices)
     _check_autoscale(settings)
     on_cpu = settings.device == "cpu"
-    _require(on_cpu or settings.backend == "auto", "backend", "chooses kernels of device cpu only")
+    _require(on_cpu or settings.kernels == "auto", "kernels", "chooses kernels of device cpu only")
     for prefix in ("", "prefill_", "decode_"):
         blocks, memory = f"{prefix}kv_blocks", f"{prefix}kv_memory"
         parse_size(getattr(settings, memory), memory)
@@ -169,7 +201,7 @@ def check(settings: ServeSettings) -> ServeSettings:
 
 
 def _check_autoscale(settings: ServeSettings) -> None:
-    for name in ("slo_ttft", "slo_itl", "scale_calm"):
+    for name in ("slo_ttft", "slo_itl", "stabilization_window"):
         value = getattr(settings, name)
         _require(math.isfinite(value) and value > 0, name, "must be a positive number of seconds")
     if settings.autoscale == "on":

@@ -185,10 +185,10 @@ def _prefill(
         endpoint=book.control(name),
         routers=dict(book.workers),
         runner=runner,
-        token_budget=settings.chunk_budget,
+        token_budget=settings.max_num_batched_tokens,
         step_seconds=settings.step_time,
         slo_ttft=first_token_limit(settings),
-        max_active=settings.prefill_max_batch,
+        max_active=settings.prefill_max_num_seqs,
         share_pool=shares_memory(settings),
         handoff_timeout_s=settings.handoff_timeout,
         keys=key_folder(settings),
@@ -208,8 +208,8 @@ def _decode(
         data_endpoint=book.data(name),
         routers=dict(book.workers),
         runner=runner,
-        max_batch=settings.max_batch,
-        token_budget=settings.decode_chunk_budget,
+        max_batch=settings.max_num_seqs,
+        token_budget=settings.decode_max_num_batched_tokens,
         step_seconds=settings.step_time,
         handoff_timeout_s=settings.handoff_timeout,
         keys=key_folder(settings),
@@ -223,8 +223,8 @@ def _decode(
 def first_token_limit(settings: ServeSettings) -> float:
     """Target TTFT in seconds by which prefill workers order prompts; 0: order of arrival."""
     order = settings.prefill_order
-    in_time = order == "in_time" or (order == "auto" and settings.autoscale == "on")
-    return settings.slo_ttft if in_time else 0.0
+    by_deadline = order == "edf" or (order == "auto" and settings.autoscale == "on")
+    return settings.slo_ttft if by_deadline else 0.0
 
 
 def sized_for(settings: ServeSettings) -> int:
@@ -245,12 +245,12 @@ def _runner(settings: ServeSettings, role: str, kv_default: int) -> RunnerConfig
     on_gpu = settings.device == "cuda"
     return RunnerConfig(
         model=model_folder(settings),
-        backend="cuda" if on_gpu else settings.backend,
+        backend="cuda" if on_gpu else settings.kernels,
         block_size=settings.block_size,
         num_blocks=blocks,
         kv_bytes=memory or (0 if on_gpu else kv_default),
         device_share=_DEVICE_SHARE / sized_for(settings),
-        max_length=settings.max_length,
+        max_length=settings.max_model_len,
         task=settings.task,
     )
 

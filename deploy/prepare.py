@@ -93,7 +93,7 @@ def check_kernels(settings: ServeSettings) -> None:
     """Raise ConfigError if the settings choose kernels that this machine cannot load."""
     if settings.device == "cuda" and not cupy_is_installed():
         raise ConfigError(f"device cuda needs CuPy: {INSTALL_CUPY}")
-    if settings.backend == "cpu" and (problem := compiled_kernels_problem()):
+    if settings.kernels == "cpu" and (problem := compiled_kernels_problem()):
         raise ConfigError(f"the compiled kernels are missing ({problem}): {BUILD_KERNELS}")
 
 
@@ -112,7 +112,7 @@ def served_context(settings: ServeSettings) -> int:
         rope = load_checkpoint(model_folder(settings)).config.rope
     except BatonError:
         return 0  # the workers report the error
-    return settings.max_length or rope.default_length()
+    return settings.max_model_len or rope.default_length()
 
 
 def default_kv_bytes(settings: ServeSettings) -> int:
@@ -125,10 +125,10 @@ def default_kv_bytes(settings: ServeSettings) -> int:
     if free is None:
         return DEFAULT_KV_BYTES
     try:
-        model = model_memory(load_checkpoint(model_folder(settings)), settings.max_length)
+        model = model_memory(load_checkpoint(model_folder(settings)), settings.max_model_len)
     except BatonError:
         return DEFAULT_KV_BYTES  # the workers report the error
-    batch = max(settings.max_batch, settings.prefill_max_batch)
+    batch = max(settings.max_num_seqs, settings.prefill_max_num_seqs)
     return kv_share(free, sized_for(settings), batch, model)
 
 

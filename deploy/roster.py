@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ..proto.errors import ConfigError
-from .config import ServeSettings, check, convert
+from .config import ServeSettings, check, convert, with_present_names
 from .launcher import MemberSpec
 from .plan import ClusterPlan, process_of
 from .prepare import check_model
@@ -66,6 +66,7 @@ class Roster:
 
 def changed(settings: ServeSettings, changes: Mapping[str, Any]) -> ServeSettings:
     """Replace some settings and check the result. Raises ConfigError."""
+    changes = with_present_names(changes)  # an older command may send old names
     before = msgspec.to_builtins(settings)
     after = convert({**before, **changes})
     for name in FIXED:

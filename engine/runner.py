@@ -205,7 +205,7 @@ def _served_length(config: RunnerConfig, checkpoint: Checkpoint) -> int:
     rope = checkpoint.config.rope
     if not 0 <= config.max_length <= rope.ceiling():
         raise ConfigError(
-            f"max_length {config.max_length} outside 1..{rope.ceiling()} of {checkpoint.folder}"
+            f"max_model_len {config.max_length} outside 1..{rope.ceiling()} of {checkpoint.folder}"
         )
     return config.max_length or rope.default_length()
 

@@ -28,7 +28,7 @@ def serving(stage: Stage) -> Iterator[Line]:
     lengths = [1, 2, 15, 16, 17, longest // 3, longest // 2, longest]
     reference = load(folder, load_backend("auto"), blocks=longest // 16 + count)
     prompts = [rng.integers(0, reference.card.vocab_size, n).tolist() for n in lengths]
-    flags = (*stage.flags, f"--kv-blocks={stage.size(1024, 64)}", "--chunk-budget=256")
+    flags = (*stage.flags, f"--kv-blocks={stage.size(1024, 64)}", "--max-num-batched-tokens=256")
     with Served(stage.scratch, folder, flags=flags) as served:
         greedy = SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True)
         found = _generated(served.client, prompts, greedy)

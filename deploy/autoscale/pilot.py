@@ -29,8 +29,8 @@ def scale_settings(settings: ServeSettings, bounds: Bounds) -> ScaleSettings:
         slo_ttft=settings.slo_ttft,
         slo_itl=settings.slo_itl,
         bounds=bounds,
-        calm=settings.scale_calm,
-        window=min(WINDOW_S, settings.scale_calm),
+        calm=settings.stabilization_window,
+        window=min(WINDOW_S, settings.stabilization_window),
     )
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from ...proto.errors import BatonError, ConfigError, ConnectionLost, RequestFailed
 from ..admin_client import AdminClient
-from ..config import ServeSettings
+from ..config import ServeSettings, with_present_names
 from ..prepare import check_model
 from .actors import CONTROLLER, Controller
 from .api import LAST_WORDS, existing, get_value, put_value
@@ -135,7 +135,8 @@ def _facts(ray: Any, actor: Any) -> ControllerFacts:
 
 def _check_same(facts: ControllerFacts, settings: ServeSettings) -> None:
     wanted = msgspec.to_builtins(settings)
-    other = [name for name, value in wanted.items() if facts.launched.get(name) != value]
+    launched = with_present_names(facts.launched)
+    other = [name for name, value in wanted.items() if launched.get(name) != value]
     if other:
         raise ConfigError(
             f"a cluster runs here already, launched with another {', '.join(sorted(other))}; "

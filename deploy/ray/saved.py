@@ -8,11 +8,12 @@ targets.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
 from ...proto.errors import ConfigError
-from ..config import ServeSettings
+from ..config import ServeSettings, with_present_names
 from ..controller import ControllerCore
 from ..core import Phase
 from ..launcher import POOLS, ROUTER
@@ -56,9 +57,15 @@ def encode_saved(saved: Saved) -> bytes:
 
 
 def decode_saved(data: bytes) -> Saved:
-    """Decode a stored state. Raises ConfigError if it is unreadable or of another version."""
+    """Decode a stored state. Raises ConfigError if it is unreadable or of another version.
+
+    The controller that saved it may have used deprecated names of settings.
+    """
     try:
-        return msgspec.json.decode(data, type=Saved)
+        raw = msgspec.json.decode(data, type=dict[str, Any])
+        revisions = msgspec.convert(raw.get("revisions"), dict[str, dict[str, Any]])
+        raw["revisions"] = {key: with_present_names(values) for key, values in revisions.items()}
+        return msgspec.convert(raw, Saved, str_keys=True)
     except msgspec.DecodeError as problem:
         raise ConfigError(
             f"the controller's record in Ray cannot be read ({problem}); end the cluster with "

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 from baton.cli import demo, demo_kill, doctor, status
 from baton.cli.command import VERBS, asked_verbs, build_parser, main
 from baton.cli.settings import GROUPS
-from baton.deploy.config import CHOICES, ServeSettings, demo_model_folder
+from baton.deploy.config import CHOICES, RENAMED, ServeSettings, demo_model_folder
 from baton.deploy.report import (
     ClusterReport,
     FailedPairRecord,
@@ -79,6 +80,35 @@ def test_serve_help_names_every_setting_and_the_precedence(capsys):
     assert "BATON_" in text
 
 
+@pytest.mark.parametrize("command", ["serve", "launch"])
+def test_help_shows_no_old_name(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = set(re.findall(r"--[a-z-]+", text := capsys.readouterr().out))
+    old = {f"--{name.replace('_', '-')}" for name in RENAMED}
+    assert shown & old == ({"--backend"} if command == "launch" else set())  # local or ray
+    assert not {"arrival", "in_time"} & set(re.findall(r"\w+", text)) - {"arrival"}
+    assert "{auto,fcfs,edf}" in text
+
+
+def test_old_flags_work_with_a_warning_that_names_the_new_ones(capsys):
+    words = ["--max-batch=5", "--chunk-budget", "64", "--backend=numpy", "--max-length=512"]
+    words += ["--prefill-order=in_time", "--scale-calm=9", "--kv-memory=8MiB", "--slo-ttft=3"]
+    assert main(["serve", "--dry-run", *words]) == 0
+    shown = capsys.readouterr()
+    assert sorted(shown.err.splitlines()) == [
+        "baton: warning: --backend is deprecated; use --kernels",
+        "baton: warning: --chunk-budget is deprecated; use --max-num-batched-tokens",
+        "baton: warning: --max-batch is deprecated; use --max-num-seqs",
+        "baton: warning: --max-length is deprecated; use --max-model-len",
+        "baton: warning: --prefill-order in_time is deprecated; use edf",
+        "baton: warning: --scale-calm is deprecated; use --stabilization-window",
+    ]
+    _, prefill, decode = (each["config"] for each in json.loads(shown.out)["processes"])
+    assert (decode["max_batch"], prefill["token_budget"], prefill["slo_ttft"]) == (5, 64, 3.0)
+    assert (decode["runner"]["backend"], decode["runner"]["max_length"]) == ("numpy", 512)
+
+
 @pytest.mark.parametrize(
     ("command", "words", "complaint"),
     [
@@ -94,6 +124,16 @@ def test_serve_help_names_every_setting_and_the_precedence(capsys):
         (" launch", "--kv-blocks -1", "--kv-blocks: '-1' is not a whole number, 0 or more"),
         (" serve", "--kv-blocks 1e3", "--kv-blocks: '1e3' is not a whole number, 0 or more"),
         (" serve", "--grace long", "--grace: 'long' is not a number of seconds, 0 or more"),
+        (
+            " serve",
+            "--max-batchs 2",
+            "no option --max-batchs; did you mean --max-num-batched-tokens?",
+        ),
+        (
+            " serve",
+            "--prefill-order sjf",
+            "--prefill-order: must be one of auto, fcfs, edf, not 'sjf'",
+        ),
         (" serve", "--transport udp", "--transport: must be one of ipc, tcp, not 'udp'"),
         (" launch", "--backend numpy", "--backend: must be one of local, ray, not 'numpy'"),
         (" generate", "x --top-k y", "--top-k: 'y' is not a whole number"),

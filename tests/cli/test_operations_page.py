@@ -1,17 +1,22 @@
 """docs/operations.md says the same of the settings as the code."""
 
+import re
 from pathlib import Path
 
 from baton.cli.settings import HELP
-from baton.deploy.config import ServeSettings
+from baton.deploy.config import RENAMED, RENAMED_VALUES, ServeSettings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 
 
+def _table(head: str) -> list[str]:
+    """Lines of the table with this head, without its two first lines and without group rows."""
+    lines = PAGE[PAGE.index(head) :].partition("\n\n")[0].splitlines()
+    return [line for line in lines[2:] if line.startswith("| `--")]
+
+
 def test_every_setting_has_its_row_with_its_default():
-    rows = {
-        line.split("|")[1].strip(): line for line in PAGE.splitlines() if line.startswith("| `--")
-    }
+    rows = {line.split("|")[1].strip(): line for line in _table("| flag and file key")}
     for field in ServeSettings.__struct_fields__:
         if field == "model":
             continue
@@ -21,3 +26,13 @@ def test_every_setting_has_its_row_with_its_default():
         assert (f"`{default}`" if default != "" else "empty") in row
         assert HELP[field] in row
     assert rows == {}
+
+
+def test_every_old_name_has_its_row():
+    rows = "\n".join(_table("| old name | present name |")).replace("-", "_")
+    for old, new in RENAMED.items():
+        assert re.search(rf"\| `__{old}`.* \| `__{new}` \|", rows), old
+    for name, values in RENAMED_VALUES.items():
+        for old, new in values.items():
+            assert re.search(rf"`__{name} {old}`.*`__{name} {new}`", rows), old
+    assert len(rows.splitlines()) == len(RENAMED) + len(RENAMED_VALUES)

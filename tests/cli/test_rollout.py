@@ -6,7 +6,7 @@ import pytest
 
 from baton.cli import rollout
 from baton.cli.command import build_parser
-from baton.deploy.admin import Overview, Progress
+from baton.deploy.admin import Overview, Progress, RollOut
 from baton.proto.errors import CheckpointError, RequestFailed
 
 
@@ -15,6 +15,7 @@ class Controller:
 
     def __init__(self, looks: int) -> None:
         self.looks = looks
+        self.orders: list[RollOut] = []
 
     def overview(self) -> Overview:
         self.looks -= 1
@@ -23,6 +24,7 @@ class Controller:
     def ask(self, request):
         if self.looks >= 0:
             raise RequestFailed("the cluster is not ready yet")
+        self.orders.append(request)
         yield Progress(number=1, text="0 of 3 replaced", accepted=True)
 
 
@@ -41,6 +43,21 @@ def test_a_cluster_that_still_starts_is_waited_for(monkeypatch, capsys):
 def test_the_wait_is_over_with_the_timeout(monkeypatch):
     with pytest.raises(RequestFailed, match="not ready yet"):
         ordered(monkeypatch, Controller(1 << 40), "--timeout", "0.01")
+
+
+def test_old_names_of_settings_are_sent_as_the_new_ones(monkeypatch, tmp_path, capsys):
+    controller = Controller(0)
+    file = tmp_path / "baton.toml"
+    file.write_text("max_batch = 3\nchunk-budget = 64\n")
+    words = ("--config", str(file), "max_num_seqs=5", "prefill-order=in_time")
+    assert ordered(monkeypatch, controller, *words) == 0
+    changes = {"max_num_seqs": "5", "max_num_batched_tokens": 64, "prefill_order": "edf"}
+    assert controller.orders == [RollOut(changes=changes)]
+    assert capsys.readouterr().err.splitlines() == [
+        f"baton: warning: {file}: max_batch is deprecated; use {file}: max_num_seqs",
+        f"baton: warning: {file}: chunk_budget is deprecated; use {file}: max_num_batched_tokens",
+        "baton: warning: prefill_order in_time is deprecated; use edf",
+    ]
 
 
 def test_a_damaged_tokenizer_of_the_new_model_is_found_before_the_order(

@@ -2,8 +2,8 @@ import itertools
 
 import pytest
 
-from baton.cli.settings import GROUPS, HELP, resolve
-from baton.deploy.config import ServeSettings, parse_size
+from baton.cli.settings import GROUPS, HELP, resolve, unknown_variables
+from baton.deploy.config import RENAMED, RENAMED_VALUES, ServeSettings, check, convert, parse_size
 from baton.proto.errors import ConfigError
 
 
@@ -35,6 +35,47 @@ def test_an_earlier_name_sets_the_same_and_yields_to_a_higher_layer(tmp_path):
     assert warnings == ["BATON_SILENCE is deprecated; use BATON_WORKER_TIMEOUT"]
 
 
+@pytest.mark.parametrize("old", RENAMED)
+def test_every_old_name_works_in_each_source_with_one_warning(tmp_path, old):
+    new = RENAMED[old]
+    default = getattr(ServeSettings(), new)
+    value = "numpy" if isinstance(default, str) else type(default)(default + 1)
+    path = tmp_path / "serve.toml"
+    path.write_text(f"{old} = {value!r}\n")
+    variables = {f"BATON_{old.upper()}": str(value)}
+    flags = {old: value}
+    for sources, spelled in (
+        (({}, {}, str(path)), (f"{path}: {old}", f"{path}: {new}")),
+        (({}, variables, None), (f"BATON_{old.upper()}", f"BATON_{new.upper()}")),
+        ((flags, {}, None), (f"--{old}".replace("_", "-"), f"--{new}".replace("_", "-"))),
+    ):
+        warnings: list[str] = []
+        assert getattr(resolve(*sources, warn=warnings.append), new) == value
+        assert warnings == ["{} is deprecated; use {}".format(*spelled)]
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [(name, *pair) for name, pairs in RENAMED_VALUES.items() for pair in pairs.items()],
+)
+def test_every_old_value_works_with_one_warning(name, old, new):
+    warnings: list[str] = []
+    assert getattr(resolve({name: old}, {}, None, warn=warnings.append), name) == new
+    assert warnings == [f"--{name.replace('_', '-')} {old} is deprecated; use {new}"]
+    with pytest.raises(ConfigError, match=new) as caught:
+        check(convert({name: "random"}))
+    assert f" {old}" not in str(caught.value)
+
+
+def test_a_present_name_wins_over_its_old_name():
+    assert resolve({"max_batch": 3, "max_num_seqs": 4}, {}, None).max_num_seqs == 4
+
+
+def test_hints_name_no_old_name():
+    assert unknown_variables({"BATON_MAX_LENGTHS": "1"}) == ["BATON_MAX_LENGTHS has no effect"]
+    assert unknown_variables({"BATON_MAX_LENGTH": "1"}) == []
+
+
 @pytest.mark.parametrize(
     ("flags", "environment", "content", "complaint"),
     [
@@ -54,7 +95,7 @@ def test_an_earlier_name_sets_the_same_and_yields_to_a_higher_layer(tmp_path):
             "BATON_TRANSPORT must be one of ipc, tcp, not 'pigeon'",
         ),
         ({}, {"BATON_POLICY": "dice"}, "", "BATON_POLICY must be one of round_robin, "),
-        ({"backend": "abacus"}, {}, "", "--backend must be one of auto, cpu, numpy, not 'abacus'"),
+        ({"kernels": "abacus"}, {}, "", "--kernels must be one of auto, cpu, numpy, not 'abacus'"),
         ({"kv_memory": "lots"}, {}, "", "--kv-memory is 'lots', not a size such as 512MiB"),
         (
             {"kv_memory": "1GiB", "kv_blocks": 4},
@@ -69,8 +110,13 @@ def test_an_earlier_name_sets_the_same_and_yields_to_a_higher_layer(tmp_path):
             "BATON_DECODE_KV_BLOCKS cannot be combined with decode_kv_memory",
         ),
         ({}, {}, "prefill-kv-memory = 'lots'", "FILE: prefill_kv_memory is 'lots', not a size"),
-        ({"prefill_max_batch": 0}, {}, "", "--prefill-max-batch must be at least 1"),
-        ({"decode_chunk_budget": -1}, {}, "", "--decode-chunk-budget must not be negative"),
+        ({"prefill_max_num_seqs": 0}, {}, "", "--prefill-max-num-seqs must be at least 1"),
+        (
+            {"decode_max_num_batched_tokens": -1},
+            {},
+            "",
+            "--decode-max-num-batched-tokens must not be negative",
+        ),
         ({}, {}, "decode = ", "FILE is not valid TOML"),
         ({"decode": 1_000_000}, {}, "", "--decode must be at most 1024"),
         ({"prefill_max": 2000}, {}, "", "--prefill-max must be at most 1024"),

@@ -25,7 +25,7 @@ def sizes(cluster):
 
 def test_decode_grows_under_load_and_shrinks_after_it_without_a_lost_request(shared_cluster):
     cluster = shared_cluster(
-        prefill=1, decode=1, prefill_max=1, decode_max=2, autoscale="on", scale_calm=4.0,
+        prefill=1, decode=1, prefill_max=1, decode_max=2, autoscale="on", stabilization_window=4.0,
         decode_kv_blocks=64, slo_ttft=5.0, slo_itl=5.0, grace=20.0,
     )  # fmt: skip
     streams: list[Stream] = []

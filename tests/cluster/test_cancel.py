@@ -21,7 +21,7 @@ LONG = jobs(8, prompt=400, new=1500, seed=4)
 
 @pytest.fixture(scope="module")
 def pools(shared_cluster):
-    settings = {"kv_memory": "64MiB", "chunk_budget": 128, "log_level": "info"}
+    settings = {"kv_memory": "64MiB", "max_num_batched_tokens": 128, "log_level": "info"}
     return shared_cluster(prefill=2, decode=2, **settings)
 
 

@@ -113,8 +113,8 @@ def test_after_a_prefix_hit(subjects):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"prefill": 1, "decode": 1, "chunk_budget": 16, "block_size": 8},
-        {"prefill": 2, "decode": 2, "chunk_budget": 0, "step_time": 0, "max_batch": 3},
+        {"prefill": 1, "decode": 1, "max_num_batched_tokens": 16, "block_size": 8},
+        {"prefill": 2, "decode": 2, "max_num_batched_tokens": 0, "step_time": 0, "max_num_seqs": 3},
     ],
     ids=["1P1D", "2P2D"],
 )

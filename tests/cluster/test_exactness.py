@@ -62,9 +62,9 @@ def check(cluster, model: str, block_size: int, budget: int, backend: str) -> No
         prefill=1,
         decode=2,
         block_size=block_size,
-        chunk_budget=budget,
+        max_num_batched_tokens=budget,
         step_time=0,
-        backend=backend,
+        kernels=backend,
         transport="tcp" if block_size == 16 else "ipc",
     )
     first = cases_of(model)

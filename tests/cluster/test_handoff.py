@@ -45,7 +45,11 @@ def status_json(running) -> dict:
 )
 def test_every_handoff_is_reported_and_adds_up(cluster, transport, handoff, named):
     running = cluster(
-        model=DATA / MODEL, transport=transport, handoff=handoff, chunk_budget=0, step_time=0
+        model=DATA / MODEL,
+        transport=transport,
+        handoff=handoff,
+        max_num_batched_tokens=0,
+        step_time=0,
     )
     began = time.monotonic()
     with running.client() as client:
@@ -88,7 +92,12 @@ def test_every_handoff_is_reported_and_adds_up(cluster, transport, handoff, name
 def tapped(shared_cluster, request):
     """A cluster of one pair whose KV frames, or the names of their blocks, pass our hands."""
     running = shared_cluster(
-        model=DATA / MODEL, prefill=1, decode=1, chunk_budget=0, step_time=0, handoff=request.param
+        model=DATA / MODEL,
+        prefill=1,
+        decode=1,
+        max_num_batched_tokens=0,
+        step_time=0,
+        handoff=request.param,
     )
     (path,) = running.folder.rglob("decode-0.data.sock")
     tap = WireTap(path)
@@ -177,7 +186,9 @@ def test_the_workers_are_whole_after_all_the_damage(tapped):
 
 def test_a_damaged_word_between_the_workers_is_lost_and_said_again(shared_cluster):
     """Every second envelope towards the decode worker, one bit each: no answer is another one."""
-    running = shared_cluster(model=DATA / MODEL, prefill=1, decode=1, chunk_budget=0, step_time=0)
+    running = shared_cluster(
+        model=DATA / MODEL, prefill=1, decode=1, max_num_batched_tokens=0, step_time=0
+    )
     (path,) = running.folder.rglob("decode-0.sock")
     tap = WireTap(path)
     counts = Counter()

@@ -17,7 +17,7 @@ WORK = jobs(16, prompt=700, new=500)
 @pytest.fixture(scope="module")
 def pools(shared_cluster):
     """Two prefill and two decode workers; small chunks, so that prefill takes its time."""
-    settings = {"kv_memory": "64MiB", "chunk_budget": 64, "worker_timeout": 1.0}
+    settings = {"kv_memory": "64MiB", "max_num_batched_tokens": 64, "worker_timeout": 1.0}
     return shared_cluster(prefill=2, decode=2, **settings)
 
 

@@ -94,7 +94,7 @@ def test_ctrl_c_at_a_terminal_reaches_the_supervisor_alone(tmp_path_factory):
 
 def test_a_second_interrupt_stops_at_once(cluster):
     """The first would have let the streams end."""
-    running = cluster(max_length=2048)
+    running = cluster(max_model_len=2048)
     with Client(running.address, connect_timeout=20.0, reconnect_timeout=0.5) as client:
         generations = [client.generate(PROMPT, params(LONG)) for _ in range(8)]
         count = sum(len(next(generation).tokens) for generation in generations)

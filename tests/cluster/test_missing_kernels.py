@@ -71,7 +71,7 @@ def test_doctor_says_it_too(baton):
 
 
 def test_kernels_that_are_asked_for_and_missing_are_an_error_before_anything_starts(baton):
-    with baton("serve", "--backend=cpu") as serve:
+    with baton("serve", "--kernels=cpu") as serve:
         text = serve.stdout.read()
     assert serve.returncode == 2
     assert text.count("\n") == 1

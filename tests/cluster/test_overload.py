@@ -40,7 +40,7 @@ TRIES = 3  # a busy machine may spoil a comparison of times, but not three
 
 @pytest.fixture(scope="module")
 def small(shared_cluster):
-    return shared_cluster(prefill=1, decode=1, max_batch=CAPACITY // 8)
+    return shared_cluster(prefill=1, decode=1, max_num_seqs=CAPACITY // 8)
 
 
 @pytest.fixture(scope="module")

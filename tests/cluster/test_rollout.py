@@ -78,7 +78,7 @@ def test_every_worker_and_router_is_replaced_under_load(pools, undisturbed):
 
     def replace() -> None:
         with admin(pools) as first:
-            answers = first.ask(RollOut(changes={"max_batch": 24, "grace": 25.0}), wait=90.0)
+            answers = first.ask(RollOut(changes={"max_num_seqs": 24, "grace": 25.0}), wait=90.0)
             said.append(next(answers).text)
             with pytest.raises(RequestFailed, match="a rollout is running, "):
                 order(pools, RollOut())
@@ -90,7 +90,7 @@ def test_every_worker_and_router_is_replaced_under_load(pools, undisturbed):
     assert not set(after.values()) & set(before.values())
     assert not any(alive(pid) for pid in before.values())
     assert said[-1] == "4 of 4 replaced"
-    assert overview(pools).settings["max_batch"] == 24
+    assert overview(pools).settings["max_num_seqs"] == 24
 
 
 def test_a_rollout_that_no_worker_follows_stops_and_the_old_ones_serve_on(pools, undisturbed):

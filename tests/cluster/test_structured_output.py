@@ -177,7 +177,7 @@ MID_TOKENS = 3
 @pytest.fixture(scope="module")
 def wide(shared_cluster):
     """Decode workers that run all fifty at once."""
-    return shared_cluster(prefill=1, decode=2, kv_memory="128MiB", max_batch=64)
+    return shared_cluster(prefill=1, decode=2, kv_memory="128MiB", max_num_seqs=64)
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +245,7 @@ def lose_worker(wide, longer, calm, wanted: set[str]) -> set[str]:
 
 
 def test_preempted_answers_change_no_token(cluster, undisturbed):
-    small = cluster(prefill=1, decode=1, decode_kv_blocks=64, max_batch=16)
+    small = cluster(prefill=1, decode=1, decode_kv_blocks=64, max_num_seqs=16)
     answers = run_all(small.address)
     with small.client() as client:
         (worker,) = [w for w in client.status()["workers"] if w["role"] == "decode"]

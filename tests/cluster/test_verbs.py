@@ -88,9 +88,9 @@ def test_launch_returns_when_it_serves_and_again_says_so(background):
     again = background.launch()
     assert (again.returncode, background.pids()) == (0, pids)
     assert again.stdout.startswith(f"already running at {background.address}")
-    other = background.launch("--max-batch=7")
+    other = background.launch("--max-num-seqs=7")
     assert other.returncode == 1
-    assert "whose max_batch is 32, not 7" in other.stderr
+    assert "whose max_num_seqs is 32, not 7" in other.stderr
     assert other.stderr.count("\n") == 1
     down = background.verb("down")
     assert down.returncode == 0, down.stderr
@@ -162,7 +162,7 @@ def test_down_finds_what_a_killed_controller_left(background):
         (["scale", "decode"], 2, "is not NAME=VALUE"),
         (["scale", "decode=1", "decode=2"], 2, "decode is given twice"),
         (["rollout", "colour=red"], 2, "no setting 'colour'"),
-        (["rollout", "max_batch=0"], 2, "max_batch must be at least 1"),
+        (["rollout", "max_num_seqs=0"], 2, "max_num_seqs must be at least 1"),
         (["rollout", "decode=3"], 2, "a rollout cannot change decode; use baton scale"),
         (["rollout", "transport=tcp"], 2, "a rollout cannot change transport"),
         (["rollout", "model=/no/such"], 2, "no model folder /no/such"),
@@ -186,7 +186,7 @@ def test_what_cannot_be_is_refused_in_one_sentence_and_nothing_happens(
 
 
 def test_a_file_with_an_unknown_key_is_refused(launched, tmp_path):
-    (tmp_path / "c.toml").write_text("max_batch = 4\ncolour = 'red'\n")
+    (tmp_path / "c.toml").write_text("max_num_seqs = 4\ncolour = 'red'\n")
     refused = launched.verb("rollout", f"--config={tmp_path}/c.toml")
     assert refused.returncode == 2
     assert "no setting 'colour'" in refused.stderr

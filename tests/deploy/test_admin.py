@@ -55,7 +55,7 @@ from baton.runtime.zap import Doorkeeper, door
         Ask(number=3),
         ScalePools(targets={"prefill": 2, "decode": -7}),
         DrainWorker(worker="decode-1", force=True),
-        RollOut(changes={"policy": "round_robin", "grace": 1.5, "max_batch": 3}),
+        RollOut(changes={"policy": "round_robin", "grace": 1.5, "max_num_seqs": 3}),
         GoDown(at_once=True),
     ],
 )

@@ -83,7 +83,7 @@ def test_banner_names_architecture_kernels_dtypes_and_threads():
 
 def test_nobody_who_chose_the_numpy_kernels_is_warned_of_them(monkeypatch):
     monkeypatch.setattr(banner, "compiled_kernels_problem", lambda: "not built")
-    assert banner.kernels_warning(ServeSettings(backend="numpy")) == ""
+    assert banner.kernels_warning(ServeSettings(kernels="numpy")) == ""
     assert banner.kernels_warning(ServeSettings(device="cuda")) == ""
     assert "not built" in banner.kernels_warning(ServeSettings())
 

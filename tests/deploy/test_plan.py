@@ -36,10 +36,10 @@ def test_one_router_then_the_pools():
     [
         ({}, 0.0),
         ({"slo_ttft": 1.5}, 0.0),
-        ({"prefill_order": "in_time", "slo_ttft": 1.5}, 1.5),
+        ({"prefill_order": "edf", "slo_ttft": 1.5}, 1.5),
         ({"autoscale": "on", "prefill_max": 2, "decode_max": 2, "slo_ttft": 3.0}, 3.0),
         (
-            {"autoscale": "on", "prefill_max": 2, "decode_max": 2, "prefill_order": "arrival"},
+            {"autoscale": "on", "prefill_max": 2, "decode_max": 2, "prefill_order": "fcfs"},
             0.0,
         ),
     ],
@@ -50,7 +50,7 @@ def test_prompts_are_ordered_by_the_time_to_keep_where_one_is_kept(settings, lim
 
 
 def test_an_unknown_order_of_prompts_is_refused():
-    with pytest.raises(ConfigError, match="prefill_order must be one of auto, arrival, in_time"):
+    with pytest.raises(ConfigError, match="prefill_order must be one of auto, fcfs, edf"):
         check(ServeSettings(prefill_order="random"))
 
 
@@ -95,8 +95,8 @@ def test_settings_reach_every_process():
     plan = plan_for(
         block_size=8,
         kv_memory="1MiB",
-        chunk_budget=0,
-        max_batch=3,
+        max_num_batched_tokens=0,
+        max_num_seqs=3,
         policy="round_robin",
         worker_timeout=7.5,
     )
@@ -112,8 +112,8 @@ def test_settings_reach_every_process():
 
 def test_the_pools_are_set_apart():
     plan = plan_for(
-        kv_memory="1MiB", prefill_kv_blocks=70, prefill_max_batch=5, max_batch=6,
-        decode_chunk_budget=7, chunk_budget=8,
+        kv_memory="1MiB", prefill_kv_blocks=70, prefill_max_num_seqs=5, max_num_seqs=6,
+        decode_max_num_batched_tokens=7, max_num_batched_tokens=8,
     )  # fmt: skip
     _, prefill, decode = (spec.config for spec in plan.processes)
     assert (prefill.runner.num_blocks, decode.runner.num_blocks) == (70, 0)

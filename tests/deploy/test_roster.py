@@ -19,14 +19,20 @@ def roster(tmp_path):
 
 
 def test_a_revision_is_the_one_before_with_changes(roster):
-    revision = roster.add(0, {"max_batch": "7", "policy": "round_robin"})
+    revision = roster.add(0, {"max_num_seqs": "7", "policy": "round_robin"})
     assert (revision, roster.newest) == (1, 1)
-    assert roster.settings(0).max_batch == 32
-    assert roster.settings(1).max_batch == 7
+    assert roster.settings(0).max_num_seqs == 32
+    assert roster.settings(1).max_num_seqs == 7
     old, new = (roster.spec("decode-0", "decode", r).process.config for r in (0, 1))
     assert (old.max_batch, new.max_batch) == (32, 7)
     assert old.endpoint == new.endpoint
     assert roster.spec("router", "router", 1).process.config.policy.name == "round_robin"
+
+
+def test_changes_may_have_old_names(roster):
+    assert roster.settings(roster.add(0, {"max_batch": "7"})).max_num_seqs == 7
+    with pytest.raises(ConfigError, match="max_num_seqs must be at least 1"):
+        roster.add(0, {"max_batch": 0})
 
 
 def test_an_added_worker_is_as_large_as_the_others(roster):
@@ -41,8 +47,8 @@ def test_an_added_worker_is_as_large_as_the_others(roster):
         ({"decode": 2}, ConfigError, "cannot change decode; use baton scale"),
         ({"routers": 2}, ConfigError, "cannot change routers; launch"),
         ({"address": "ipc:///x"}, ConfigError, "cannot change address"),
-        ({"max_batch": 0}, ConfigError, "max_batch must be at least 1"),
-        ({"max_batch": "many"}, ConfigError, "max_batch is 'many', not a whole number"),
+        ({"max_num_seqs": 0}, ConfigError, "max_num_seqs must be at least 1"),
+        ({"max_num_seqs": "many"}, ConfigError, "max_num_seqs is 'many', not a whole number"),
         ({"colour": "red"}, ConfigError, "colour"),
         ({"policy": "random"}, ConfigError, "policy"),
         ({"model": "/no/such"}, ConfigError, "/no/such"),

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(360)
 WORK = jobs(24, prompt=60, new=60)
 SMALL = {"prefill": 1, "decode": 1}
 SETTINGS = {
-    "autoscale": "on", "prefill_max": 1, "decode_max": 2, "scale_calm": 8.0,
+    "autoscale": "on", "prefill_max": 1, "decode_max": 2, "stabilization_window": 8.0,
     "decode_kv_blocks": 64, "slo_ttft": 5.0, "slo_itl": 5.0,
 }  # fmt: skip
 

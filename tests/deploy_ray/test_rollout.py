@@ -28,7 +28,7 @@ def test_every_worker_and_router_is_replaced_under_load(cluster):
     said: list[str] = []
 
     def roll_out() -> None:
-        words = ("--wait", "max_batch=40", "grace=25")
+        words = ("--wait", "max_num_seqs=40", "grace=25")
         said.append(cluster.baton("rollout", *words, timeout=180.0))
 
     check(under_load(BOTH, WORK, roll_out, 200.0), undisturbed)

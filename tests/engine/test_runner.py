@@ -80,7 +80,7 @@ def test_size_of_the_pool():
 
 def test_served_length():
     assert load(max_length=100).card.max_length == 100
-    with pytest.raises(ConfigError, match="max_length 4096"):
+    with pytest.raises(ConfigError, match="max_model_len 4096"):
         load(max_length=4096)
 
 

@@ -15,5 +15,5 @@ from cuda.host_device import HostDevice
 def on_host(scratch: Path) -> Stage:
     """Tiny shapes on the host device."""
     device = HostDevice(Path(os.environ["BATON_HOST_BUILDS"]))
-    flags = ("--device=cpu", "--backend=numpy")
+    flags = ("--device=cpu", "--kernels=numpy")
     return Stage(device, WallClock(device), scratch, "host_stage:on_host", tiny=True, flags=flags)

@@ -59,7 +59,7 @@ def test_tokens_and_log_probs_equal_transformers(tmp_path, cluster, name):  # no
     pick = random.Random(f"{name}{SEED}").choice
     settings = {
         "block_size": pick((8, 16, 64)),
-        "chunk_budget": pick((16, 64, 0)),
+        "max_num_batched_tokens": pick((16, 64, 0)),
         "transport": pick(("ipc", "tcp")),
     }
     print(f"seed {SEED}, {settings}")

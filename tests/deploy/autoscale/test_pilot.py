@@ -84,7 +84,8 @@ def test_a_worker_two_routers_know_is_counted_once_as_heard_last():
     [
         ({"autoscale": "yes"}, "autoscale"), ({"autoscale": "on"}, "prefill_max"),
         ({"autoscale": "on", "prefill_max": 2}, "decode_max"), ({"slo_ttft": 0.0}, "slo_ttft"),
-        ({"slo_itl": float("nan")}, "slo_itl"), ({"scale_calm": -1.0}, "scale_calm"),
+        ({"slo_itl": float("nan")}, "slo_itl"),
+        ({"stabilization_window": -1.0}, "stabilization_window"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused(wrong, names):
