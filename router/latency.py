@@ -1,7 +1,7 @@
-"""How long clients wait for tokens, as percentiles of the last minutes.
+"""Histograms of TTFT and ITL, with percentiles of the last one to two minutes.
 
-A histogram of fixed size: its buckets grow by a twelfth of an octave, so a percentile is
-within 3 % of the true one, at any load and for the same memory. Pure; time comes from outside.
+A histogram has a fixed size. Each bucket is a twelfth of an octave wide, so a percentile is within
+3 % of the exact value at any load. Pure: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from bisect import bisect_left
 from itertools import accumulate
 
 PERIOD_S = 60.0
-"""Percentiles are of the current and the last period of this length."""
+"""Length of a period; percentiles cover the current and the previous period."""
 SHORTEST_S = 1e-5
-"""Everything shorter counts as this, in seconds."""
+"""Start of the first bucket in seconds; shorter durations count as this."""
 PER_OCTAVE = 12
 BUCKETS = 27 * PER_OCTAVE
-"""Up to 1342 s; everything longer counts as this."""
+"""Number of buckets: up to 1342 s; longer durations count as this."""
 PERCENTILES = (50, 90, 99)
 
 
 class Latency:
-    """Durations seen lately; ``now`` is monotonic seconds in all calls."""
+    """A histogram of recent durations; ``now`` is monotonic seconds in all calls."""
 
     __slots__ = ("_current", "_ends", "_last", "count")
 
@@ -32,18 +32,18 @@ class Latency:
         self._ends = -math.inf
 
     def add(self, seconds: float, now: float, count: int = 1) -> None:
-        """``count`` times the same duration."""
+        """Add the same duration ``count`` times."""
         self.add_to_bucket(bucket(seconds), now, count)
 
     def add_to_bucket(self, index: int, now: float, count: int = 1) -> None:
-        """The same for a duration of the bucket ``index``."""
+        """Add to the bucket ``index`` instead of a duration."""
         if now >= self._ends:
             self._turn(now)
         self.count += count
         self._current[index] += count
 
     def summary(self, now: float) -> dict[str, float | int | None]:
-        """Count since the start, and each of :data:`PERCENTILES` in seconds, None without any."""
+        """Return the count since the start, and :data:`PERCENTILES` in seconds (None if empty)."""
         if now >= self._ends:
             self._turn(now)
         counts = [one + other for one, other in zip(self._current, self._last, strict=True)]
@@ -53,7 +53,7 @@ class Latency:
         return shares
 
     def _turn(self, now: float) -> None:
-        """Begin a period; what is older than the last one is forgotten."""
+        """Begin a period; drop all periods before the previous one."""
         recent = now < self._ends + PERIOD_S
         self._last = self._current if recent else [0] * BUCKETS
         self._current = [0] * BUCKETS
@@ -61,7 +61,7 @@ class Latency:
 
 
 def bucket(seconds: float) -> int:
-    """Index of the bucket a duration belongs to."""
+    """Return the index of the bucket for a duration."""
     if seconds <= SHORTEST_S:
         return 0
     index = int(math.log2(seconds / SHORTEST_S) * PER_OCTAVE)
@@ -69,7 +69,7 @@ def bucket(seconds: float) -> int:
 
 
 def percentile(counts: list[int], percent: float) -> float | None:
-    """Seconds in the middle of the bucket that ``percent`` of all durations reach."""
+    """Return the middle, in seconds, of the bucket that holds this percentile, None if empty."""
     rank = math.ceil(sum(counts) * percent / 100)
     if not rank:
         return None

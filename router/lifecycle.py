@@ -1,10 +1,11 @@
-"""What happens to requests: placed on workers, placed again, ended, forgotten.
+"""The life of a request: place it on workers, place it again, end it, drop its record.
 
-Invariant: a request has at most one attempt that counts. Placing it again raises the attempt,
-and whatever a lower one holds on a live worker is aborted until the worker confirms. Ending
-it makes exactly one terminal; the record stays until that is acknowledged or expires.
+Invariant: a request has at most one current attempt. A new placement raises the attempt number,
+and the router repeats an Abort of the lower attempt at each live worker until the worker confirms.
+A request ends with exactly one terminal. Its record stays until the terminal is acknowledged or
+expires.
 
-It knows nothing of how messages arrive: :mod:`.client_side` and :mod:`.worker_side` do.
+:mod:`.client_side` and :mod:`.worker_side` receive the messages and call this module.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from .tombstones import Tombstones
 from .wheel import Wheel
 
 ENDED_KEEP_S = 5.0
-"""Shortest time a terminal is kept, also of a request that ended at its deadline."""
+"""Minimum seconds for which a terminal is kept, also after the deadline."""
 TAKEOVER = 1024
-"""How far the attempts of a router that takes a request over lie above those of the one before.
+"""Added to the attempt number when this router replays a request of another router.
 
-Both may count on for a while, and no attempt may have two meanings."""
+The other router may still raise its own attempt numbers, and the two ranges must not overlap."""
 REMEMBER_ATTEMPTS = 16_384
-"""Requests whose last attempt is remembered after they are forgotten."""
-_ASSIGNED = State.ASSIGNED  # before Python 3.12 a look-up in an Enum is slow
+"""Number of dropped requests whose last attempt number is remembered."""
+_ASSIGNED = State.ASSIGNED  # before Python 3.12, Enum member access is slow
 _ASSIGN, _ACCEPT, _END, _FORGET = Step.ASSIGN, Step.ACCEPT, Step.END, Step.FORGET
 
 
 class Counters:
-    """How requests ended since the start, and what was said in vain.
+    """Numbers of requests by outcome since the start.
 
-    ``dropped``: messages and runs that were not used, by reason.
+    ``dropped``: messages and token runs without effect, by reason.
     """
 
     __slots__ = ("cancelled", "dropped", "failed", "finished", "moved", "replayed", "submitted")
@@ -54,7 +55,7 @@ class Counters:
         self.dropped: Counter[str] = Counter()
 
     def count(self, terminal: Terminal) -> None:
-        """One more end."""
+        """Count a terminal by its outcome."""
         if terminal.status == "cancelled" or terminal.code == "cancelled":
             self.cancelled += 1
         elif terminal.code:
@@ -64,7 +65,7 @@ class Counters:
 
 
 class Lifecycle:
-    """All requests of this router, with what is needed to decide about them."""
+    """All requests of this router, and the state shared by the modules of the core."""
 
     def __init__(self, config: RouterConfig, now: float) -> None:
         self.config = config
@@ -88,7 +89,7 @@ class Lifecycle:
     # ------------------------------------------------------------------ placing
 
     def start(self, request: Request, now: float) -> None:
-        """Place an admitted request, or keep it until there are workers."""
+        """Place an admitted request, or queue it until workers are ready."""
         self.requests[request.key] = request
         self.queued[request.key] = request
         request.own = request.attempt
@@ -97,8 +98,8 @@ class Lifecycle:
         self.place(request, now)
 
     def place(self, request: Request, now: float) -> None:
-        """Choose workers for a queued request and assign it."""
-        if request.doubts and self._may_be_deadly(request):
+        """Choose workers for a queued request and assign it, or keep it queued."""
+        if request.doubts and self._may_be_poisoned(request):
             self.wake(request, now + self.config.doubt_retry_s, now)
             return
         try:
@@ -125,17 +126,17 @@ class Lifecycle:
         request.backoff = self.config.assign_retry_s
         self.assign(request, now)
 
-    def _may_be_deadly(self, request: Request) -> bool:
-        """Whether one more death would poison it, and a closed connection may have been one.
+    def _may_be_poisoned(self, request: Request) -> bool:
+        """True if the request is poisoned once all of its doubts prove to be deaths.
 
-        Then it waits until that worker has returned or is declared dead, so that a deadly request
-        kills no more workers than it must, and a lost connection poisons none.
+        Such a request waits until those workers have returned or are declared dead. So it crashes
+        no further worker meanwhile, and closed connections alone never poison a request.
         """
         ends = request.deaths + len(request.doubts)
         return ends >= self.config.poison_deaths and not request.progressed
 
     def assign(self, request: Request, now: float) -> None:
-        """Send the Assign, and again later unless it is answered."""
+        """Send the Assign, and repeat it until it is answered."""
         prefill, decode = request.prefill, request.decode
         if prefill is None:
             return
@@ -161,15 +162,15 @@ class Lifecycle:
         self.repeat_later(request, now, self.config.retry_ceiling_s)
 
     def accepted(self, request: Request) -> None:
-        """A worker has the current attempt."""
+        """Note that a worker has accepted the current attempt."""
         if request.state is _ASSIGNED:
             request.step(_ACCEPT)
             request.server = request.server or request.prefill
             request.retry_at = NEVER
-            request.due_at = request.limit  # its slot comes earlier, where it is armed again
+            request.due_at = request.limit  # the wheel's slot is earlier; there it is armed again
 
     def requeue(self, request: Request, now: float, delay: float = 0.0) -> None:
-        """The current attempt is over: place the next one, at once or after ``delay`` s."""
+        """Abort the current attempt and place the next one, now or after ``delay`` seconds."""
         self.abort(request, "superseded")
         self.release(request)
         request.prefill = request.decode = None
@@ -185,21 +186,21 @@ class Lifecycle:
             self.place(request, now)
 
     def back_off(self, request: Request, least: float, now: float) -> float:
-        """How long to leave a request alone after a refusal; each time longer."""
+        """Return the next back-off in seconds, at least ``least``; doubles up to a limit."""
         config = self.config
         delay = min(max(least, request.patience), config.busy_ceiling_s)
         request.patience = min(2 * delay, config.busy_ceiling_s)
         return delay
 
     def retry_waiting(self, now: float) -> None:
-        """A worker became ready: try everything that waits for one."""
+        """Place the requests that wait for a ready worker."""
         for request in list(self.queued.values()):
             if request.grace_until != NEVER and request.state is State.QUEUED:
                 self.place(request, now)
 
     def _wait(self, request: Request, now: float) -> None:
-        """No pair now: wait, but not for ever when there are no workers at all."""
-        if request.avoid or self.placement.kept_apart(request):  # all asked in this round
+        """Wait for a pair of workers; fail after the grace period if no worker is ready."""
+        if request.avoid or self.placement.kept_apart(request):  # every worker was tried
             request.avoid = None
             delay = self.back_off(request, self.config.busy_backoff_s, now)
             self.wake(request, now + delay, now)
@@ -216,10 +217,10 @@ class Lifecycle:
         reason = f"no {' and '.join(request.roles)} worker is ready{where}"
         self.fail(request, CapacityError(reason, retry_after=hint), now)
 
-    # ------------------------------------------------------------------ workers' shares
+    # ------------------------------------------------------------------ work on workers
 
     def handed_over(self, request: Request) -> None:
-        """The decode worker owns it: the prefill worker's death does not matter any more."""
+        """Note the end of the handoff: the request no longer depends on its prefill worker."""
         request.handed = True
         request.unreachable, request.shunned = "", ()
         request.server = request.decode
@@ -229,7 +230,7 @@ class Lifecycle:
             request.prefill_cost = 0
 
     def release(self, request: Request) -> None:
-        """The workers do not count this attempt any more."""
+        """Remove the current attempt from the load of its workers."""
         key = request.key
         prefill, decode = request.prefill, request.decode
         if prefill is not None and not request.handed:
@@ -244,13 +245,13 @@ class Lifecycle:
         request.heard = True
 
     def abort(self, request: Request, reason: str) -> None:
-        """Free the current attempt on its workers."""
+        """Abort the current attempt on its workers."""
         for worker in (request.prefill, request.decode):
             if worker is not None and worker.live:
                 self.abort_on(worker, request.key, request.attempt, request.deadline, reason)
 
     def abort_on(self, worker: Worker, key: bytes, attempt: int, until: float, reason: str) -> None:
-        """Send an Abort; the worker's timer repeats it until it is confirmed."""
+        """Send an Abort, which the timers repeat until it is confirmed or ``until`` has passed."""
         known = worker.aborts.get(key)
         if known is not None and known[0] >= attempt:
             return
@@ -258,10 +259,10 @@ class Lifecycle:
         abort = Abort(request=key, attempt=attempt, reason=reason)
         self.out.append(ToWorker(worker.identity, abort))
 
-    # ------------------------------------------------------------------ clients' shares
+    # ------------------------------------------------------------------ streams to clients
 
     def resend(self, request: Request, position: int) -> None:
-        """Give the client what is kept from ``position`` on, and the terminal if there is one."""
+        """Send the client all kept tokens from ``position`` on, and the terminal if it is known."""
         client = request.client
         if client is None:
             return
@@ -276,7 +277,7 @@ class Lifecycle:
             self.out.append(ToClient(client.identity, request.terminal))
 
     def hand_out(self, request: Request) -> None:
-        """The last chance of a client that is still behind: give it the rest all the same."""
+        """Send the rest even to a client that reads too slowly: the record is dropped next."""
         if request.client is not None and request.sent >= 0:
             behind, request.client.behind = request.client.behind, False
             self.resend(request, request.sent)
@@ -285,7 +286,7 @@ class Lifecycle:
     # ------------------------------------------------------------------ ending
 
     def fail(self, request: Request, error: BatonError, now: float) -> None:
-        """End a request with a typed error, and free it on its workers."""
+        """End a request with an error, and abort it on its workers."""
         terminal = Terminal(
             request=request.key,
             attempt=request.attempt,
@@ -298,7 +299,7 @@ class Lifecycle:
         self.end(request, terminal, now)
 
     def cancel(self, request: Request, now: float, reason: str) -> None:
-        """End a request because its client wants so, or is gone."""
+        """End a request that its client has cancelled, or whose client is disconnected."""
         terminal = Terminal(
             request=request.key, attempt=request.attempt, position=request.next, status="cancelled"
         )
@@ -307,7 +308,7 @@ class Lifecycle:
         self.end(request, terminal, now)
 
     def end(self, request: Request, terminal: Terminal, now: float) -> None:
-        """The request is over: tell its client, and keep the terminal."""
+        """End the request: send its terminal to the client and keep it until acknowledged."""
         request.step(_END)
         self.queued.pop(request.key, None)
         self.counters.count(terminal)
@@ -331,10 +332,10 @@ class Lifecycle:
         request.pending = None
         request.limit = request.deadline = max(request.deadline, now + ENDED_KEEP_S)
         request.backoff = self.config.terminal_retry_s
-        self.tell_end(request, now)
+        self.send_terminal(request, now)
 
-    def tell_end(self, request: Request, now: float) -> None:
-        """Send the terminal; again later until it is acknowledged."""
+    def send_terminal(self, request: Request, now: float) -> None:
+        """Send the terminal, and repeat it until it is acknowledged."""
         client = request.client
         if client is not None and request.terminal is not None:
             if not client.behind:
@@ -343,8 +344,8 @@ class Lifecycle:
                 request.sent = request.next
         self.repeat_later(request, now, NEVER)
 
-    def leave(self, request: Request) -> None:
-        """Another router serves it: drop the record, and let the workers go on."""
+    def drop_moved(self, request: Request) -> None:
+        """Drop the record of a request that another router serves, without aborting it."""
         request.step(Step.END)
         self.queued.pop(request.key, None)
         self.admission.end(request)
@@ -352,32 +353,32 @@ class Lifecycle:
         self.forget(request)
 
     def forget(self, request: Request) -> None:
-        """Nobody will ask again: drop the record."""
+        """Drop the record of an ended request."""
         request.step(_FORGET)
         self.wheel.cancel(request)
         if request.client is not None:
             self.clients.detach(request)
         self.admission.forget(request)
         del self.requests[request.key]
-        self._last_attempts.put(request.key, request.attempt)  # the highest there was
+        self._last_attempts.put(request.key, request.attempt)  # the highest attempt
 
     def remember_attempt(self, key: bytes, attempt: int) -> None:
-        """Up to ``attempt`` a request without a record here is over."""
+        """Note that all attempts up to ``attempt`` of a request without a record are over."""
         self._last_attempts.put(key, max(attempt, self.last_attempt(key)))
 
     def last_attempt(self, key: bytes) -> int:
-        """Highest attempt of a request forgotten lately, 0 when there was none."""
+        """Return the last attempt number of a request dropped recently, else 0."""
         return self._last_attempts.get(key, 0)
 
     # ------------------------------------------------------------------ time
 
     def wake(self, request: Request, when: float, now: float) -> None:
-        """Look at the request at ``when``, at its limit at the latest."""
+        """Wake the request at ``when``, or at its limit if that is earlier."""
         request.retry_at = when
         self.wheel.arm(request, when if when < request.limit else request.limit, now)
 
     def repeat_later(self, request: Request, now: float, ceiling: float) -> None:
-        """Look at it after its back-off, which doubles up to ``ceiling``."""
+        """Wake the request after its back-off, which doubles up to ``ceiling`` seconds."""
         delay = request.backoff
         if delay < ceiling:
             request.backoff = min(2 * delay, ceiling)
@@ -385,5 +386,5 @@ class Lifecycle:
         self.wheel.arm(request, when if when < request.limit else request.limit, now)
 
     def log(self, event: str, **fields: object) -> None:
-        """Ask for a log line."""
+        """Emit the action for a log line."""
         self.out.append(Log(event, fields))

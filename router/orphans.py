@@ -1,8 +1,8 @@
-"""Requests that workers hold for this router and that nobody here knows.
+"""Orphans: requests that workers hold for this router, but without a record here.
 
-They belong to clients of an earlier life of the router. For a while their clients may come
-back; after that whatever a worker reports or says of an unknown request is aborted there, so
-no blocks are held for nobody. A client that comes still later is served by replay.
+They began before a restart of the router. For ``orphan_grace_s`` their clients may resume them.
+After that the router aborts every unknown request that a worker reports, so that no blocks stay
+allocated without a client. A client that resumes later gets a replay.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .request import NEVER
 
 
 class Orphans:
-    """Decides which unknown requests may run on."""
+    """Decides which unknown requests may continue."""
 
     def __init__(self, life: Lifecycle, now: float) -> None:
         self._life = life
@@ -22,17 +22,17 @@ class Orphans:
         self._swept = False
 
     def expected(self, worker: Worker, key: bytes, attempt: int, now: float) -> bool:
-        """Whether a client may still come back for what ``worker`` holds of ``key``."""
+        """True if a client may still resume the attempt that ``worker`` holds."""
         held = worker.reported.get(key)
         return held is not None and self._is_ours(held) and not self._is_over(key, attempt, now)
 
     def unknown(self, worker: Worker, key: bytes, attempt: int, now: float) -> None:
-        """A worker speaks of a request that has no record here: free it unless it may run on."""
+        """Abort a request without a record that a worker reports, unless it may continue."""
         if self._is_over(key, attempt, now):
             self._life.abort_on(worker, key, attempt, NEVER, "unknown")
 
     def reported(self, worker: Worker, now: float) -> None:
-        """A worker has listed what it holds."""
+        """Abort the listed orphans of a worker that may not continue."""
         for held in list(worker.reported.values()):
             key = held.request
             known = key in self._life.requests
@@ -40,14 +40,14 @@ class Orphans:
                 self._drop(worker, held)
 
     def cancelled(self, key: bytes) -> None:
-        """The client of an unknown request wants its end."""
+        """Abort an unknown request on every worker that holds it; its client cancelled it."""
         for worker in self._life.registry.reporting:
             held = worker.reported.get(key)
             if held is not None and self._is_ours(held):
                 self._drop(worker, held)
 
     def highest(self, key: bytes) -> int:
-        """Highest attempt any worker reports of an unknown request, 0 for none."""
+        """Return the highest attempt of an unknown request that a worker reports, else 0."""
         highest = 0
         for worker in self._life.registry.reporting:
             held = worker.reported.get(key)
@@ -56,7 +56,7 @@ class Orphans:
         return highest
 
     def tick(self, now: float) -> None:
-        """End the time of grace, once."""
+        """Abort the remaining orphans once the grace period has passed."""
         if not self._swept and now >= self._until:
             self._swept = True
             for worker in self._life.registry.live():
@@ -65,7 +65,7 @@ class Orphans:
     def _drop(self, worker: Worker, held: RequestState) -> None:
         del worker.reported[held.request]
         self._life.remember_attempt(held.request, held.attempt)
-        self._life.abort_on(worker, held.request, held.attempt, NEVER, "nobody resumed it")
+        self._life.abort_on(worker, held.request, held.attempt, NEVER, "not resumed")
 
     def _is_ours(self, held: RequestState) -> bool:
         return held.router == self._life.config.name

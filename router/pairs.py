@@ -1,10 +1,10 @@
-"""Pairs of workers that live and cannot reach each other, as far as this router was told.
+"""Failed pairs: a prefill and a decode worker that both live and cannot reach each other.
 
-Invariant: a pair that failed is not chosen for a while where another pair can serve the request;
-each failed trial doubles that time, up to :data:`LONGEST_S`. When it is over one request tries the
-pair, and the others wait for how that ends. A finished handoff clears a pair at once.
+Invariant: the router avoids a failed pair for a pause while another pair can serve the request.
+Each failed trial doubles the pause, up to :data:`LONGEST_S`. After the pause one request tries the
+pair, and other requests avoid it until that trial ends. A finished handoff clears the pair.
 
-Pure; the table has a bound.
+Pure; the table is bounded.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ if TYPE_CHECKING:
     from .registry import Worker
 
 FIRST_S = 2.0
-"""How long a pair is avoided after its first failure."""
+"""Pause in seconds after the first failure."""
 LONGEST_S = 16.0
+"""Longest pause in seconds."""
 TRIAL_S = 8.0
-"""How long a request may take to show whether a pair works again, before another one tries it."""
+"""Longest trial in seconds; after that another request may try the pair."""
 FORGET_S = 60.0
-"""A pair that has not failed for so long is forgotten, whether or not a request has used it."""
+"""Seconds after the last failure until a pair is forgotten, used or not."""
 MAX_PAIRS = 1024
-"""Failed pairs remembered; of more the one whose last failure is oldest is forgotten."""
+"""Maximum number of failed pairs; the pair with the oldest last failure is dropped."""
 
 Key = tuple[int, int]
-"""Incarnations of the prefill and of the decode worker."""
+"""Incarnations of the prefill and the decode worker."""
 
 
 @dataclass(slots=True)
 class FailedPair:
-    """What is known of a pair that failed; ``prefill`` and ``decode`` are worker ids.
+    """A failed pair; ``prefill`` and ``decode`` are worker ids.
 
-    Moments in monotonic seconds: ``since`` of its first failure, ``failed_at`` of its last one,
-    ``next_try`` until which it is avoided. ``trial_until``: until when a request tries it, if one
-    does. ``pause``: seconds it is avoided after a failure.
+    Times in monotonic seconds: ``since``: first failure; ``failed_at``: last failure;
+    ``next_try``: end of the pause; ``trial_until``: end of the running trial, if any.
+    ``pause``: seconds to avoid the pair after a failure.
     """
 
     prefill: str
@@ -52,16 +53,16 @@ class FailedPair:
 
 
 class FailedPairs:
-    """The failed pairs of this router."""
+    """The failed pairs that this router has observed."""
 
     def __init__(self) -> None:
-        self.known: OrderedDict[Key, FailedPair] = OrderedDict()  # by their last failure
+        self.known: OrderedDict[Key, FailedPair] = OrderedDict()  # ordered by last failure
 
     def failed(self, prefill: Worker, decode: Worker, reason: str, now: float) -> None:
-        """A handoff found the other side unreachable.
+        """Note that a handoff of this pair failed because the decode worker was unreachable.
 
-        Requests that were on their way when the pair failed first fail one after the other; only
-        one that was placed since then tells that the pair still does not work.
+        Requests placed before the first failure all fail too. They do not double the pause: only
+        the failure of a request placed after the pause shows that the pair still does not work.
         """
         key = (prefill.incarnation, decode.incarnation)
         pair = self.known.pop(key, None)
@@ -79,28 +80,28 @@ class FailedPairs:
             self.known.popitem(last=False)
 
     def works(self, prefill: Worker, decode: Worker, now: float, *, trial: bool) -> bool:
-        """Whether a request may use the pair; ``trial``: also one that has to be tried again."""
+        """True if a request may use the pair. ``trial``: allow a failed pair after its pause."""
         pair = self.known.get((prefill.incarnation, decode.incarnation))
         if pair is None or now >= pair.failed_at + FORGET_S:
             return True
         return trial and now >= pair.next_try and now >= pair.trial_until
 
     def placed(self, prefill: Worker, decode: Worker, now: float) -> None:
-        """A request was given to the pair; if that failed before, others wait for the result."""
+        """Begin a trial if the pair has failed before: other requests avoid it until the result."""
         pair = self.known.get((prefill.incarnation, decode.incarnation))
         if pair is not None and now >= pair.next_try:
             pair.trial_until = now + TRIAL_S
 
     def handed_over(self, prefill: Worker, decode: Worker) -> None:
-        """The pair passed a request on, so it works."""
+        """Clear the pair after a finished handoff."""
         self.known.pop((prefill.incarnation, decode.incarnation), None)
 
     def forget(self, worker: Worker) -> None:
-        """The worker is gone."""
+        """Drop all pairs of a dead worker."""
         gone = worker.incarnation
         for key in [key for key in self.known if gone in key]:
             del self.known[key]
 
     def listed(self, now: float) -> Iterator[FailedPair]:
-        """Failed pairs, that of the oldest failure first."""
+        """Return the failed pairs, oldest last failure first."""
         return (pair for pair in self.known.values() if now < pair.failed_at + FORGET_S)

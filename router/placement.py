@@ -1,8 +1,8 @@
-"""Choosing the pair of workers for a request, or saying why there is none.
+"""Choose the pair of workers for a request.
 
-Invariant: a pin is honoured while its worker lives; afterwards only a request without
-``pin="strict"`` may move. Pairs of workers that cannot reach each other are avoided while another
-pair can serve the request. Nothing here changes a request's state.
+Invariant: a pinned request stays with its worker while the worker lives; after that it moves unless
+its pin is strict. Failed pairs are avoided while another pair can serve the request. This module
+never changes a request's state.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .registry import Registry, Worker
 from .request import Request
 
 Pair = tuple[Worker, Worker | None]
-"""Prefill worker, decode worker; none is needed to embed."""
+"""Prefill worker and decode worker; a request for embeddings has no decode worker."""
 
 
 class Placement:
-    """The policy applied to the registered workers."""
+    """Applies the policy to the registered workers."""
 
     def __init__(self, registry: Registry, policy: Policy, config: PolicyConfig) -> None:
         self._registry = registry
@@ -46,19 +46,19 @@ class Placement:
         request.pin = (worker.role, endpoint)
 
     def repin(self, request: Request, endpoint: str | None) -> None:
-        """Restore the pin of a resumed request; a worker that is gone binds only a strict one."""
+        """Restore the pin of a resumed request; raises WorkerLost if a strict pin cannot hold."""
         if endpoint is None:
             return
         worker = self._registry.find(endpoint)
         if worker is not None:
             request.pin = (worker.role, endpoint)
         elif request.strict:
-            raise WorkerLost(f"the request may not leave {endpoint}, which is not there")
+            raise WorkerLost(f"strict pin to {endpoint}: no such worker is registered")
 
     def choose(self, request: Request, now: float) -> Pair | None:
-        """A pair of ready workers, or None when a side has none to offer now.
+        """Return a pair of ready workers, or None while a role has no candidate.
 
-        Raises WorkerLost when the request may not leave a worker that is gone.
+        Raises WorkerLost if the request has a strict pin to a lost worker.
         """
         decodes = None if request.embeds else self._candidates(request, "decode")
         prefills = self._candidates(request, "prefill")
@@ -78,9 +78,9 @@ class Placement:
         return prefill, decode
 
     def _reaching(self, request: Request, decode: Worker, now: float) -> Callable[[Worker], bool]:
-        """Which prefill workers can reach a decode worker, as far as is known.
+        """Return a predicate: True for a prefill worker that can reach ``decode``.
 
-        A request that has lost time to a failed pair does not try out another one.
+        A request that a failed pair has delayed is not used for a trial of another failed pair.
         """
         works, trial = self.failed_pairs.works, not request.unreachable
         return lambda prefill: works(prefill, decode, now, trial=trial)
@@ -88,11 +88,11 @@ class Placement:
     def _reached(
         self, request: Request, prefills: Sequence[Worker], now: float
     ) -> Callable[[Worker], bool]:
-        """Which decode workers one of the prefill workers can reach."""
+        """Return a predicate: True for a decode worker that one of ``prefills`` can reach."""
         return lambda decode: any(map(self._reaching(request, decode, now), prefills))
 
     def all_failed(self, request: Request, now: float) -> bool:
-        """Whether every pair that may serve the request is known to fail.
+        """True if every pair that may serve the request is a failed pair.
 
         Raises WorkerLost as :meth:`choose`.
         """
@@ -104,7 +104,7 @@ class Placement:
         return bool(prefills and decodes) and not any(map(reached, decodes))
 
     def placed(self, request: Request) -> None:
-        """Count the request's work on its workers."""
+        """Add the request's tokens to the load of its workers."""
         prefill, decode = request.prefill, request.decode
         hashes = request.hashes or NO_HASHES
         tokens = request.next
@@ -116,10 +116,10 @@ class Placement:
             request.decode_cost = tokens + request.remaining
             decode.outstanding += request.decode_cost
             self._policy.placed(decode, hashes, tokens)
-        request.hashes = None  # kilobytes, and cheap to make again
+        request.hashes = None  # kilobytes of memory, cheap to compute again
 
     def forget(self, worker: Worker) -> None:
-        """The worker is gone."""
+        """Drop the state of a dead worker."""
         self._policy.forget(worker)
         self.failed_pairs.forget(worker)
 
@@ -137,27 +137,27 @@ class Placement:
         return workers
 
     def kept_apart(self, request: Request) -> bool:
-        """Whether it waits only because other suspects run on the workers."""
+        """True if a poison suspect waits only because other suspects run on the workers."""
         ready = all(self._registry.ready(role, request.pool) for role in request.roles)
         return request.suspect and ready
 
     def _pinned(self, request: Request, endpoint: str) -> list[Worker] | None:
-        """The pinned worker, none while it is only busy, or None when the pin is void."""
+        """Return the pinned worker, no worker while it is busy or suspect, None for a void pin."""
         worker = self._registry.find(endpoint)
         if worker is not None and worker in self._registry.ready(worker.role):
             avoided = request.avoid and worker.incarnation in request.avoid
             return [] if avoided else [worker]
         if worker is not None and not worker.draining and (request.strict or not worker.hung_up):
-            return []  # suspect: it returns, or is declared dead
+            return []  # suspect: wait until the worker returns or is declared dead
         if request.strict:
-            raise WorkerLost(f"the request may not leave {endpoint}, which takes no work any more")
+            raise WorkerLost(f"strict pin to {endpoint}: the worker takes no new requests")
         request.pin = None
         return None
 
     def _hashes(self, request: Request) -> Sequence[bytes]:
         size = self._config.block_tokens
         if not self._policy.wants_hashes or request.base < size or request.embeds:
-            return NO_HASHES  # vectors leave no cache behind
+            return NO_HASHES  # embeddings leave no prefix cache
         if request.hashes is None:
             tokens = request.context.tokens.array[: size * self._config.match_blocks]
             request.hashes = block_hashes(tokens, size, request.context.cache_salt.encode())
@@ -167,10 +167,10 @@ class Placement:
 def _narrowed(
     request: Request, workers: Sequence[Worker], works: Callable[[Worker], bool]
 ) -> Sequence[Worker]:
-    """The workers to choose from while pairs fail; all where nothing better is known.
+    """Return the workers in a working pair, or all workers if there is none.
 
-    Of those that work, others than the request has failed with: which of the two was cut off,
-    perhaps from everyone, nobody knows.
+    Prefer workers with which the request has not failed: either worker of a failed pair may be
+    the one that is cut off, perhaps from every worker.
     """
     found = [worker for worker in workers if works(worker)] or workers
     return [worker for worker in found if worker.incarnation not in request.shunned] or found

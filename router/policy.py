@@ -1,11 +1,11 @@
-"""Which of the ready workers takes a request; chosen by name.
+"""The policies that choose a worker for a request.
 
-Each policy chooses the decode and the prefill worker separately, from the lists it is given.
-The load term of ``prefix_aware`` is not optional: where all prompts share a first block, a
-policy that only counts cached blocks sends everything to one worker, whose cache then turns
-over faster than it is used.
+A policy chooses the decode and the prefill worker separately, from lists of candidates. The load
+term of ``prefix_aware`` is not optional: if all prompts share a first block, a policy that only
+counts cached blocks sends every request to one worker, whose cache then evicts blocks before they
+are used again.
 
-Pure and without randomness: equal calls in equal order give equal choices.
+Pure and without randomness: the same calls in the same order give the same choices.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ NO_HASHES: Sequence[bytes] = ()
 
 
 class Policy(Protocol):
-    """How workers are chosen."""
+    """Interface of a policy."""
 
     wants_hashes: bool
-    """Whether the router should hash the prompt for it."""
+    """True if the policy needs block hashes of the prompt."""
 
     def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes]) -> Worker:
-        """One of ``workers`` (at least one, all of one role) for a prompt of these blocks."""
+        """Return one of ``workers`` (not empty, all of one role) for a prompt with these blocks."""
         ...
 
     def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> None:
-        """``worker`` was given a request of these blocks and ``tokens`` of work."""
+        """Note that ``worker`` got a request with these blocks and ``tokens`` of work."""
 
     def forget(self, worker: Worker) -> None:
-        """``worker`` is gone."""
+        """Drop the state of a dead worker."""
 
 
 class RoundRobin:
-    """Every worker in turn."""
+    """Chooses the workers of a role in turn."""
 
     wants_hashes = False
 
@@ -49,21 +49,21 @@ class RoundRobin:
         self._turns: dict[str, int] = {}
 
     def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes]) -> Worker:
-        """The next in turn of this role."""
+        """Return the next worker of this role."""
         role = workers[0].role
         turn = self._turns.get(role, self._first)
         self._turns[role] = turn + 1
         return workers[turn % len(workers)]
 
     def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> None:
-        """Nothing to remember."""
+        """Keep no state."""
 
     def forget(self, worker: Worker) -> None:
-        """Nothing to forget."""
+        """Keep no state."""
 
 
 class LeastLoaded:
-    """The worker with the fewest outstanding tokens of all routers; equals take turns."""
+    """Chooses the worker with the fewest outstanding tokens of all routers; ties take turns."""
 
     wants_hashes = False
 
@@ -71,7 +71,7 @@ class LeastLoaded:
         self._turn = first
 
     def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes]) -> Worker:
-        """The least loaded."""
+        """Return the least loaded worker."""
         count = len(workers)
         if count == 1:
             return workers[0]
@@ -84,21 +84,21 @@ class LeastLoaded:
         return best
 
     def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> None:
-        """Nothing to remember: the lifecycle counts outstanding tokens."""
+        """Keep no state: the placement counts outstanding tokens."""
 
     def forget(self, worker: Worker) -> None:
-        """Nothing to forget."""
+        """Keep no state."""
 
 
 class PrefixIndex:
-    """What one worker probably has cached: its latest block hashes, oldest evicted first."""
+    """Estimate of one worker's prefix cache: an LRU set of block hashes."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
 
     def match(self, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks are present."""
+        """Return the number of leading blocks in the set."""
         blocks = self._blocks
         for count, block in enumerate(hashes):
             if block not in blocks:
@@ -106,7 +106,7 @@ class PrefixIndex:
         return len(hashes)
 
     def add(self, hashes: Sequence[bytes]) -> None:
-        """Note these blocks as used last; a chain's tail is evicted before its head."""
+        """Add these blocks as most recently used; a chain's tail is evicted before its head."""
         blocks = self._blocks
         for block in reversed(hashes):
             blocks[block] = None
@@ -119,12 +119,13 @@ class PrefixIndex:
 
 
 class PrefixAware:
-    """The least cost: tokens not cached there, plus load; prompts under a block go by load alone.
+    """Chooses the worker with the least cost: uncached tokens plus weighted load.
 
-    Load is what the worker has outstanding plus what it was given lately, weighted per role:
-    a cached prefix saves prefill its whole work, but decode only a transfer. What was given
-    fades with the number of placements, not with time: it balances what the caches must hold,
-    which matters at every rate.
+    Prompts shorter than a block go to the least loaded worker. Load is a worker's outstanding
+    tokens plus the tokens recently assigned to it. Its weight depends on the role: a cached prefix
+    saves a prefill worker all of the prefix's work, but a decode worker only a transfer. Recently
+    assigned tokens decay with the number of placements, not with time, since they balance the
+    contents of the caches, which matter at every request rate.
     """
 
     wants_hashes = True
@@ -138,7 +139,7 @@ class PrefixAware:
         self._placements = {"prefill": 0, "decode": 0}
 
     def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes]) -> Worker:
-        """The cheapest; equals take turns."""
+        """Return the worker with the least cost; ties take turns."""
         count = len(workers)
         if count == 1:
             return workers[0]
@@ -156,7 +157,7 @@ class PrefixAware:
         return best
 
     def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> None:
-        """Count the work and remember the blocks."""
+        """Add the uncached tokens to the worker's load, and the blocks to its index."""
         if not hashes:
             return
         new = tokens - self.cached(worker, hashes) * self._config.block_tokens
@@ -169,30 +170,33 @@ class PrefixAware:
         index.add(hashes)
 
     def forget(self, worker: Worker) -> None:
-        """Its cache is lost."""
+        """Drop the index of a dead worker."""
         self._indexes.pop(worker.incarnation, None)
 
     def cached(self, worker: Worker, hashes: Sequence[bytes]) -> int:
-        """Leading blocks the worker probably has."""
+        """Return the number of leading blocks that the worker probably has cached."""
         index = self._indexes.get(worker.incarnation)
         return index.match(hashes) if index else 0
 
     def _recent(self, worker: Worker) -> float:
-        """Tokens it was given to compute, faded by the placements since."""
+        """Return the recently assigned tokens, decayed by the placements since."""
         if not worker.recent:
             return 0.0
         age = self._placements[worker.role] - worker.recent_at
         return worker.recent * math.exp2(-age / self._config.half_life)
 
     def _capacity(self, worker: Worker) -> int:
-        """Router blocks that fit into the worker's pool, at most what is configured."""
+        """Return the index size: the worker's KV memory in blocks, at most ``index_blocks``."""
         tokens = worker.load.kv_blocks_total * worker.card.layout.block_size
         fits = tokens // self._config.block_tokens if tokens else self._config.index_blocks
         return max(1, min(fits, self._config.index_blocks))
 
 
 def make_policy(config: PolicyConfig, router: str = "") -> Policy:
-    """The policy of this name; routers with different numbers in their names begin apart."""
+    """Return the policy with this name; raises ConfigError for an unknown name.
+
+    Routers with different numbers in their names begin with different workers.
+    """
     number = router.rpartition("-")[2]
     first = int(number) if number.isdecimal() and number.isascii() else 0
     if config.name == "round_robin":

@@ -1,8 +1,8 @@
-"""Which workers may speak about a request: those it was assigned to, and those that prove it.
+"""Proofs of assignment, which decide whether a worker may report about a request.
 
-Invariant: what a worker says of a request that is here has an effect only if this router assigned
-the request's attempt to the worker, or if the worker shows the proof that a router of this cluster
-did. So a worker harms nothing but what was given to it.
+Invariant: a worker's message about a known request has an effect only if this router assigned the
+attempt to the worker, or if the worker proves that a router of this cluster assigned it. So a
+malicious worker can harm only the requests assigned to it.
 
 Pure.
 """
@@ -22,7 +22,7 @@ REMEMBER_ASKED = 4096
 
 
 class Proofs:
-    """Checks what workers show."""
+    """Checks proofs of assignment."""
 
     def __init__(self, life: Lifecycle) -> None:
         self._life = life
@@ -30,11 +30,11 @@ class Proofs:
         self._asked: Recent[tuple[int, bytes], float] = Recent(REMEMBER_ASKED)  # when to ask again
 
     def shown(self, worker: Worker, request: Request, attempt: int, proof: bytes) -> bool:
-        """Whether ``proof`` shows that the request's ``attempt`` was given to the worker."""
+        """True if ``proof`` proves that ``attempt`` of the request was assigned to the worker."""
         return self._is_right(proof, request.key, attempt, worker.incarnation)
 
     def proven(self, hello: Hello) -> Hello:
-        """The same Hello, with those requests only that were given to its worker."""
+        """Return the Hello without the requests whose proofs are missing or wrong."""
         held = [
             one
             for one in hello.requests
@@ -47,7 +47,7 @@ class Proofs:
         return msgspec.structs.replace(hello, requests=held)
 
     def may_ask(self, worker: Worker, request: Request, now: float) -> bool:
-        """Whether to ask a worker for its proof: not again before it can have answered."""
+        """True if a worker may be asked for its proof: at most once per ``adopt_retry_s``."""
         key = (worker.incarnation, request.key)
         if now < self._asked.get(key, 0.0):
             return False

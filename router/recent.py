@@ -1,4 +1,4 @@
-"""A bounded memory of what happened lately, with constant cost per entry."""
+"""A bounded map of recent entries, with constant cost per operation."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """At least the last ``size`` entries, at most twice as many.
+    """Keeps at least the last ``size`` entries, and fewer than twice as many.
 
-    Two generations instead of an order: a full one becomes the older, and what was the older
-    is dropped whole.
+    Two generations replace an exact order: a full generation becomes the old one, and the
+    previous old generation is dropped.
     """
 
     __slots__ = ("_new", "_old", "_size")
@@ -23,13 +23,13 @@ class Recent(Generic[K, V]):
         self._old: dict[K, V] = {}
 
     def put(self, key: K, value: V) -> None:
-        """Remember ``value`` under ``key``."""
+        """Store ``value`` under ``key``."""
         self._new[key] = value
         if len(self._new) >= self._size:
             self._old, self._new = self._new, {}
 
     def get(self, key: K, default: V) -> V:
-        """What is remembered, else ``default``."""
+        """Return the value of ``key``, else ``default``."""
         found = self._new.get(key)
         return self._old.get(key, default) if found is None else found
 

@@ -149,7 +149,7 @@ class Recovery:
         if request.client is not None:
             moved = Moved(request=request.key, router=router)
             self._life.out.append(ToClient(request.client.identity, moved))
-        self._life.leave(request)
+        self._life.drop_moved(request)
 
     def reintroduced(self, worker: Worker, now: float) -> None:
         """The same incarnation said Hello again: what it does not list it has lost.

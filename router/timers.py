@@ -58,7 +58,7 @@ class Timers:
         elif request.state is State.RECOVERING:
             self._recovery.look_on(request, now)
         elif request.state is State.ENDED:
-            life.tell_end(request, now)
+            life.send_terminal(request, now)
         elif not request.heard or request.pending is not None or request.followed:
             self._recovery.ask(request, now)
         else:

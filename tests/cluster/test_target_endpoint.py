@@ -130,7 +130,7 @@ def test_a_stream_leaves_its_dead_worker_unless_the_pin_is_strict(running, clien
     answer = Answer(list(next(stream).tokens))
     victim = kill(running, "decode-1")
     if pin == "strict":
-        with pytest.raises(WorkerLost, match="may not leave"):
+        with pytest.raises(WorkerLost, match="strict pin to"):
             collect(stream, answer)
         assert answer.tokens == whole[: len(answer.tokens)]
     else:
