@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
+from msgspec.structs import astuple
 
 from .errors import DecodeFailed, LimitExceeded
 from .limits import INLINE_ARRAY_BYTES, MAX_ARRAY_BYTES, MAX_ARRAY_FRAMES, MAX_ARRAY_NDIM
@@ -125,8 +126,7 @@ class ArrayReader:
         number = value.frame
         if number:
             self._seen |= 1 << number
-        array = read_array(value, self._frames, self._base, aligned=self._aligned)
-        return array.copy() if self._copy else array
+        return read_array(value, self._frames, self._base, self._copy, aligned=self._aligned)
 
     def _open(self, value: ArrayMap) -> Array:
         dtype, shape = DTYPES.get(value.dtype), value.shape
@@ -150,32 +150,39 @@ class ArrayReader:
 
 
 def read_array(
-    value: ArrayMap, frames: Sequence[Frame], base: int, *, aligned: bool = True
+    value: ArrayMap,
+    frames: Sequence[Frame],
+    base: int,
+    copy: bool = False,
+    *,
+    aligned: bool = True,
 ) -> Array:
-    """The array of a map that names no shared memory, read-only; see :class:`ArrayReader`.
+    """The array of a map that names no shared memory; see :class:`ArrayReader`.
 
-    It is a view of the message or the frame. Where those are not aligned it is a copy, unless
-    ``aligned`` is False.
+    Without ``copy`` it is read-only, and a view of the message or the frame. Where those are not
+    aligned it is a copy, unless ``aligned`` is False.
     """
-    dtype, shape, number = DTYPES.get(value.dtype), value.shape, value.frame
-    if dtype is None or not value.np or value.shm:
+    inside, shm, _, data, number, shape, name = astuple(value)
+    dtype = DTYPES.get(name)
+    if dtype is None or not inside or shm:
         raise _malformed(value)
     nbytes = dtype.itemsize * (shape[0] if len(shape) == 1 else _items(shape))
     if nbytes > MAX_ARRAY_BYTES:
         raise _too_large(nbytes)
-    data: Frame | None = value.data
     if number:
         if base + number >= len(frames):
             raise DecodeFailed(f"array frame {number} is missing")
         data = frames[base + number]
     if data is None or (data.nbytes if type(data) is memoryview else len(data)) != nbytes:
         raise DecodeFailed(f"an array of shape {shape} has other bytes than {nbytes}")
-    if nbytes < INLINE_ARRAY_BYTES:
+    if not copy and nbytes < INLINE_ARRAY_BYTES:
         data = bytes(data)  # aligned, so that the array need not be copied
     if nbytes and len(shape) == 1:
         array: Array = np.frombuffer(data, dtype)  # takes less time
     else:
         array = np.ndarray(shape, dtype, data)
+    if copy:
+        return array.copy()
     if type(data) is not bytes:  # whose array is aligned and cannot be changed
         flags = array.flags
         if aligned and not flags.aligned:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import UNSET
+from msgspec.structs import astuple
 
 from .arrays import Array, ArrayReader, Frame, array_map, read_array
 from .contexts import TextContext
@@ -267,7 +268,8 @@ def from_map(wire: WireContext, kind: type[TextContext] = TextContext) -> Contex
     else:
         context = object.__new__(kind)
     _take_text(context, wire)
-    context.__post_init__()
+    if type(context) is not TextContext:
+        context.__post_init__()
     check_progress(context)
     return context
 
@@ -328,34 +330,60 @@ def check_progress(context: TextContext) -> None:
 
 
 def _take_text(context: TextContext, wire: WireContext) -> None:
-    request_id = wire.request_id
-    queued = wire._log_probabilities_data
+    """Set every field of a text request.
+
+    The fields of the map are taken all at once, and what a constructor would look at is looked
+    at only where it can be wrong: this is most of what decoding a context takes.
+    """
+    (
+        tokens,
+        context.max_length,
+        request_id,
+        sampling,
+        context.model_name,
+        eos_token_ids,
+        eos_sequences,
+        context.log_probabilities,
+        context.log_probabilities_echo,
+        context.ignore_eos,
+        context.json_schema,
+        target_endpoint,
+        context.cache_salt,
+        context.lora_name,
+        context.task,
+        context.status,
+        queued,
+        context._is_initial_prompt,
+        context._draft_offset,
+        prompt,
+        context._carried_start,
+        context._carried_end,
+        context._committed_idx,
+        context._cache_seq_id,
+        *_,
+    ) = astuple(wire)
     context.type = type(context).__name__
-    context.max_length = wire.max_length
-    context.tokens = token_buffer(wire.tokens)
-    context.request_id = RequestID() if request_id is None else RequestID(request_id.value)
-    context.sampling_params = SamplingParams.from_wire(wire.sampling)
-    context.eos_token_ids = wire.eos_token_ids  # type: ignore[assignment]  # until __post_init__
-    context.eos_sequences = [*map(list, wire.eos_sequences)]
-    context.log_probabilities = wire.log_probabilities
-    context.log_probabilities_echo = wire.log_probabilities_echo
-    context.ignore_eos = wire.ignore_eos
-    context.json_schema = wire.json_schema
-    context.model_name = wire.model_name
-    context.target_endpoint = wire.target_endpoint
-    context.lora_name = wire.lora_name
-    context.cache_salt = wire.cache_salt
-    context.task = wire.task
-    context.status = wire.status
+    context.tokens = buffer = token_buffer(tokens)
+    context.request_id = RequestID() if request_id is None else _request_id(request_id.value)
+    context.sampling_params = params = SamplingParams.from_wire(sampling)
+    context.eos_token_ids = set(eos_token_ids)
+    context.eos_sequences = [*map(list, eos_sequences)] if eos_sequences else []
+    context.target_endpoint = target_endpoint
     context._matcher = None
     context._log_probabilities_data = {} if queued is None else dict(queued)
-    context._is_initial_prompt = wire._is_initial_prompt
-    context._draft_offset = wire._draft_offset
-    context._prompt_length = wire._prompt_length
-    context._carried_start = wire._carried_start
-    context._carried_end = wire._carried_end
-    context._committed_idx = wire._committed_idx
-    context._cache_seq_id = wire._cache_seq_id
+    context._prompt_length = buffer._prompt if prompt < 0 else prompt
+    if eos_sequences or target_endpoint is not None or params.min_new_tokens:
+        TextContext.__post_init__(context)
+
+
+def _request_id(value: str) -> RequestID:
+    """As ``RequestID(value)``, whose constructor takes twice the time."""
+    request_id = object.__new__(RequestID)
+    _set_request_id(request_id, value)
+    return request_id
+
+
+_set_request_id: Callable[[RequestID, str], None] = RequestID.__dict__["value"].__set__
 
 
 def _take_vision(context: TextAndVisionContext, wire: WireVisionContext) -> None:
@@ -480,12 +508,7 @@ def attach_context(message: Any, frames: Sequence[Frame], base: int) -> int:
         tokens = wire.tokens
         sent: Any = tokens.array
         used: int = sent.frame
-        if (
-            used <= 1
-            and type(wire) is WireContext
-            and wire._log_probabilities_data is None
-            and tokens._current_length is UNSET
-        ):  # the usual kind: its tokens are its only array
+        if used <= 1 and has_one_array(wire):
             _set(tokens, "array", read_array(sent, frames, base))
             taken: Sequence[Frame] = (frames[base + 1],) if used else ()
         else:
@@ -498,6 +521,15 @@ def attach_context(message: Any, frames: Sequence[Frame], base: int) -> int:
     _set(wire, "packed", (body, taken))
     put_attached(message, "context", wire, used)
     return used
+
+
+def has_one_array(wire: WireContext) -> bool:
+    """Whether a decoded map is of the usual kind: its tokens, sent without room, and no more."""
+    return (
+        type(wire) is WireContext
+        and wire._log_probabilities_data is None
+        and wire.tokens._current_length is UNSET
+    )
 
 
 def within(error: msgspec.ValidationError, name: str) -> msgspec.ValidationError:

@@ -16,13 +16,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from operator import is_not
-from typing import Any, Generic, TypeVar, Union, cast
+from typing import Any, Generic, TypeVar, Union
 
 import msgspec
 import numpy as np
 
-from .arrays import Array, ArrayReader, Frame, OpenShared, array_map
-from .context_maps import Write, from_map, put_arrays, put_tokens, to_map, token_buffer
+from .arrays import Array, ArrayReader, Frame, OpenShared, array_map, read_array
+from .context_maps import (
+    Write,
+    from_map,
+    has_one_array,
+    put_arrays,
+    put_tokens,
+    to_map,
+    token_buffer,
+)
 from .contexts import TextContext
 from .earlier_maps import EARLIER_MAPS
 from .errors import DecodeFailed, LimitExceeded
@@ -56,10 +64,12 @@ _MAPS: dict[type, type[WireContext]] = {
 }
 """The registry: only these are ever built for a ``type`` that a message names."""
 
+_set = msgspec.structs.force_setattr
+
 _FACTOR, _MARGIN = 24, 1 << 19
 """A message may take so many times its bytes, and so many more, in objects that are counted."""
 _LEAVES = {int, float, bool, str, bytes, type(None), np.ndarray}
-_SETTERS = (object.__setattr__, msgspec.structs.force_setattr)
+_SETTERS = (object.__setattr__, _set)
 """Set a field, also a frozen one, of a dataclass and of a struct."""
 
 # --------------------------------------------------------------------------- encoding
@@ -220,7 +230,8 @@ _EARLIER: dict[type, tuple[Any, Build]] = {
     for kind in EARLIER_MAPS
 }
 
-Decode = Callable[[Frame, ArrayReader], Any]
+Form = tuple[Callable[[Frame], Any], Build | None]
+"""Decodes a message, and builds the value from what was decoded (None: it is the value)."""
 
 
 class NumpyDecoder(Generic[T]):
@@ -232,19 +243,20 @@ class NumpyDecoder(Generic[T]):
         self._use_shared_memory = use_shared_memory
         self._shared = SharedArrays(allowed=use_shared_memory)
         self._open: OpenShared = partial(self._shared.open, copy=copy)
-        self._decode = self._decoder_of(_TAGGED)
-        self._others: dict[str, Decode] = {}  # made when first needed
+        self._form = self._decoder_of(_TAGGED)
+        self._others: dict[str, Form] = {}  # made when first needed
 
     def __call__(self, message: Frame | Sequence[Frame]) -> T:
         """Decode one buffer, or a message and the frames behind it.
 
         DecodeFailed or LimitExceeded for anything but a valid message.
         """
-        one = isinstance(message, (bytes, bytearray, memoryview))
-        frames = cast("Sequence[Frame]", (message,) if one else message)
+        frames: Any = message
+        if type(message) is bytes or isinstance(message, (bytes, bytearray, memoryview)):
+            frames = (message,)
         try:
             if len(frames) == 1:
-                if memoryview(frames[0]).nbytes > MAX_ARRAY_BYTES:
+                if _size(frames[0]) > MAX_ARRAY_BYTES:
                     raise LimitExceeded(f"a message of more than {MAX_ARRAY_BYTES} bytes")
             else:
                 _check_frames(frames)
@@ -260,7 +272,7 @@ class NumpyDecoder(Generic[T]):
     def _decode_either(self, frames: Sequence[Frame]) -> Any:
         """Contexts by ``type``, as declared where others write none, or in the earlier form."""
         try:
-            return self._read(self._decode, frames)
+            return self._read(self._form, frames)
         except msgspec.ValidationError as error:
             reason = str(error)
             if "missing required field `type`" in reason:
@@ -272,44 +284,63 @@ class NumpyDecoder(Generic[T]):
             except msgspec.ValidationError:
                 raise error from None
 
-    def _read(self, decode: Decode, frames: Sequence[Frame]) -> Any:
+    def _read(self, form: Form, frames: Sequence[Frame]) -> Any:
+        decode, build = form
+        message = frames[0]
+        _room.left = _FACTOR * _size(message) + _MARGIN
+        value = decode(message)
+        if build is None:
+            if len(frames) > 1:
+                raise _unused(frames, 0)
+            return value
+        if type(value) is WireContext and has_one_array(value):
+            # The usual kind, without what only several arrays, or shared memory, need.
+            tokens: Any = value.tokens
+            sent = tokens.array
+            if sent.frame == len(frames) - 1 and not sent.shm:
+                _set(tokens, "array", read_array(sent, frames, 0, self._copy, aligned=False))
+                return from_map(value)
         self._shared.begin()
-        _room.left = _FACTOR * memoryview(frames[0]).nbytes + _MARGIN
         reader = ArrayReader(frames, copy=self._copy, shared=self._open, aligned=False)
-        result = decode(frames[0], reader)
+        result = build(value, reader)
         if reader.used() != len(frames) - 1:
-            raise DecodeFailed(f"{len(frames) - 1} array frames, {reader.used()} are referred to")
+            raise _unused(frames, reader.used())
         return result
 
-    def _other(self, form: str, known: Mapping[type, tuple[Any, Build]]) -> Decode:
+    def _other(self, form: str, known: Mapping[type, tuple[Any, Build]]) -> Form:
         if form not in self._others:
             self._others[form] = self._decoder_of(known)
         return self._others[form]
 
-    def _decoder_of(self, contexts: Mapping[type, tuple[Any, Build]]) -> Decode:
+    def _decoder_of(self, contexts: Mapping[type, tuple[Any, Build]]) -> Form:
         if is_plain(self._type) and may_grow(self._type):
-            return _plain_decoder(self._type)
+            return _plain_decoder(self._type), None
         shadow, build = Shadows({**_KNOWN, **contexts}, _count).of(self._type)
-        decode = msgspec.msgpack.Decoder(shadow).decode
-        if build is None:
-            return lambda message, _: decode(message)
-        return lambda message, reader: build(decode(message), reader)
+        return msgspec.msgpack.Decoder(shadow).decode, build
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return type(self), (self._type, self._copy, self._use_shared_memory)
 
 
-def _plain_decoder(kind: Any) -> Decode:
+def _plain_decoder(kind: Any) -> Callable[[Frame], Any]:
     """Decodes a type of plain values, once it is known what they will take."""
     decode, sets = msgspec.msgpack.Decoder(kind).decode, has_sets(kind)
 
-    def decode_counted(message: Frame, _: ArrayReader) -> Any:
-        size = memoryview(message).nbytes
+    def decode_counted(message: Frame) -> Any:
+        size = _size(message)
         if size > SMALL:
             check_plain_size(bytes(message), FACTOR * size + MARGIN, sets=sets)
         return decode(message)
 
     return decode_counted
+
+
+def _size(frame: Frame) -> int:
+    return len(frame) if type(frame) is bytes else memoryview(frame).nbytes
+
+
+def _unused(frames: Sequence[Frame], used: int) -> DecodeFailed:
+    return DecodeFailed(f"{len(frames) - 1} array frames, {used} are referred to")
 
 
 def _check_frames(frames: Sequence[Frame]) -> None:
@@ -319,7 +350,7 @@ def _check_frames(frames: Sequence[Frame]) -> None:
         raise LimitExceeded(f"{len(frames)} frames, at most {MAX_ARRAY_FRAMES + 1} are allowed")
     total = 0
     for frame in frames:
-        total += len(frame) if type(frame) is bytes else memoryview(frame).nbytes
+        total += _size(frame)
     if total > MAX_ARRAY_BYTES:
         raise LimitExceeded(f"a message of more than {MAX_ARRAY_BYTES} bytes")
 

@@ -249,7 +249,8 @@ class SamplingParams(_Named):
             _remember(values, params)
         else:
             params = object.__new__(cls)
-            vars(params).update(known, seed=values[-1])
+            params.__dict__ = found = known.copy()
+            found["seed"] = values[-1]
         return params
 
     @classmethod
@@ -303,9 +304,10 @@ def _find_known(values: tuple[Any, ...]) -> dict[str, Any] | None:
 
     None where such were not seen to be right before.
     """
-    if values[_STOP] is not None or values[_STOP_IDS] is not None:
-        return None
-    return _good.get(values[:-1]) if 0 <= values[-1] <= MAX_SEED else None
+    # Those with stops are never noted, and a list of stops cannot be looked up.
+    if values[_STOP] is values[_STOP_IDS] is None and 0 <= values[-1] <= MAX_SEED:
+        return _good.get(values[:-1])
+    return None
 
 
 def _remember(values: tuple[Any, ...], params: SamplingParams) -> None:

@@ -36,6 +36,7 @@ FUTURE_TOKEN = -999
 _UNSET = -1
 _STATE_LENGTH = 8
 _INT32 = 1 << 31
+_INT32_TYPE = np.dtype(np.int32)
 _ALONE = 2
 """References to a store that only its buffer has: the slot's and that of who counts."""
 _ROOM = 64
@@ -186,25 +187,26 @@ class TokenBuffer:
         ``ids``: int32 or int64 ``[length]``. int32 is widened when the tokens are first used,
         so a process that only looks at lengths or passes the buffer on never copies them.
         """
-        if ids.ndim != 1 or not len(ids):
-            raise ValueError(f"tokens must be one-dimensional, not of shape {ids.shape}")
+        shape, dtype = ids.shape, ids.dtype
+        if len(shape) != 1 or not shape[0]:
+            raise ValueError(f"tokens must be one-dimensional, not of shape {shape}")
+        length = shape[0]
         if state is None:
-            length = len(ids)
             state = _fresh_state(length)
         else:
-            _check_windows(state, len(ids))
-            length = state[0]
-            if len(ids) != length:
+            _check_windows(state, length)
+            if state[0] != length:
+                length = state[0]
                 ids = ids[:length]
         self = cls.__new__(cls)
         self._set_state(state)
         self._capacity, self._shared = length, False
-        if ids.dtype == np.int32:
+        if dtype is _INT32_TYPE or dtype == _INT32_TYPE:
             self._narrow, self._known = ids, length
-        elif ids.dtype == np.int64:
+        elif dtype == np.int64:
             self._store, self._narrow, self._known = ids.copy(), None, 0
         else:
-            raise ValueError(f"tokens must be int32 or int64, not {ids.dtype}")
+            raise ValueError(f"tokens must be int32 or int64, not {dtype}")
         return self
 
     def __getattr__(self, name: str) -> Int64:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, UnsetType
+from msgspec.structs import astuple
 
 from .arrays import ArrayMap, Frame
 from .equality import same
@@ -143,17 +144,13 @@ class WireTokens(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, eq=F
 
     def state(self) -> tuple[int, ...] | None:
         """As :meth:`.TokenBuffer.state`; None for a buffer that says nothing but its tokens."""
-        if self.is_plain:
+        array, processing, offset, completion, prompt, _, chunked = astuple(self)
+        # Not asked of is_plain, as every decoded buffer comes by here.
+        if prompt is processing is completion is UNSET and not (offset or chunked):
             return None
-        processing, completion = self._processing_range, self._completion_range
-        offset, prompt, chunked = (
-            self._processing_offset, self._prompt_length, self._actively_chunked
-        )  # fmt: skip
-        length = len(self.array)
-        start, end = (0, length) if processing is UNSET else (processing.start, processing.end)
-        first, last = (
-            (length, length) if completion is UNSET else (completion.start, completion.end)
-        )
+        length = len(array)
+        start, end = (0, length) if processing is UNSET else astuple(processing)
+        first, last = (length, length) if completion is UNSET else astuple(completion)
         if prompt is UNSET:
             prompt = length
         return length, start, end, offset, first, last, prompt, int(chunked)
