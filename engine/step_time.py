@@ -1,7 +1,8 @@
 """Predicts the duration of a step from earlier steps, to distinguish slow steps from hung ones.
 
 Sizes are grouped by powers of two. The duration of a new size is predicted from the nearest smaller
-size, in proportion (real durations grow more slowly), else from the nearest larger size.
+size, in proportion (real durations grow more slowly), but it is never longer than the longer of its
+two neighbours. Without a smaller size it is that of the nearest larger size.
 Predictions are used for timeouts, so they follow a slow step at once and a fast step slowly.
 """
 
@@ -30,9 +31,13 @@ class StepTime:
     def predict(self, tokens: int) -> float:
         """Return the seconds that a step of ``tokens`` tokens may take."""
         group = tokens.bit_length()
-        smaller = [g for g in self._seconds if g <= group]
-        if smaller:
-            seen, seconds = self._seconds[max(smaller)]
-            return seconds * max(1.0, tokens / max(seen, 1))
-        larger = min(self._seconds, default=None)
-        return UNKNOWN_S if larger is None else self._seconds[larger][1]
+        below = max((g for g in self._seconds if g <= group), default=None)
+        above = min((g for g in self._seconds if g > group), default=None)
+        if below is None:
+            return UNKNOWN_S if above is None else self._seconds[above][1]
+        seen, seconds = self._seconds[below]
+        predicted = seconds * max(1.0, tokens / max(seen, 1))
+        if above is None:
+            return predicted
+        # One stall in a small step must not multiply: a hang would go unnoticed for minutes.
+        return min(predicted, max(seconds, self._seconds[above][1]))

@@ -15,7 +15,7 @@ from ..proto.messages import Abort, Adopt, Moved, PeerDead, RequestState
 from .events import ToClient, ToWorker
 from .lifecycle import Lifecycle
 from .orphans import Orphans
-from .registry import Worker
+from .registry import Worker, WorkerState
 from .request import NEVER, Request, State, Step
 from .search import Search
 
@@ -266,14 +266,17 @@ class Recovery:
             else:
                 self.lost(request, f"the connection of worker {worker.id} closed", now)
 
-    def suspected(self, worker: Worker, reason: str, now: float) -> None:
-        """It shows no heartbeat or no progress: move what only waits there, if it can go elsewhere.
+    def suspected(self, found: list[tuple[Worker, str]], now: float) -> None:
+        """Workers show no heartbeat or no progress: move what only waits there, if it can move.
 
-        What it already computes stays: it may go on at once, and a replay begins at the start.
+        What they already compute stays: it may go on at once, and a replay begins at the start.
+        All of them are suspect before anything moves, so nothing moves from one to another.
         """
-        self._life.registry.suspect(worker, reason)
-        self._life.log("worker.suspect", worker=worker.id, reason=reason)
-        self._move_waiting(worker, now)
+        for worker, reason in found:
+            self._life.registry.suspect(worker, reason)
+            self._life.log("worker.suspect", worker=worker.id, reason=reason)
+        for worker, _ in found:
+            self._move_waiting(worker, now)
 
     def _move_waiting(self, worker: Worker, now: float) -> None:
         life = self._life
@@ -292,6 +295,13 @@ class Recovery:
             request.doubts -= {worker.incarnation}
         worker.doubted = []
         self._life.log("worker.returned", worker=worker.id)
+        self.ready(now)
+
+    def ready(self, now: float) -> None:
+        """A worker takes requests (again): move to it what waits at suspect workers."""
+        for worker in self._life.registry.live():
+            if worker.state is WorkerState.SUSPECT:
+                self._move_waiting(worker, now)
         self._life.retry_waiting(now)
 
     # ------------------------------------------------------------------ workers died

@@ -88,8 +88,7 @@ class Timers:
         self._workers_next = now + WORKERS_EVERY_S
         for worker, reason in registry.failing(now):
             self._recovery.lose(worker, reason, now)
-        for worker, reason in registry.doubtful(now):
-            self._recovery.suspected(worker, reason, now)
+        self._recovery.suspected(registry.doubtful(now), now)
         for worker in registry.live():
             if worker.aborts:
                 self._repeat_aborts(worker, now)

@@ -129,7 +129,7 @@ class WorkerSide:
         life.log("worker.joined", worker=worker.id, role=worker.role, pid=worker.pid)
         self._welcome(identity)
         self._recovery.introduced(worker, now, joined=not returned)
-        life.retry_waiting(now)
+        self._recovery.ready(now)
 
     @staticmethod
     def _check_known(known: Worker, hello: Hello) -> None:

@@ -33,3 +33,11 @@ def test_a_closer_measurement_replaces_the_proportion():
     times.learn(300, 0.2)
     assert times.predict(300) == 0.2
     assert times.predict(600) == 0.4
+
+
+def test_one_stall_in_a_small_step_does_not_multiply():
+    times = StepTime()
+    times.learn(64, 0.02)
+    times.learn(1, 2.5)
+    assert times.predict(1) == times.predict(20) == 2.5
+    assert times.predict(64) == 0.02

@@ -94,6 +94,27 @@ def test_prompts_that_only_wait_at_a_suspect_worker_move(served):
     assert not served.core.life.requests[key].losses
 
 
+def test_prompts_also_move_once_a_worker_is_ready_again(served):
+    """Both prefill workers were suspect when the prompt could have moved."""
+    key, assign = served.run()
+    first = next(w for w in served.workers if key in _requests(served, w))
+    decodes = [w for w in served.workers if "decode" in w.id]
+    second = next(w for w in served.workers if w is not first and w not in decodes)
+    silence(served, 1.2, *decodes)
+    assert not served.take(second, Assign)
+    second.beat()
+    assert served.one(second, Assign).attempt == assign.attempt + 1
+
+
+def test_prompts_also_move_to_a_worker_that_joins(bench):
+    first, decode = bench.pair()
+    key = bench.submit()
+    assign = bench.one(first, Assign)
+    silence(bench, 1.2, decode)
+    second = bench.join("prefill", 1)
+    assert bench.one(second, Assign).request == key == assign.request
+
+
 def test_prompts_also_move_if_the_connection_closes_before_silence_is_suspect(served):
     """Too late for a process that ended, too early to be suspect already."""
     key, _ = served.run()

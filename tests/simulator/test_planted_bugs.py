@@ -304,8 +304,9 @@ def suspects_are_dead(monkeypatch):
     """A pause of a second is taken for death."""
 
     def make(original):
-        def suspected(self, worker, reason, now):
-            self.lose(worker, reason, now)
+        def suspected(self, found, now):
+            for worker, reason in found:
+                self.lose(worker, reason, now)
 
         return suspected
 
