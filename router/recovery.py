@@ -1,8 +1,8 @@
-"""Saving requests: after a worker's death, a lost message, this router's own or another's death.
+"""Recovery of requests after the death of a worker or a router, and after lost messages.
 
-Invariant: a stream goes on from the position its client has, wherever that leads: with the
-worker that still holds the request when there is one, else by running prompt and emitted
-tokens again under a higher attempt. A request that keeps killing workers is given up.
+Invariant: a stream continues from its client's position. If a worker still holds the request, that
+worker continues it; else the router replays prompt and emitted tokens as a higher attempt. A
+poisoned request is not replayed.
 """
 
 from __future__ import annotations
@@ -20,35 +20,38 @@ from .request import NEVER, Request, State, Step
 from .search import Search
 
 POISON_BLAME = 1.5
-"""Each death is blamed in equal parts on all requests that were on the worker. More than this
-means alone at two deaths, or nearly so; the last one running at an operator's kill is not."""
-MAX_UNHEARD = 6
-"""Adopts without an answer after which a decode worker does not have the request."""
+"""A request with more blame than this is poisoned.
 
-OBITUARIES = 3
-OBITUARY_S = 1.0
-"""How often a death is said again, and after which pauses."""
+The blame for a death is shared equally by the requests on the worker. So a request is poisoned if
+it was alone, or nearly alone, at two deaths. One that was alone when an operator killed a worker is
+not."""
+MAX_UNHEARD = 6
+"""Unanswered Adopts after which a decode worker is assumed not to have the request."""
+
+DEAD_WORKER_NOTICES = 3
+"""How many times PeerDead is repeated for a dead worker."""
+NOTICE_INTERVAL_S = 1.0
 
 Holder = tuple[Worker, RequestState]
 
 
 class Recovery:
-    """What to do when the ordinary way is interrupted."""
+    """Finds, replays and fails requests whose current attempt was interrupted."""
 
     def __init__(self, life: Lifecycle, now: float) -> None:
         self._life = life
         self._until = now + life.config.recovery_s
         self.orphans = Orphans(life, now)
         self.on_lost: Callable[[str], None] = lambda _worker: None
-        """Called with the name of every worker that is dead."""
+        """Called with the id of every worker that was declared dead."""
         self._search = Search(life)
-        # To whom to say again, and when; nothing more of a worker that returned.
-        self._obituaries: deque[tuple[PeerDead, list[Worker], float, int]] = deque()
+        # PeerDead messages to repeat: (message, receivers, time, number of times sent).
+        self._notices: deque[tuple[PeerDead, list[Worker], float, int]] = deque()
 
-    # ------------------------------------------------------------------ this router was away
+    # ------------------------------------------------------------------ requests of other routers
 
     def resume(self, request: Request, now: float) -> None:
-        """Go on with an unknown request: find the worker that has it, or wait for its Hello."""
+        """Resume an unknown request: find the worker that holds it, or wait for its Hello."""
         life = self._life
         life.requests[request.key] = request
         life.counters.submitted += 1
@@ -59,20 +62,23 @@ class Recovery:
             self._adopt(request, *holder, now)
             return
         if not self._search.begin(request, now):
-            self._nobody_has(request, now)
+            self._replay_unheld(request, now)
 
-    def look_on(self, request: Request, now: float) -> None:
-        """Go on with a resumed request that no worker has claimed yet."""
+    def continue_search(self, request: Request, now: float) -> None:
+        """Continue the search for a resumed request."""
         if not self._search.repeat(request, now):
-            self._nobody_has(request, now)
+            self._replay_unheld(request, now)
 
     def denied(self, request: Request, worker: Worker, now: float) -> None:
-        """A worker that was asked does not have it."""
+        """Note that a worker does not hold the request."""
         if not self._search.denied(request, worker, now):
-            self._nobody_has(request, now)
+            self._replay_unheld(request, now)
 
-    def _nobody_has(self, request: Request, now: float) -> None:
-        """Run it anew; but the workers of a router that has just started may not all be here."""
+    def _replay_unheld(self, request: Request, now: float) -> None:
+        """Replay a request that no worker holds, but not before ``recovery_s`` has passed.
+
+        Directly after this router's start, some workers may not have registered yet.
+        """
         request.sought = None
         if now < self._until:
             self._life.wake(request, self._until, now)
@@ -80,7 +86,7 @@ class Recovery:
             self._life.requeue(request, now)
 
     def found(self, request: Request, worker: Worker, attempt: int, now: float) -> None:
-        """A worker says that it has a request that was sought."""
+        """Adopt a request whose search has found a worker."""
         request.attempt = attempt
         request.sought = None
         request.step(Step.ADOPT)
@@ -88,9 +94,9 @@ class Recovery:
         self._follow(request, worker, now)
 
     def claimed(self, request: Request, worker: Worker, now: float) -> None:
-        """A worker has proven that it was given the attempt; its tokens come in the same answer.
+        """Note that a worker has proved its assignment; its tokens follow in the same answer.
 
-        They are asked for again, in case they are lost.
+        Adopt is repeated later, in case those tokens are lost.
         """
         if request.server is not worker:
             self.served_by(request, worker)
@@ -99,12 +105,15 @@ class Recovery:
         self._life.repeat_later(request, now, request.backoff)
 
     def reclaim(self, request: Request, now: float) -> None:
-        """Its client came by another connection, perhaps from another router, or doubts."""
+        """Ask the worker for the tokens again after a Resume of a known request."""
         if request.state is State.RUNNING:
             self.ask_again(request, now)
 
     def _follow(self, request: Request, worker: Worker, now: float) -> None:
-        """The tokens of a decode worker that was told the other router's name go there."""
+        """Repeat Adopt to a prefill worker of another router's request until the handoff is known.
+
+        The decode worker sends its tokens to the router that the handoff names: the other one.
+        """
         request.followed = request.foreign and worker.role == "prefill" and not request.embeds
         if request.followed:
             request.backoff = self._life.config.adopt_retry_s
@@ -112,20 +121,20 @@ class Recovery:
         else:
             self._life.wake(request, NEVER, now)
 
-    def introduced(self, worker: Worker, now: float, *, joined: bool) -> None:
-        """A worker said Hello: use what it holds of the requests known here.
+    def registered(self, worker: Worker, now: float, *, joined: bool) -> None:
+        """Handle the requests that a worker's Hello lists, as far as they have a record.
 
-        ``joined``: it is new to this router, so nothing it holds was assigned in this life.
+        ``joined``: the worker is new, so no listed request was assigned since this router's start.
         """
-        self._obituaries = deque(
-            one for one in self._obituaries if one[0].incarnation != worker.incarnation
+        self._notices = deque(
+            notice for notice in self._notices if notice[0].incarnation != worker.incarnation
         )
         self.orphans.reported(worker, now)
         for held in list(worker.reported.values()):
             request = self._life.requests.get(held.request)
             if request is None or held.attempt < request.attempt:
                 continue
-            asked = request.server is worker and not request.heard  # this Hello may be older
+            asked = request.server is worker and not request.heard  # the Hello may be older
             if not asked and self._is_elsewhere(request, held):
                 self.moved(request, held.router)
             elif joined and held.attempt >= request.own:
@@ -140,21 +149,21 @@ class Recovery:
                 self.ask_again(request, now)
 
     def _is_elsewhere(self, request: Request, held: RequestState) -> bool:
-        """Whether another router has taken it up since; a client that came back wants it here."""
+        """True if another router has adopted the request, unless its client resumed it here."""
         mine = held.router in ("", self._life.config.name)
         return not mine and not request.done and request.state is not State.RECOVERING
 
     def moved(self, request: Request, router: str) -> None:
-        """Another router serves it now: tell its client if one is here, and let it go."""
+        """Drop the record of a request that another router serves; notify its client, if any."""
         if request.client is not None:
             moved = Moved(request=request.key, router=router)
             self._life.out.append(ToClient(request.client.identity, moved))
         self._life.drop_moved(request)
 
-    def reintroduced(self, worker: Worker, now: float) -> None:
-        """The same incarnation said Hello again: what it does not list it has lost.
+    def registered_again(self, worker: Worker, now: float) -> None:
+        """Handle another Hello of a live worker: requests that it does not list are lost there.
 
-        Aborts may have been lost with its connection: they are sent again at once.
+        Its aborts may have been lost with the old connection, so they are repeated at once.
         """
         for key, (attempt, _, _) in worker.aborts.items():
             abort = Abort(request=key, attempt=attempt, reason="repeated")
@@ -163,11 +172,14 @@ class Recovery:
             held = worker.reported.get(request.key)
             missing = held is None or held.attempt < request.attempt
             if missing and request.server is worker:
-                self.lost(request, f"worker {worker.id} does not have it any more", now)
-        self.introduced(worker, now, joined=False)
+                self.lost(request, f"worker {worker.id} no longer holds it", now)
+        self.registered(worker, now, joined=False)
 
     def _collide(self, request: Request, worker: Worker, held: RequestState, now: float) -> None:
-        """An earlier life used this attempt's number, perhaps for another content: rise above."""
+        """Abort an attempt from before this router's start, and use a higher number for ours.
+
+        The two attempts have the same number, but perhaps different content.
+        """
         self._life.abort_on(worker, request.key, held.attempt, request.deadline, "superseded")
         if request.done:
             return
@@ -175,7 +187,7 @@ class Recovery:
         if request.state is State.QUEUED:
             request.attempt += 1
         else:
-            self.lost(request, "its attempt has the number of an earlier one", now)
+            self.lost(request, "its attempt number was used before the router's restart", now)
 
     def _adopt(self, request: Request, worker: Worker, held: RequestState, now: float) -> None:
         request.foreign = held.router not in ("", self._life.config.name)
@@ -183,7 +195,7 @@ class Recovery:
         self.ask_again(request, now)
 
     def _holder(self, request: Request) -> Holder | None:
-        """The live worker that reported the highest attempt; decode before prefill."""
+        """Return the live worker that reported the highest attempt, preferring decode workers."""
         best: Holder | None = None
         best_rank = (request.attempt, False, -1)
         for worker in self._life.registry.reporting:
@@ -194,10 +206,10 @@ class Recovery:
                     best, best_rank = (worker, held), rank
         return best
 
-    # ------------------------------------------------------------------ messages were lost
+    # ------------------------------------------------------------------ lost messages
 
     def served_by(self, request: Request, worker: Worker) -> None:
-        """``worker`` turned out to have the current attempt."""
+        """Record that ``worker`` holds the current attempt."""
         worker.requests[request.key] = request
         if worker.role == "prefill":
             before = request.prefill
@@ -217,7 +229,7 @@ class Recovery:
         self._life.handed_over(request)
 
     def ask_again(self, request: Request, now: float) -> None:
-        """Ask its worker for the tokens from ``next`` on, until it is heard."""
+        """Send Adopt for the tokens from ``next`` on, and repeat it until the worker answers."""
         if not request.heard and request.retry_at != NEVER:
             return  # already asking
         request.heard = False
@@ -226,13 +238,13 @@ class Recovery:
         self.ask(request, now)
 
     def ask(self, request: Request, now: float) -> None:
-        """Send the Adopt; a decode worker that never answers does not have the request."""
+        """Send Adopt once; after too many unanswered ones the attempt counts as lost."""
         server = request.server
         if server is None:
-            self.lost(request, "no worker is known to have it", now)
+            self.lost(request, "no worker is known to hold it", now)
             return
         if server.role == "decode" and request.unheard >= MAX_UNHEARD:
-            self.lost(request, f"worker {server.id} does not have it", now)
+            self.lost(request, f"worker {server.id} does not hold it", now)
             return
         request.unheard += 1
         adopt = Adopt(request=request.key, position=request.next)
@@ -244,10 +256,10 @@ class Recovery:
     # ------------------------------------------------------------------ suspect workers
 
     def disconnected(self, worker: Worker, now: float) -> None:
-        """Its connection closed: move its requests at once if its process seems to have ended.
+        """Handle a closed connection; replay the worker's requests if its process probably ended.
 
-        Whether it has is known later, so these requests are only doubted: if the worker returns
-        its end is not held against them, and what it still holds of them is aborted.
+        These requests get a doubt, not a death: if the worker returns, the doubt is removed, and
+        the superseded attempts are aborted there.
         """
         life = self._life
         if not life.registry.disconnected(worker, now):
@@ -262,15 +274,15 @@ class Recovery:
             request.doubts |= {worker.incarnation}
         for request in affected:
             if worker.draining and request.server is not worker:
-                life.requeue(request, now)  # it was never there: an ordered end is no loss
+                life.requeue(request, now)  # not running there, and a drain is not a loss
             else:
                 self.lost(request, f"the connection of worker {worker.id} closed", now)
 
     def suspected(self, found: list[tuple[Worker, str]], now: float) -> None:
-        """Workers show no heartbeat or no progress: move what only waits there, if it can move.
+        """Handle workers without heartbeat or progress: move their waiting prompts, if possible.
 
-        What they already compute stays: it may go on at once, and a replay begins at the start.
-        All of them are suspect before anything moves, so nothing moves from one to another.
+        Started requests stay: a worker may continue at once, while a replay starts over. All of the
+        workers become suspect before any prompt moves, so no prompt moves between them.
         """
         for worker, reason in found:
             self._life.registry.suspect(worker, reason)
@@ -290,7 +302,7 @@ class Recovery:
                 life.requeue(request, now)
 
     def returned(self, worker: Worker, now: float) -> None:
-        """A suspect worker is back with the same incarnation: nothing died with it."""
+        """Handle the return of a suspect worker: remove the doubts of its requests."""
         for request in worker.doubted:
             request.doubts -= {worker.incarnation}
         worker.doubted = []
@@ -298,27 +310,27 @@ class Recovery:
         self.ready(now)
 
     def ready(self, now: float) -> None:
-        """A worker takes requests (again): move to it what waits at suspect workers."""
+        """Place waiting requests after a worker became ready, also those at suspect workers."""
         for worker in self._life.registry.live():
             if worker.state is WorkerState.SUSPECT:
                 self._move_waiting(worker, now)
         self._life.retry_waiting(now)
 
-    # ------------------------------------------------------------------ workers died
+    # ------------------------------------------------------------------ dead workers
 
     def lose(self, worker: Worker, reason: str, now: float) -> None:
-        """A worker is dead: notify the others and save its requests."""
+        """Declare a worker dead, send PeerDead to the others, and replay its requests."""
         life = self._life
         drained = worker.draining
-        life.registry.bury(worker, reason)
+        life.registry.declare_dead(worker, reason)
         life.placement.forget(worker)
         life.log("worker.dead", worker=worker.id, role=worker.role, reason=reason)
         dead = PeerDead(incarnation=worker.incarnation, endpoint=worker.endpoint)
         others = life.registry.live()
         for other in others:
             life.out.append(ToWorker(other.identity, dead))
-        self._obituaries.append((dead, others, now + OBITUARY_S, 1))
-        doubted = [one for one in worker.doubted if worker.incarnation in one.doubts]
+        self._notices.append((dead, others, now + NOTICE_INTERVAL_S, 1))
+        doubted = [request for request in worker.doubted if worker.incarnation in request.doubts]
         for request in doubted:
             request.doubts -= {worker.incarnation}
         self._blame([request for request in doubted if not request.done])
@@ -329,30 +341,30 @@ class Recovery:
         self._blame(there)
         for request in affected:
             if drained and request.server is not worker:
-                life.requeue(request, now)  # it was never there: an ordered end is no loss
+                life.requeue(request, now)  # not running there, and a drain is not a loss
             else:
-                self.lost(request, f"worker {worker.id} died: {reason}", now)
+                self.lost(request, f"worker {worker.id} was lost: {reason}", now)
         for request in doubted:
             self._end_poisoned(request, now)
         worker.doubted = []
         worker.requests.clear()
         worker.aborts.clear()
         self.on_lost(worker.id)
-        life.retry_waiting(now)  # what is bound to this worker alone need not wait any more
+        life.retry_waiting(now)  # a request pinned to this worker can now fail or move
 
     def tick(self, now: float) -> None:
-        """Say some deaths again: a decode worker that missed one would keep blocks for it."""
+        """Repeat PeerDead: a decode worker that missed it would keep grants of the dead worker."""
         self.orphans.tick(now)
-        while self._obituaries and self._obituaries[0][2] <= now:
-            dead, others, _, said = self._obituaries.popleft()
+        while self._notices and self._notices[0][2] <= now:
+            dead, others, _, count = self._notices.popleft()
             for other in others:
                 if other.live:
                     self._life.out.append(ToWorker(other.identity, dead))
-            if said < OBITUARIES:
-                self._obituaries.append((dead, others, now + OBITUARY_S, said + 1))
+            if count < DEAD_WORKER_NOTICES:
+                self._notices.append((dead, others, now + NOTICE_INTERVAL_S, count + 1))
 
     def _blame(self, there: list[Request]) -> None:
-        """Share a death among the requests on the worker that saw most deaths before."""
+        """Count a death for every request; those with the most deaths so far share the blame."""
         most = max((request.deaths for request in there), default=0)
         likely = [request for request in there if request.deaths == most]
         for request in likely:
@@ -362,7 +374,7 @@ class Recovery:
 
     @staticmethod
     def _start_over(request: Request) -> None:
-        """What was passed unharmed since the last loss speaks for the request."""
+        """Clear deaths, doubts and blame of a request that has progressed since its last loss."""
         if request.progressed:
             request.losses = request.deaths = 0
             request.doubts = frozenset()
@@ -370,7 +382,7 @@ class Recovery:
         request.lost_at = request.next
 
     def lost(self, request: Request, reason: str, now: float) -> None:
-        """The current attempt cannot be finished: run it again, unless that has no point."""
+        """Replay a request whose attempt was lost; fail it if it is poisoned or lost too often."""
         if request.state is not State.ASSIGNED and request.state is not State.RUNNING:
             return
         life, config = self._life, self._life.config
@@ -387,10 +399,10 @@ class Recovery:
             life.requeue(request, now)
 
     def unreachable(self, request: Request, reason: str, now: float) -> None:
-        """Its two workers live and cannot reach each other: run it on another pair.
+        """Move a request of a failed pair to another pair.
 
-        The request is not to blame, so this counts neither as a death nor as a lost attempt: where
-        no pair works it is tried again, ever less often, until one does or its deadline passes.
+        The request did not cause the failure, so this is neither a death nor a lost attempt. If
+        all pairs fail, it is retried with back-off until a pair works or its deadline passes.
         """
         if request.state is not State.ASSIGNED and request.state is not State.RUNNING:
             return
@@ -408,10 +420,10 @@ class Recovery:
         life.requeue(request, now, delay)
 
     def _end_poisoned(self, request: Request, now: float) -> bool:
-        """End a request that has killed its workers; whether it has."""
+        """Fail the request with RequestPoisoned and return True if it is poisoned."""
         deadly = request.deaths >= self._life.config.poison_deaths
         if request.done or not deadly or request.blame <= POISON_BLAME or request.progressed:
             return False
-        text = f"{request.deaths} workers died with this request; it is not tried again"
+        text = f"{request.deaths} workers died with this request; it is not retried"
         self._life.fail(request, RequestPoisoned(text), now)
         return True

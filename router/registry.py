@@ -396,7 +396,7 @@ class Registry:
         self._changed()
         return True
 
-    def bury(self, worker: Worker, reason: str) -> None:
+    def declare_dead(self, worker: Worker, reason: str) -> None:
         """Declare this incarnation dead."""
         self.suspect(worker, reason)
         worker.enter(WorkerState.DEAD, reason)

@@ -1,10 +1,13 @@
-"""Finding the worker that holds a request which began at another router.
+"""Find the worker that holds a request of another router.
 
-Every worker is asked to hand it over (Adopt). The one that has it proves that a router assigned it
-(:mod:`.proofs`) and sends its tokens; the others say no. While nobody looks a request moves from a
-prefill to a decode worker, never back: so once all have said no the decode workers are asked again,
-and a second no of all of them is the truth.
-A worker that says nothing is asked again until it is dead, or the time of the search is over.
+The search sends Adopt to every worker. The worker that holds the request proves the assignment
+(:mod:`.proofs`) and sends its tokens; every other worker denies it with Aborted.
+
+A request can move from a prefill to a decode worker during the search, but never back. So after
+all workers have denied it, a second round asks the decode workers once more. If all of them deny
+it again, no worker holds the request.
+
+Adopt is repeated to a worker that does not answer, until the worker is dead or the search ends.
 """
 
 from __future__ import annotations
@@ -18,31 +21,31 @@ from .registry import Worker
 from .request import Request
 
 SEARCH_S = 2.5
-"""Longest time of a search: a silent worker is declared dead sooner."""
+"""Longest search in seconds; after it the request is replayed."""
 
 
 @dataclass(slots=True)
 class Sought:
-    """One search: until when, who has not answered yet, and whether it is the second round."""
+    """State of one search: its end, the workers without an answer, and the round."""
 
     until: float
     waiting: dict[int, Worker] = field(default_factory=dict)  # by incarnation
-    again: bool = False
+    again: bool = False  # in the second round
 
 
 class Search:
-    """Asks the workers; what follows is :class:`.recovery.Recovery`'s business."""
+    """Sends the Adopts and collects the denials; :class:`.recovery.Recovery` acts on the result."""
 
     def __init__(self, life: Lifecycle) -> None:
         self._life = life
 
     def begin(self, request: Request, now: float) -> bool:
-        """Ask all workers; false when there are none to ask."""
+        """Ask all workers; return False if no worker can answer."""
         sought = request.sought = Sought(now + SEARCH_S)
         return self._ask(request, sought, request.roles, now)
 
     def repeat(self, request: Request, now: float) -> bool:
-        """Ask the silent ones again; false when nobody is left to be waited for."""
+        """Ask the workers without an answer again; return False if the search has ended."""
         sought = request.sought
         if sought is None or now >= sought.until:
             return False
@@ -53,10 +56,10 @@ class Search:
         return True
 
     def denied(self, request: Request, worker: Worker, now: float) -> bool:
-        """``worker`` does not have it; false when nobody is left to be waited for."""
+        """Note that ``worker`` does not hold the request; return False if the search has ended."""
         sought = request.sought
         if sought is None or sought.waiting.pop(worker.incarnation, None) is None:
-            return True  # not asked, or answered before
+            return True  # not asked, or has answered already
         return bool(sought.waiting) or self._second_round(request, sought, now)
 
     def _second_round(self, request: Request, sought: Sought, now: float) -> bool:
@@ -80,5 +83,5 @@ class Search:
 
 
 def _answers(worker: Worker) -> bool:
-    """Whether an answer may come; one that hung up lists what it holds if it returns."""
+    """True if the worker can answer. A disconnected one lists its requests when it returns."""
     return worker.live and not worker.hung_up

@@ -1,8 +1,10 @@
 """Sockets and clock around :class:`.core.RouterCore`.
 
-Knows no request: it decodes envelopes, lets the core decide, and sends each peer one
-envelope per turn. Invariant: what is unsent for one client stays under a cap; a client that
-reads too slowly is reported as full, and what goes over the cap is dropped.
+The shell decodes envelopes, passes the messages to the core, performs its actions, and sends each
+peer one envelope per turn of the loop. It has no state of requests.
+
+Invariant: the unsent messages of one client are bounded. The core learns which clients read too
+slowly, and messages above the bound are dropped.
 """
 
 from __future__ import annotations
@@ -50,18 +52,22 @@ from .events import (
 from .gate import ANYBODY, Caller, WorkerGate, client_refusals, without_drains
 
 CLIENT_QUEUE = 64
-"""Envelopes ZeroMQ may hold for one client; they are of a turn each, and their bytes count."""
+"""Maximum envelopes in ZeroMQ's queue for one client; low, since an envelope may be large."""
 HELD_MESSAGES = 1024
-"""Messages kept for a client whose queue is full; what is more will be said or asked again."""
+"""Maximum messages held for a client with a full queue; dropped messages are repeated later."""
 CLIENT_SILENCE_S = 5.0
-"""How long a client may not answer ZeroMQ's heartbeats; one that reads nothing does not."""
+"""Seconds without an answer to ZeroMQ's heartbeats before a client is disconnected.
+
+A client that reads nothing does not answer."""
 RETRY_S = 0.02
-"""How often a full client is tried again."""
+"""Seconds between retries to send to a client with a full queue."""
 LINGER_S = 1.0
-"""How long terminals may wait for their acknowledgement when the router ends."""
+"""Seconds for which a closing router waits for acknowledgements of terminals."""
 PATIENCE_S = 0.001
-"""How long Submitted and TerminalAck, which nobody waits for, are kept for company: an envelope of
-their own wakes two more threads while those somebody waits for need the processors."""
+"""Longest delay in seconds of Submitted and TerminalAck, which are batched with the next message.
+
+They are not urgent. An extra envelope for each of them would wake two more threads, which compete
+with urgent messages for the processors."""
 _LATEST_COUNTS = frozenset((Described, StatusReport))
 
 _log = get_logger()
@@ -114,16 +120,16 @@ class RouterShell:
         self._to_workers: Outbox[bytes] = Outbox(
             self.workers.send, self._worker_unsent, on_refused=self._worker_refused
         )
-        self._held: dict[bytes, list[Message]] = {}  # of full clients, oldest first
+        self._held: dict[bytes, list[Message]] = {}  # messages of full clients, oldest first
         self._gate = WorkerGate()
         self._log_limit = LogLimit()
         self._leave_at = float("inf")
         self._closing = False
         self._heard_worker = False
-        self._patience: Timer | None = None  # runs while something waits for company
+        self._patience: Timer | None = None  # runs while messages wait to be batched
 
     def start(self) -> None:
-        """Listen and begin to tick."""
+        """Attach the sockets to the loop and start the timer."""
         self.clients.attach(self._loop, self._hear_client, self._client_gone)
         self.workers.attach(self._loop, self._hear_worker, self._worker_gone)
         self._loop.on_turn_end(self._flush)
@@ -135,7 +141,7 @@ class RouterShell:
         self.workers.close()
 
     def stop(self, times: int) -> None:
-        """Refuse new requests and end when the last one has; a second call ends at once."""
+        """Reject new requests, and end after the last request; a second signal ends at once."""
         if times > 1:
             self._loop.stop()
             return
@@ -156,7 +162,7 @@ class RouterShell:
         self._perform(self.core.from_client(identity, messages, self._loop.now()))
 
     def _readable(self, identity: bytes, frames: Frames, error: ProtocolError) -> list[Message]:
-        """What can be read of a client's envelope; the client learns which requests cannot."""
+        """Return the valid messages of a damaged envelope, and send Rejected for the others."""
         salvaged = self._from_clients.salvage(frames) if type(error) is DecodeFailed else None
         if salvaged is None:
             self._perform(self.core.reject_client(identity, error))
@@ -166,7 +172,7 @@ class RouterShell:
         return salvaged.messages
 
     def _warn(self, event: str, **keys: object) -> None:
-        """Log what a peer can cause at will: once, then one line with a count every few seconds."""
+        """Log a warning that a peer can cause at will: a line every few seconds, with a count."""
         if self._log_limit.passes(event, self._loop.now(), **keys):
             _log.warning(event, **keys)
 
@@ -185,7 +191,7 @@ class RouterShell:
     def _allowed_client(
         self, callers: Callers, identity: bytes, messages: list[Message]
     ) -> list[Message]:
-        """What the client's key lets it ask; the rest is answered here."""
+        """Return the messages that the client's key allows, and answer the others."""
         refusals = client_refusals(callers.entry_of(identity), messages)
         if not refusals:
             return messages
@@ -197,7 +203,7 @@ class RouterShell:
     def _allowed_worker(
         self, callers: Callers, identity: bytes, messages: list[Message]
     ) -> list[Message]:
-        """All but a Hello that the worker's key does not let it say."""
+        """Return the messages without a Hello that the worker's key does not allow."""
         passed = []
         for message in messages:
             if type(message) is Hello:
@@ -239,7 +245,7 @@ class RouterShell:
         self._loop.call_at(self.core.next_timer(), self._tick)
 
     def _count_refused(self) -> None:
-        """What ZeroMQ refused never comes here; its counters do."""
+        """Add the channels' counts of refused input, which never reaches the core."""
         for side, channel in (("client", self.clients), ("worker", self.workers)):
             channel.stats.count_into(self.core.dropped, side)
 
@@ -269,7 +275,7 @@ class RouterShell:
                 _log.info(action.event, **action.fields)
 
     def _flush(self) -> None:
-        """Let what was heard go on first: tokens to clients, else requests to workers."""
+        """Send this turn's messages: to clients first if workers sent any, else to workers."""
         if self._heard_worker:
             self._heard_worker = False
             if self._to_clients.pressing:
@@ -283,17 +289,17 @@ class RouterShell:
 
     def _out_of_patience(self) -> None:
         self._patience = None
-        self._to_workers.pressing = self._to_clients.pressing = True  # as the turn ends
+        self._to_workers.pressing = self._to_clients.pressing = True  # sent at the end of this turn
 
     def _worker_unsent(self, identity: bytes, messages: list[Message], result: SendResult) -> None:
-        """To a worker everything is repeated; one that cannot be reached is gone."""
+        """Drop messages to a full worker, since the core repeats them; disconnect a lost worker."""
         if result is SendResult.UNREACHABLE:
             self._worker_gone(identity)
         else:
             self.core.dropped["to_full_worker"] += len(messages)
 
     def _worker_refused(self, _identity: bytes, message: Message, reason: str) -> None:
-        """No envelope can carry it: a request must not wait for that until its deadline."""
+        """Report an oversized message to the core, so that its request fails without delay."""
         self.core.dropped["not_encodable"] += 1
         self._perform(self.core.not_sent(message, reason, self._loop.now()))
 
@@ -309,7 +315,7 @@ class RouterShell:
         self._loop.call_later(RETRY_S, lambda: self._retry(identity))
 
     def _hold(self, identity: bytes, messages: list[Message]) -> None:
-        """Keep messages for a full client behind those already kept, as many as fit."""
+        """Append messages to those held for a full client, up to the limit."""
         held = self._held[identity]
         room = HELD_MESSAGES - len(held)
         self.core.dropped["to_slow_client"] += max(0, len(messages) - max(0, room))
@@ -318,7 +324,7 @@ class RouterShell:
         held += messages[: max(0, room)]
 
     def _retry(self, identity: bytes) -> None:
-        """Hand a full client what is held for it, in order, before anything newer."""
+        """Send a full client the messages held for it, in order and before newer ones."""
         held = self._held.pop(identity, None)
         if held is None:
             return
@@ -326,13 +332,13 @@ class RouterShell:
             self._to_clients.put(identity, message)
         self._to_clients.flush()
         if identity in self._held:
-            return  # still full; _client_unsent holds the messages and tries again
+            return  # still full; _client_unsent holds the messages and retries
         self._feed(ClientWritable(identity))
 
     # ------------------------------------------------------------------ end
 
     def _maybe_leave(self, now: float) -> None:
-        """Nothing unfinished: end as soon as all terminals are acknowledged, or a little later."""
+        """Stop the loop if all requests have ended and no acknowledgement is worth waiting for."""
         if self.core.unfinished:
             return
         self._leave_at = min(self._leave_at, now + LINGER_S)
@@ -341,7 +347,7 @@ class RouterShell:
 
 
 def _merged(earlier: Message, later: Message) -> Message:
-    """One answer to two questions of a turn: what both asked for, as of the later one."""
+    """Merge two answers to one client in one turn: the later one, with the files of both."""
     if isinstance(earlier, Described) and isinstance(later, Described):
         return msgspec.structs.replace(later, files={**earlier.files, **later.files})
     return later

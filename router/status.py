@@ -1,6 +1,6 @@
-"""The status report: workers, handoffs and the router's own figures, as JSON.
+"""The status report as JSON: workers, handoffs, failed pairs, and the router's metrics.
 
-Handoffs are kept here, so they survive the workers that made them.
+The router keeps the handoff reports, so they survive the workers that sent them.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ KEEP_HANDOFFS = 256
 
 
 class Handoffs:
-    """Totals of all handoffs and the latest ones."""
+    """Totals of all handoffs, and the latest reports."""
 
     def __init__(self) -> None:
         self.count = self.bytes_sent = self.bytes_received = 0
         self._last: deque[tuple[HandoffReport, bytes]] = deque(maxlen=KEEP_HANDOFFS)
 
     def add(self, report: HandoffReport, owner: bytes = b"") -> None:
-        """One more handoff was committed; ``owner``: the key of the client it was for."""
+        """Add a committed handoff; ``owner``: key of the request's client."""
         self.count += 1
         self.bytes_sent += report.bytes_sent
         self.bytes_received += report.bytes_received
         self._last.append((report, owner))
 
     def listed(self, most: int, caller: Caller = ANYBODY) -> dict[str, object]:
-        """Totals and up to ``most`` recent handoffs that the caller may see, the latest last."""
+        """Return totals and up to ``most`` recent handoffs that the caller may see, latest last."""
         seen = [one for one, owner in self._last if caller.operator or owner == caller.key]
         recent = seen[-most:] if most > 0 else []
         return {
@@ -75,7 +75,7 @@ def _failed_pair(pair: FailedPair, now: float) -> dict[str, object]:
 
 
 class Reporter:
-    """Writes the report."""
+    """Builds the status report."""
 
     def __init__(self, life: Lifecycle, handoffs: Handoffs, started_at: float) -> None:
         self._life = life
@@ -83,9 +83,9 @@ class Reporter:
         self._started_at = started_at
 
     def report(self, handoffs: int, now: float, caller: Caller = ANYBODY) -> bytes:
-        """JSON text of the report with up to ``handoffs`` recent handoffs.
+        """Return the report as JSON text, with up to ``handoffs`` recent handoffs.
 
-        Of single requests a caller that is no operator sees those of its own key.
+        A caller without operator rights sees only the handoffs of its own requests.
         """
         self._life.admission.roll(now)
         workers = self._life.registry.listed()

@@ -1,7 +1,7 @@
-"""What the clock brings: deadlines, repetitions, silent and hanging workers.
+"""Timers: deadlines, repeated messages, and checks of the workers' health.
 
-Invariant: everything that waits for somebody's answer is looked at again, and everything
-ends at its deadline, whoever stays silent.
+Invariant: a message that needs an answer is repeated until the answer arrives, and every request
+ends at its deadline even if no process answers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .registry import Worker
 from .request import NEVER, Request, State
 
 WORKERS_EVERY_S = 0.05
-"""How often workers are looked at."""
+"""Seconds between checks of all workers."""
 
 
 class Timers:
@@ -28,12 +28,12 @@ class Timers:
         self._rates_next = now
 
     def next_time(self) -> float:
-        """When :meth:`tick` has something to do, at the latest."""
+        """Return the time at which :meth:`tick` must be called next."""
         requests = self._life.wheel.next_time()
         return self._workers_next if requests is None else min(requests, self._workers_next)
 
     def tick(self, now: float) -> None:
-        """Do what is due."""
+        """Handle all timers that are due."""
         for request in self._life.wheel.due(now):
             self._request(request, now)
         if now >= self._workers_next:
@@ -56,7 +56,7 @@ class Timers:
         elif request.state is State.QUEUED:
             life.place(request, now)
         elif request.state is State.RECOVERING:
-            self._recovery.look_on(request, now)
+            self._recovery.continue_search(request, now)
         elif request.state is State.ENDED:
             life.send_terminal(request, now)
         elif not request.heard or request.pending is not None or request.followed:
@@ -65,7 +65,7 @@ class Timers:
             life.wake(request, NEVER, now)
 
     def _over(self, request: Request, now: float) -> None:
-        """Its deadline passed, its terminal is old, or its client stayed away too long."""
+        """Handle a reached limit: the deadline, the age of the terminal, or the resume window."""
         life = self._life
         if request.state is State.ENDED:
             life.hand_out(request)

@@ -1,7 +1,7 @@
-"""Requests cancelled before they were known here, so that a late Submit does not start them.
+"""Requests that were cancelled before their Submit arrived: a late Submit must not start them.
 
-Invariant: at most :data:`CAPACITY` keys, each for :data:`KEEP_S` seconds; beyond that the
-oldest is forgotten, and a Submit this late merely runs for nobody.
+Invariant: at most :data:`CAPACITY` keys, each for :data:`KEEP_S` seconds. Above that the oldest key
+is dropped. Then a late Submit wastes work on a request that no client reads; nothing else breaks.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections import OrderedDict
 
 KEEP_S = 30.0
-"""Longer than a message of a living connection may be late."""
+"""Seconds; longer than the delay of a message on an open connection."""
 CAPACITY = 4096
 
 
 class Tombstones:
-    """Keys with the time until which they stay cancelled."""
+    """Keys of cancelled requests, with their expiry times."""
 
     def __init__(self) -> None:
         self._until: OrderedDict[bytes, float] = OrderedDict()
 
     def add(self, key: bytes, now: float) -> None:
-        """``key`` is cancelled, whatever comes later."""
+        """Remember ``key`` as cancelled."""
         self._forget(now)
         self._until[key] = now + KEEP_S
         self._until.move_to_end(key)
@@ -28,7 +28,7 @@ class Tombstones:
             self._until.popitem(last=False)
 
     def holds(self, key: bytes, now: float) -> bool:
-        """Whether ``key`` was cancelled lately."""
+        """True if ``key`` was cancelled within :data:`KEEP_S`."""
         return self._until.get(key, now) > now
 
     def _forget(self, now: float) -> None:

@@ -1,11 +1,11 @@
-"""Timers of many owners, each with at most one: arm, move and cancel in constant time.
+"""A timer wheel with at most one timer per owner: arm, move and cancel in constant time.
 
-Invariant: an armed owner is in exactly one slot, whose time is not after its own; it is
-handed out once, never before its time and at most one slot width after it. A cancelled one
-leaves nothing behind.
+Invariant: an armed owner is in exactly one slot, and the slot's time is not after the owner's time.
+The wheel returns the owner once, never before its time and at most one slot width after it.
+A cancelled timer leaves no entry.
 
-Times far away share coarse slots, and an owner found early is armed again. So the number of
-slots is bounded whatever the deadlines, and moving a timer to later costs nothing.
+Distant times share coarse slots; an owner found there before its time is armed again. So the number
+of slots is bounded for any deadlines, and moving a timer to a later time is free.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import math
 from typing import Generic, Protocol, TypeVar
 
 SLOT_S = 0.01
-"""Width of a slot; timers may be late by this much."""
+"""Width of a slot in seconds; a timer may be late by this much."""
 COARSE = 50
 """Slots per coarse slot."""
 FAR_S = 2.0
-"""From here on times share coarse slots."""
-_ROUNDING_S = 1e-6  # a slot's time in binary may be a hair before its owners' times
+"""Times more than this many seconds ahead share coarse slots."""
+_ROUNDING_S = 1e-6  # a slot's time may round to slightly before its owners' times
 
 
 class Timed(Protocol):
-    """What the wheel writes on its owners."""
+    """Attributes that the wheel sets on an owner."""
 
     slot: int
-    """Slot it is armed in, -1 when in none."""
+    """Index of the owner's slot, -1 if not armed."""
     due_at: float
-    """Its time."""
+    """Time of the timer, in monotonic seconds."""
 
 
 T = TypeVar("T", bound=Timed)
@@ -43,14 +43,14 @@ class Wheel(Generic[T]):
         self._order: list[int] = []
 
     def arm(self, owner: T, when: float, now: float) -> None:
-        """Hand out ``owner`` at ``when``; replaces its earlier time."""
+        """Set the timer of ``owner`` to ``when``, replacing its current timer."""
         owner.due_at = when
         slot = math.ceil(when / SLOT_S)
         if when - now > FAR_S:
             slot = (slot - COARSE) // COARSE * COARSE
         if owner.slot >= 0:
             if owner.slot <= slot:
-                return  # found early there, and armed again
+                return  # due() finds it there early and arms it again
             self._slots[owner.slot].pop(id(owner), None)
         owner.slot = slot
         members = self._slots.get(slot)
@@ -60,13 +60,13 @@ class Wheel(Generic[T]):
         members[id(owner)] = owner
 
     def cancel(self, owner: T) -> None:
-        """Do not hand out ``owner``; harmless when it is not armed."""
+        """Cancel the timer of ``owner``, if it is armed."""
         if owner.slot >= 0:
             self._slots[owner.slot].pop(id(owner), None)
             owner.slot = -1
 
     def due(self, now: float) -> list[T]:
-        """Take out every owner whose time has come."""
+        """Remove and return every owner whose time has come."""
         ready: list[T] = []
         while self._order and self._order[0] * SLOT_S <= now:
             members = self._slots.pop(heapq.heappop(self._order))
@@ -79,7 +79,7 @@ class Wheel(Generic[T]):
         return ready
 
     def next_time(self) -> float | None:
-        """When :meth:`due` should be called, or None."""
+        """Return the time of the next call of :meth:`due`, None without timers."""
         while self._order and not self._slots[self._order[0]]:
             del self._slots[heapq.heappop(self._order)]
         return self._order[0] * SLOT_S if self._order else None

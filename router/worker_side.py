@@ -128,7 +128,7 @@ class WorkerSide:
         worker = registry.join(identity, hello, now)
         life.log("worker.joined", worker=worker.id, role=worker.role, pid=worker.pid)
         self._welcome(identity)
-        self._recovery.introduced(worker, now, joined=not returned)
+        self._recovery.registered(worker, now, joined=not returned)
         self._recovery.ready(now)
 
     @staticmethod
@@ -144,7 +144,7 @@ class WorkerSide:
         returned = worker.state is WorkerState.SUSPECT
         self._life.registry.rejoin(worker, identity, hello, now)
         self._welcome(identity)
-        self._recovery.reintroduced(worker, now)
+        self._recovery.registered_again(worker, now)
         if returned:
             self._recovery.returned(worker, now)
 
