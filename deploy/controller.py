@@ -129,7 +129,7 @@ class ControllerCore:
         problem = GOING_DOWN if self._ending else ""
         if member is None or member.role == ROUTER:
             known = ", ".join(sorted(each.name for each in self.pools.members.workers()))
-            problem = problem or f"no worker {event.worker[:80]!r}; known are {known or 'none'}"
+            problem = problem or f"no worker {event.worker[:80]!r}; workers: {known or 'none'}"
         elif not (event.force or event.replace) and self._is_last(member):
             problem = problem or last_worker(member.name, member.role)
         if problem or member is None:

@@ -1,16 +1,14 @@
-"""The workers: which are registered, which take new requests, which are dead.
+"""The registered workers and their states.
 
-A worker is *ready* (or draining), *suspect* or *dead*. Suspect: its connection closed, or it
-shows no heartbeat or no progress; it gets no new requests and returns by itself, with the
-same incarnation. Dead: the worker timeout passed, or a successor registered under its name.
+A worker is *ready* (or draining), *suspect* or *dead*. A suspect worker has a closed connection, or
+shows no heartbeat or no progress. It gets no new requests, and may return with the same
+incarnation. A worker is dead after the worker timeout, or when a successor takes its name.
 
-Invariants: a name belongs to one live worker, and a healthy one keeps it whoever else asks for
-it. An incarnation that was declared dead never returns; the exception is one that another router
-served all the while: then this router was cut off, and its replays have higher attempts. All
-live workers serve one model.
+Invariants: a name belongs to one live worker, and a healthy worker keeps its name. An incarnation
+that was declared dead returns only if another router served it all the time. Then this router was
+cut off, and its replays have higher attempt numbers. All live workers serve one model.
 
-Pure: fed with messages and the time, it decides states. :mod:`.recovery` decides what follows
-for the requests.
+Pure: derives the states from messages and the time. :mod:`.recovery` acts on the requests.
 """
 
 from __future__ import annotations
@@ -44,30 +42,34 @@ if TYPE_CHECKING:
 NO_HEARTBEAT = "no heartbeat"
 CONNECTION_CLOSED = "its connection closed"
 SILENCES = (NO_HEARTBEAT, CONNECTION_CLOSED)
-"""Reasons to declare a worker dead that may as well lie with this router."""
+"""Reasons for a worker's death that this router's own network could explain."""
 ALL_SILENT_FACTOR = 6
-"""With every worker silent at once this router itself is probably cut off, and no other worker
-could take their requests: then the worker timeout is this many times as long."""
+"""Factor of the worker timeout while all workers are silent.
+
+Then this router is probably cut off, and no other worker could take their requests."""
 REUNION_S = 2.0
-"""After such a silence the others are waited for so long, once the first worker is back: they all
-try to connect anew, and do not succeed at the same moment."""
+"""Seconds for which :data:`ALL_SILENT_FACTOR` still applies after the first worker is back.
+
+All workers reconnect, but not at the same moment."""
 KEEP_GONE = 64
-"""Dead and refused workers still listed."""
+"""Maximum number of dead and refused workers in the list."""
 KEEP_DEAD_INCARNATIONS = 4096
 STALL_S = 0.25
-"""A longer gap between two looks was this process's own pause; peers gave it up meanwhile."""
+"""A longer gap between two :meth:`Registry.look` calls is a pause of this process.
+
+Workers may have closed their connections during the pause."""
 AFTER_STALL_S = 1.0
-"""Time for connections and heartbeats to come back after such a pause."""
+"""Seconds after such a pause in which no worker becomes suspect."""
 
 
 class WorkerState(Enum):
-    """Where a worker stands."""
+    """State of a worker; :data:`WORKER_TRANSITIONS` has the legal changes."""
 
-    JOINING = "joining"  # said Hello, not checked yet
+    JOINING = "joining"  # sent Hello, not checked yet
     READY = "ready"
-    DRAINING = "draining"  # finishes what it has
+    DRAINING = "draining"  # finishes its requests, gets no new ones
     SUSPECT = "suspect"  # silent, stuck or disconnected; returns, or is declared dead
-    REFUSED = "refused"  # does not fit the cluster
+    REFUSED = "refused"  # rejected, since it serves another model
     DEAD = "dead"
 
     __hash__ = object.__hash__
@@ -89,15 +91,15 @@ _LIVE = frozenset({WorkerState.READY, WorkerState.DRAINING, WorkerState.SUSPECT}
 class Worker:
     """One incarnation of a worker.
 
-    ``outstanding``: tokens assigned and not yet done; ``others`` and ``others_requests``: what
-    other routers have there, as of its last heartbeat. ``recent``: tokens assigned lately, as
-    of the policy's placement number ``recent_at``. ``requests``: what depends on this worker.
-    ``reported``: what its last Hello said it holds. ``aborts``: attempts to be freed there, by
-    key: ``(attempt, repeat at, give up at)``. ``connected``: its connection stands. ``draining``:
-    it takes no new requests, now or once it is no longer suspect. ``doubted``: requests that were
-    moved when its connection closed; if it turns out to be dead, it died with them. ``latency``:
-    of first tokens at a prefill worker, between tokens at a decode worker; ``dropped``: messages
-    it could not use, by reason.
+    ``outstanding``: unfinished tokens assigned by this router. ``others``, ``others_requests``:
+    tokens and requests of other routers, from the last heartbeat. ``recent``: recently assigned
+    tokens, as of the policy's placement number ``recent_at``. ``requests``: requests whose current
+    attempt needs this worker. ``reported``: requests listed in its last Hello. ``aborts``:
+    unconfirmed Aborts by request: ``(attempt, time to repeat, time to give up)``. ``connected``:
+    its connection is open. ``draining``: it takes no new requests, also after it was suspect.
+    ``doubted``: requests that moved when its connection closed; if it is declared dead, they count
+    this death. ``latency``: TTFT of a prefill worker, ITL of a decode worker. ``dropped``: counts
+    of messages dropped by the worker, by reason.
     """
 
     __slots__ = (
@@ -136,21 +138,21 @@ class Worker:
         self.reported: dict[bytes, RequestState] = {r.request: r for r in hello.requests}
         self.aborts: dict[bytes, tuple[int, float, float]] = {}
         self.drain_at = float("inf")  # when to repeat an operator's Drain
-        self.finished = False  # it was drained and has nothing left
+        self.finished = False  # it was drained and has no requests left
         self.connected = True
-        self.hung_up = False  # its process closed the connection, so it has probably ended
+        self.hung_up = False  # the process closed the connection, so it has probably ended
         self.draining = hello.draining
         self.doubted: list[Request] = []
 
     def enter(self, state: WorkerState, reason: str = "") -> None:
-        """Change state; what the table does not allow is our own bug and raises."""
+        """Change state; raises InternalError for a change that is not in the table."""
         if state not in WORKER_TRANSITIONS[self.state]:
             raise InternalError(f"worker cannot go from {self.state.value} to {state.value}")
         self.state = state
         self.reason = reason
 
     def report(self, load: WorkerLoad, router: str) -> None:
-        """Take its figures, as ``router`` sees them."""
+        """Store the worker's load; ``router``: name of this router."""
         self.load = load
         others = [share for name, share in load.shares.items() if name != router]
         self.others = sum(share.tokens for share in others)
@@ -158,52 +160,52 @@ class Worker:
 
     @property
     def burden(self) -> int:
-        """Tokens it has to do for all routers."""
+        """Outstanding tokens of all routers."""
         return self.outstanding + self.others
 
     @property
     def live(self) -> bool:
-        """Whether it is registered: it holds requests, and messages to it make sense."""
+        """True if the worker is registered: it may hold requests and receive messages."""
         return self.state in _LIVE
 
 
 class Registry:
-    """All workers, live and lately dead."""
+    """All live and recently dead workers."""
 
     def __init__(self, config: RouterConfig, now: float) -> None:
         self._config = config
         self._looked_at = now
         self._excused_until = now
-        self._alone_until = now  # this router hears nobody, or did until a moment ago
+        self._alone_until = now  # all workers are silent, or were until recently
         self._by_identity: dict[bytes, Worker] = {}
-        self._others: int | None = None  # counted anew after each heartbeat
+        self._others: int | None = None  # cache, cleared by each heartbeat
         self._live: dict[str, Worker] = {}  # by endpoint
         self._gone: OrderedDict[str, Worker] = OrderedDict()  # dead or refused, by worker id
-        self._dead_incarnations: OrderedDict[int, bool] = OrderedDict()  # only by their silence
+        self._dead_incarnations: OrderedDict[int, bool] = OrderedDict()  # True: for SILENCES
         self._ready: dict[tuple[str, str | None], list[Worker]] = {}
         self.card: ModelCard | None = None
-        """The model served, with the shortest context of all live workers."""
+        """Card of the served model, with the shortest context length of all live workers."""
         self.ever_ready = False
         self.slots = 0
-        """Batch slots of all decode workers that take requests, or will again if they return."""
+        """Batch slots of all live decode workers that are not draining."""
         self.prefills = 0
-        """How many prefill workers do so."""
+        """Number of live prefill workers that are not draining."""
         self.reporting: list[Worker] = []
-        """Live workers whose last Hello said that they hold something."""
+        """Live workers whose last Hello lists requests."""
 
     # ------------------------------------------------------------------ look up
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles of the workers the served model needs."""
+        """Roles of the workers that the served model needs."""
         return roles_for("generate" if self.card is None else self.card.task)
 
     def by_identity(self, identity: bytes) -> Worker | None:
-        """The worker behind a connection, or None before its Hello."""
+        """Return the worker of a connection, or None before its Hello."""
         return self._by_identity.get(identity)
 
     def named(self, name: str) -> Worker:
-        """A live worker by its id or endpoint, for an operator; raises why there is none."""
+        """Return a live worker by id or endpoint; raises EndpointDead or EndpointUnknown."""
         worker = self.find(name)
         if worker is not None:
             return worker
@@ -211,25 +213,25 @@ class Registry:
             if name in (gone.id, gone.endpoint):
                 raise EndpointDead(f"worker {gone.id} is {gone.state.value}: {gone.reason}")
         known = ", ".join(sorted(worker.id for worker in self._live.values())[:8])
-        raise EndpointUnknown(f"no worker {name[:80]!r}; known are {known or 'none'}")
+        raise EndpointUnknown(f"no worker {name[:80]!r}; workers: {known or 'none'}")
 
     def find(self, name: str) -> Worker | None:
-        """A live worker by its id or endpoint."""
+        """Return a live worker by id or endpoint, or None."""
         worker = self._live.get(name)
         if worker is not None:
             return worker
         return next((w for w in self._live.values() if w.id == name), None)
 
     def live(self) -> list[Worker]:
-        """All workers messages can be sent to."""
+        """Return all live workers."""
         return list(self._live.values())
 
     def listed(self) -> list[Worker]:
-        """All workers for the operator: live ones, then dead and refused ones not replaced."""
+        """Return the live workers, then dead and refused workers that were not replaced."""
         return [*self._live.values(), *self._gone.values()]
 
     def ready(self, role: str, pool: str | None = None) -> list[Worker]:
-        """Workers of ``role`` (and pool) that take new work."""
+        """Return the workers of ``role`` (and pool) that take new requests."""
         found = self._ready.get((role, pool))
         if found is None:
             found = [
@@ -239,29 +241,29 @@ class Registry:
                 and worker.role == role
                 and pool in (None, worker.pool)
             ]
-            if found or pool is None:  # clients invent names of pools
+            if found or pool is None:  # unbounded otherwise: clients choose pool names
                 self._ready[role, pool] = found
         return found
 
     @property
     def others(self) -> int:
-        """Requests of other routers on decode workers, or on those that embed."""
+        """Requests of other routers on ready decode workers (for embeddings: prefill workers)."""
         if self._others is None:
             ready = self.ready(self.roles[-1])
             self._others = sum(worker.others_requests for worker in ready)
         return self._others
 
     def check_pool(self, pool: str | None) -> None:
-        """Raise InputError for a pool no worker is or was in, when there are others to ask."""
+        """Raise InputError for an unknown pool while the cluster can serve requests."""
         if pool is None or not all(self.ready(role) for role in self.roles):
             return
         pools = {worker.pool for worker in self.listed()}
         if pool not in pools:
             known = ", ".join(sorted(pools)[:8])
-            raise InputError(f"no worker is in pool {pool!r}; known are {known}")
+            raise InputError(f"no worker is in pool {pool!r}; pools: {known}")
 
     def resolve(self, endpoint: str) -> Worker:
-        """The worker a target_endpoint names, if it takes new work.
+        """Return the worker of a ``target_endpoint``.
 
         Raises EndpointUnknown, EndpointDead or EndpointDraining.
         """
@@ -280,11 +282,11 @@ class Registry:
     # ------------------------------------------------------------------ change
 
     def check_join(self, hello: Hello, now: float, *, idle: bool) -> list[Worker]:
-        """Check a Hello of an unknown incarnation before anything is changed for it.
+        """Check the Hello of an unknown incarnation, without changing any live worker.
 
-        Returns the workers it replaces. ``idle``: no request is here, so the model may change
-        once no worker is connected. Raises the reason why it cannot take part: EndpointDead,
-        NameTaken (ask again later), ModelMismatch, VersionMismatch, ProtocolError, InputError.
+        Returns the workers that it replaces. ``idle``: the router has no unfinished request, so
+        the model may change once no worker is connected. Raises EndpointDead, NameTaken (the
+        worker retries), ModelMismatch, VersionMismatch, ProtocolError or InputError.
         """
         self._check(hello)
         replaced = self._replaced_by(hello)
@@ -294,11 +296,11 @@ class Registry:
             if holder.connected and heard and not holder.finished:
                 raise NameTaken(
                     f"{holder.id} at {holder.endpoint} (process {holder.pid}) is connected and"
-                    f" sent a message {silent:.1f} s ago; stop it before another takes its place"
+                    f" sent a message {silent:.1f} s ago; stop it before you replace it"
                 )
         mismatch = self.card.mismatch(hello.model) if self.card else None
         if mismatch and idle and not any(worker.connected for worker in self._live.values()):
-            return list(self._live.values())  # none of the old model can return
+            return list(self._live.values())  # no worker of the old model can return
         if mismatch:
             field, ours, theirs = mismatch
             reason = f"{field} is {theirs}, the cluster has {ours}"
@@ -309,7 +311,7 @@ class Registry:
         return replaced
 
     def join(self, identity: bytes, hello: Hello, now: float) -> Worker:
-        """Register a worker that :meth:`check_join` let pass; whom it replaces is dead by now."""
+        """Register a worker after :meth:`check_join`; the workers it replaces must be dead."""
         if self.card is not None and self.card.mismatch(hello.model):
             self.card = None
         worker = Worker(identity, hello, now)
@@ -323,7 +325,7 @@ class Registry:
         return worker
 
     def rejoin(self, worker: Worker, identity: bytes, hello: Hello, now: float) -> None:
-        """The same incarnation said Hello again, perhaps over another connection."""
+        """Handle another Hello of a live worker, perhaps over a new connection."""
         if worker.identity != identity:
             self._by_identity.pop(worker.identity, None)
             worker.identity = identity
@@ -339,19 +341,19 @@ class Registry:
         self._changed()
 
     def known(self, incarnation: int) -> Worker | None:
-        """The live worker of this incarnation."""
+        """Return the live worker with this incarnation, or None."""
         return next((w for w in self._live.values() if w.incarnation == incarnation), None)
 
     def is_dead(self, incarnation: int) -> bool:
-        """Whether this incarnation was declared dead here."""
+        """True if this router declared the incarnation dead."""
         return incarnation in self._dead_incarnations
 
     def _may_return(self, hello: Hello) -> bool:
-        """Whether this router was cut off from a worker, which another one has all the while."""
+        """True if only this router was cut off, while another router served the worker."""
         return hello.elsewhere and self._dead_incarnations[hello.incarnation]
 
     def _replaced_by(self, hello: Hello) -> list[Worker]:
-        """Live workers whose name or endpoint a new incarnation takes over."""
+        """Return the live workers whose name or endpoint a new incarnation takes over."""
         return [
             worker
             for worker in self._live.values()
@@ -360,17 +362,17 @@ class Registry:
         ]
 
     def drain(self, worker: Worker) -> None:
-        """Give the worker no new work."""
+        """Assign no new requests to the worker."""
         worker.draining = True
         if worker.state is WorkerState.READY:
             worker.enter(WorkerState.DRAINING)
             self._changed()
 
     def disconnected(self, worker: Worker, now: float) -> bool:
-        """Its connection is gone; whether its process probably is as well.
+        """Handle a closed connection; return True if the worker's process has probably ended.
 
-        The end of a process closes its connections while it is still heard; a connection that
-        timed out, or was lost while this process paused, says nothing about the worker.
+        A process that ends closes its connections shortly after its last message. A connection
+        that timed out, or was lost during a pause of this process, proves nothing.
         """
         silent = now - worker.seen_at
         self._by_identity.pop(worker.identity, None)
@@ -382,14 +384,14 @@ class Registry:
         return worker.hung_up
 
     def suspect(self, worker: Worker, reason: str) -> None:
-        """Give it no new requests until it returns."""
+        """Mark the worker as suspect."""
         if worker.state is not WorkerState.SUSPECT:
             worker.enter(WorkerState.SUSPECT, reason)
             self._changed()
         worker.reason = reason
 
     def clear(self, worker: Worker) -> bool:
-        """It is no longer suspect; false when it was not."""
+        """Clear the suspicion; return False if the worker was not suspect."""
         if worker.state is not WorkerState.SUSPECT:
             return False
         worker.enter(WorkerState.DRAINING if worker.draining else WorkerState.READY)
@@ -413,7 +415,7 @@ class Registry:
     # ------------------------------------------------------------------ health
 
     def beat(self, worker: Worker, beat: Heartbeat, now: float) -> bool:
-        """Note a heartbeat; whether the worker was suspect and is not any more."""
+        """Handle a heartbeat; return True if it clears the worker's suspicion."""
         worker.seen_at = now
         if beat.progress != worker.progress or not beat.busy:
             worker.progress_at = now
@@ -428,17 +430,17 @@ class Registry:
         return self._stuck(worker, now) < self._suspect_s(worker) and self.clear(worker)
 
     def look(self, now: float) -> None:
-        """To be called many times a second: so this process notices its own pauses."""
+        """Detect pauses of this process; call many times per second."""
         if now - self._looked_at > STALL_S:
             self._excuse(now)
         self._looked_at = now
 
     def _excused(self, now: float) -> bool:
-        """Whether a connection may be lost because this process paused, not the worker."""
+        """True if this process paused, so that a lost connection is not the worker's fault."""
         return now < self._excused_until or now - self._looked_at > STALL_S
 
     def _excuse(self, now: float) -> None:
-        """Give every worker a moment to be heard."""
+        """Give every worker :data:`AFTER_STALL_S` to send a heartbeat."""
         self._excused_until = now + AFTER_STALL_S
         for worker in self._live.values():
             seen = now + AFTER_STALL_S - self._config.worker_timeout_s
@@ -447,7 +449,7 @@ class Registry:
             worker.progress_at = max(worker.progress_at, progress)
 
     def doubtful(self, now: float) -> list[tuple[Worker, str]]:
-        """Workers not suspect yet that show no heartbeat or no progress, with the reason."""
+        """Return the workers that become suspect now, each with the reason."""
         if now < self._excused_until:
             return []
         found = []
@@ -463,7 +465,7 @@ class Registry:
         return found
 
     def failing(self, now: float) -> list[tuple[Worker, str]]:
-        """Live workers whose worker timeout has passed, with the reason."""
+        """Return the live workers whose worker timeout has passed, each with the reason."""
         found = []
         timeout = self._config.worker_timeout_s
         after = suspect_after(timeout)
@@ -483,16 +485,16 @@ class Registry:
 
     @staticmethod
     def _stuck(worker: Worker, now: float) -> float:
-        """Seconds in which a worker that is heard has got nothing done, though it has work."""
+        """Return the seconds without progress of a busy worker, else 0."""
         return now - worker.progress_at if worker.busy else 0.0
 
     def _suspect_s(self, worker: Worker) -> float:
-        """Longest time its step may take before that is suspect."""
+        """Return the seconds without progress after which a busy worker is suspect."""
         after = suspect_after(self._config.worker_timeout_s)
         return max(after, self._config.slow_step_factor * worker.step_s)
 
     def _hang_s(self, worker: Worker) -> float:
-        """Longest time its step may take at all."""
+        """Return the seconds without progress after which a busy worker is declared dead."""
         timeout = self._config.worker_timeout_s
         return max(timeout, self._config.slow_step_factor * worker.step_s)
 
@@ -502,11 +504,11 @@ class Registry:
         check_version(hello.version, f"worker {hello.worker}")
         check_endpoint(hello.endpoint)
         if hello.role not in ("prefill", "decode"):
-            raise ProtocolError(f"role is {hello.role!r}; known are prefill and decode")
+            raise ProtocolError(f"role must be prefill or decode, not {hello.role!r}")
         if self.is_dead(hello.incarnation) and not self._may_return(hello):
             raise EndpointDead(
                 f"{hello.worker} was declared dead here and its requests were moved;"
-                " it must register again with a new incarnation"
+                " register again with a new incarnation"
             )
 
     def _list_gone(self, worker: Worker) -> None:
@@ -529,10 +531,10 @@ class Registry:
 
 
 def roles_for(task: str) -> tuple[str, ...]:
-    """Roles of the workers a task needs: vectors need no decode worker."""
+    """Return the roles that a task needs; embeddings need no decode worker."""
     return ("prefill",) if task == "embed" else ("prefill", "decode")
 
 
 def shortest(cards: Iterable[ModelCard], default: ModelCard | None = None) -> ModelCard | None:
-    """Of cards of one model the one with the shortest context, which fits every worker."""
+    """Return the card with the shortest context length, which every worker can serve."""
     return min(cards, key=lambda card: card.max_length, default=default)

@@ -1,7 +1,6 @@
-"""One request as the router sees it, and every state it may take.
+"""The router's record of one request, and its state machine.
 
-Invariant: a request ends once; what may follow what is :data:`TRANSITIONS`, and a step that
-is not in the table raises. The record knows no socket and no clock.
+Invariant: a request ends once. :data:`TRANSITIONS` lists all legal steps; any other step raises.
 
 ::
 
@@ -36,12 +35,12 @@ if TYPE_CHECKING:
 
 
 class State(Enum):
-    """Where a request stands."""
+    """State of a request."""
 
-    RECOVERING = "recovering"  # resumed after a restart: workers may still report it
+    RECOVERING = "recovering"  # resumed without a record here: a worker may hold it
     QUEUED = "queued"  # waits for workers
-    ASSIGNED = "assigned"  # sent to a prefill worker that has not answered yet
-    RUNNING = "running"  # a worker has it
+    ASSIGNED = "assigned"  # Assign sent to a prefill worker, not answered yet
+    RUNNING = "running"  # a worker has accepted it
     ENDED = "ended"  # its terminal is known and kept until acknowledged
     FORGOTTEN = "forgotten"
 
@@ -49,7 +48,7 @@ class State(Enum):
 
 
 class Step(Enum):
-    """What moves a request on."""
+    """Step from one state to the next."""
 
     ASSIGN = "assign"
     ACCEPT = "accept"
@@ -81,7 +80,7 @@ RECORD_BYTES = 2048
 NEVER = float("inf")
 SUSPECT_DEATHS = 2
 HARMLESS_TOKENS = 8
-"""More tokens than are on their way from a worker when it dies."""
+"""More tokens than can be in transit when their worker dies."""
 _QUEUED, _ENDED, _FORGOTTEN = State.QUEUED, State.ENDED, State.FORGOTTEN
 
 
@@ -89,8 +88,9 @@ class Request:
     """One request from its admission until its terminal is acknowledged.
 
     ``base``: position of the first generated token. ``next``: position of the next token to
-    pass on; ``emitted`` holds all below it. ``server``: the worker it runs on as far as is
-    known; ``handed``: the decode worker was heard, so prefill is no longer needed.
+    relay; ``emitted`` has all tokens from ``base`` up to it. ``server``: the worker that runs the
+    request, as far as known. ``handed``: the handoff is finished, so the request no longer needs
+    its prefill worker.
     """
 
     __slots__ = (
@@ -110,64 +110,64 @@ class Request:
         self.request_id = request_id
         self.context = context
         self.deadline = deadline
-        self.limit = deadline  # earlier while its client is away
+        self.limit = deadline  # earlier while its client is disconnected
         self.attempt = attempt
-        self.own = NEVER  # first attempt of this router's life; others are an earlier life's
-        self.foreign = False  # its attempts were counted elsewhere, perhaps are still
-        self.sought: Sought | None = None  # while workers are asked who has it
-        self.followed = False  # taken over from a prefill worker, and where it goes is not known
+        self.own = NEVER  # first attempt since this router's start; lower ones are older
+        self.foreign = False  # another router counts its attempts, or did
+        self.sought: Sought | None = None  # the running search for its worker
+        self.followed = False  # adopted from a prefill worker; decode worker unknown
         self.state = _QUEUED
         self.client: Client | None = None
-        self.identity = b""  # the connection it was served to last
-        self.owner = b""  # the key of that connection; empty where there are no keys
+        self.identity = b""  # routing id of its last client connection
+        self.owner = b""  # CURVE key of that connection, or empty
         self.base = self.next = len(context.tokens.array)
         self.max_new = new_tokens(context)
-        self.embeds = context.task == "embed"  # a vector is asked for instead of text
+        self.embeds = context.task == "embed"  # its result is an embedding, without tokens
         self.emitted = array("i")
         self.logprobs: list[TokenLogProbs | None] | None = [] if context.log_probabilities else None
-        self.sent = -1  # first token a slow client was not given, -1 when it has all
+        self.sent = -1  # position of the first token not sent to a slow client, or -1
 
         self.pool: str | None = None
-        self.pin: tuple[str, str] | None = None  # role and endpoint the client named
+        self.pin: tuple[str, str] | None = None  # role and endpoint
         self.strict = False
-        self.unchecked = False  # no worker had told the model when it was submitted
+        self.unchecked = False  # no model card was known at its Submit
 
         self.prefill: Worker | None = None
         self.decode: Worker | None = None
         self.server: Worker | None = None
         self.handed = False
-        self.started = False  # its first token was seen, so no prompt is waiting any more
-        self.heard = True  # since the last Adopt
-        self.unheard = 0  # Adopts without an answer
+        self.started = False  # its first token has arrived
+        self.heard = True  # the worker has answered the last Adopt
+        self.unheard = 0  # number of unanswered Adopts
         self.prefill_cost = self.decode_cost = 0
-        self.submitted_at = NEVER  # or resumed, so nobody waits for a first token
-        self.token_at = NEVER  # when its last token came
+        self.submitted_at = NEVER  # NEVER for a resumed request: it has no TTFT
+        self.token_at = NEVER  # arrival of its last token
 
         self.terminal: Terminal | None = None
-        self.pending: Terminal | None = None  # waits for tokens that are missing
+        self.pending: Terminal | None = None  # a terminal that waits for missing tokens
 
-        self.deaths = 0  # workers that died with it
-        self.doubts: frozenset[int] = frozenset()  # incarnations that hung up, perhaps dead of it
-        self.blame = 0.0  # each death shared among the most suspicious requests there
+        self.deaths = 0  # deaths of workers that ran it
+        self.doubts: frozenset[int] = frozenset()  # disconnected incarnations, perhaps dead
+        self.blame = 0.0  # its shares of the blame for deaths
         self.losses = 0
-        self.lost_at = 0  # what was next when it was lost the last time
+        self.lost_at = 0  # ``next`` at the last loss
         self.decode_tries = 0
-        self.avoid: set[int] | None = None  # incarnations not to ask again in this round
-        self.unreachable = ""  # which pair failed it last, until it is handed over
-        self.shunned: tuple[int, ...] = ()  # the incarnations of all pairs that failed it
+        self.avoid: set[int] | None = None  # incarnations that were full in this round
+        self.unreachable = ""  # error of the last failed pair, until the handoff
+        self.shunned: tuple[int, ...] = ()  # incarnations of its failed pairs
         self.hashes: list[bytes] | None = None
 
-        self.bytes = 0  # what admission charged
+        self.bytes = 0  # bytes charged by admission
         self.queued_tokens = 0
         self.grace_until = NEVER
         self.retry_at = NEVER
-        self.backoff = 0.0  # of what is repeated now
-        self.patience = 0.0  # of refusals for want of room
+        self.backoff = 0.0  # seconds until the current message is repeated
+        self.patience = 0.0  # seconds of back-off after Busy
         self.slot = -1
         self.due_at = NEVER
 
     def step(self, step: Step) -> None:
-        """Move on; a step the table does not know is our own bug and raises."""
+        """Take a step; raises InternalError for a step that is not in the table."""
         try:
             self.state = TRANSITIONS[self.state, step]
         except KeyError:
@@ -175,31 +175,31 @@ class Request:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles of the workers it needs."""
+        """Roles of the workers that the request needs."""
         return roles_for(self.context.task)
 
     @property
     def done(self) -> bool:
-        """Whether its terminal is known."""
+        """True if the terminal is known."""
         return self.state is _ENDED or self.state is _FORGOTTEN
 
     @property
     def remaining(self) -> int:
-        """Most tokens it may still generate."""
+        """Maximum number of tokens that the request may still generate."""
         return max(0, self.max_new - len(self.emitted))
 
     @property
     def progressed(self) -> bool:
-        """Whether it got well beyond where it was lost, so that place is harmless."""
+        """True if the request is well past its last loss, so that position is harmless."""
         return self.next > self.lost_at + HARMLESS_TOKENS
 
     @property
     def suspect(self) -> bool:
-        """Whether it may be what killed its workers: it runs apart from others like it."""
+        """True if this request may have crashed its workers; suspects never share a worker."""
         return self.deaths + len(self.doubts) >= SUSPECT_DEATHS and not self.progressed
 
     def keep(self, run: TokenRun) -> None:
-        """Remember a run that starts at ``next``."""
+        """Store a token run that starts at ``next``."""
         tokens = run.tokens
         self.emitted.extend(tokens)
         self.next += len(tokens)
@@ -207,7 +207,7 @@ class Request:
             self.logprobs.extend(run.logprobs or [None] * len(tokens))
 
     def run_from(self, position: int) -> TokenRun | None:
-        """All kept tokens from ``position`` on as one run, or None when there are none."""
+        """Return all stored tokens from ``position`` on as one run, or None without tokens."""
         start = max(0, position - self.base)
         tokens = self.emitted[start:].tolist()
         if not tokens:
@@ -220,12 +220,12 @@ class Request:
         if self.logprobs is None:
             return None
         known = [entry for entry in self.logprobs[start:] if entry is not None]
-        # Tokens a resuming client brought itself have none, and it does not ask for them.
+        # Tokens from a Resume have no log probabilities, and that client does not need them.
         return known if len(known) == len(self.logprobs) - start else None
 
 
 def new_tokens(context: WireContext) -> int:
-    """Most tokens a context may generate."""
+    """Return the maximum number of tokens that a context may generate."""
     room = context.max_length - len(context.tokens.array)
     asked = context.sampling.max_new_tokens
     if asked is not None and asked < room:
@@ -234,7 +234,7 @@ def new_tokens(context: WireContext) -> int:
 
 
 def context_bytes(context: WireContext) -> int:
-    """Upper bound of the memory a request may take until its end, in bytes."""
+    """Return an upper bound, in bytes, of a request's memory until its end."""
     likely = context.log_probabilities
     per_token = 4 + (128 + 12 * likely if likely > 0 else 0)
     total = RECORD_BYTES + context.tokens.array.nbytes + per_token * new_tokens(context)

@@ -1,8 +1,8 @@
-"""What workers say: who they are, what they have, the tokens they make.
+"""Messages from workers: registration, heartbeats, tokens, terminals, and answers to Assign.
 
-Invariant: of every request only tokens of the current attempt at exactly the next position
-pass, whatever workers repeat, lose or reorder; what a lower attempt says is answered with an
-Abort. A step's tokens for one client leave as one message with the runs as they came.
+Invariant: the router relays only tokens of the current attempt at exactly the next position, even
+if workers repeat, lose or reorder messages. It answers messages of a lower attempt with an Abort.
+One message carries a step's tokens for one client, with the runs as received.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class WorkerSide:
         self._acknowledged: dict[bytes, list[tuple[bytes, int]]] = {}  # of this envelope
 
     def handle(self, identity: bytes, messages: Sequence[Message], now: float) -> None:
-        """Take what one envelope holds."""
+        """Handle the messages of one envelope."""
         by_identity = self._life.registry.by_identity
         worker = by_identity(identity)
         if worker is not None:
@@ -86,12 +86,12 @@ class WorkerSide:
                 self._handlers[type(message)](self, worker, message, now)
             else:
                 self._drop("unknown_worker")
-                text = "say Hello first"
-                self._say(identity, Rejected(code="endpoint_unknown", message=text))
+                text = "not registered: send Hello first"
+                self._send(identity, Rejected(code="endpoint_unknown", message=text))
         self._acknowledged.clear()
 
     def gone(self, identity: bytes, now: float) -> None:
-        """A worker's connection closed."""
+        """Handle a closed connection of a worker."""
         worker = self._life.registry.by_identity(identity)
         if worker is None:
             return
@@ -103,9 +103,9 @@ class WorkerSide:
     # ------------------------------------------------------------------ membership
 
     def _join(self, identity: bytes, hello: Hello, now: float) -> None:
-        """A new worker, the same one again, or its successor.
+        """Register a new worker, a known one again, or a successor.
 
-        Everything is checked before anything changes: a refused Hello harms no other worker.
+        All checks precede all changes: a rejected Hello has no effect on other workers.
         """
         registry, life = self._life.registry, self._life
         known = registry.known(hello.incarnation)
@@ -116,11 +116,11 @@ class WorkerSide:
                 return
             replaced = registry.check_join(hello, now, idle=not life.admission.requests)
         except BatonError as error:
-            if self._refused.get(hello.incarnation, "") != error.code:  # it asks again and again
+            if self._refused.get(hello.incarnation, "") != error.code:  # it retries
                 self._refused.put(hello.incarnation, error.code)
                 life.log("worker.refused", worker=hello.worker, reason=str(error))
             self._drop("refused_worker")
-            self._say(identity, Rejected(code=error.code, message=str(error)))
+            self._send(identity, Rejected(code=error.code, message=str(error)))
             return
         for old in replaced:
             self._recovery.lose(old, f"replaced by process {hello.pid}", now)
@@ -133,9 +133,9 @@ class WorkerSide:
 
     @staticmethod
     def _check_known(known: Worker, hello: Hello) -> None:
-        """Raise AccessDenied for another worker that says this incarnation.
+        """Raise AccessDenied if a different worker uses a known incarnation.
 
-        It would get what is meant for the one that has it.
+        It would receive the messages for the worker with that incarnation.
         """
         if (known.id, known.role, known.endpoint) != (hello.worker, hello.role, hello.endpoint):
             raise AccessDenied(f"this incarnation is {known.role} {known.id!r} at {known.endpoint}")
@@ -152,7 +152,7 @@ class WorkerSide:
         name = self._life.config.name
         worker = self._life.registry.by_identity(identity)
         key = worker_key(self._life.config.key, worker.incarnation) if worker else b""
-        self._say(identity, Welcome(router=name, incarnation=self._incarnation, key=key))
+        self._send(identity, Welcome(router=name, incarnation=self._incarnation, key=key))
 
     def _heartbeat(self, worker: Worker, beat: Heartbeat, now: float) -> None:
         if beat.incarnation == worker.incarnation and self._life.registry.beat(worker, beat, now):
@@ -167,7 +167,7 @@ class WorkerSide:
     # ------------------------------------------------------------------ tokens
 
     def _tokens(self, worker: Worker, message: Tokens, now: float) -> None:
-        """The hot path: one dictionary look-up and a few comparisons per run."""
+        """Relay tokens. Hot path: one dictionary look-up and a few comparisons per run."""
         requests = self._life.requests
         touched: list[Client] = []
         total = same = 0
@@ -187,7 +187,7 @@ class WorkerSide:
                 run = checked
             total += len(run.tokens)
             request.keep(run)
-            # Most runs of a step follow on the same step, so their gaps are counted at once.
+            # Most runs of a step have the same previous step; their equal gaps are counted at once.
             if request.token_at != since:
                 if since != NEVER:
                     self._waited(worker, since, same, now)
@@ -211,7 +211,7 @@ class WorkerSide:
         self._flush(touched)
 
     def _waited(self, worker: Worker, since: float, runs: int, now: float) -> None:
-        """Count the gaps of ``runs`` requests whose last tokens came at ``since``."""
+        """Add the ITL of ``runs`` requests whose previous tokens arrived at ``since``."""
         index = bucket(now - since)
         worker.latency.add_to_bucket(index, now, runs)
         self._life.between_tokens.add_to_bucket(index, now, runs)
@@ -226,7 +226,7 @@ class WorkerSide:
     def _first_heard(
         self, worker: Worker, request: Request, touched: list[Client], now: float
     ) -> None:
-        """What a run can bring about beyond its tokens; rare after the first."""
+        """Handle a run that is the first, answers an Adopt, or completes a pending terminal."""
         request.heard = request.heard or request.server is worker
         if not request.started:
             self._started(request, now)
@@ -236,7 +236,7 @@ class WorkerSide:
             self._finish(request, pending, now)
 
     def _started(self, request: Request, now: float) -> None:
-        """Its prompt was computed: the first token, or the vector, is here."""
+        """Note that the prompt is computed: the first token or the embedding has arrived."""
         request.started = True
         life = self._life
         life.admission.started(request, life.registry.prefills, now)
@@ -249,12 +249,12 @@ class WorkerSide:
     def _irregular(
         self, worker: Worker, request: Request | None, run: TokenRun, now: float
     ) -> TokenRun | None:
-        """A run that is not simply the next one: learn from it; the part that passes, if any."""
+        """Handle a run that is not the expected next one; return its part to relay, or None."""
         if not self._current(worker, request, run.request, run.attempt, now) or request is None:
             return None
         if request.state is _ASSIGNED:
             self._life.accepted(request)
-        # A handed-over request's first token may come late from the prefill worker.
+        # After the handoff, a late first token may still arrive from the prefill worker.
         if request.server is not worker and not (request.handed and worker.role == "prefill"):
             self._recovery.served_by(request, worker)
         if run.position > request.next:
@@ -280,7 +280,7 @@ class WorkerSide:
         now: float,
         proof: bytes = b"",
     ) -> bool:
-        """Whether a worker's word counts; what it holds of a lower attempt is aborted."""
+        """True if a worker's message is about the current attempt; abort a lower attempt there."""
         life = self._life
         if request is None:
             self._drop("unknown_request")
@@ -290,33 +290,33 @@ class WorkerSide:
             return False
         if request.state is State.RECOVERING and attempt >= request.attempt:
             if worker.aborts.get(key, (0,))[0] >= attempt:
-                self._drop("late_attempt")  # said before it heard our Abort, which frees it
+                self._drop("late_attempt")  # sent before our Abort arrived, which releases it
                 return False
             self._recovery.found(request, worker, attempt, now)
             return True
         if request.state is _QUEUED and attempt >= request.attempt:
-            request.attempt = attempt + 1  # an earlier life assigned it: rise above
+            request.attempt = attempt + 1  # from before this router's start
         if request.state is not _RUNNING and request.state is not _ASSIGNED:
             last = request.attempt if request.done else request.attempt - 1
             if attempt <= last:
                 self._drop("late_attempt")
                 life.abort_on(worker, key, attempt, request.deadline, "over")
                 if request.state is State.RECOVERING:
-                    self._recovery.denied(request, worker, now)  # it has an old one only
+                    self._recovery.denied(request, worker, now)  # it holds only an old attempt
             return False
         if attempt < request.attempt:
             self._drop("late_attempt")
             life.abort_on(worker, key, attempt, request.deadline, "superseded")
             return False
-        request.attempt = attempt  # a higher one: another router knew more
+        request.attempt = attempt  # a higher attempt: assigned by another router
         return True
 
     def _is_foreign(
         self, worker: Worker, request: Request, attempt: int, now: float, proof: bytes = b""
     ) -> bool:
-        """Whether the worker has yet to prove that it was given this attempt: it is asked to.
+        """True if the worker must first prove its assignment; it is asked with Adopt.
 
-        What is said of a lower attempt has no effect on the request, so it needs no proof.
+        A message of a lower attempt has no effect on the request, so it needs no proof.
         """
         if worker is request.server or worker is request.prefill or worker is request.decode:
             return False
@@ -326,7 +326,7 @@ class WorkerSide:
             return False
         self._drop("unproven")
         if self._proofs.may_ask(worker, request, now):
-            self._say(worker.identity, Adopt(request=request.key, position=request.next))
+            self._send(worker.identity, Adopt(request=request.key, position=request.next))
         return True
 
     # ------------------------------------------------------------------ ends
@@ -346,7 +346,7 @@ class WorkerSide:
                 self._acknowledge(worker, message)
             return
         if request.handed and worker.role == "prefill":
-            self._acknowledge(worker, message)  # the decode worker's word counts
+            self._acknowledge(worker, message)  # the decode worker decides about the end
             return
         request.attempt = attempt
         if request.state is _ASSIGNED:
@@ -362,13 +362,13 @@ class WorkerSide:
     def _may_be_wanted(
         self, worker: Worker, request: Request | None, key: bytes, attempt: int, now: float
     ) -> bool:
-        """Whether a worker should keep the end, and the tokens, of a request that is not here."""
+        """True if a worker should keep the terminal and tokens of a request that may be resumed."""
         if request is None:
             return self._recovery.orphans.expected(worker, key, attempt, now)
         return request.state is State.RECOVERING
 
     def _finish(self, request: Request, message: Terminal, now: float) -> None:
-        """All tokens are here: acknowledge, and end the request as the worker says."""
+        """Acknowledge a terminal after its last token, and end or replay the request."""
         worker = request.server
         if worker is not None:
             self._acknowledge(worker, message)
@@ -377,7 +377,7 @@ class WorkerSide:
             return
         if request.embeds and message.code is None:
             if message.embedding is None:
-                error = InternalError("the worker ended the request without a vector")
+                error = InternalError("the worker ended the request without an embedding")
                 self._life.fail(request, error, now)
                 return
             if not request.started:
@@ -385,11 +385,11 @@ class WorkerSide:
         self._life.end(request, message, now)
 
     def _acknowledge(self, worker: Worker, message: Terminal) -> None:
-        """Let the worker forget it; the ends of one envelope are acknowledged together."""
+        """Acknowledge a terminal; one TerminalAck serves all terminals of an envelope."""
         ends = self._acknowledged.get(worker.identity)
         if ends is None:
             ends = self._acknowledged[worker.identity] = []
-            self._say(worker.identity, TerminalAck(requests=ends))
+            self._send(worker.identity, TerminalAck(requests=ends))
         ends.append((message.request, message.attempt))
 
     # ------------------------------------------------------------------ answers to Assign
@@ -403,7 +403,7 @@ class WorkerSide:
                 self._life.accepted(request)
                 return
             if request.done:
-                return  # it ended before this word came
+                return  # it ended before this message arrived
         assigned = request is not None and worker in (request.prefill, request.decode)
         if self._current(worker, request, key, attempt, now, message.proof) and request:
             self._life.accepted(request)
@@ -411,7 +411,7 @@ class WorkerSide:
                 self._recovery.claimed(request, worker, now)
 
     def _busy(self, worker: Worker, message: Busy, now: float) -> None:
-        """No room there: choose again, and after a few tries leave the cluster some time."""
+        """Place the request elsewhere; back off after every few refusals by decode workers."""
         key, attempt = message.request, message.attempt
         request = self._given_back(worker, key, attempt, now, message.proof)
         if request is None:
@@ -431,7 +431,11 @@ class WorkerSide:
     def _given_back(
         self, worker: Worker, key: bytes, attempt: int, now: float, proof: bytes = b""
     ) -> Request | None:
-        """The request a prefill worker cannot go on with; else an Abort lets it rest."""
+        """Return the request that a prefill worker could not finish, or None.
+
+        None if the message is outdated, or if the handoff is already finished. The worker then
+        gets an Abort.
+        """
         request = self._life.requests.get(key)
         if not self._current(worker, request, key, attempt, now, proof) or request is None:
             return None
@@ -441,7 +445,7 @@ class WorkerSide:
         return request
 
     def _aborted(self, worker: Worker, message: Aborted, now: float) -> None:
-        """It holds nothing of this attempt; if the attempt should run there, run it again."""
+        """Handle a worker's report that it does not hold an attempt; replay a current one."""
         key, attempt = message.request, message.attempt
         waiting = worker.aborts.get(key)
         if waiting is not None and attempt >= waiting[0]:
@@ -463,7 +467,7 @@ class WorkerSide:
             self._recovery.lost(request, f"worker {worker.id} does not have it", now)
 
     def _peer_lost(self, worker: Worker, message: PeerLost, now: float) -> None:
-        """Its decode worker cannot be reached from there, or does not fit: use another pair."""
+        """Use another pair: the decode worker is unreachable from there, or incompatible."""
         request = self._given_back(worker, message.request, message.attempt, now)
         if request is None:
             return
@@ -500,36 +504,36 @@ class WorkerSide:
         if request.decode is not None:
             self._life.handed_over(request)
         elif (decode := self._life.registry.find(message.decode)) is not None:
-            self._recovery.served_by(request, decode)  # its tokens go to another router
-            request.heard = True  # whoever was asked before was not this one
+            self._recovery.served_by(request, decode)  # its tokens went to another router
+            request.heard = True  # the last Adopt went to another worker
             self._recovery.ask_again(request, now)
 
     def _passed_on(self, worker: Worker, message: HandoffReport) -> None:
-        """A pair that failed before works again."""
+        """Clear a failed pair after a finished handoff."""
         decode = self._life.registry.find(message.decode)
         if decode is not None:
             self._life.placement.failed_pairs.handed_over(worker, decode)
 
     def _moved(self, worker: Worker, message: Moved, _now: float) -> None:
-        """Another router serves the request now; its workers go on."""
+        """Drop the record of a request that another router serves."""
         request = self._life.requests.get(message.request)
         if request is None or request.done or request.state is State.RECOVERING:
-            return  # in the last case it is being fetched back
+            return  # RECOVERING: the client resumed it here since
         if worker in (request.prefill, request.decode, request.server):
             self._recovery.moved(request, message.router)
 
-    # ------------------------------------------------------------------ small talk
+    # ------------------------------------------------------------------ keep-alive
 
     def _ping(self, worker: Worker, message: Ping, _now: float) -> None:
-        self._say(worker.identity, Pong(nonce=message.nonce))
+        self._send(worker.identity, Pong(nonce=message.nonce))
 
     def _pong(self, worker: Worker, message: Pong, _now: float) -> None:
-        """Heard; there is nothing to do."""
+        """Ignore: a Pong needs no answer."""
 
     def _drop(self, reason: str) -> None:
         self._life.counters.dropped[reason] += 1
 
-    def _say(self, identity: bytes, message: Message) -> None:
+    def _send(self, identity: bytes, message: Message) -> None:
         self._life.out.append(ToWorker(identity, message))
 
     _handlers: ClassVar[dict[type, Callable[..., None]]] = {

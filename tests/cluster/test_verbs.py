@@ -167,7 +167,7 @@ def test_down_finds_what_a_killed_controller_left(background):
         (["rollout", "transport=tcp"], 2, "a rollout cannot change transport"),
         (["rollout", "model=/no/such"], 2, "no model folder /no/such"),
         (["rollout", "--config=/no/such.toml"], 2, "cannot read /no/such.toml"),
-        (["drain", "decode-9"], 1, "no worker 'decode-9'; known are decode-0, decode-1, prefill-0"),
+        (["drain", "decode-9"], 1, "no worker 'decode-9'; workers: decode-0, decode-1, prefill-0"),
         (["drain", "router"], 1, "no worker 'router'"),
     ],
 )

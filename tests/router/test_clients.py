@@ -586,7 +586,7 @@ def test_who_can_be_drained_is_said_in_one_line(served):
     answer = served.one(b"operator", Drained)
     assert (answer.worker, answer.code) == ("nobody", "endpoint_unknown")
     assert answer.message == (
-        "no worker 'nobody'; known are decode-0, decode-1, prefill-0, prefill-1"
+        "no worker 'nobody'; workers: decode-0, decode-1, prefill-0, prefill-1"
     )
     served.workers[1].gone()
     served.advance(5.2)
