@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..engine.llm import LLMEngine
-from ..engine.runner import RunnerConfig, load_runner
+from ..engine.loading.loader import RunnerConfig, load_runner
 from ..proto.sampling import SamplingParams
 from ..runtime.lifecycle import limit_blas_threads
 from .checkpoints import SHAPES, write_checkpoint

@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ..engine.plan import Chunk, SampleSpec, StepPlan
-from ..engine.runner import RunnerConfig, load_runner
+from ..engine.loading.loader import RunnerConfig, load_runner
+from ..engine.scheduling.plan import Chunk, SampleSpec, StepPlan
 from ..proto.sampling import SamplingParams
 from ..runtime.lifecycle import limit_blas_threads
 from .checkpoints import SHAPES, Shape, write_checkpoint

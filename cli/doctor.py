@@ -25,9 +25,9 @@ from ..deploy.banner import kernels_warning
 from ..deploy.config import ServeSettings, demo_model_folder
 from ..deploy.ray.connect import INSTALL_RAY
 from ..deploy.run_folder import socket_in_use
-from ..engine.checkpoint import load_checkpoint, require_tokenizer
 from ..engine.kernels import kernels_title, load_backend
 from ..engine.kernels.cuda.cupy_device import INSTALL_CUPY
+from ..engine.loading.checkpoint import load_checkpoint, require_tokenizer
 from ..proto.endpoints import MAX_IPC_PATH_BYTES
 from ..proto.errors import BatonError
 

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 __all__ = ["AsyncClient", "AsyncGeneration", "Client", "Description", "Generation", "Output"]
 
 _HOME = {
-    "AsyncClient": "aio",
-    "AsyncGeneration": "aio",
-    "Client": "sync",
+    "AsyncClient": "async_client",
+    "AsyncGeneration": "async_client",
+    "Client": "client",
     "Description": "model",
-    "Generation": "sync",
+    "Generation": "client",
     "Output": "output",
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ..engine.runner import Runner, load_runner
+from ..engine.loading.loader import Runner, load_runner
 from ..proto.ids import new_incarnation
 from ..proto.limits import MAX_KV_FRAME_BYTES
 from ..runtime.allowed_keys import DECODE, OPERATOR, PREFILL, ROUTER

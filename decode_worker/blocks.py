@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..engine.cache import Allocation, PagedCache
-from ..engine.scheduler import Scheduler
+from ..engine.cache.paged_cache import Allocation, PagedCache
+from ..engine.scheduling.scheduler import Scheduler
 
 
 class GrantStore:

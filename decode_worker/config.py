@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..engine.runner import RunnerConfig
+from ..engine.loading.loader import RunnerConfig
 from ..kv_transfer.timeout import HANDOFF_TIMEOUT_S
 from ..runtime.liveness import DEFAULT_WORKER_TIMEOUT_S
 from ..runtime.log import Level

@@ -17,14 +17,14 @@ from typing import ClassVar
 
 import msgspec
 
-from ..engine.cache import Allocation
-from ..engine.events import Event as EngineEvent
-from ..engine.events import Failed, Finished, TokenEvent
-from ..engine.grammar import GrammarDone, GrammarTask, grammar_task
+from ..engine.cache.paged_cache import Allocation
+from ..engine.grammar.constraint import GrammarDone, GrammarTask, grammar_task
 from ..engine.models.registry import read_context
-from ..engine.scheduler import Scheduler
-from ..engine.sequence import Sequence
-from ..engine.step_time import StepTime
+from ..engine.scheduling.events import Event as EngineEvent
+from ..engine.scheduling.events import Failed, Finished, TokenEvent
+from ..engine.scheduling.scheduler import Scheduler
+from ..engine.scheduling.sequence import Sequence
+from ..engine.scheduling.step_time import StepTime
 from ..kv_transfer.receiver import Evict, Handover, Receiver, Reply, check_receiver
 from ..kv_transfer.receiver import Output as Received
 from ..proto.contexts import TextContext

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..engine.grammar import CompileGrammar, DropGrammar, GrammarDone
-from ..engine.plan import StepPlan, StepResult
+from ..engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
+from ..engine.scheduling.plan import StepPlan, StepResult
 from ..proto.messages import DeviceTicket, KVFrame, Message, PoolTicket
 from ..runtime.actions import (
     DrainRequested,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..engine.grammar import CompileGrammar, DropGrammar, GrammarTask, follow
+from ..engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarTask, follow
 from ..proto.errors import BatonError
 from ..proto.matching import Matcher
 from ..runtime.attempts import Key

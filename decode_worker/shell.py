@@ -11,12 +11,18 @@ from functools import partial
 
 import numpy as np
 
-from ..engine.grammar import CompileGrammar, DropGrammar, GrammarCompiler, GrammarDone, as_result
-from ..engine.plan import StepPlan, StepResult, failed_step
-from ..engine.runner import Runner
-from ..engine.scheduler import Scheduler, SchedulerConfig
-from ..engine.step_time import StepTime
-from ..engine.warm_up import warm_up
+from ..engine.grammar.constraint import (
+    CompileGrammar,
+    DropGrammar,
+    GrammarCompiler,
+    GrammarDone,
+    as_result,
+)
+from ..engine.loading.loader import Runner
+from ..engine.loading.warm_up import warm_up
+from ..engine.scheduling.plan import StepPlan, StepResult, failed_step
+from ..engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from ..engine.scheduling.step_time import StepTime
 from ..kv_transfer.checksums import envelope_digest
 from ..kv_transfer.frames import FrameWriter
 from ..kv_transfer.move_thread import MoveThread

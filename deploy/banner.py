@@ -9,13 +9,13 @@ import msgspec
 
 from baton import __version__
 
-from ..engine.embedding_config import EMBED
 from ..engine.kernels import (
     BUILD_KERNELS,
     compiled_kernels_problem,
     kernels_title,
     weights_dtype,
 )
+from ..engine.loading.embedding_config import EMBED
 from ..kv_transfer.shared_pool import can_share
 from ..proto.errors import BatonError
 from ..proto.limits import MAX_DESCRIBED_BYTES

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ..engine.embedding_config import TASKS
+from ..engine.loading.embedding_config import TASKS
 from ..kv_transfer.timeout import HANDOFF_TIMEOUT_S
 from ..proto.errors import ConfigError
 from ..router.config import POLICIES

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..engine.checkpoint import Checkpoint
+from ..engine.loading.checkpoint import Checkpoint
 
 _FAIR, _MOST = 0.5, 0.8
 """Share of the free memory for all processes: normally, and if needed for one whole context."""

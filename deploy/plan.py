@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from ..decode_worker.config import DecodeWorkerConfig
-from ..engine.runner import DEFAULT_KV_BYTES, RunnerConfig
+from ..engine.loading.loader import DEFAULT_KV_BYTES, RunnerConfig
 from ..prefill_worker.config import PrefillWorkerConfig
 from ..router.config import PolicyConfig, RouterConfig
 from .config import ServeSettings, demo_model_folder, kv_size, shares_memory

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from ..engine.checkpoint import Checkpoint, load_checkpoint
-from ..engine.embedding_config import EMBED
 from ..engine.kernels import BUILD_KERNELS, compiled_kernels_problem
 from ..engine.kernels.cuda.cupy_device import INSTALL_CUPY, cupy_is_installed
-from ..engine.runner import DEFAULT_KV_BYTES, model_task
+from ..engine.loading.checkpoint import Checkpoint, load_checkpoint
+from ..engine.loading.embedding_config import EMBED
+from ..engine.loading.loader import DEFAULT_KV_BYTES, model_task
 from ..proto.errors import BatonError, CheckpointError, ConfigError
 from ..runtime.allowed_keys import OPERATOR
 from ..runtime.keyring import CONTROLLER, load_keys

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ..engine.embedding_config import EMBED
+from ..engine.loading.embedding_config import EMBED
 from .config import MAX_MEMBERS, ServeSettings
 from .launcher import DECODE, POOLS, PREFILL
 

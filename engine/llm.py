@@ -14,10 +14,10 @@ from ..proto.contexts import TextContext
 from ..proto.errors import BatonError, error_from_code
 from ..proto.sampling import SamplingParams
 from ..proto.tokens import TokenBuffer
-from .events import Failed
-from .runner import Runner
-from .scheduler import SchedulerConfig
-from .step_loop import StepLoop
+from .loading.loader import Runner
+from .scheduling.events import Failed
+from .scheduling.scheduler import SchedulerConfig
+from .scheduling.step_loop import StepLoop
 
 
 class LLMEngine(StepLoop):

@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ..engine.checkpoint import load_checkpoint
-from ..engine.embedding_config import GENERATE
 from ..engine.kernels.memory import aligned_zeros
-from ..engine.runner import Runner, load_embedder, load_runner, model_task
+from ..engine.loading.checkpoint import load_checkpoint
+from ..engine.loading.embedding_config import GENERATE
+from ..engine.loading.loader import Runner, load_embedder, load_runner, model_task
 from ..kv_transfer.shared_pool import PoolOwner, can_share
 from ..proto.ids import new_incarnation
 from ..proto.layout import ModelCard

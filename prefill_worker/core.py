@@ -16,12 +16,12 @@ from typing import ClassVar
 
 import msgspec
 
-from ..engine.cache import Allocation
-from ..engine.events import ChunkDone, Failed, Finished, Prefilled, TokenEvent
-from ..engine.events import Event as EngineEvent
-from ..engine.grammar import CompileGrammar, DropGrammar, GrammarDone, grammar_task
-from ..engine.scheduler import Scheduler
-from ..engine.step_time import StepTime
+from ..engine.cache.paged_cache import Allocation
+from ..engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone, grammar_task
+from ..engine.scheduling.events import ChunkDone, Failed, Finished, Prefilled, TokenEvent
+from ..engine.scheduling.events import Event as EngineEvent
+from ..engine.scheduling.scheduler import Scheduler
+from ..engine.scheduling.step_time import StepTime
 from ..kv_transfer import sender as handoff
 from ..kv_transfer.sender import Key, Sender
 from ..kv_transfer.timeout import HANDOFF_TIMEOUT_S

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..engine.models.registry import read_context
-from ..engine.step_time import StepTime
+from ..engine.scheduling.step_time import StepTime
 from ..proto.contexts import TextContext
 from ..proto.errors import BatonError, DeadlineExceeded, InternalError
 from ..proto.ids import RequestID

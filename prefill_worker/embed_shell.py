@@ -9,9 +9,9 @@ import time
 
 import numpy as np
 
+from ..engine.loading.loader import EmbeddingRunner
 from ..engine.pipeline import EmbeddingsGenerator
-from ..engine.runner import EmbeddingRunner
-from ..engine.step_time import StepTime
+from ..engine.scheduling.step_time import StepTime
 from ..proto.contexts import TextContext
 from ..proto.ids import RequestID
 from ..proto.tokens import TokenBuffer

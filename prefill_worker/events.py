@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..engine.grammar import CompileGrammar, DropGrammar, GrammarDone
-from ..engine.plan import Int32, StepPlan, StepResult
+from ..engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
+from ..engine.scheduling.plan import Int32, StepPlan, StepResult
 from ..kv_transfer import sender as handoff
 from ..kv_transfer.sender import Key
 from ..proto.messages import Message

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from ..engine.grammar import GrammarTask
+from ..engine.grammar.constraint import GrammarTask
 from ..engine.models.registry import read_context
-from ..engine.sequence import Sequence
+from ..engine.scheduling.sequence import Sequence
 from ..kv_transfer import sender as handoff
 from ..kv_transfer.sender import Key
 from ..proto.context_maps import to_map

@@ -6,12 +6,18 @@ are final. The compute thread owns the model and writes the blocks of the step i
 
 from __future__ import annotations
 
-from ..engine.grammar import CompileGrammar, DropGrammar, GrammarCompiler, GrammarDone, as_result
-from ..engine.plan import StepPlan, StepResult, failed_step
-from ..engine.runner import Runner
-from ..engine.scheduler import Scheduler, SchedulerConfig
-from ..engine.step_time import StepTime
-from ..engine.warm_up import warm_up
+from ..engine.grammar.constraint import (
+    CompileGrammar,
+    DropGrammar,
+    GrammarCompiler,
+    GrammarDone,
+    as_result,
+)
+from ..engine.loading.loader import Runner
+from ..engine.loading.warm_up import warm_up
+from ..engine.scheduling.plan import StepPlan, StepResult, failed_step
+from ..engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from ..engine.scheduling.step_time import StepTime
 from ..kv_transfer.frames import Bytes, FramePacker
 from ..kv_transfer.move_thread import MoveThread
 from ..kv_transfer.moves import Give, MovingPacker

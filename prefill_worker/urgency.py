@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..engine.cache import PagedCache
+from ..engine.cache.paged_cache import PagedCache
 from .job import Job
 from .pace import Pace
 from .start_order import latest_start

@@ -1,6 +1,6 @@
 """A JSON schema as a request carries it: text within limits, checked before anybody builds on it.
 
-Whether it means anything is for the grammar compiler (:mod:`baton.engine.grammar`) to say.
+Whether it means anything is for :mod:`baton.engine.grammar.constraint` to say.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..engine.grammar import GrammarTask, follow
-from ..engine.plan import Chunk, Sampled, StepPlan, StepResult, realized
+from ..engine.grammar.constraint import GrammarTask, follow
+from ..engine.scheduling.plan import Chunk, Sampled, StepPlan, StepResult, realized
 from ..proto.errors import BatonError
 from ..proto.layout import KVLayout, ModelCard
 

@@ -18,12 +18,12 @@ import numpy.typing as npt
 
 from ..decode_worker import events as decode
 from ..decode_worker.core import DecodeCore, GrantStore
-from ..engine.cache import PagedCache
-from ..engine.grammar import CompileGrammar, DropGrammar, GrammarDone
+from ..engine.cache.paged_cache import PagedCache
+from ..engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
 from ..engine.kernels.reference import NumpyBackend
-from ..engine.plan import StepPlan, StepResult, abandoned_step
-from ..engine.scheduler import Scheduler, SchedulerConfig
-from ..engine.step_time import StepTime
+from ..engine.scheduling.plan import StepPlan, StepResult, abandoned_step
+from ..engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from ..engine.scheduling.step_time import StepTime
 from ..kv_transfer.frames import FramePacker, FrameWriter
 from ..kv_transfer.receiver import Receiver, ReceiverConfig
 from ..kv_transfer.sender import Sender, SenderConfig

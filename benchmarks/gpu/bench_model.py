@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from ...engine.kernels.cuda.backend import CudaBackend
+from ...engine.loading.loader import Runner, RunnerConfig, load_runner
 from ...engine.pipeline.device_steps import DeviceSteps
-from ...engine.plan import Chunk, SampleSpec, StepPlan
-from ...engine.runner import Runner, RunnerConfig, load_runner
+from ...engine.scheduling.plan import Chunk, SampleSpec, StepPlan
 from ...proto.sampling import SamplingParams
 from ..checkpoints import Shape, write_checkpoint
 from .lines import Line, measured, skipped

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...engine.kernels.cuda import elementwise, linear, sampling
-from ...engine.plan import SampleSpec
+from ...engine.scheduling.plan import SampleSpec
 from ...proto.sampling import SamplingParams
 from .lines import Line
 from .races import (

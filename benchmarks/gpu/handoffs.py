@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ...engine.block_pool import BlockPool
+from ...engine.cache.block_pool import BlockPool
 from ...engine.kernels.cuda.backend import CudaBackend
 from ...kv_transfer.frames import FramePacker, FrameWriter
 from ...kv_transfer.shared_pool import MappedPools

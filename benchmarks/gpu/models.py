@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from ...engine.kernels.backend import Backend
 from ...engine.kernels.cuda.backend import CudaBackend
-from ...engine.plan import Chunk
-from ...engine.runner import Runner, RunnerConfig, load_runner
+from ...engine.loading.loader import Runner, RunnerConfig, load_runner
+from ...engine.scheduling.plan import Chunk
 from ..checkpoints import SHAPES, Shape, write_checkpoint
 from .stage import Stage
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...client import Client
 from ...engine.kernels import load_backend
-from ...engine.runner import Runner
+from ...engine.loading.loader import Runner
 from ...proto.sampling import SamplingParams
 from ..served import Served
 from .lines import Line, checked

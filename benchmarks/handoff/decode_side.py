@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from ...engine.cache import Allocation, PagedCache
+from ...engine.cache.paged_cache import Allocation, PagedCache
 from ...engine.kernels import load_backend
 from ...engine.pipeline.model import make_pool
 from ...kv_transfer.checksums import envelope_digest

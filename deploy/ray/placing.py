@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from ...decode_worker.config import DecodeWorkerConfig
-from ...engine.checkpoint import load_checkpoint
-from ...engine.runner import DEFAULT_KV_BYTES, RunnerConfig
+from ...engine.loading.checkpoint import load_checkpoint
+from ...engine.loading.loader import DEFAULT_KV_BYTES, RunnerConfig
 from ...prefill_worker.config import PrefillWorkerConfig
 from ...proto.errors import BatonError, ConfigError
 from ...router.config import RouterConfig

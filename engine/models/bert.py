@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 from ...proto.errors import CheckpointError
 from ...proto.layout import KVLayout
-from ..checkpoint import Checkpoint
 from ..kernels.backend import Backend, PackedLinear
-from ..model_config import BertConfig
+from ..loading.checkpoint import Checkpoint
+from ..loading.model_config import BertConfig
 from ..pipeline.model import KVCacheMixin, ModelInputs, ModelOutputs, PipelineModel
-from ..plan import Chunk
+from ..scheduling.plan import Chunk
 from .weights import Progress, WeightLoader, widened
 from .workspace import Workspace
 

@@ -17,10 +17,10 @@ import numpy.typing as npt
 from ...proto.errors import CheckpointError
 from ...proto.layout import KVLayout
 from ...proto.outputs import TokenLogProbs
-from ..checkpoint import Checkpoint
 from ..kernels.backend import Backend, PackedLinear
 from ..kernels.memory import Allocate, aligned_zeros
-from ..model_config import ModelConfig
+from ..loading.checkpoint import Checkpoint
+from ..loading.model_config import ModelConfig
 from ..pipeline.model import (
     KVCacheMixin,
     KVManager,
@@ -32,8 +32,8 @@ from ..pipeline.model import (
     narrowed,
     uploaded,
 )
-from ..plan import Chunk
-from ..sampler import log_probs
+from ..sampling.sampler import log_probs
+from ..scheduling.plan import Chunk
 from .rope import cos_sin_table
 from .weights import Progress, WeightLoader
 from .workspace import Workspace

@@ -12,10 +12,10 @@ from ...proto.errors import CheckpointError
 from ...proto.ids import RequestID
 from ...proto.requests import check_kind
 from ...proto.wire import WireContext
-from ..checkpoint import Checkpoint
-from ..embedding_config import EMBED, GENERATE, EmbeddingSettings
 from ..kernels.backend import Backend
-from ..model_config import ModelConfig
+from ..loading.checkpoint import Checkpoint
+from ..loading.embedding_config import EMBED, GENERATE, EmbeddingSettings
+from ..loading.model_config import ModelConfig
 from .bert import BertModel
 from .decoder import Decoder
 from .weights import Progress

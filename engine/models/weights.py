@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...proto.errors import CheckpointError
-from ..checkpoint import Checkpoint
 from ..kernels.backend import Backend, PackedLinear
-from ..safetensors import Weights
+from ..loading.checkpoint import Checkpoint
+from ..loading.safetensors import Weights
 
 F32 = npt.NDArray[np.float32]
 Progress = Callable[[int, int], None]

@@ -14,7 +14,7 @@ from ..kernels.cuda import sampling
 from ..kernels.cuda.backend import CudaBackend
 from ..kernels.cuda.device import Device, Graph
 from ..kernels.cuda.row_plan import GraphPlan
-from ..plan import Chunk, Sampled
+from ..scheduling.plan import Chunk, Sampled
 from .device_sampler import DeviceSampler, SampleRows, collect
 from .model import ModelInputs, ModelOutputs
 

@@ -14,8 +14,8 @@ from ...proto.limits import MAX_LOG_PROBABILITIES
 from ...proto.outputs import TokenLogProbs
 from ..kernels.cuda import sampling
 from ..kernels.cuda.device import Device, DeviceArray
-from ..plan import Chunk, Sampled, SampleSpec
-from ..sampler import sample
+from ..sampling.sampler import sample
+from ..scheduling.plan import Chunk, Sampled, SampleSpec
 from .steps import describe
 
 _WHY = {

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...proto.errors import BatonError, InternalError
 from ..kernels.cuda.backend import CudaBackend
-from ..plan import Chunk, Sampled
+from ..scheduling.plan import Chunk, Sampled
 from .decode_graph import DecodeGraph, GraphModel, GraphSizes
 from .device_sampler import DeviceSampler
 from .model import LayerDone, ModelInputs

@@ -16,8 +16,8 @@ from ...proto.generators import EmbeddingsOutput
 from ...proto.ids import RequestID
 from ...proto.layout import KVLayout
 from ...proto.validators import has_images
-from ..embedding_config import EmbeddingSettings
-from ..plan import Chunk
+from ..loading.embedding_config import EmbeddingSettings
+from ..scheduling.plan import Chunk
 from .model import F32, I32, PipelineModel, lay_out, make_pool
 
 _SMALLEST_NORM = np.float32(1e-12)

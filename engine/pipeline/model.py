@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from ...proto.layout import KVLayout
 from ...proto.outputs import TokenLogProbs
-from ..cache import PagedCache
+from ..cache.paged_cache import PagedCache
 from ..kernels.backend import Backend
 from ..kernels.memory import Allocate, aligned_zeros, host_pool
-from ..plan import Chunk
+from ..scheduling.plan import Chunk
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...proto.errors import BatonError, InputError, InternalError
-from ..plan import Chunk, Sampled
-from ..sampler import sample
+from ..sampling.sampler import sample
+from ..scheduling.plan import Chunk, Sampled
 from .model import ModelInputs, PipelineModel
 
 F32 = npt.NDArray[np.float32]

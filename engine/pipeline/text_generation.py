@@ -25,9 +25,17 @@ from ...proto.ids import RequestID
 from ...proto.outputs import TextGenerationOutput
 from ...proto.status import GenerationStatus
 from ...proto.validators import validate_text_only
-from ..events import Failed
-from ..plan import Chunk, OnLayers, Sampled, StepPlan, StepResult, abandoned_step, realized
-from ..step_loop import StepLoop
+from ..scheduling.events import Failed
+from ..scheduling.plan import (
+    Chunk,
+    OnLayers,
+    Sampled,
+    StepPlan,
+    StepResult,
+    abandoned_step,
+    realized,
+)
+from ..scheduling.step_loop import StepLoop
 from .model import KVManager, LayerDone, ModelInputs, PipelineModel
 from .steps import HostSteps, StepComputer, describe
 

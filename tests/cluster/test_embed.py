@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from baton.client import AsyncClient
-from baton.engine.runner import RunnerConfig, load_embedder
+from baton.engine.loading.loader import RunnerConfig, load_embedder
 from baton.proto.contexts import TextContext
 from baton.proto.errors import DeadlineExceeded, InputError, TaskMismatch
 from baton.proto.ids import RequestID

@@ -14,11 +14,11 @@ from baton.deploy.config import demo_model_folder
 from baton.engine.kernels.cuda.backend import CudaBackend
 from baton.engine.kernels.cuda.device import Device
 from baton.engine.llm import LLMEngine
+from baton.engine.loading.loader import Runner, RunnerConfig, load_runner
+from baton.engine.loading.warm_up import warm_up
 from baton.engine.pipeline.device_steps import DeviceSteps
-from baton.engine.plan import Chunk, SampleSpec
-from baton.engine.runner import Runner, RunnerConfig, load_runner
-from baton.engine.step_time import StepTime
-from baton.engine.warm_up import warm_up
+from baton.engine.scheduling.plan import Chunk, SampleSpec
+from baton.engine.scheduling.step_time import StepTime
 from baton.kv_transfer.frames import FramePacker, FrameWriter
 from baton.kv_transfer.shared_pool import MappedPools
 from baton.proto.errors import ConfigError

@@ -9,10 +9,10 @@ import pytest
 
 from baton.engine.kernels.cuda import reference_sampling, sampling
 from baton.engine.kernels.cuda.reference import from_bf16, to_bf16
-from baton.engine.philox import uniform as cpu_uniform
-from baton.engine.plan import SampleSpec
-from baton.engine.sampler import log_probs
-from baton.engine.sampler import sample as cpu_sample
+from baton.engine.sampling.philox import uniform as cpu_uniform
+from baton.engine.sampling.sampler import log_probs
+from baton.engine.sampling.sampler import sample as cpu_sample
+from baton.engine.scheduling.plan import SampleSpec
 from baton.proto.errors import InternalError
 from baton.proto.sampling import SamplingParams
 
@@ -175,7 +175,7 @@ def neighbours(row, spec):
                 with pytest.MonkeyPatch.context() as patch:
                     uniform = cpu_uniform(params.seed, spec.position)
                     share = min(max(uniform + share, 0.0), 1 - 2.0**-53)
-                    patch.setattr("baton.engine.sampler.uniform", lambda *_, s=share: s)
+                    patch.setattr("baton.engine.sampling.sampler.uniform", lambda *_, s=share: s)
                     tokens.add(cpu_sample(row, replace(spec, params=moved))[0])
     return tokens
 

@@ -9,7 +9,7 @@ import pytest
 
 from baton.engine.kernels.cuda import reference_sampling
 from baton.engine.kernels.cuda.device import Kernel
-from baton.engine.philox import uniform
+from baton.engine.sampling.philox import uniform
 
 from .host.builder import HERE
 from .host_device import HostDevice

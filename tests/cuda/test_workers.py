@@ -15,8 +15,8 @@ from baton.decode_worker.__main__ import _DATA_OPTIONS
 from baton.decode_worker.config import DecodeWorkerConfig
 from baton.decode_worker.shell import DecodeShell
 from baton.engine.kernels.cuda.backend import CudaBackend
-from baton.engine.plan import Chunk, SampleSpec
-from baton.engine.runner import Runner, RunnerConfig, load_runner
+from baton.engine.loading.loader import Runner, RunnerConfig, load_runner
+from baton.engine.scheduling.plan import Chunk, SampleSpec
 from baton.prefill_worker.config import PrefillWorkerConfig
 from baton.prefill_worker.shell import PrefillShell
 from baton.proto.ids import new_incarnation

@@ -20,11 +20,11 @@ from baton.decode_worker.events import (
     StepDone,
     ToPeer,
 )
-from baton.engine.cache import PagedCache
-from baton.engine.grammar import CompileGrammar, DropGrammar, GrammarDone
-from baton.engine.plan import Sampled, StepPlan, StepResult, abandoned_step
-from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.engine.step_time import StepTime
+from baton.engine.cache.paged_cache import PagedCache
+from baton.engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
+from baton.engine.scheduling.plan import Sampled, StepPlan, StepResult, abandoned_step
+from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from baton.engine.scheduling.step_time import StepTime
 from baton.kv_transfer.receiver import Receiver, ReceiverConfig
 from baton.proto.context_maps import grown_map
 from baton.proto.errors import CapacityError, InputError, InternalError, SchemaTooComplex

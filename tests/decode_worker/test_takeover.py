@@ -8,8 +8,8 @@ import pytest
 
 from baton.decode_worker.core import DecodeCore, GrantStore
 from baton.decode_worker.events import FromPeer, RunStep, ToPeer
-from baton.engine.cache import PagedCache
-from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.cache.paged_cache import PagedCache
+from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from baton.kv_transfer.receiver import Receiver, ReceiverConfig
 from baton.proto.context_maps import grown_map
 from baton.proto.layout import KVLayout, ModelCard

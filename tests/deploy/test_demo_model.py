@@ -9,7 +9,7 @@ import pytest
 
 from baton.deploy.demo_corpus import ANIMALS
 from baton.engine.llm import LLMEngine
-from baton.engine.runner import RunnerConfig, load_runner
+from baton.engine.loading.loader import RunnerConfig, load_runner
 from baton.proto.sampling import SamplingParams
 from baton.text.detokenizer import IncrementalDetokenizer
 from baton.text.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from baton.deploy.memory import (
     model_memory,
     total_memory,
 )
-from baton.engine.checkpoint import load_checkpoint
+from baton.engine.loading.checkpoint import load_checkpoint
 from baton.proto.errors import ConfigError
 
 GIB = 1 << 30

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.block_pool import BlockPool
+from baton.engine.cache.block_pool import BlockPool
 from baton.proto.errors import InternalError
 
 

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from baton.engine.cache import Allocation, PagedCache
+from baton.engine.cache.paged_cache import Allocation, PagedCache
 from baton.proto.errors import InternalError
 
 BLOCK = 4

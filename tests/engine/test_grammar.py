@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from baton.deploy.config import demo_model_folder
-from baton.engine.grammar import (
+from baton.engine.grammar.constraint import (
     COMPILE_LIMIT_S,
     GrammarCompiler,
     GrammarTask,
@@ -17,11 +17,11 @@ from baton.engine.grammar import (
     grammar_task,
 )
 from baton.engine.llm import LLMEngine
-from baton.engine.plan import SampleSpec
-from baton.engine.runner import RunnerConfig, load_runner
-from baton.engine.sampler import sample
-from baton.engine.scheduler import SchedulerConfig
-from baton.engine.sequence import Sequence
+from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.sampling.sampler import sample
+from baton.engine.scheduling.plan import SampleSpec
+from baton.engine.scheduling.scheduler import SchedulerConfig
+from baton.engine.scheduling.sequence import Sequence
 from baton.proto.context_maps import context_to_run, request_map
 from baton.proto.contexts import TextContext
 from baton.proto.errors import BatonError, InputError, InternalError

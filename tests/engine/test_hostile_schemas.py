@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from baton.deploy.config import demo_model_folder
-from baton.engine.grammar import GrammarCompiler, GrammarTask
-from baton.engine.schema_trial import SchemaTrial
+from baton.engine.grammar.constraint import GrammarCompiler, GrammarTask
+from baton.engine.grammar.trial import SchemaTrial
 from baton.proto.errors import CapacityError, InputError, SchemaTooComplex
 from baton.text.tokenizer import Tokenizer
 
@@ -356,7 +356,7 @@ def test_a_helper_ends_with_its_worker():
     program = f"""if True:
         import json, sys, threading
         from pathlib import Path
-        from baton.engine.schema_trial import SchemaTrial
+        from baton.engine.grammar.trial import SchemaTrial
         one = SchemaTrial(Path({str(DEMO_MODEL)!r}), {VOCABULARY}, {EOS}, 1.0)
         one.cost({INTEGER!r})
         print(one._helper.pid, flush=True)

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from baton.engine.llm import LLMEngine
+from baton.engine.loading.loader import Runner, RunnerConfig, load_runner
 from baton.engine.pipeline import steps
-from baton.engine.runner import Runner, RunnerConfig, load_runner
-from baton.engine.scheduler import SchedulerConfig
+from baton.engine.scheduling.scheduler import SchedulerConfig
 from baton.proto.contexts import TextContext
 from baton.proto.errors import CapacityError, InternalError
 from baton.proto.sampling import SamplingParams

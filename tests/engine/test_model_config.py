@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.checkpoint import load_checkpoint, require_tokenizer
-from baton.engine.model_config import (
+from baton.engine.loading.checkpoint import load_checkpoint, require_tokenizer
+from baton.engine.loading.model_config import (
     SUPPORTED_ARCHITECTURES,
     load_generation_config,
     load_model_config,

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.engine.plan import Chunk, SampleSpec, StepPlan
-from baton.engine.runner import Runner, RunnerConfig, load_runner
-from baton.engine.safetensors import TensorStore
+from baton.engine.loading.loader import Runner, RunnerConfig, load_runner
+from baton.engine.loading.safetensors import TensorStore
+from baton.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
 from baton.proto.sampling import SamplingParams
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "checkpoints"

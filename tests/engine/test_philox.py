@@ -1,6 +1,6 @@
 import pytest
 
-from baton.engine.philox import philox4x32, uniform
+from baton.engine.sampling.philox import philox4x32, uniform
 
 FULL = 0xFFFFFFFF
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.engine.runner import RunnerConfig, load_runner
+from baton.engine.loading.loader import RunnerConfig, load_runner
 from baton.proto.errors import CheckpointError, ConfigError
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "checkpoints"

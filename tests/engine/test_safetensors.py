@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.engine.safetensors import SafetensorsFile, TensorStore
+from baton.engine.loading.safetensors import SafetensorsFile, TensorStore
 from baton.proto.errors import CheckpointError
 
 

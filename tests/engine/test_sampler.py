@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.plan import SampleSpec
-from baton.engine.sampler import _invert, _Sums, is_greedy, log_probs, sample
-from baton.engine.sampler_reference import running_sums, sample_reference
+from baton.engine.sampling.reference import running_sums, sample_reference
+from baton.engine.sampling.sampler import _invert, _Sums, is_greedy, log_probs, sample
+from baton.engine.scheduling.plan import SampleSpec
 from baton.proto.errors import InternalError
 from baton.proto.sampling import SamplingParams
 

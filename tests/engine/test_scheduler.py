@@ -16,11 +16,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from baton.engine.cache import Allocation, PagedCache
-from baton.engine.events import ChunkDone, Event, Failed, Finished, Prefilled, TokenEvent
-from baton.engine.plan import Chunk, Sampled, StepPlan, StepResult, abandoned_step, realized
-from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.engine.sequence import Sequence
+from baton.engine.cache.paged_cache import Allocation, PagedCache
+from baton.engine.scheduling.events import ChunkDone, Event, Failed, Finished, Prefilled, TokenEvent
+from baton.engine.scheduling.plan import (
+    Chunk,
+    Sampled,
+    StepPlan,
+    StepResult,
+    abandoned_step,
+    realized,
+)
+from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from baton.engine.scheduling.sequence import Sequence
 from baton.proto.contexts import TextContext
 from baton.proto.errors import BatonError, InternalError, SchemaTooComplex
 from baton.proto.sampling import SamplingParams

@@ -1,4 +1,4 @@
-from baton.engine.step_time import UNKNOWN_S, StepTime
+from baton.engine.scheduling.step_time import UNKNOWN_S, StepTime
 
 
 def test_nothing_measured_means_patience():

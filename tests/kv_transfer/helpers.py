@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from baton.engine.cache import Allocation, PagedCache
+from baton.engine.cache.paged_cache import Allocation, PagedCache
 from baton.kv_transfer.receiver import Receiver, ReceiverConfig
 from baton.kv_transfer.sender import Sender, SenderConfig
 from baton.proto.context_maps import grown_map

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from baton.engine.kernels import load_backend
+from baton.engine.loading.loader import RunnerConfig, load_runner
 from baton.engine.models.rope import cos_sin_table, parse_rope
-from baton.engine.plan import Chunk, SampleSpec, StepPlan
-from baton.engine.runner import RunnerConfig, load_runner
+from baton.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
 from baton.proto.sampling import SamplingParams
 
 pytestmark = pytest.mark.oracle

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from baton.engine.kernels import load_backend
-from baton.engine.runner import RunnerConfig, load_embedder
+from baton.engine.loading.loader import RunnerConfig, load_embedder
 from baton.proto.contexts import TextContext
 from baton.proto.ids import RequestID
 from baton.proto.tokens import TokenBuffer

@@ -11,11 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.engine.cache import PagedCache
-from baton.engine.grammar import CompileGrammar, DropGrammar, GrammarDone
-from baton.engine.plan import Sampled, StepPlan, StepResult, abandoned_step
-from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.engine.step_time import StepTime
+from baton.engine.cache.paged_cache import PagedCache
+from baton.engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
+from baton.engine.scheduling.plan import Sampled, StepPlan, StepResult, abandoned_step
+from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from baton.engine.scheduling.step_time import StepTime
 from baton.kv_transfer import sender
 from baton.kv_transfer.sender import Sender, SenderConfig
 from baton.prefill_worker.core import PrefillCore, PrefillLimits

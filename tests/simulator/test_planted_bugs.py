@@ -10,7 +10,7 @@ import pytest
 from baton.client.routers import Routers
 from baton.decode_worker.core import DecodeCore, GrantStore
 from baton.decode_worker.grammars import Grammars
-from baton.engine.scheduler import Scheduler
+from baton.engine.scheduling.scheduler import Scheduler
 from baton.kv_transfer import receiver
 from baton.kv_transfer.credit import CreditPool
 from baton.kv_transfer.frames import FrameWriter

@@ -1,4 +1,4 @@
-// Samples tokens from a batch of logits; docs/sampling.md defines the method, engine/sampler.py is its
+// Samples tokens from a batch of logits; docs/sampling.md defines the method, engine/sampling/sampler.py is its
 // CPU version.
 //
 //   sample_scan    one pass: the largest logit of each group of 64 and chunk of 4096

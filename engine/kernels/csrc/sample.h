@@ -1,6 +1,6 @@
 /* Chooses one of many weights: nucleus, relative floor, one uniform number.
  *
- * Invariant: the index equals that of the NumPy form in engine/sampler.py, or is -1 if rounding
+ * Invariant: the index equals that of the NumPy form in engine/sampling/sampler.py, or is -1 if rounding
  * could decide. Sums that enter the result are added in the documented order: float64, blocks of
  * SUM_BLOCK entries from left to right, then the blocks. The nucleus is found by bisection with
  * sums in another order, and is used only if no sum comes near its target.

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ...plan import SampleSpec
-from ...sampler_reference import sample_reference
+from ...sampling.reference import sample_reference
+from ...scheduling.plan import SampleSpec
 
 F32 = npt.NDArray[np.float32]
 

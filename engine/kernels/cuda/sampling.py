@@ -1,4 +1,4 @@
-"""Launchers of ``sample.cu``: sample a token per row of logits as :mod:`baton.engine.sampler` does.
+"""Launchers of ``sample.cu``: a token per row of logits, as :mod:`baton.engine.sampling.sampler`.
 
 The sampling parameters of a row are in device memory (:func:`fill_row`), so every replay of a
 captured step can use new parameters, masks and histories. A row's result depends only on the
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....proto.limits import MAX_LOG_PROBABILITIES as MAX_LOGPROBS
-from ...plan import Bools, Int32, SampleSpec
+from ...scheduling.plan import Bools, Int32, SampleSpec
 from .checks import BF16, check_array
 from .device import Device, DeviceArray, Kernel
 

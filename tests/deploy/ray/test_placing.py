@@ -8,7 +8,7 @@ from baton.deploy.config import demo_model_folder
 from baton.deploy.launcher import MemberSpec
 from baton.deploy.processes import ProcessSpec
 from baton.deploy.ray.placing import order_of, place, read_order
-from baton.engine.runner import RunnerConfig
+from baton.engine.loading.loader import RunnerConfig
 from baton.proto.errors import ConfigError
 from baton.router.config import RouterConfig
 

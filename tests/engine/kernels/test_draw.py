@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from baton.engine.kernels import draw as module
-from baton.engine.sampler import _choose
+from baton.engine.sampling.sampler import _choose
 from baton.proto.sampling import SamplingParams
 
 

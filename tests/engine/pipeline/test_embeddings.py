@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.engine.embedding_config import EmbeddingSettings, load_embedding_settings
+from baton.engine.loading.embedding_config import EmbeddingSettings, load_embedding_settings
+from baton.engine.loading.loader import RunnerConfig, load_embedder, load_runner
 from baton.engine.models.registry import ARCHITECTURES, Architecture, read_context
-from baton.engine.runner import RunnerConfig, load_embedder, load_runner
 from baton.proto.context_maps import request_map
 from baton.proto.contexts import TextContext
 from baton.proto.errors import CheckpointError, ConfigError, InputError

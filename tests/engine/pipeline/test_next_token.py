@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from baton.engine.llm import LLMEngine
+from baton.engine.loading.loader import RunnerConfig, load_runner
 from baton.engine.pipeline import (
     KVCacheMixin,
     ModelOutputs,
@@ -14,8 +15,7 @@ from baton.engine.pipeline import (
     token_steps,
 )
 from baton.engine.pipeline.model import lay_out, lay_out_next
-from baton.engine.plan import Chunk, SampleSpec
-from baton.engine.runner import RunnerConfig, load_runner
+from baton.engine.scheduling.plan import Chunk, SampleSpec
 from baton.proto.contexts import TextContext
 from baton.proto.errors import CapacityError, InputError
 from baton.proto.images import ImageMetadata

@@ -4,9 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from baton.engine.loading.loader import RunnerConfig, load_runner
 from baton.engine.pipeline.model import lay_out
-from baton.engine.plan import Chunk, SampleSpec, StepPlan
-from baton.engine.runner import RunnerConfig, load_runner
+from baton.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
 from baton.proto.errors import SchemaTooComplex
 from baton.proto.sampling import SamplingParams
 

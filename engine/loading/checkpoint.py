@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from ..proto.errors import CheckpointError
+from ...proto.errors import CheckpointError
 from .model_config import (
     GenerationConfig,
     ModelConfig,

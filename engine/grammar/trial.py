@@ -28,9 +28,9 @@ from typing import IO, TYPE_CHECKING
 
 import msgspec
 
-from ..proto.errors import BatonError, CapacityError, InputError, SchemaTooComplex
-from ..runtime.lifecycle import die_with_parent
-from .schema_compiler import compile_schema, load_tokenizer
+from ...proto.errors import BatonError, CapacityError, InputError, SchemaTooComplex
+from ...runtime.lifecycle import die_with_parent
+from .compiler import compile_schema, load_tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

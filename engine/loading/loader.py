@@ -9,20 +9,20 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.errors import CheckpointError, ConfigError
-from ..proto.layout import KVLayout, ModelCard
-from ..proto.sampling import SamplingParamsGenerationConfigDefaults
+from ...proto.errors import CheckpointError, ConfigError
+from ...proto.layout import KVLayout, ModelCard
+from ...proto.sampling import SamplingParamsGenerationConfigDefaults
+from ..kernels import load_backend
+from ..kernels.backend import Backend
+from ..kernels.memory import Allocate, aligned_zeros
+from ..models.decoder import Decoder
+from ..models.registry import architecture_of
+from ..models.weights import Progress
+from ..pipeline import EmbeddingsPipeline, TextGenerationPipeline
+from ..pipeline.model import PipelineModel
+from ..pipeline.steps import StepComputer
 from .checkpoint import Checkpoint, load_checkpoint
 from .embedding_config import EMBED, GENERATE, TASKS, EmbeddingSettings, load_embedding_settings
-from .kernels import load_backend
-from .kernels.backend import Backend
-from .kernels.memory import Allocate, aligned_zeros
-from .models.decoder import Decoder
-from .models.registry import architecture_of
-from .models.weights import Progress
-from .pipeline import EmbeddingsPipeline, TextGenerationPipeline
-from .pipeline.model import PipelineModel
-from .pipeline.steps import StepComputer
 
 F32 = npt.NDArray[np.float32]
 
@@ -140,15 +140,15 @@ def load_runner(
 def _load_backend(name: str) -> Backend:
     if name != "cuda":
         return load_backend(name)
-    from .kernels.cuda.backend import CudaBackend
-    from .kernels.cuda.cupy_device import CupyDevice
+    from ..kernels.cuda.backend import CudaBackend
+    from ..kernels.cuda.cupy_device import CupyDevice
 
     return CudaBackend(CupyDevice())
 
 
 def _check_device(checkpoint: Checkpoint, layout: KVLayout) -> None:
     """Raise ConfigError for a model that the GPU's kernels do not support."""
-    from .kernels.cuda.attention import refusal
+    from ..kernels.cuda.attention import refusal
 
     group = checkpoint.config.num_heads // layout.num_kv_heads
     why = refusal(layout.head_dim, layout.block_size, group)
@@ -162,9 +162,9 @@ def _device_steps(
     """Return the object that computes steps on a GPU; None for a model on the host."""
     if backend.on_host:
         return None
-    from .kernels.cuda.backend import CudaBackend
-    from .pipeline.decode_graph import GraphSizes
-    from .pipeline.device_steps import DeviceSteps
+    from ..kernels.cuda.backend import CudaBackend
+    from ..pipeline.decode_graph import GraphSizes
+    from ..pipeline.device_steps import DeviceSteps
 
     if not isinstance(backend, CudaBackend) or not isinstance(model, Decoder):
         raise ConfigError(f"{type(model).__name__} models are not supported on {backend.name}")

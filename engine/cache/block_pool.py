@@ -8,7 +8,7 @@ Every block is in exactly one state:
 
 :meth:`BlockPool.allocate` takes free blocks first and then evicts cached ones, least
 recently released first. All operations are O(1) per block. The pool does not depend on
-requests or tokens; :mod:`.cache` does.
+requests or tokens; :mod:`.paged_cache` does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from ..proto.errors import InternalError
+from ...proto.errors import InternalError
 
 
 class BlockPool:

@@ -15,9 +15,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.errors import BatonError, InternalError
-from ..proto.outputs import TokenLogProbs
-from ..proto.sampling import SamplingParams
+from ...proto.errors import BatonError, InternalError
+from ...proto.outputs import TokenLogProbs
+from ...proto.sampling import SamplingParams
 
 Int32 = npt.NDArray[np.int32]
 OnLayers = Callable[[bytes, int], None]

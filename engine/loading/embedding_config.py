@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ..proto.errors import CheckpointError
+from ...proto.errors import CheckpointError
 from .safetensors import read_json
 
 GENERATE, EMBED = "generate", "embed"

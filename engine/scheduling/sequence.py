@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..proto.contexts import TextContext
-from ..proto.hashing import block_hashes
-from ..proto.matching import Matcher
-from ..proto.outputs import TokenLogProbs
-from ..proto.status import GenerationStatus
-from ..proto.tokens import FUTURE_TOKEN
-from .cache import Allocation
+from ...proto.contexts import TextContext
+from ...proto.hashing import block_hashes
+from ...proto.matching import Matcher
+from ...proto.outputs import TokenLogProbs
+from ...proto.status import GenerationStatus
+from ...proto.tokens import FUTURE_TOKEN
+from ..cache.paged_cache import Allocation
 from .plan import Chunk, Int32, SampleSpec, TokenMask
 
 _NO_HISTORY: Int32 = np.empty(0, np.int32)

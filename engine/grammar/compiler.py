@@ -1,7 +1,7 @@
 """The only module that calls llguidance to read a tokenizer and to compile a schema.
 
 llguidance reports schemas that it does not support, but does not limit the time, memory and stack
-of a compilation. So untrusted schemas are first compiled in a trial (:mod:`.schema_trial`).
+of a compilation. So untrusted schemas are first compiled in a trial (:mod:`.trial`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..proto.errors import InputError, SchemaTooComplex
-from ..proto.json_schema import check_json_schema
+from ...proto.errors import InputError, SchemaTooComplex
+from ...proto.json_schema import check_json_schema
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -9,7 +9,7 @@ recompute after preemption and the arrival of a handoff differ only in the
 
 Invariants, after every call:
 
-* a sequence is waiting, ready or running (:mod:`.roster`), or prefilled. A prefilled sequence has
+* a sequence is waiting, ready or running (:mod:`.queues`), or prefilled. A prefilled sequence has
   left the queues and keeps its blocks until :meth:`Scheduler.release`;
 * at most two steps are out, the second planned ahead while the first runs. Blocks of their
   sequences are freed only after the last of these results is applied. A step whose sequences have
@@ -27,13 +27,13 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ..proto.errors import BatonError, CapacityError, InternalError
-from ..proto.messages import WorkerLoad
-from .cache import Allocation, PagedCache
+from ...proto.errors import BatonError, CapacityError, InternalError
+from ...proto.messages import WorkerLoad
+from ..cache.paged_cache import Allocation, PagedCache
 from .chunk_budget import ChunkBudget
 from .events import ChunkDone, Event, Failed, Finished, Prefilled, TokenEvent
 from .plan import Chunk, Sampled, StepPlan, StepResult
-from .roster import Roster, by_rank
+from .queues import Roster, by_rank
 from .sequence import Sequence
 
 _Rows = dict[bytes, tuple[Sequence, int]]

@@ -1,7 +1,7 @@
 """Samples a token from a row of logits; docs/sampling.md defines the method.
 
 The result is a pure function of the row and the :class:`SampleSpec`. This module is the
-fast form of :func:`.sampler_reference.sample_reference` and agrees with it bit by bit. It never
+fast form of :func:`.reference.sample_reference` and agrees with it bit by bit. It never
 sorts token ids: equal weights can change places without changing a sum. So sorted
 values give the cut, and ids decide only between values equal to the cut.
 """
@@ -13,12 +13,12 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.errors import InternalError
-from ..proto.outputs import TokenLogProbs
-from ..proto.sampling import SamplingParams
-from .kernels.draw import draw
+from ...proto.errors import InternalError
+from ...proto.outputs import TokenLogProbs
+from ...proto.sampling import SamplingParams
+from ..kernels.draw import draw
+from ..scheduling.plan import Bools, SampleSpec
 from .philox import uniform
-from .plan import Bools, SampleSpec
 
 F32 = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.intp]

@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-from ..proto.contexts import TextContext
-from ..proto.errors import InputError, InternalError
-from ..proto.hashing import cache_salt
-from ..proto.validators import validate_text_only
-from .cache import PagedCache
+from ...proto.contexts import TextContext
+from ...proto.errors import InputError, InternalError
+from ...proto.hashing import cache_salt
+from ...proto.validators import validate_text_only
+from ..cache.paged_cache import PagedCache
 from .events import Event
 from .plan import OnLayers, StepPlan, StepResult
 from .scheduler import Scheduler, SchedulerConfig
@@ -59,8 +59,8 @@ class StepLoop:
     def add(self, context: TextContext) -> bytes:
         """Queue a request and return its key; its tokens and status appear in ``context``.
 
-        The caller must compile a ``json_schema`` first: see :mod:`.grammar`. Raises InputError for
-        a context with images, or with a schema but no matcher.
+        The caller must compile a ``json_schema`` first: see :mod:`..grammar.constraint`. Raises
+        InputError for a context with images, or with a schema but no matcher.
         """
         validate_text_only(context)
         if context.json_schema is not None and context.matcher is None:

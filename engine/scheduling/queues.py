@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import insort
 from operator import attrgetter
 
-from ..proto.errors import InternalError
+from ...proto.errors import InternalError
 from .sequence import Sequence
 
 by_rank = attrgetter("rank")

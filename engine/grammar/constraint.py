@@ -24,19 +24,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.contexts import TextContext
-from ..proto.errors import (
+from ...proto.contexts import TextContext
+from ...proto.errors import (
     BatonError,
     CapacityError,
     InputError,
     InternalError,
     SchemaTooComplex,
 )
-from ..proto.json_schema import check_json_schema
-from ..proto.matching import Matcher
-from .plan import Bools
-from .schema_compiler import compile_schema, load_tokenizer, one_line
-from .schema_trial import SchemaCost, SchemaTrial
+from ...proto.json_schema import check_json_schema
+from ...proto.matching import Matcher
+from ..scheduling.plan import Bools
+from .compiler import compile_schema, load_tokenizer, one_line
+from .trial import SchemaCost, SchemaTrial
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..proto.errors import InternalError
+from ...proto.errors import InternalError
+from ..scheduling.plan import Int32
 from .block_pool import BlockPool
-from .plan import Int32
 
 _EMPTY = np.empty(0, np.int32)
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from ..scheduling.plan import SampleSpec
 from .philox import uniform
-from .plan import SampleSpec
 
 F32 = npt.NDArray[np.float32]
 Weigh = Callable[[F32, np.float32], tuple[F32, F32]]

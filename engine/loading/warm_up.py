@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..proto.sampling import SamplingParams
-from .pipeline import TextGenerationPipeline
-from .plan import Chunk, SampleSpec, StepPlan
-from .step_time import StepTime
+from ...proto.sampling import SamplingParams
+from ..pipeline import TextGenerationPipeline
+from ..scheduling.plan import Chunk, SampleSpec, StepPlan
+from ..scheduling.step_time import StepTime
 
 
 def warm_up(pipeline: TextGenerationPipeline, times: StepTime) -> None:

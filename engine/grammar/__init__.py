@@ -1,0 +1,1 @@
+"""JSON schemas as constraints on tokens, compiled in a process of their own."""

@@ -1,0 +1,1 @@
+"""Model folders: configuration, tensors, and the pipeline made from them."""

@@ -1,0 +1,1 @@
+"""Sampling of a token from logits, by counter-based random numbers."""
