@@ -17,10 +17,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .aio import AsyncClient, AsyncGeneration
+    from .async_client import AsyncClient, AsyncGeneration
+    from .client import Client, Generation
     from .model import Description
     from .output import Output
-    from .sync import Client, Generation
 
 __all__ = ["AsyncClient", "AsyncGeneration", "Client", "Description", "Generation", "Output"]
 

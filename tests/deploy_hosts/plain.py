@@ -25,7 +25,7 @@ STREAMS = 24
 # different answer of each stream, and what failed.
 STREAM = """
 import asyncio, json, sys, time
-from baton.client.aio import AsyncClient
+from baton.client.async_client import AsyncClient
 from baton.proto.sampling import SamplingParams
 count, seconds, address, keys = json.loads(sys.argv[1])
 waits, answers, failed = [], [set() for _ in range(count)], []
