@@ -96,7 +96,7 @@ def _prepare(folder: Path) -> None:
     except OSError as problem:
         raise ConfigError(f"{folder}: {problem.strerror}") from None
     if strange:
-        raise ConfigError(f"{folder} holds {min(strange)}, which is no certificate of Ray's")
+        raise ConfigError(f"{folder} holds other files ({min(strange)}); use another folder")
     if folder.stat().st_mode & 0o077:
         raise ConfigError(f"others can read {folder}; chmod 700 {folder}")
 
@@ -118,7 +118,7 @@ def _openssl(folder: Path, *words: str, may_fail: bool = False) -> str:
             stderr=subprocess.STDOUT, text=True, umask=0o077, env={**os.environ, "LC_ALL": "C"},
         )  # fmt: skip
     except FileNotFoundError:
-        raise ConfigError("there is no openssl here; install it") from None
+        raise ConfigError("openssl is not installed here; install it") from None
     if done.returncode and not may_fail:
         last = (done.stdout.strip().splitlines() or ["no message"])[-1]
         raise ConfigError(f"openssl {words[0]} failed: {last}")

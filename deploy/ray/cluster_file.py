@@ -165,7 +165,7 @@ def read_cluster_file(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as problem:
         raise ConfigError(f"{path} is not valid YAML: {problem}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} is no mapping of settings")
+        raise ConfigError(f"{path} is not a mapping of settings")
     return content
 
 

@@ -182,7 +182,7 @@ def check_here(address: str, facts: HeadFacts) -> None:
     if not any(is_own_address(node) for node in facts.nodes):
         known = ", ".join(sorted(set(facts.nodes))[:8]) or "none"
         raise ConfigError(
-            f"this machine is no node of the Ray cluster at {address} (live nodes: {known}); "
+            f"this machine is not a node of the Ray cluster at {address} (live nodes: {known}); "
             "run this on its head, as the last of the head's start commands does"
         )
 

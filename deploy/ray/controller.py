@@ -197,7 +197,7 @@ def _core(settings: ServeSettings) -> ControllerCore:
 
 
 class ControllerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What whoever launches is told. ``refusal``: why nothing runs."""
+    """Facts for ``baton launch``. ``refusal``: why the cluster cannot run; empty if it runs."""
 
     address: str = ""
     admin: str = ""

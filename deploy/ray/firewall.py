@@ -1,7 +1,7 @@
 """Firewall rules (nftables) that close Ray's ports to every machine outside the cluster.
 
-A stranger who reaches one of Ray's ports can end its processes even without Ray's token. Baton's
-own ports are left open: they let listed keys in and nobody else. Pure.
+Any machine with access to one of Ray's ports can end Ray's processes, even without Ray's token.
+Baton's own ports stay open, because they accept only listed keys. Pure.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ TABLE = "baton_ray"
 
 
 def firewall_rules(hosts: Sequence[str], metrics: Sequence[str] = ()) -> str:
-    """Return a file for ``nft -f``, the same for every host of the cluster.
+    """Return a file for ``nft -f``; all hosts of the cluster use the same file.
 
-    ``hosts``: addresses of all of them. ``metrics``: addresses that may read Ray's numbers
-    (Prometheus). Raises ConfigError for what is no IP address.
+    ``hosts``: addresses of all hosts. ``metrics``: addresses that may read Ray's metrics
+    (Prometheus). Raises ConfigError for an invalid IP address.
     """
     accepted = [f"    {rule} accept" for rule in _from(hosts)]
     read = f"tcp dport {{ {', '.join(map(str, sorted(ports.metrics())))} }}"
     accepted += [f"    {rule} {read} accept" for rule in _from(metrics)]
     return "\n".join(
         [
-            "# Closes Ray's ports to machines outside this Baton cluster; touches nothing else.",
-            "# On every host: nft -f FILE, again whenever the hosts change, and at every boot.",
-            f"table inet {TABLE}",  # there must be a table for the next line, the first time too
+            "# Closes Ray's ports to machines outside this Baton cluster; changes nothing else.",
+            "# Run `nft -f FILE` on every host: now, after every change of hosts, at every boot.",
+            f"table inet {TABLE}",  # create the table if missing, so that the next line succeeds
             f"delete table inet {TABLE}",
             f"table inet {TABLE} {{",
             "  chain input {",
             "    type filter hook input priority filter; policy accept;",
-            # some of Ray's ports are in the range from which the kernel takes ports for replies
+            # Some of Ray's ports are in the kernel's range of ephemeral ports, so replies to
+            # outgoing connections may arrive at them.
             "    ct state established,related accept",
             '    iifname "lo" accept',
             *accepted,
@@ -46,7 +47,7 @@ def firewall_rules(hosts: Sequence[str], metrics: Sequence[str] = ()) -> str:
 
 
 def _from(addresses: Sequence[str]) -> list[str]:
-    """Matches of these source addresses, one for each family there is."""
+    """Return nft matches of these source addresses, one per address family."""
     families: dict[int, list[str]] = {4: [], 6: []}
     for text in addresses:
         try:

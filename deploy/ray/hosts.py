@@ -1,8 +1,8 @@
-"""The fixed hosts of a cluster: which there are, by pool, and which carry a node.
+"""The fixed hosts of a cluster: the hosts of each pool, and the hosts in use as nodes.
 
-Pure but for :class:`HostBook`, the file in which a process remembers the nodes. Invariants: a
-host is in one pool and carries at most one node; a node's id is never used again (Ray asks for
-that), so it is the address and the number of the launch: ``10.0.0.3@2``.
+Pure except for :class:`HostBook`, the file with the nodes. Invariants: a host is in one pool and is
+at most one node; a node's id is never reused, as Ray requires. So the id is the address with the
+launch number: ``10.0.0.3@2``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ Pools = Mapping[str, tuple[str, ...]]
 class ProviderSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The section ``provider`` of a cluster file.
 
-    ``pools``: addresses of the hosts of each node type; the head's has one. ``python``: command
-    on each host that makes its virtual environment ``venv``. ``grace``: seconds a host's
-    processes get before SIGKILL. ``ssh_user`` and ``ssh_private_key`` are filled in from ``auth``.
+    ``pools``: addresses of the hosts of each node type; the head's type has one host. ``python``:
+    command on each host that creates its virtual environment ``venv``. ``grace``: seconds between
+    SIGTERM and SIGKILL for a host's processes. ``ssh_user`` and ``ssh_private_key`` are copied from
+    ``auth``.
     """
 
     type: str
@@ -48,8 +49,8 @@ class ProviderSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 def provider_settings(section: Mapping[str, Any]) -> ProviderSettings:
-    """The checked section; ConfigError names an unknown key, a wrong type or a wrong host."""
-    # Ray adds keys of its own; they begin with an underscore.
+    """Return the validated section. Raises ConfigError for an unknown key, wrong type or host."""
+    # Ray adds keys that begin with an underscore.
     told = {key: value for key, value in section.items() if not key.startswith("_")}
     try:
         settings = msgspec.convert(told, ProviderSettings)
@@ -62,7 +63,7 @@ def provider_settings(section: Mapping[str, Any]) -> ProviderSettings:
 
 
 def check_pools(pools: Pools) -> None:
-    """ConfigError unless every host is an address and in one pool."""
+    """Raise ConfigError unless every host is an IP address in only one pool."""
     seen: dict[str, str] = {}
     for pool, hosts in pools.items():
         for host in hosts:
@@ -70,22 +71,23 @@ def check_pools(pools: Pools) -> None:
                 ipaddress.ip_address(host)
             except ValueError:
                 raise ConfigError(
-                    f"provider.pools.{pool}: '{host}' is not an IP address; Ray knows nodes by "
-                    "address, so write that instead of a name"
+                    f"provider.pools.{pool}: '{host}' is not an IP address; Ray identifies nodes "
+                    "by address, so give the address instead of a name"
                 ) from None
             if host in seen:
                 raise ConfigError(
-                    f"provider.pools: {host} is in {seen[host]} and {pool}; a host carries one node"
+                    f"provider.pools: {host} is in {seen[host]} and {pool}; a host can be only one "
+                    "node"
                 )
             seen[host] = pool
 
 
 def check_node_types(pools: Pools, node_types: Mapping[str, Any], head_type: str) -> None:
-    """ConfigError when node types and pools disagree, or ask for more workers than hosts."""
+    """Raise ConfigError if node types and pools differ, or need more workers than hosts."""
     for name in [*node_types, *pools]:
         if name not in pools or name not in node_types:
             where = "provider.pools" if name not in pools else "available_node_types"
-            raise ConfigError(f"node type '{name}' is missing in {where}")
+            raise ConfigError(f"node type '{name}' is missing from {where}")
     if len(pools[head_type]) != 1:
         raise ConfigError(f"provider.pools.{head_type} needs exactly one host")
     for name, node_type in node_types.items():
@@ -96,10 +98,10 @@ def check_node_types(pools: Pools, node_types: Mapping[str, Any], head_type: str
 def _check_bounds(name: str, node_type: Mapping[str, Any], hosts: int) -> None:
     least, most = node_type.get("min_workers", 0), node_type.get("max_workers", hosts)
     if node_type.get("node_config"):
-        raise ConfigError(f"{name}: node_config must be {{}}; a host of your own is what it is")
+        raise ConfigError(f"{name}: node_config must be {{}}, since fixed hosts have no options")
     if not 0 <= least <= most:
         raise ConfigError(
-            f"{name}: min_workers {least} and max_workers {most} must be 0 or more, in this order"
+            f"{name}: min_workers {least} must be 0 or more and at most max_workers {most}"
         )
     if most > hosts:
         raise ConfigError(
@@ -109,17 +111,17 @@ def _check_bounds(name: str, node_type: Mapping[str, Any], hosts: int) -> None:
 
 
 def check_mounts(paths: Iterable[str]) -> None:
-    """ConfigError when a file to be copied to the hosts is missing, or a secret readable by others.
+    """Raise ConfigError if a file for the hosts is missing, or other users can read a secret.
 
-    Secrets are the token, the files of a key folder, which must have all that a cluster needs, and
-    the key of a folder of certificates.
+    Secrets are Ray's token, the files of a key folder, and the key in a folder of certificates. A
+    key folder must have keys of all roles of a cluster.
     """
     for text in paths:
         path = Path(text).expanduser()
         if not path.exists():
             raise ConfigError(
-                f"file_mounts: there is no {text}; keys are made by `baton keygen`, Ray's token by "
-                "`ray get-auth-token --generate`"
+                f"file_mounts: {text} does not exist; create keys with `baton keygen`, Ray's token "
+                "with `ray get-auth-token --generate`"
             )
         if path.is_dir():
             if holds_certificates(path):
@@ -131,19 +133,19 @@ def check_mounts(paths: Iterable[str]) -> None:
 
 
 def node_id(host: str, launch: int) -> str:
-    """Id of the node that a launch puts on a host."""
+    """Return the id of the node on ``host`` with this launch number."""
     return f"{host}@{launch}"
 
 
 def host_of(node: str) -> str:
-    """The host of a node's id."""
+    """Return the host of a node id."""
     return node.rpartition("@")[0]
 
 
 class Nodes(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the file holds: launches so far, and the tags of the nodes that exist.
+    """The content of the file: the number of launches, and the tags of the existing nodes.
 
-    ``session``: which `ray start` of a head the workers belong to.
+    ``session``: the `ray start` of the head that the workers belong to.
     """
 
     launches: int = 0
@@ -151,18 +153,18 @@ class Nodes(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     nodes: dict[str, dict[str, str]] = {}
 
     def used_hosts(self) -> set[str]:
-        """Hosts that carry a node."""
+        """Return the hosts in use as nodes."""
         return {host_of(node) for node in self.nodes}
 
     def launch(self, host: str, tags: Mapping[str, str]) -> str:
-        """Put a node on a free host; returns its id."""
+        """Add a node on a free host; return its id."""
         self.launches += 1
         node = node_id(host, self.launches)
         self.nodes[node] = dict(tags)
         return node
 
     def matching(self, filters: Mapping[str, str]) -> list[str]:
-        """Ids of the nodes that have all these tags."""
+        """Return the ids of the nodes with all of these tags."""
         wanted = filters.items()
         return [node for node, tags in self.nodes.items() if wanted <= tags.items()]
 
@@ -170,8 +172,8 @@ class Nodes(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class HostBook:
     """The file of :class:`Nodes`, for any number of threads and processes.
 
-    A lock file beside it serialises them; a new content takes the name of the old one, so that a
-    reader or a crash never meets half a file.
+    A lock file serialises access. The file is replaced atomically, so a reader never sees a partial
+    file, even after a crash.
     """
 
     def __init__(self, path: Path) -> None:
@@ -180,7 +182,7 @@ class HostBook:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Nodes]:
-        """The nodes; what was changed is kept unless the block raises."""
+        """Yield the nodes; changes are saved unless the block raises."""
         lock = os.open(self.path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,7 +1,7 @@
-"""What of a key folder goes to a node: Ray's ``file_mounts`` are the same for all of them.
+"""Selection of the keys that are copied to a node.
 
-Between Ray's updater and its command runner stands :class:`SharesKeys`. It gives the runner a
-folder of what the node's processes need in place of the whole one; all else passes as it is.
+Ray's ``file_mounts`` are the same for all nodes. :class:`SharesKeys` wraps Ray's command runner
+and replaces a key folder by a folder with only the keys of the node's processes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ...runtime.keyring import ALLOWED_FILE, KEY_SUFFIX
 from ...runtime.keyshares import write_share
 
 HEAD_ROLES = (ROUTER, OPERATOR, PREFILL, DECODE)
-"""Of the head's keys: its routers' and controller's, and those it hands on to workers' hosts."""
+"""Roles of the keys on the head: for its routers and controller, and to copy to workers' hosts."""
 
 
 def roles_by_type(node_types: Mapping[str, Any], head_type: str) -> dict[str, list[str]]:
-    """Whose keys each node type gets: by its resources, which say what may run there."""
+    """Return the roles whose keys each node type needs, from the resources of the node type."""
     found = {}
     for name, kind in node_types.items():
         resources = kind.get("resources") or {}
@@ -29,9 +29,9 @@ def roles_by_type(node_types: Mapping[str, Any], head_type: str) -> dict[str, li
 
 
 class SharesKeys:
-    """Ray's command runner of one node, which gets its share of a folder that has a list of keys.
+    """Ray's command runner of one node, which copies only the node's share of a key folder.
 
-    ``host``: the node's own name; None on the head, which hands on the keys of every host.
+    ``host()``: the node's own name; None for the head, which needs the keys of all hosts.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class SharesKeys:
         return getattr(self._runner, name)
 
     def run_rsync_up(self, source: str, target: str, options: dict[str, Any] | None = None) -> None:
-        """Copy to the node. Raises ConfigError where a folder of keys cannot be used."""
+        """Copy to the node. Raises ConfigError for an unusable key folder."""
         folder = Path(source).expanduser()
         if not (folder / ALLOWED_FILE).exists():
             self._runner.run_rsync_up(source, target, options)

@@ -1,4 +1,4 @@
-"""``baton launch --backend ray``: have a controller actor on the head, and only one."""
+"""``baton launch --backend ray``: start a cluster by its one controller actor on the head."""
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from .controller import ControllerFacts
 from .plan import ray_settings
 
 START_TIMEOUT = 60.0
-"""Seconds for the controller's actor to start; a busy head takes a few."""
+"""Seconds for the controller's actor to start; on a busy head this takes several."""
 FIRST_LOOK = 5.0
-"""Seconds in which what is wrong with settings shows itself."""
+"""Seconds after the start in which errors of the settings are reported."""
 END_TIMEOUT = 20.0
-"""Seconds for actors to be gone once the controller is told to end."""
+"""Seconds for the actors to end after they were killed."""
 _HEAD = {"node:__internal_head__": 0.001}
-"""A resource that the head's node alone has."""
+"""A resource of the head's node only."""
 
 
 def launch(settings: ServeSettings, ray_address: str = "auto") -> tuple[ControllerFacts, bool]:
-    """Start the cluster, or find it running; returns where it listens, and whether it ran.
+    """Start the cluster, or find it running; return its facts, and whether it was running before.
 
-    BatonError when it cannot be: nothing is left of the attempt then.
+    Raises BatonError if the cluster cannot start; the controller's actor is removed then.
     """
     check_model(settings)
     ray = connect(ray_address)
@@ -64,15 +64,15 @@ def launch(settings: ServeSettings, ray_address: str = "auto") -> tuple[Controll
 
 
 def _watch_start(facts: ControllerFacts, keys: str) -> None:
-    """Look on for a moment; RequestFailed when members refuse their settings at once.
+    """Watch the start for :data:`FIRST_LOOK` seconds. Raises RequestFailed if it fails.
 
-    Hosts may join much later, so nobody waits for all of them here.
+    It does not wait until the cluster serves, because hosts may join much later.
     """
     until = time.monotonic() + FIRST_LOOK
     while time.monotonic() < until:
         if CONTROLLER not in existing():
             words = (get_value(LAST_WORDS) or b"").decode()
-            raise RequestFailed(words or "the cluster was ended while it started")
+            raise RequestFailed(words or "the cluster was shut down while it started")
         with (
             contextlib.suppress(BatonError),
             AdminClient(facts.admin, keys=keys, timeout=1.0) as client,
@@ -83,15 +83,19 @@ def _watch_start(facts: ControllerFacts, keys: str) -> None:
 
 
 def end_actors(ray_address: str = "auto") -> list[str]:
-    """End every actor of Baton's at once, also without a controller; returns their names."""
+    """Kill all of Baton's actors at once, even without a controller; return their names.
+
+    Raises RequestFailed if some still exist after :data:`END_TIMEOUT` seconds.
+    """
     ray = connect(ray_address)
-    names = sorted(existing(), key=lambda name: name != CONTROLLER)  # it would start others anew
+    # The controller first, or it would restart the members.
+    names = sorted(existing(), key=lambda name: name != CONTROLLER)
     for name in names:
         _end(ray, name)
     until = time.monotonic() + END_TIMEOUT
     while left := existing():
         if time.monotonic() > until:
-            raise RequestFailed(f"still there after {END_TIMEOUT:g} s: {', '.join(left)}")
+            raise RequestFailed(f"still running after {END_TIMEOUT:g} s: {', '.join(left)}")
         time.sleep(0.1)
     return names
 
@@ -105,16 +109,19 @@ def _head(ray: Any) -> str:
 
 
 def _check_keys(ray: Any, settings: ServeSettings, head: str) -> None:
-    """Without keys all sockets are on the loopback, which other hosts do not share."""
+    """Raise ConfigError for nodes on other hosts without keys, and if this is not the head.
+
+    Without keys all sockets listen on the loopback address.
+    """
     others = {n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"]} - {head}
     if others and not settings.keys:
         raise ConfigError(
-            f"the Ray cluster has nodes on other hosts ({', '.join(sorted(others)[:4])}) and there "
-            "are no keys: make them with baton keygen, put the folder on every host and give it "
+            f"the Ray cluster has nodes on other hosts ({', '.join(sorted(others)[:4])}), which "
+            "need keys: create them with baton keygen, copy the folder to every host and give it "
             "as the setting 'keys'"
         )
     if not is_own_address(head):
-        raise ConfigError(f"launch on the head of the Ray cluster, {head}")
+        raise ConfigError(f"run baton launch on the head of the Ray cluster, {head}")
 
 
 def _facts(ray: Any, actor: Any) -> ControllerFacts:
@@ -124,7 +131,7 @@ def _facts(ray: Any, actor: Any) -> ControllerFacts:
         data = ray.get(actor.facts.remote(), timeout=START_TIMEOUT)
     except GetTimeoutError as problem:
         raise ConnectionLost(
-            f"the controller has not started after {START_TIMEOUT:g} s; see ray status and "
+            f"the controller did not start within {START_TIMEOUT:g} s; see ray status and "
             "the logs in the head's Ray session folder"
         ) from problem
     except RayError as problem:
@@ -139,7 +146,7 @@ def _check_same(facts: ControllerFacts, settings: ServeSettings) -> None:
     other = [name for name, value in wanted.items() if launched.get(name) != value]
     if other:
         raise ConfigError(
-            f"a cluster runs here already, launched with another {', '.join(sorted(other))}; "
+            f"a cluster is already running with other settings: {', '.join(sorted(other))}; "
             "change it with baton scale or baton rollout, or end it with baton down"
         )
 
@@ -148,4 +155,4 @@ def _end(ray: Any, name: str) -> None:
     try:
         ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
     except ValueError:
-        return  # it has gone by itself
+        return  # the actor has ended already

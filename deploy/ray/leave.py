@@ -1,8 +1,8 @@
-"""``python -m baton.deploy.ray.leave``: empty this host before it goes, as a pod's preStop does.
+"""``python -m baton.deploy.ray.leave``: drain this host before its end, e.g. as a preStop hook.
 
-Ray is told to put nothing more here, the controller to drain the workers of this host and to start
-others elsewhere. Returns when none is left here, or when the time is over; then whoever ends the
-host ends them, and the routers replay their requests.
+The command asks Ray to start no more actors here, and the controller to drain this host's workers
+and to start replacements elsewhere. It returns when no worker is left here, or after ``--within``
+seconds. Workers that are left then end with the host, and the routers replay their requests.
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
@@ -22,7 +22,7 @@ ANSWER_TIMEOUT = 5.0
 
 
 def main() -> int:
-    """Exit code 0: the host is empty. 1: it is not, or there is nobody to ask."""
+    """Return 0 if no worker is left on this host, 1 otherwise or without a controller."""
     parser = argparse.ArgumentParser(prog="baton.deploy.ray.leave", description=__doc__)
     parser.add_argument("--within", type=float, default=90.0, metavar="SECONDS")
     arguments = parser.parse_args()
@@ -37,11 +37,11 @@ def main() -> int:
 
 
 def leave(until: float) -> list[str]:
-    """Empty this host by ``until`` (monotonic seconds); returns the workers that are left."""
+    """Drain this host until ``until`` (monotonic seconds); return the workers that are left."""
     ray = connect(patience=min(PATIENCE, max(1.0, until - time.monotonic())))
     host = str(ray.util.get_node_ip_address())
     _close_to_ray(ray, until - time.monotonic())
-    left = ["all of them: no controller answers"]
+    left = ["all workers: the controller does not answer"]
     while time.monotonic() < until:
         left = _ask(ray, host, left)
         if not left:
@@ -51,28 +51,28 @@ def leave(until: float) -> list[str]:
 
 
 def _ask(ray: Any, host: str, before: list[str]) -> list[str]:
-    """The controller's answer; ``before`` while there is none, as it may be just restarting."""
+    """Return the controller's answer, or ``before`` while it does not answer (a restart)."""
     from ray.exceptions import GetTimeoutError, RayError
 
     try:
         controller = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
         found: list[str] = ray.get(controller.leave.remote(host), timeout=ANSWER_TIMEOUT)
     except ValueError:
-        return []  # Baton does not run, or has ended meanwhile
+        return []  # no cluster runs, or it has ended meanwhile
     except (GetTimeoutError, RayError):
         return before
     return found
 
 
 def _close_to_ray(ray: Any, seconds: float) -> None:
-    """No further actor comes to this node; when its last has gone, its raylet ends itself."""
+    """Let Ray place no more actors on this node; its raylet ends after the last actor."""
     from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 
     context = ray.get_runtime_context()
     deadline = int((time.time() + max(0.0, seconds)) * 1000)
     client = ray._raylet.GcsClient(address=context.gcs_address)
     client.drain_node(
-        context.get_node_id(), DRAIN_NODE_REASON_PREEMPTION, "its host is about to go", deadline
+        context.get_node_id(), DRAIN_NODE_REASON_PREEMPTION, "its host will be removed", deadline
     )
 
 

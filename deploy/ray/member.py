@@ -1,12 +1,12 @@
-"""The supervisor of one member: it runs as a Ray actor, the router or worker is its child.
+"""The supervisor of one member: a Ray actor with the router or worker as child process.
 
-The child is started by the same command line as on one machine (``deploy.processes``). It asks
-the kernel to die with the *thread* that started it, so one thread starts every child, and that
-thread lives as long as the actor: where it ends, the process does. Whatever ends the actor (Ray,
-the raylet, a signal) ends the child with it, and Ray starts another actor, which starts
-another child.
+The child is started with the same command line as on one machine (``deploy.processes``). The kernel
+kills the child when the *thread* that started it ends. So one thread starts every child, and the
+process exits if this thread ends. If the actor ends for any reason (Ray, the raylet, a signal), the
+child ends too, and Ray starts another actor, which starts another child.
 
-No ``ray`` here: the class is made an actor by :mod:`.actors`, and tests use it without.
+This module does not import ``ray``: :mod:`.actors` makes the class an actor, and tests use the
+class without Ray.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from ..run_folder import RunFolder, sweep
 from .member_core import Action, Begin, Event, Exited, MemberCore, Served, State, Stop, Tick
 
 TICK = 0.1
-"""Seconds between looks at the clock."""
+"""Seconds between two Tick events."""
 
 
 class MemberReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a member says of itself.
+    """A member's report about itself.
 
-    ``host``: address of its node. ``supervisor`` and ``pid``: process ids of the actor and its
-    child (0: none lives). ``starts``: of this actor's children. ``code``, ``reason``,
-    ``refused``: of the last exit; ``reason`` is its last error line, ``why`` all that is known.
-    ``ends``: exits in a row, ``wait``: seconds until the next start. ``quiet``: seconds since the
-    child's last sign of life; None before the first.
+    ``host``: address of its node. ``supervisor``, ``pid``: process ids of the actor and its child
+    (0: no child runs). ``starts``: child starts of this actor. ``code``, ``reason``, ``refused``:
+    of the last exit; ``reason`` is the last error line, ``why`` the full description. ``ends``:
+    consecutive exits. ``wait``: seconds until the next start. ``quiet``: seconds since the child's
+    last sign of life, None before the first.
     """
 
     name: str
@@ -63,9 +63,9 @@ class MemberReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Supervisor:
-    """Keeps one child running until told to stop. Methods are safe from any thread.
+    """Keeps one child running until :meth:`stop`. Methods are safe from any thread.
 
-    ``process``: what to run. ``host``: where this is, for the report.
+    ``process``: the child. ``host``: address of this node, for the report.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Supervisor:
     # ------------------------------------------------------------- from any thread
 
     def report(self) -> MemberReport:
-        """How the member is."""
+        """Return the member's current report."""
         child, core = self._child, self._core
         return MemberReport(
             name=self._process.name,
@@ -115,15 +115,15 @@ class Supervisor:
         )
 
     def stop(self, grace: float) -> None:
-        """SIGTERM to the child, SIGKILL ``grace`` seconds later; it is not started again."""
+        """Send SIGTERM to the child and SIGKILL after ``grace`` seconds; do not restart it."""
         self._loop.post(lambda: self._decide(Stop(grace)))
 
     def kill_child(self, pid: int) -> None:
-        """End the child's process group if it still is the process ``pid``; it is restarted."""
+        """Kill the child's process group, if its pid is still ``pid``; the child is restarted."""
         self._loop.post(lambda: self._kill(pid))
 
     def close(self) -> None:
-        """End the child at once, and the supervising thread."""
+        """Kill the child and end the supervising thread."""
         self._loop.post(self._close)
         self._ended.wait()
         self._thread.join()
@@ -174,13 +174,13 @@ class Supervisor:
     def _start(self) -> None:
         try:
             if self._folder is None:
-                sweep()  # what a killed predecessor left
+                sweep()  # remove folders of killed predecessors
                 self._folder = RunFolder()
             path = self._folder.write(f"{self._process.name}.json", self._process.config_json())
             child = Child(self._process, path)
-        except (BatonError, OSError) as problem:  # no space, no process: the child's end
+        except (BatonError, OSError) as problem:  # full disk, no process: treat as an exit
             self._why = not_started(problem, Path(tempfile.gettempdir()))
-            full = isinstance(problem, OSError)  # it may be well again, so it is tried again
+            full = isinstance(problem, OSError)  # may be temporary, so the start is retried
             exited = Exited(1, self._why, refused=not full)
             self._loop.post(lambda: self._decide(exited))
             return
@@ -198,7 +198,7 @@ class Supervisor:
             return
         self._loop.remove_fd(child.exit_fd)
         self._loop.remove_fd(child.stderr_fd)
-        child.kill()  # whatever it may have left in its process group
+        child.kill()  # also kills remaining processes of its group
         for event in child.drain_log():
             self._on_log(event)
         child.close()
@@ -215,12 +215,12 @@ class Supervisor:
             return
         events = child.read_log()
         if not events and child.exit_code() is not None:
-            self._loop.remove_fd(child.stderr_fd)  # closed; the exit itself comes by exit_fd
+            self._loop.remove_fd(child.stderr_fd)  # closed; exit_fd reports the exit itself
         for event in events:
             self._on_log(event)
 
     def _on_log(self, event: dict[str, Any]) -> None:
-        """Into the actor's log; the last error is kept for the report."""
+        """Write a log event to the actor's log; keep the last error for the report."""
         if event.get("event") == SIGN_OF_LIFE:
             self._alive_at = self._loop.now()
             self._decide(Served())

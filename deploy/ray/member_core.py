@@ -1,9 +1,9 @@
-"""What the supervisor of one member decides: start, start again, end.
+"""Decisions of a member's supervisor: start, restart and end its child process.
 
-Pure: ``handle(event, now) -> actions``; times are seconds of one monotonic clock. It is the local
-supervisor's rule for a single child: it is started again however often it ends, after growing
-waits, unless it refuses its settings at its first start. Invariants: the child is started only
-while none lives; after :data:`State.ENDED` nothing is started any more.
+Pure: ``handle(event, now) -> actions``; times are monotonic seconds. The rule is that of the local
+supervisor for one child: always restart it, after increasing delays, unless it refuses its settings
+at the first start. Invariants: at most one child lives at a time; after :data:`State.ENDED` no
+child is started.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..restart import RestartLimits, RestartPolicy
 
 
 class State(enum.StrEnum):
-    """Where the member stands."""
+    """The member's state."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -40,12 +40,12 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The child runs its loop: its model is loaded and it can answer."""
+    """The child runs its event loop: its model is loaded, and it can answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End the child within ``grace`` seconds, and do not start it again."""
+    """End the child within ``grace`` seconds, and do not restart it."""
 
     grace: float
 
@@ -59,7 +59,7 @@ Event = Begin | Served | Exited | Stop | Tick
 
 
 class Action(enum.Enum):
-    """What the shell is to do with the child."""
+    """An action of the shell on the child."""
 
     START = "start"
     TERMINATE = "terminate"
@@ -67,10 +67,10 @@ class Action(enum.Enum):
 
 
 class MemberCore:
-    """One child of one member; see the module docstring.
+    """The child process of one member; see the module docstring.
 
-    ``retires``: a child that leaves by itself with exit code 0 has finished (a drained worker).
-    ``code``, ``reason``, ``refused``: of its last exit. ``starts``: how often it was started.
+    ``retires``: exit code 0 means that the child has finished (a drained worker) and is not
+    restarted. ``code``, ``reason``, ``refused``: of the last exit. ``starts``: number of starts.
     """
 
     def __init__(self, limits: RestartLimits | None = None, *, retires: bool = True) -> None:
@@ -81,11 +81,11 @@ class MemberCore:
         self.refused = False
         self._retires = retires
         self._policy = RestartPolicy(limits)
-        self._due: float | None = None  # of the next start, or of the kill while stopping
+        self._due: float | None = None  # time of the next start, or of the kill while stopping
         self._served_since: float | None = None
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Decide; the actions are to be carried out in order."""
+        """Return the actions for an event; the shell executes them in order."""
         match event:
             case Begin():
                 return self._start()
@@ -123,16 +123,16 @@ class MemberCore:
 
     @property
     def ends(self) -> int:
-        """How often in a row the child ended."""
+        """Number of consecutive exits of the child."""
         return self._policy.ends
 
     def wait(self, now: float) -> float:
-        """Seconds until the next start; 0 unless it waits for that."""
+        """Return the seconds until the next start; 0 if no start is scheduled."""
         due = self._due if self.state is State.WAITING else None
         return 0.0 if due is None else max(0.0, due - now)
 
     def _stop(self, until: float) -> list[Action]:
-        """Asked again it asks again; the later word says until when."""
+        """Terminate the child. A repeated stop terminates again and sets a new deadline."""
         if not self._lives:
             self.state, self._due = State.ENDED, None
             return []

@@ -1,7 +1,7 @@
-"""How many members the node types of a cluster can ever hold, by its autoscaler's configuration.
+"""Maximum number of members on a cluster's node types, from the autoscaler's configuration.
 
-Ray does not say: the limits stand in a file that the autoscaler on the head was started with, so
-that file is read. Nodes that are joined by hand have no limits, and nothing is known of them.
+Ray has no API for these limits, so this module reads the configuration file that the autoscaler on
+the head was started with. For nodes that are added manually there are no limits.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _MOST_BYTES = 4 << 20
 
 
 def autoscaling_config(gcs_address: str, proc: Path = Path("/proc")) -> dict[str, Any] | None:
-    """The configuration of this head's autoscaler; None where none runs or it cannot be read.
+    """Return the configuration of this head's autoscaler; None without one or if unreadable.
 
-    ``gcs_address``: ``HOST:PORT`` of the head, which the autoscaler is started with too.
+    ``gcs_address``: ``HOST:PORT`` of the head, which is also in the autoscaler's command line.
     """
     import yaml  # type: ignore[import-untyped]  # of Ray
 
@@ -36,7 +36,7 @@ def autoscaling_config(gcs_address: str, proc: Path = Path("/proc")) -> dict[str
 
 
 def _config_path(gcs_address: str, proc: Path) -> Path | None:
-    """From the command line of the autoscaler's process."""
+    """Find the path in the command line of the autoscaler's process."""
     port = gcs_address.rpartition(":")[2]
     for entry in proc.iterdir():
         if not entry.name.isdigit():
@@ -51,7 +51,10 @@ def _config_path(gcs_address: str, proc: Path) -> Path | None:
 
 
 def capacity_of(config: Mapping[str, Any]) -> dict[str, int]:
-    """Most members of each role; a node type without a maximum has the cluster's."""
+    """Return the maximum members of each role.
+
+    A node type without ``max_workers`` uses the maximum of the cluster.
+    """
     types = config.get("available_node_types") or {}
     overall = int(config.get("max_workers", 2))  # Ray's own default
     return {role: _most(types, config.get("head_node_type"), role, overall) for role in ROLES}

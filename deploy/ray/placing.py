@@ -1,7 +1,7 @@
-"""A member's settings on their way from the controller to the node it runs on.
+"""Transfer of a member's settings from the controller to the member's node.
 
-The head says what is the same everywhere; the node fills in what only it knows: its address, its
-free memory, where the embedded model lies. They travel as JSON, never as Python objects.
+The controller sends the settings that are equal on all nodes. The node adds its own values: its
+address, its free memory, and the path of the embedded model. The format is JSON, not pickle.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ CONFIGS: dict[str, type[msgspec.Struct]] = {
 }
 LOOPBACK = "127.0.0.1"
 DEVICE_SHARE = 0.9
-"""Of a GPU's memory for its one worker: the rest is for the driver and for what kernels take."""
+"""Share of a GPU's memory for its worker; the driver and kernels' workspaces need the rest."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A :class:`MemberSpec` as it travels.
+    """The transferred form of a :class:`MemberSpec`.
 
-    ``head``: address of the node the routers are on.
+    ``head``: address of the routers' node.
     """
 
     name: str
@@ -47,9 +47,9 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def order_of(spec: MemberSpec, head: str) -> bytes:
-    """The bytes a member's actor is made with.
+    """Return the argument for a member's actor, an :class:`Order` as JSON.
 
-    Where the embedded model lies is the node's to know.
+    The path of the embedded model is left out, because it differs between nodes.
     """
     config = _without_demo_model(spec.process.config)
     order = Order(
@@ -74,7 +74,7 @@ def _without_demo_model(config: Any) -> Any:
 
 
 def read_order(data: bytes) -> Order:
-    """The other way; ConfigError for what is none."""
+    """Decode the result of :func:`order_of`. Raises ConfigError for other data."""
     try:
         return msgspec.json.decode(data, type=Order)
     except msgspec.DecodeError as problem:
@@ -82,9 +82,10 @@ def read_order(data: bytes) -> Order:
 
 
 def place(order: Order, host: str) -> ProcessSpec:
-    """What to run on the node of this address.
+    """Return the process to run on the node with address ``host``.
 
-    ConfigError when it cannot work here: without keys everything must be one host.
+    Raises ConfigError for unreadable settings, and for a node on another host than the routers if
+    there are no keys.
     """
     try:
         config: Any = msgspec.json.decode(order.config, type=CONFIGS[order.role])
@@ -92,8 +93,8 @@ def place(order: Order, host: str) -> ProcessSpec:
         raise ConfigError(f"settings of {order.name} cannot be read here: {problem}") from problem
     if not config.keys and host != order.head:
         raise ConfigError(
-            f"the routers are on {order.head} and this node is {host}: between hosts keys are "
-            "needed; make them with baton keygen and give them as the setting 'keys'"
+            f"the routers are on {order.head} and this node is {host}: connections between hosts "
+            "need keys; create them with baton keygen and give the folder as the setting 'keys'"
         )
     if config.keys:
         config = msgspec.structs.replace(config, keys=str(Path(config.keys).expanduser()))
@@ -108,7 +109,7 @@ def place(order: Order, host: str) -> ProcessSpec:
 
 
 def _runner(config: Any) -> RunnerConfig:
-    """The model's folder and the KV memory, by what is free on this node."""
+    """Set the model's folder, and size the KV memory by the free memory of this node."""
     runner: RunnerConfig = config.runner
     model = runner.model or str(demo_model_folder())
     on_gpu = runner.backend == "cuda"
@@ -126,6 +127,6 @@ def _kv_memory(model: str, max_length: int, config: Any) -> int:
     try:
         needs = model_memory(load_checkpoint(model), max_length)
     except BatonError:
-        return DEFAULT_KV_BYTES  # the worker says what is wrong
+        return DEFAULT_KV_BYTES  # the worker will report the model's problem
     batch = getattr(config, "max_batch", 0) or getattr(config, "max_active", 1)
     return kv_share(free, 1, batch, needs)

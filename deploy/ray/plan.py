@@ -1,7 +1,7 @@
-"""Where a cluster on Ray listens: routers at fixed ports of the head, workers anywhere.
+"""Addresses of a cluster on Ray: routers at fixed ports of the head, workers at any free port.
 
-Pure. A worker's address is left empty here: its node fills it in (:mod:`.placing`) and the worker
-tells the routers, so nobody needs to know it before.
+Pure. A worker's address is left empty here: its node sets it (:mod:`.placing`), and the worker
+reports it to the routers.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from ..plan import AddressBook, ClusterPlan, resolve_plan, router_names
 from .placing import LOOPBACK
 
 CLIENT_PORT = 7070
-"""Of the first router, unless the setting ``address`` says another; further ones follow it."""
+"""Client port of the first router, unless the setting ``address`` has another port. Each further
+router uses the next port."""
 WORKER_OFFSET = 100
-"""From a router's port for clients to its port for workers."""
+"""Difference between a router's port for workers and its port for clients."""
 
 
 def ray_settings(settings: ServeSettings, head: str) -> ServeSettings:
-    """The settings as Ray needs them.
+    """Return the settings with the TCP address of the first router.
 
-    ``head``: address of the head's node. ConfigError for an address that others than its own
-    machine cannot reach although there are keys, or that it has no ports to follow.
+    ``head``: address of the head's node. Raises ConfigError for an address without tcp or port, or
+    if the port is too high for the ports of all routers.
     """
     host = head if settings.keys else LOOPBACK
     address = settings.address or f"tcp://{host}:{CLIENT_PORT}"
@@ -38,14 +39,14 @@ def ray_settings(settings: ServeSettings, head: str) -> ServeSettings:
     last = port + settings.routers - 1 + WORKER_OFFSET
     if not address.startswith("tcp://") or not port or last > 65535:
         raise ConfigError(
-            f"address is {address!r}; under Ray workers on other hosts connect too, so give "
+            f"address is {address!r}; workers on other Ray nodes must be able to connect: give "
             f"tcp://HOST:PORT with PORT up to {65535 - WORKER_OFFSET - settings.routers}"
         )
     return msgspec.structs.replace(settings, address=address, transport="tcp")
 
 
 def ray_plan(settings: ServeSettings, cluster_key: str) -> ClusterPlan:
-    """The plan for :func:`ray_settings`."""
+    """Return the cluster plan for the result of :func:`ray_settings`."""
     parts = urlsplit(settings.address)
     host = settings.address.removeprefix("tcp://").rpartition(":")[0]
     first = parts.port or CLIENT_PORT

@@ -1,8 +1,8 @@
-"""``python -m baton.deploy.ray.probe HOST:PORT SECONDS``: a Ray head's own facts, as JSON.
+"""``python -m baton.deploy.ray.probe HOST:PORT SECONDS``: print facts about a Ray head as JSON.
 
-A process of its own, because Ray's client cannot be told to give up: against a head that does
-not answer it blocks for minutes, and with a wrong token it tries for ever. :mod:`.connect`
-ends this process when its time is over.
+This runs as a separate process because Ray's client has no reliable timeout: it blocks for minutes
+if the head does not answer, and retries forever with a wrong token. :mod:`.connect` kills this
+process after its time limit.
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
@@ -23,7 +23,7 @@ def main() -> int:
 
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     client = GcsClient(address=sys.argv[1])
-    timeout = float(sys.argv[2]) / _QUESTIONS  # a call that ignores it is ended from outside
+    timeout = float(sys.argv[2]) / _QUESTIONS  # calls may ignore it; then the parent kills us
     text = client.internal_kv_get(b"CLUSTER_METADATA", b"cluster", timeout=timeout)
     facts = json.loads(text or b"{}")
     nodes = client.get_all_node_info(timeout=timeout)

@@ -57,9 +57,9 @@ HEAD_CONFIG = "~/ray_bootstrap_config.yaml"
 NODE_VARIABLE = "RAY_CLOUD_INSTANCE_ID"
 """Ray's variable: id of the node of a process, set by the command that starts Ray."""
 SESSION_VARIABLE = "BATON_RAY_SESSION"
-"""Set by the cluster file at each start of a head, to tell its workers from earlier ones."""
-_LAUNCH = "_launch"  # what `ray up` needs and the head does not; Ray ignores the name
-_ROLES = "_roles"  # whose keys a node type gets; the head makes the workers' nodes and has it too
+"""Set by the cluster file at each start of a head; distinguishes its workers from earlier ones."""
+_LAUNCH = "_launch"  # values for `ray up` only; Ray ignores keys with an underscore
+_ROLES = "_roles"  # roles of each node type's keys; also used on the head, for workers' nodes
 REST_SECONDS = 30.0
 """Seconds before an unusable host is tried again."""
 
@@ -312,5 +312,5 @@ class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when t
 
 
 def _sentence(host: str, problem: Unreachable | HostProblem) -> str:
-    how = "cannot be reached" if isinstance(problem, Unreachable) else "is no node"
+    how = "cannot be reached" if isinstance(problem, Unreachable) else "cannot be a node"
     return f"{host} {how}: {problem}"

@@ -45,10 +45,12 @@ def read_wheel(path: Path) -> Wheel:
     except OSError as problem:
         raise ConfigError(f"cannot read {path}: {problem.strerror}") from None
     except (zipfile.BadZipFile, RuntimeError, NotImplementedError):
-        raise ConfigError(f"{path} is no wheel; make one with `pip wheel --no-deps .`") from None
+        raise ConfigError(
+            f"{path} is not a wheel; create one with `pip wheel --no-deps .`"
+        ) from None
     metadata = email.message_from_string(text)
     if path.suffix != ".whl" or metadata["Name"] != DISTRIBUTION:
-        raise ConfigError(f"{path} is no wheel of {DISTRIBUTION}")
+        raise ConfigError(f"{path} is not a wheel of {DISTRIBUTION}")
     pins = [line.split(";")[0].strip() for line in metadata.get_all("Requires-Dist", [])]
     if f"ray=={RAY_VERSION}" not in pins:
         wanted = next((pin for pin in pins if pin.startswith("ray=")), "another Ray")

@@ -47,10 +47,10 @@ def test_what_ray_adds_to_the_section_is_let_be():
     ("change", "said"),
     [
         ({"decode": {"max_workers": 3}}, "max_workers 3, but provider.pools.decode has 2 hosts"),
-        ({"decode": {"min_workers": 2, "max_workers": 1}}, "in this order"),
+        ({"decode": {"min_workers": 2, "max_workers": 1}}, "and at most max_workers 1"),
         ({"decode": {"min_workers": -1, "max_workers": 1}}, "0 or more"),
         ({"decode": {"node_config": {"InstanceType": "p5"}}}, "node_config must be"),
-        ({"prefill": {}}, "'prefill' is missing in provider.pools"),
+        ({"prefill": {}}, "'prefill' is missing from provider.pools"),
     ],
 )
 def test_node_types_that_do_not_fit_the_hosts_are_named(change, said):
@@ -58,7 +58,7 @@ def test_node_types_that_do_not_fit_the_hosts_are_named(change, said):
     check_node_types(pools, TYPES, "head")
     with pytest.raises(ConfigError, match=said):
         check_node_types(pools, {**TYPES, **change}, "head")
-    with pytest.raises(ConfigError, match="missing in available_node_types"):
+    with pytest.raises(ConfigError, match="missing from available_node_types"):
         check_node_types({**pools, "prefill": ("10.0.0.9",)}, TYPES, "head")
 
 
@@ -83,7 +83,7 @@ def test_what_is_copied_to_hosts_must_be_there_and_secrets_their_owners(tmp_path
         check_mounts(paths)
     (tmp_path / "kept").rename(key)
     token.unlink()
-    with pytest.raises(ConfigError, match=r"there is no .*token; keys are made by `baton keygen`"):
+    with pytest.raises(ConfigError, match=r"token does not exist; create keys with `baton keygen`"):
         check_mounts(paths)
 
 

@@ -50,7 +50,7 @@ def test_a_head_that_cannot_be_one(cluster):
         text = refused(cluster, ".baton/venv has Python ,")
     finally:
         cluster.lab.hosts[0].run("cd ~/.baton/venv/bin && mv kept python")
-    assert "host 10.77.0.1 is no node: " in text
+    assert "host 10.77.0.1 cannot be a node: " in text
 
 
 @pytest.mark.parametrize("missing", ["token", "keys"])
@@ -58,7 +58,7 @@ def test_a_missing_key(cluster, missing):
     path = getattr(cluster, missing)
     path.rename(path.with_name("kept"))
     try:
-        refused(cluster, f"there is no {path}")
+        refused(cluster, f"{path} does not exist")
     finally:
         path.with_name("kept").rename(path)
 

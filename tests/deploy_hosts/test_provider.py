@@ -117,13 +117,16 @@ def test_a_wrong_version_is_named_and_the_next_host_is_taken(provider, wrong):
         assert provider.create(1) == {"10.77.0.3@1": {}}
     finally:
         host.run(mend)
-    assert f"host 10.77.0.2 is no node: ~/.baton/venv {text}".replace("~", "/root") in provider.said
+    assert (
+        f"host 10.77.0.2 cannot be a node: ~/.baton/venv {text}".replace("~", "/root")
+        in provider.said
+    )
 
 
 def test_a_missing_python_is_named(provider):
     provider.python = "python3.99"
     made = provider.create(1)
-    assert "host 10.77.0.2 is no node: has no python3.99; install Python 3.11 there" in made
+    assert "host 10.77.0.2 cannot be a node: has no python3.99; install Python 3.11 there" in made
 
 
 def test_terminate_ends_what_ignores_it_and_nothing_else(provider):

@@ -29,7 +29,7 @@ def test_a_wheel_is_read_with_its_version(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"name": "baton"}, "is no wheel of baton-serve"),
+        ({"name": "baton"}, "is not a wheel of baton-serve"),
         ({"ray": "9.0.0"}, r"needs ray==9\.0\.0 and this cluster runs Ray 2\.60\.0: end the clus"),
     ],
 )
@@ -41,6 +41,6 @@ def test_a_wheel_that_would_break_the_cluster_is_refused(tmp_path, changes, said
 def test_a_file_that_is_no_wheel_is_named(tmp_path, capsys):
     (tmp_path / "x.whl").write_text("text")
     assert main(["install", str(tmp_path / "x.whl")]) == 2
-    assert "x.whl is no wheel; make one with" in capsys.readouterr().err
+    assert "x.whl is not a wheel; create one with" in capsys.readouterr().err
     assert main(["install", str(tmp_path / "missing.whl")]) == 2
     assert "No such file" in capsys.readouterr().err
