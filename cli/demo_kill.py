@@ -1,7 +1,7 @@
-"""The last part of ``baton demo``: kill the decode worker that writes an answer.
+"""The last part of ``baton demo``: kill the decode worker that generates an answer.
 
-Invariant: the answer counts as undisturbed only if it has the tokens that the same request got
-before without a kill.
+The same request runs twice, first without a kill. The demo succeeds only if both answers have the
+same tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .cluster import parsed
 
 QUESTION = "Tell me a story about a fox."
 TOKENS = 1200
-"""Long enough, at 2,000 tokens/s, for a kill in mid-stream; within the model's 2,048."""
+"""Long enough for a kill in mid-stream at 2,000 tokens/s, and within the model's 2,048 tokens."""
 KILL_AFTER = 200
 SAMPLING = SamplingParamsInput(temperature=0.8, seed=7, max_new_tokens=TOKENS, ignore_eos=True)
 SHOWN_CHARS = 72
@@ -32,7 +32,8 @@ WaitHandoff = Callable[[Client, int], HandoffRecord]
 class Answer:
     """Tokens and text of one answer.
 
-    ``decode``: the worker that ended it. ``gap``: seconds of the longest pause after the kill.
+    ``decode``: the decode worker of the last tokens. ``gap``: longest gap between two outputs in
+    seconds, after the kill.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -42,9 +43,9 @@ class Answer:
 
 
 def show_kill(client: Client, wait_handoff: WaitHandoff) -> None:
-    """Print an answer of one request without and with a kill. Raises InternalError on failure."""
+    """Print the answer without and with a kill. Raises InternalError if they differ."""
     print(
-        f"\n> {QUESTION}\n  ({TOKENS} tokens, sampled with a seed; asked twice, and the second "
+        f"\n> {QUESTION}\n  ({TOKENS} tokens, sampled with a seed; sent twice, and the second "
         "time the decode worker is killed)",
         flush=True,
     )
@@ -68,7 +69,7 @@ def show_kill(client: Client, wait_handoff: WaitHandoff) -> None:
     if victims == [actual.decode]:
         raise InternalError("the answer ended before its decode worker was killed")
     print(
-        f"  {len(actual.tokens)} tokens  {actual.decode} wrote the rest; "
+        f"  {len(actual.tokens)} tokens  completed by {actual.decode}; "
         f"longest pause {actual.gap * 1000:.0f} ms\n"
         f"  {compare(expected.tokens, actual.tokens)}",
         flush=True,
@@ -76,7 +77,10 @@ def show_kill(client: Client, wait_handoff: WaitHandoff) -> None:
 
 
 def _answer(client: Client, kill: Callable[[int], None] | None = None) -> Answer:
-    """One whole answer; ``kill`` is called once, with the number of tokens received."""
+    """Send the request and return its answer.
+
+    ``kill(received)`` is called once, after :data:`KILL_AFTER` tokens.
+    """
     answer = Answer()
     last = 0.0
     for output in client.chat([{"role": "user", "content": QUESTION}], SAMPLING):
@@ -93,15 +97,15 @@ def _answer(client: Client, kill: Callable[[int], None] | None = None) -> Answer
 
 
 def _pid(client: Client, worker: str) -> int:
-    """The worker's process. Raises InternalError without one: kill(0) would hit this process."""
+    """Return the worker's pid. Raises InternalError without one: kill(0) would hit this process."""
     for report in parsed(client.status(handoffs=0)).workers:
         if report.id == worker and report.pid > 0:
             return report.pid
-    raise InternalError(f"the router reports no process of {worker}")
+    raise InternalError(f"the router reports no process id for {worker}")
 
 
 def compare(expected: list[int], actual: list[int]) -> str:
-    """A sentence on equal answers. Raises InternalError for different ones."""
+    """Return a sentence for equal answers. Raises InternalError for different answers."""
     if expected == actual:
         return f"all {len(actual)} tokens equal those of the undisturbed answer"
     pairs = zip(expected, actual, strict=False)

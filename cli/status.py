@@ -153,8 +153,8 @@ def _latency(report: ClusterReport) -> list[str]:
     """Lines with the latencies of the last minutes: of the cluster, then of each worker."""
     latency = report.router.latency
     kinds = [
-        ("first token", [("all", latency.first_token_s)]),
-        ("between tokens", [("all", latency.between_tokens_s)]),
+        ("TTFT", [("all", latency.first_token_s)]),
+        ("ITL", [("all", latency.between_tokens_s)]),
     ]
     for worker in report.workers:
         if worker.first_token_s is not None:

@@ -30,19 +30,19 @@ _SENTENCES = {
     "ready": "ready: all workers have registered",
     "restarting": "{name} ended ({detail}); restarting in {seconds:.1f} s",
     "back": "{name} serves again",
-    "retired": "{name} finished its work and was not started again",
+    "retired": "{name} finished its requests and was not restarted",
     "declared_dead": "{name} was declared dead: {detail} (--worker-timeout {seconds:g})",
-    "hung": "{name} hangs ({detail}); ending it",
+    "hung": "{name} hangs ({detail}); killing it",
     "cannot_run": "{name} cannot run: {detail}",
-    "gave_up": "{name} ended again and again before the cluster was ready; stopping. "
+    "gave_up": "{name} ended repeatedly before the cluster was ready; stopping. "
     "Last message: {detail}",
-    "replacing": "{name} cannot run ({detail}); another takes its place in {seconds:.1f} s",
+    "replacing": "{name} cannot run ({detail}); a replacement starts in {seconds:.1f} s",
     "not_added": "{name} cannot run and was not added: {detail}",
     "unplaced": "{name} waits for a host: {detail}",
-    "drain_over": "{name} has not finished within the grace period; others take its requests over",
+    "drain_over": "{name} has not finished within the grace period; its requests move elsewhere",
     "rolled_out": "rollout finished: {detail}",
     "rollout_stopped": "rollout {detail}",
-    "draining": "draining: running requests may finish within {seconds:.0f} s "
+    "draining": "draining: running requests have {seconds:.0f} s to finish "
     "(interrupt again to stop at once)",
     "grace_over": "the grace period is over; stopping with requests unfinished",
 }

@@ -197,7 +197,7 @@ class Hangs:
             return f"{reason}; no heartbeat for {quiet:.1f} s"
         stuck = process.declared is not None and process.declared.stuck
         limit = min(limits.hang_timeout, limits.lost_timeout) if stuck else limits.lost_timeout
-        return f"{reason}; lost to the routers for {lost:.1f} s" if lost >= limit else ""
+        return f"{reason}; not seen alive by the routers for {lost:.1f} s" if lost >= limit else ""
 
     def _lost(self, seen_at: float) -> float:
         """Seconds in which routers sent reports, but none with this worker alive."""

@@ -22,7 +22,7 @@ def problems(pools: Pools, now: float) -> list[str]:
         missing = pools.targets[role] - len(pools.members.active(role))
         wait = pools.held(role, now)
         if missing > 0 and wait > 0:
-            found.append(f"{role}: {missing} to be started in {wait:.1f} s, after a loss")
+            found.append(f"{role}: {missing} lost, replacement starts in {wait:.1f} s")
     return found
 
 
@@ -33,11 +33,11 @@ def _problem(member: Member, now: float) -> str:
         wait = max(0.0, member.restart_at - now)
         return f"{member.name} is down: {member.cause}; restart {member.ends} in {wait:.1f} s"
     if member.cause:
-        return f"{member.name} starts again: its last process ended ({member.cause})"
+        return f"{member.name} is restarting: its last process ended ({member.cause})"
     if member.waits_for:
         return f"{member.name} waits for a host: {member.waits_for}"
     if member.stage is Stage.STARTING and member.was_ready:
-        return f"{member.name} not found yet" if member.unseen else f"{member.name} restarts"
+        return f"{member.name} not found yet" if member.unseen else f"{member.name} is restarting"
     silent = now - member.heard_at
     if member.role == ROUTER and member.stage is Stage.READY and silent >= SILENT_S:
         return f"{member.name} has not answered the controller for {silent:.0f} s"

@@ -1,4 +1,4 @@
-"""Which process the kernel kills first when the memory of a host or a container is used up.
+"""The order in which the kernel kills Baton's processes if a host or container runs out of memory.
 
 The kernel kills the process with the highest score: its share of the memory in thousandths plus
 ``oom_score_adj``. Losing a worker costs a replay of its requests on another worker. Losing a router
@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 
 WORKER_MARGIN = 100
-"""Thousandths of the memory that a worker scores above the process that starts it."""
+"""Difference between the scores of a worker and of the process that starts it, in thousandths."""
 _HIGHEST = 1000
 
 
@@ -24,16 +24,16 @@ def score_adjustment(pid: int | str = "self") -> int:
 
 
 def let_die_first(pid: int) -> None:
-    """Raise the score of a worker's process above this one's; do nothing where that is refused."""
+    """Set a worker's score above the score of this process. Ignores a refusal by the system."""
     with contextlib.suppress(OSError):
         _file(pid).write_text(str(min(score_adjustment() + WORKER_MARGIN, _HIGHEST)))
 
 
 def score_like_parent() -> None:
-    """Give this process its parent's score; do nothing where that is refused.
+    """Give this process its parent's score. Ignores a refusal by the system.
 
-    For actors: Ray gives its worker processes the score 1000, so that the kernel would kill the
-    supervisors of routers and workers, and the controller, before anything else on the host.
+    For actors: Ray sets the score of its worker processes to 1000. The kernel would then kill the
+    controller and the supervisors before any other process on the host.
     """
     with contextlib.suppress(OSError):
         _file("self").write_text(str(score_adjustment(os.getppid())))

@@ -18,8 +18,8 @@ LOOK_EVERY_S = 1.0
 _SPAN = 10
 """Number of stored observations: a kill may be counted seconds before the exit is noticed."""
 HINT = "(out of memory? see: dmesg | grep -i 'killed process')"
-_BY_GROUP = "(out of memory: the kernel ended it at the memory limit, {limit})"
-_BY_MACHINE = "(probably out of memory: the kernel ended a process of this machine for it just now)"
+_BY_GROUP = "(out of memory: the kernel killed it at its memory limit, {limit})"
+_BY_MACHINE = "(probably out of memory: the kernel has just killed a process on this machine)"
 
 
 class OomWatch:

@@ -81,7 +81,7 @@ def check_tokenizer(settings: ServeSettings) -> None:
         )
     except subprocess.TimeoutExpired:
         raise CheckpointError(
-            f"{folder}: tokenizer.json is not loaded after {_TOKENIZER_S:g} s"
+            f"{folder}: tokenizer.json did not load within {_TOKENIZER_S:g} s"
         ) from None
     if ended.returncode:
         said = ended.stdout.decode("utf-8", "replace").strip().replace("\n", " ")

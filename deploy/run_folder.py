@@ -93,7 +93,7 @@ def _no_folder(base: Path, problem: OSError) -> ConfigError:
 
 def _not_written(path: Path, problem: OSError) -> ConfigError:
     return ConfigError(
-        f"cannot write {path}: {problem.strerror}; free some room there, or choose another folder "
+        f"cannot write {path}: {problem.strerror}; free disk space there, or choose another folder "
         "with --run-dir or TMPDIR"
     )
 

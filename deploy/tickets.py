@@ -36,7 +36,7 @@ class Tickets:
             del self.drains[ticket]
         if member.left or (code == 0 and not member.died):
             return [Answer(ticket, Outcome.DONE, "left") for ticket in ended]
-        text = f"{member.name} ended before it had finished; its requests move to other workers"
+        text = f"{member.name} ended before its drain finished; its requests move to other workers"
         return [Answer(ticket, Outcome.FAILED, text) for ticket in ended]
 
     def end_all(self, text: str) -> list[Answer]:

@@ -1,10 +1,10 @@
-"""Trains the demo model: ``python -m baton.deploy.train_demo_model --out deploy/demo_model``.
+"""Train the demo model: ``python -m baton.deploy.train_demo_model --out deploy/demo_model``.
 
-Needs torch, safetensors and tokenizers; nothing imports this file. It makes a byte-level BPE
-tokenizer from the micro-world and CPython's documentation, trains a Llama of under a million
-parameters on conversations of the micro-world (the loss counts answers only), and writes a
-Hugging Face folder in bfloat16 every two minutes and at the end. The parameters are a dict
-named as the checkpoint names them, so that saving needs no translation.
+This script needs torch, safetensors and tokenizers; no other module imports it. It trains a
+byte-level BPE tokenizer on the micro-world and CPython's documentation. Then it trains a Llama with
+less than a million parameters on conversations of the micro-world; only answer tokens contribute to
+the loss. It writes a Hugging Face folder in bfloat16 every two minutes and at the end. The
+parameters are a dict with the checkpoint's tensor names.
 """
 # mypy: disable-error-code="no-any-return"
 # pyright: reportMissingImports=false
@@ -60,7 +60,7 @@ Rope = tuple[torch.Tensor, torch.Tensor]
 
 
 def train_tokenizer(world: MicroWorld, docs: list[str]) -> Tokenizer:
-    """Byte-level BPE in which nearly every word of the micro-world is one token."""
+    """Train a byte-level BPE in which almost every word of the micro-world is one token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -81,7 +81,7 @@ def train_tokenizer(world: MicroWorld, docs: list[str]) -> Tokenizer:
 def conversation(
     world: MicroWorld, tokenizer: Tokenizer, length: int
 ) -> tuple[list[int], list[bool]]:
-    """Turns until ``length + 1`` tokens are full, and which tokens are answers."""
+    """Return ``length + 1`` token ids of a conversation, and a mask of the answer tokens."""
     ids: list[int] = []
     answers: list[bool] = []
 
@@ -104,7 +104,10 @@ def conversation(
 def batches(
     world: MicroWorld, tokenizer: Tokenizer, tokens: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless ``(ids [rows, length + 1], answer mask of the same shape)``."""
+    """Yield batches of ``ids [rows, length + 1]`` and answer masks of the same shape, forever.
+
+    ``tokens``: maximum of ``rows * length``.
+    """
     while True:
         length = world.rng.choices(ROW_LENGTHS, ROW_WEIGHTS)[0]
         rows = [conversation(world, tokenizer, length) for _ in range(tokens // length)]
@@ -115,7 +118,10 @@ def batches(
 
 
 def initial_parameters() -> Parameters:
-    """Normal weights with standard deviation fan_in ** -0.5, outputs of a layer scaled down."""
+    """Return random parameters: normal with standard deviation ``fan_in ** -0.5``.
+
+    The output projections of each layer are smaller by ``sqrt(2 * layers)``.
+    """
     hidden, ffn, depth = (
         CONFIG[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers")
     )
@@ -147,7 +153,7 @@ def initial_parameters() -> Parameters:
 
 
 def rope_tables(length: int) -> Rope:
-    """Cosine and sine ``[length, head_dim]`` for rotating the two halves of each head."""
+    """Return RoPE's cosines and sines, each ``[length, head_dim]``."""
     half = torch.arange(0, CONFIG["head_dim"], 2) / CONFIG["head_dim"]
     angles = torch.arange(length)[:, None] / CONFIG["rope_theta"] ** half
     angles = torch.cat((angles, angles), dim=-1)
@@ -155,14 +161,14 @@ def rope_tables(length: int) -> Rope:
 
 
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """RoPE on ``[..., length, head_dim]``."""
+    """Apply RoPE to ``x [..., length, head_dim]``."""
     cos, sin = rope
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-high, low), dim=-1) * sin
 
 
 def attention(p: Parameters, prefix: str, x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Causal grouped-query attention of one layer; ``x`` is ``[rows, length, hidden]``."""
+    """Compute one layer's causal grouped-query attention for ``x [rows, length, hidden]``."""
     rows, length, _ = x.shape
 
     def heads(name: str) -> torch.Tensor:
@@ -177,7 +183,7 @@ def attention(p: Parameters, prefix: str, x: torch.Tensor, rope: Rope) -> torch.
 
 
 def hidden_states(p: Parameters, ids: torch.Tensor) -> torch.Tensor:
-    """Normalised hidden states ``[rows, length, hidden]`` in front of the tied head."""
+    """Return the tied head's input: normalised hidden states ``[rows, length, hidden]``."""
     rope = rope_tables(ids.shape[1])
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -194,7 +200,7 @@ def hidden_states(p: Parameters, ids: torch.Tensor) -> torch.Tensor:
 
 
 def answer_loss(p: Parameters, ids: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of the answer tokens."""
+    """Return the mean cross-entropy of the answer tokens."""
     wanted = answers[:, 1:]
     logits = F.linear(hidden_states(p, ids[:, :-1])[wanted], p["model.embed_tokens.weight"])
     return F.cross_entropy(logits, ids[:, 1:][wanted])
@@ -204,7 +210,7 @@ def answer_loss(p: Parameters, ids: torch.Tensor, answers: torch.Tensor) -> torc
 
 
 def optimizers(p: Parameters) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
+    """Return Muon for the matrices of the layers, and AdamW for the embedding and the norms."""
     matrices = [v for k, v in p.items() if v.ndim == 2 and "layers" in k]
     rest = [v for k, v in p.items() if v.ndim == 1 or "layers" not in k]
     return [
@@ -214,14 +220,17 @@ def optimizers(p: Parameters) -> list[torch.optim.Optimizer]:
 
 
 def learning_rate_factor(step: int, progress: float) -> float:
-    """Warm-up over 30 steps, then constant, then linear to zero over the last 45 %."""
+    """Return the factor: warm-up over 30 steps, constant, linear decay in the last 45 %.
+
+    ``progress``: elapsed share of the training time.
+    """
     return min(1.0, (step + 1) / 30, max(0.01, (1.0 - progress) / 0.45))
 
 
 def starting_point(
     out: Path, seed: int, docs: list[str], resume: bool
 ) -> tuple[Tokenizer, Parameters]:
-    """A fresh tokenizer and random weights, or those of an earlier run in ``out``."""
+    """Return a new tokenizer and random weights, or with ``resume`` those in ``out``."""
     if resume:
         tensors = load_file(str(out / "model.safetensors"))
         params = {name: v.float().requires_grad_() for name, v in tensors.items()}
@@ -237,7 +246,10 @@ def take_step(
     batch: tuple[torch.Tensor, torch.Tensor],
     factor: float,
 ) -> float:
-    """One update with the learning rates times ``factor``; returns the loss before it."""
+    """Update the parameters once; return the loss before the update.
+
+    ``factor`` multiplies the learning rates.
+    """
     for opt in opts:
         for group in opt.param_groups:
             group["lr"] = group.setdefault("base_lr", group["lr"]) * factor
@@ -250,7 +262,7 @@ def take_step(
 
 
 def train(args: argparse.Namespace) -> None:
-    """Train for ``args.minutes`` of CPU time, ``args.tokens`` per step."""
+    """Train for ``args.minutes`` of CPU time with ``args.tokens`` tokens per step."""
     torch.manual_seed(args.seed)
     docs = documentation()
     tokenizer, params = starting_point(args.out, args.seed, docs, args.resume)
@@ -276,12 +288,12 @@ def train(args: argparse.Namespace) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """JSON as people read it."""
+    """Write a value as indented JSON."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def save_tokenizer(out: Path, tokenizer: Tokenizer) -> None:
-    """All files but the weights; the chat template is written by hand beside them."""
+    """Write the tokenizer and all config files. The folder's chat template is written by hand."""
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)
     write_json(out / "config.json", CONFIG)
@@ -311,7 +323,7 @@ def save_tokenizer(out: Path, tokenizer: Tokenizer) -> None:
 
 
 def save_weights(out: Path, params: Parameters) -> None:
-    """bfloat16 safetensors, replaced in one step so that a reader never sees half a file."""
+    """Write the weights as bfloat16 safetensors; the file is replaced atomically."""
     tensors = {name: v.detach().to(torch.bfloat16).contiguous() for name, v in params.items()}
     save_file(tensors, str(out / "model.safetensors.new"), metadata={"format": "pt"})
     (out / "model.safetensors.new").chmod(0o644)
@@ -319,15 +331,15 @@ def save_weights(out: Path, params: Parameters) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the command line and train."""
     parser = argparse.ArgumentParser(description="train the demo model")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=20.0, help="CPU minutes")
+    parser.add_argument("--minutes", type=float, default=20.0, help="CPU minutes of training")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens per step")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--peak", type=float, default=1.0, help="factor of the learning rates")
-    parser.add_argument("--resume", action="store_true", help="go on from the weights in --out")
+    parser.add_argument("--peak", type=float, default=1.0, help="learning rate factor")
+    parser.add_argument("--resume", action="store_true", help="continue with the weights in --out")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     train(args)

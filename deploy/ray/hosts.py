@@ -101,7 +101,7 @@ def _check_bounds(name: str, node_type: Mapping[str, Any], hosts: int) -> None:
         raise ConfigError(f"{name}: node_config must be {{}}, since fixed hosts have no options")
     if not 0 <= least <= most:
         raise ConfigError(
-            f"{name}: min_workers {least} must be 0 or more and at most max_workers {most}"
+            f"{name}: min_workers {least} and max_workers {most}; needs 0 <= min <= max"
         )
     if most > hosts:
         raise ConfigError(

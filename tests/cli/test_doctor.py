@@ -1,4 +1,4 @@
-"""Every finding of the doctor on a machine that is not well."""
+"""Every problem that ``baton doctor`` finds."""
 
 import importlib.metadata
 import importlib.util
@@ -10,7 +10,7 @@ from baton.proto.errors import CheckpointError
 
 
 def only(check):
-    """The one finding of a check, with its line."""
+    """Return the only finding of a check, and its output line."""
     (finding,) = check()
     return finding.level, finding.line()
 

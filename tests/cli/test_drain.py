@@ -1,4 +1,4 @@
-"""What ``baton drain --wait`` makes of the router's reports."""
+"""How ``baton drain --wait`` interprets the router's reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ASKED = worker("ready", endpoint="ipc:///d")
 
 
 class Reports:
-    """A client whose router says these, the last one for ever."""
+    """A client whose router returns these reports in turn, then repeats the last one."""
 
     def __init__(self, *workers: list[WorkerReport]) -> None:
         self.reports = list(workers)

@@ -1,6 +1,6 @@
-"""No room on the disk: one error that names the place, or the work goes on.
+"""Full disk: the command reports one error with the path, or continues.
 
-A limit on the size of files stands in for a full disk: a write fails behind the file's making.
+A limit on the size of files simulates a full disk: the file can be created, but a write fails.
 """
 
 import resource
@@ -30,7 +30,7 @@ def test_a_start_ends_with_one_error(tmp_path, verb):
     assert done.returncode == (2 if verb == "serve" else 1)
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"baton: cannot write {run_dir}/{PREFIX}")
-    assert "free some room there" in line
+    assert "free disk space there" in line
     assert not done.stdout and not list(run_dir.iterdir())
     if verb == "launch":
         assert "Traceback" not in (tmp_path / "s.log").read_text()

@@ -1,4 +1,4 @@
-"""Ctrl-C while a command is still loading ends it without a word."""
+"""Ctrl-C while a command is still importing modules ends it without output."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ sys.exit(main())
 
 
 def interrupted_at(module: str, before=None) -> subprocess.CompletedProcess:
-    """``baton --version``, interrupted when it is about to import ``module``."""
+    """Run ``baton --version`` and interrupt it before its import of ``module``."""
     code = LOADING.replace("sys.argv[1]", repr(module))
     return subprocess.run(
         [sys.executable, "-P", "-c", code],
@@ -37,7 +37,7 @@ def interrupted_at(module: str, before=None) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("module", ["baton.cli.command", "numpy", "zmq", "baton.cli.doctor"])
 def test_an_interrupt_while_it_loads_is_silent(module):
-    # A shell starts what runs in its background with the signal ignored.
+    # A shell starts background processes with SIGINT ignored.
     ended = interrupted_at(module, lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
 

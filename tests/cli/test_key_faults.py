@@ -1,4 +1,4 @@
-"""What is wrong with a key folder is said by every command: one sentence, soon, nothing started."""
+"""Every command reports a fault of the key folder in one sentence before it starts anything."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def spoil_kind(folder, file):
 
 
 def spoil_link(folder, file):
-    """A link to a secret that others can read is no better than the secret itself."""
+    """A link does not hide the wrong mode of its target."""
     aside = folder.parent / f"aside-{file}"
     (folder / f"{file}.key").rename(aside)
     aside.chmod(0o644)
@@ -73,7 +73,7 @@ FAULTS = [
 
 
 def process(module: str, **config):
-    """A worker's or router's command line, run as its supervisor would."""
+    """Return a function that runs a worker's or router's command line like its supervisor."""
 
     def run(tmp_path, folder, _capsys):
         path = tmp_path / f"{module}.json"
@@ -90,7 +90,7 @@ def process(module: str, **config):
 
 
 def verb(*words: str):
-    """A verb, which ends before it would wait for anything."""
+    """Return a function that runs a command; the fault ends the command early."""
 
     def run(tmp_path, folder, capsys):
         (tmp_path / "x.whl").touch()
@@ -124,7 +124,7 @@ VERBS = {
 }
 EVERY = [
     *((name, file, run, fault) for name, (file, run) in VERBS.items() for fault in FAULTS
-      if name != "launch" or fault is spoil_mode),  # it starts a process, as those below are
+      if name != "launch" or fault is spoil_mode),  # starts processes; tested below
     *((name, name, run, spoil_mode) for name, run in PROCESSES.items()),
 ]  # fmt: skip
 IDS = [f"{name}-{fault.__name__.removeprefix('spoil_')}" for name, _, _, fault in EVERY]
@@ -142,7 +142,7 @@ def test_a_fault_is_said_before_anything_starts(
     monkeypatch.setenv("TMPDIR", str(scratch))
     monkeypatch.setattr("tempfile.tempdir", None)
     said = fault(folder, file)
-    if name == "ray-config":  # every host's keys are looked at, whatever their files are called
+    if name == "ray-config":  # it checks the keys of every host
         said = "has no operator key" if fault in (spoil_missing, spoil_kind) else said
     code, out, errors = run(tmp_path, folder, capsys)
     assert code not in (0, None)
@@ -150,4 +150,4 @@ def test_a_fault_is_said_before_anything_starts(
     assert len(lines) == 1 and re.search(said, lines[0]), (said, errors)
     assert "10.0.0.1" not in out
     left = [path.name for path in scratch.rglob("*") if not path.is_dir()]
-    assert [name for name in left if not name.endswith(".log")] == []  # launch leaves what it said
+    assert [name for name in left if not name.endswith(".log")] == []  # launch leaves its log

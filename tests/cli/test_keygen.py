@@ -1,4 +1,4 @@
-"""``baton keygen``: exit codes, words, and that secrets stay in their files."""
+"""``baton keygen``: exit codes and output; secrets appear only in their files."""
 
 import os
 import stat

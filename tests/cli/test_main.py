@@ -27,7 +27,7 @@ from baton.proto.errors import InternalError
 
 @pytest.fixture
 def address(tmp_path, monkeypatch):
-    """An address where nobody listens, also as every verb's default."""
+    """An address without a listener, which is also the default of every command."""
     monkeypatch.setenv("BATON_ADDRESS", f"ipc://{tmp_path}/none.sock")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     return f"ipc://{tmp_path}/none.sock"
@@ -219,7 +219,7 @@ def test_a_variable_that_sets_nothing_is_named_with_the_closest_that_does(
 ):
     monkeypatch.setenv("BATON_PREFIL", "2")
     monkeypatch.setenv("BATON_ZZZZ", "2")
-    monkeypatch.setenv("BATON_SERVICE_PORT", "7070")  # Kubernetes, for a service called baton
+    monkeypatch.setenv("BATON_SERVICE_PORT", "7070")  # set by Kubernetes for a service named baton
     monkeypatch.setenv("BATON_PORT_7070_TCP_ADDR", "10.0.0.1")
     monkeypatch.setenv("BATON_GRACE", "5")
     monkeypatch.setenv("BATON_SHARED_ARRAYS", "off")
@@ -353,8 +353,8 @@ def test_status_shows_waiting_times_and_what_was_dropped_when_there_is_any():
     )
     lines = status.describe(report)
     assert [line.split() for line in lines if "10.20" in line] == [
-        ["first", "token", "all", "10.20", "20.00", "-", "7"],
-        ["between", "tokens", "decode-0", "10.20", "20.00", "-", "7"],
+        ["TTFT", "all", "10.20", "20.00", "-", "7"],
+        ["ITL", "decode-0", "10.20", "20.00", "-", "7"],
     ]
     assert lines[-1] == "  prefill-0: data_frames 2"
     quiet = "\n".join(status.describe(ClusterReport()))
@@ -381,13 +381,13 @@ def test_demo_refuses_an_answer_that_a_kill_changed(tokens):
 def test_demo_kills_no_process_that_the_router_does_not_name():
     report = {"workers": [{"id": "decode-0", "role": "decode", "pid": 0}]}
     client = SimpleNamespace(status=lambda handoffs: report)
-    with pytest.raises(InternalError, match="no process of decode-0"):
+    with pytest.raises(InternalError, match="no process id for decode-0"):
         demo_kill._pid(client, "decode-0")
 
 
 def test_demo_waits_for_no_handoff_of_an_answer_of_one_token(capsys):
     class OneToken:
-        """A cluster whose answer ends with its first token."""
+        """A cluster whose answer has one token."""
 
         def status(self, handoffs):
             return {"handoffs": {"count": 0}}

@@ -1,4 +1,4 @@
-"""docs/operations.md says the same of the settings as the code."""
+"""The settings in docs/operations.md equal those of the code."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 
 
 def _table(head: str) -> list[str]:
-    """Lines of the table with this head, without its two first lines and without group rows."""
+    """Return the rows of the table with this head, without the head and the group rows."""
     lines = PAGE[PAGE.index(head) :].partition("\n\n")[0].splitlines()
     return [line for line in lines[2:] if line.startswith("| `--")]
 

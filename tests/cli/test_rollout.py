@@ -1,4 +1,4 @@
-"""``baton rollout`` behind ``baton wait-ready``: the controller learns last that all is ready."""
+"""``baton rollout`` after ``baton wait-ready``: the controller is the last to see all ready."""
 
 import contextlib
 
@@ -11,7 +11,7 @@ from baton.proto.errors import CheckpointError, RequestFailed
 
 
 class Controller:
-    """Starts for so many looks, then serves; refuses a rollout while it starts."""
+    """Is starting for a number of polls, then serves; refuses a rollout while it starts."""
 
     def __init__(self, looks: int) -> None:
         self.looks = looks
@@ -67,7 +67,7 @@ def test_a_damaged_tokenizer_of_the_new_model_is_found_before_the_order(
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         ordered(monkeypatch, controller, f"model={tmp_path}")
-    assert controller.looks == 0  # nobody asked it
+    assert controller.looks == 0  # it was not polled
     elsewhere = tmp_path / "on_another_host"
     assert ordered(monkeypatch, controller, f"model={elsewhere}") == 0
     assert "rollout begun" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Verbs that are given several routers."""
+"""Commands with several router addresses."""
 
 import json
 
@@ -20,7 +20,7 @@ def report(name, decode=1):
 
 @pytest.fixture
 def routers(monkeypatch):
-    """What answers at which address; the others are silent."""
+    """Fake routers by address; other addresses do not answer."""
     answering = {A: report("router-0"), B: report("router-1")}
 
     class Client:

@@ -21,7 +21,7 @@ def shell(command, **environment):
 
 @pytest.fixture
 def nobody(tmp_path):
-    """Options of a verb whose cluster does not exist."""
+    """Options with the address of a cluster that does not exist."""
     return f"--timeout 0.1 --address ipc://{tmp_path}/none.sock"
 
 
@@ -40,7 +40,7 @@ def test_a_reader_that_left_is_no_fault():
 def test_closed_streams_are_empty_ones(closed, verb, code, nobody):
     ended = shell(f"{BATON} {verb} {nobody} {closed}")
     lines = ended.stderr.splitlines()
-    silent = verb == "chat"  # nobody said anything
+    silent = verb == "chat"  # no input, no output
     assert ended.returncode == code
     assert len(lines) == (0 if silent or "2>&-" in closed else 1)
     assert all(line.startswith("baton: ") for line in lines)

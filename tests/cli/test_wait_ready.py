@@ -1,4 +1,4 @@
-"""What ``baton wait-ready`` waits for, as the router tells it."""
+"""The router states that ``baton wait-ready`` waits for."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from baton.proto.errors import ConnectionLost, TaskMismatch
 
 
 class Router:
-    """Answers status questions, one state after the other."""
+    """Answers each status request with the next state."""
 
     def __init__(self, task, *states):
         self.task = task

@@ -37,7 +37,7 @@ def test_demo_answers_prompts_through_a_whole_cluster_and_leaves_nothing(tmp_pat
     assert all(float(size) > 0 for size, _ in handoffs)
     assert {decode for _, decode in handoffs} == {"decode-0", "decode-1"}
     killed = re.search(r"(\d+) tokens  SIGKILL to (decode-\d), pid \d+\n", done.stdout)
-    went_on = re.search(r"(\d+) tokens  (decode-\d) wrote the rest", done.stdout)
+    went_on = re.search(r"(\d+) tokens  completed by (decode-\d)", done.stdout)
     assert killed is not None
     assert went_on is not None
     assert int(killed[1]) < int(went_on[1])

@@ -60,7 +60,7 @@ def test_drained_workers_finish_what_they_have_and_leave(cluster):
     wait_until(lambda: set(running.pids()) == {"router", "decode-1"}, what="the end")
     with running.client() as client:
         assert client.status()["router"]["requests"]["replayed"] == 0
-    running.wait_said("decode-0 finished its work and was not started again")
+    running.wait_said("decode-0 finished its requests and was not restarted")
 
 
 def test_an_interrupt_lets_streams_finish_and_refuses_new_ones(cluster):
@@ -97,4 +97,4 @@ def test_a_terminated_worker_leaves_after_its_grace_and_others_take_over(cluster
     assert tokens(run(running.address, WORK, terminate)) == undisturbed
     wait_until(lambda: "decode-0" not in running.pids(), what="the end")
     running.wait_said("decode-0: info: worker.exit reason=grace_over")
-    running.wait_said("decode-0 finished its work and was not started again")
+    running.wait_said("decode-0 finished its requests and was not restarted")

@@ -1,4 +1,4 @@
-"""Where several routers and the controller listen, and who may be the controller there."""
+"""Addresses of several routers and of the controller, and the controller's address lock."""
 
 import pytest
 
@@ -57,7 +57,7 @@ def test_one_controller_per_address_until_it_lets_go(tmp_path):
     lock = AddressLock.take(address)
     with pytest.raises(ConfigError, match="a cluster runs at"):
         AddressLock.take(address)
-    AddressLock.sweep(address)  # held: it stays
+    AddressLock.sweep(address)  # locked, so it stays
     assert len(list(tmp_path.iterdir())) == 1
     lock.release()
     assert list(tmp_path.iterdir()) == []

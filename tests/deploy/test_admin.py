@@ -1,4 +1,4 @@
-"""The admin socket: what goes through it, and what random bytes do to it."""
+"""The admin socket: its messages, keys, and random bytes."""
 
 import contextlib
 import os
@@ -103,7 +103,7 @@ def test_what_is_too_large_to_be_meant_is_refused():
 
 @contextlib.contextmanager
 def serving(endpoint, keys=None):
-    """A server that answers scale with progress and a result; yields its address and requests."""
+    """Run a server that answers scale with progress and a result; yield address and requests."""
     heard = []
     started = threading.Event()
     loops, addresses = [], []
@@ -179,7 +179,7 @@ def test_random_bytes_and_floods_harm_nothing(server):
         for _ in range(20):
             frames = [rng.randbytes(rng.randint(0, 300)) for _ in range(rng.randint(1, 3))]
             dealer.send_multipart(frames)
-        dealer.send(b"BA\x01" + rng.randbytes(MAX_BYTES))  # ends this connection
+        dealer.send(b"BA\x01" + rng.randbytes(MAX_BYTES))  # closes this connection
         dealer.poll(20)
         dealer.close()
     context.destroy(linger=0)
@@ -223,17 +223,17 @@ def folder(tmp_path):
 
 @pytest.mark.integration
 def test_while_keys_rotate_either_side_may_have_the_older_one(folder, tmp_path):
-    """The controller first with the old key, then with the new one; the operator likewise."""
+    """The controller and the operator each use the old key first, then the new key."""
     old = tmp_path / "old"
     shutil.copytree(folder, old)
-    with serving("tcp://127.0.0.1:0", folder) as (address, heard):  # read before the rotation
+    with serving("tcp://127.0.0.1:0", folder) as (address, heard):  # with the old keys
         rotate(folder, OPERATOR)
-        shutil.copy(folder / "allowed.toml", old / "allowed.toml")  # the list goes out first
-        time.sleep(1.5)  # every process has read it again
+        shutil.copy(folder / "allowed.toml", old / "allowed.toml")  # distribute the list first
+        time.sleep(1.5)  # every process has reloaded it
         for keys in (folder, old):
             with AdminClient(address, keys=keys) as client:
                 assert client.overview().phase == "serving"
-        assert len(heard) == 2  # each was heard once
+        assert len(heard) == 2  # one request each
     with serving("tcp://127.0.0.1:0", folder) as (address, _):
         for keys in (folder, old):
             with AdminClient(address, keys=keys) as client:

@@ -1,4 +1,4 @@
-"""The cluster files in the wheel: Ray's own schema and preparation take them."""
+"""The cluster files in the wheel pass Ray's schema and preparation."""
 
 import copy
 import importlib.resources
@@ -29,7 +29,7 @@ from baton.runtime.keyshares import write_share
 FILES = Path(str(importlib.resources.files("baton.deploy.ray")))
 LAUNCHABLE = {"on-premises.yaml"}
 NAMES = sorted(path.name for path in FILES.glob("*.yaml"))
-CONNECT_S, RAY_STOP_S = 10.0, 20.0  # what `connect` and `ray stop` may take
+CONNECT_S, RAY_STOP_S = 10.0, 20.0  # maximum seconds of `connect` and `ray stop`
 NOT_LAUNCHED = "schema-checked, not launched"
 CLUSTER = FixedCluster(
     head="10.1.0.1",
@@ -55,7 +55,7 @@ def load(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_ray_takes_the_file_and_it_has_our_shape(with_ray, capfd, name):
     prepared = check_cluster(load(name))
-    assert capfd.readouterr() == ("", "")  # what Ray fills in and drops again is no news
+    assert capfd.readouterr() == ("", "")  # no warnings about keys that Ray itself adds
     types = prepared["available_node_types"]
     assert set(types) == {"head", "prefill", "decode"} and prepared["head_node_type"] == "head"
     assert types["head"]["resources"] == {"CPU": 0, "router": 1}
@@ -150,7 +150,7 @@ def test_in_a_cloud_a_workers_node_keeps_the_keys_of_its_pool_alone(name, pool, 
 
 
 def texts():
-    """Every cluster file, those in the wheel and one that is written, by name."""
+    """Return the text of every cluster file by name: those in the wheel and a written one."""
     found = {name: (FILES / name).read_text() for name in NAMES}
     return {**found, "written": write_cluster_file(CLUSTER)}
 
@@ -181,7 +181,7 @@ def test_every_ray_start_of_a_file_names_all_its_ports(name):
 
 
 def pods():
-    """The Ray containers of the manifest for Kubernetes with their groups, and its policies."""
+    """Return the Kubernetes manifest's Ray containers with their groups, and its policies."""
     yaml = pytest.importorskip("yaml", reason="needs Ray's YAML: make test-deploy")
     documents = list(yaml.safe_load_all((FILES / "kuberay/raycluster.yaml").read_text()))
     spec = documents[0]["spec"]
@@ -224,8 +224,8 @@ def test_policies_open_rays_ports_to_pods_of_the_cluster_alone():
 
 
 def test_a_pod_makes_keys_that_are_accepted_of_what_kubernetes_mounts(tmp_path):
-    """A pod's volumes as Kubernetes makes them with fsGroup: an emptyDir of mode 2777, a secret
-    whose files are links to files that the group can read."""
+    """Volumes as Kubernetes creates them with fsGroup: an emptyDir with mode 2777, and a secret
+    whose files are links to group-readable files."""
     text = (FILES / "kuberay/raycluster.yaml").read_text()
     (command,) = re.findall(r'command: \[sh, -c, "(umask .*)"\]', text)
     make_folder(tmp_path / "all")
@@ -238,7 +238,7 @@ def test_a_pod_makes_keys_that_are_accepted_of_what_kubernetes_mounts(tmp_path):
     mount.mkdir()
     mount.chmod(0o2777)
     command = command.replace("/mnt/keys", str(secret)).replace("/home/ray/.baton", str(mount))
-    for _ in range(2):  # a restarted pod keeps the volume
+    for _ in range(2):  # a restarted pod has the same volume
         subprocess.run(["sh", "-c", command], check=True)
     assert KeyRing(mount / "keys", "decode").role == "decode"
     assert (mount / "keys").stat().st_mode & 0o777 == 0o700

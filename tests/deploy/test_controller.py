@@ -128,7 +128,7 @@ def test_a_worker_whose_host_leaves_drains_and_another_takes_its_place():
     world.operator.add("decode-0")
     world.feed(Drain(ticket, "decode-0", replace=True))
     assert world.processes["decode-0"].drained_at is not None
-    world.feed(Drain(ticket, "decode-0", replace=True))  # said again
+    world.feed(Drain(ticket, "decode-0", replace=True))  # repeated
     world.settle(5)
     assert world.outcomes[ticket] is Outcome.DONE
     assert names(world, "decode") == {"decode-1", "decode-2"}
@@ -184,7 +184,7 @@ def test_a_worker_that_finished_and_had_to_be_killed_has_left_all_the_same():
 
 
 def test_a_drain_of_one_too_many_leaves_the_size_that_was_asked_for():
-    """The scale's own drains wait, as the router sees one worker alone."""
+    """The drains of the scale order wait, because the router reports only one worker."""
     world = serving(decode=2)
     world.processes["decode-1"].lost = True
     world.report("router")
@@ -246,7 +246,7 @@ def test_a_worker_without_a_host_is_said_once_and_at_last_given_up():
 
 
 def rolled(world: World, ticket: int, rounds: int = 60) -> list[int]:
-    """Roll out revision 1; returns the largest number of workers seen."""
+    """Roll out revision 1; return the maximum number of workers."""
     world.feed(Rollout(ticket, 1))
     most = []
     for _ in range(rounds):
@@ -335,14 +335,14 @@ def test_a_second_rollout_is_refused_and_a_scale_meanwhile_holds():
 
 
 def crash_without_return(world: World, name: str) -> None:
-    """Its process is started again and never registers."""
+    """Crash the member; its new process never registers."""
     worker = world.processes[name]
     world.crash(worker, for_good=False)
     worker.lost = True
 
 
 def pass_time(world: World, seconds: int) -> None:
-    """Everybody who is not lost goes on."""
+    """Let time pass; members that are not lost continue."""
     for _ in range(seconds):
         world.now += 1.0
         for process in list(world.processes.values()):
@@ -386,7 +386,7 @@ def test_a_worker_that_is_out_does_not_hold_what_replaces_it():
     pass_time(world, 100)
     ticket = world.ticket()
     world.feed(Rollout(ticket, 1))
-    world.processes["decode-1"].lost = False  # it ends as the others when it is stopped
+    world.processes["decode-1"].lost = False  # it ends like the others when stopped
     world.processes["decode-1"].stopping = False
     pass_time(world, 100)
     assert world.outcomes[ticket] is Outcome.DONE
@@ -499,14 +499,14 @@ def test_only_what_every_router_sees_is_ready():
 @pytest.mark.parametrize("routers", [("router",), ("router-0", "router-1")])
 @pytest.mark.parametrize("replace", [False, True])
 def test_whatever_happens_the_invariants_hold_and_it_ends_when_asked(routers, replace):
-    """The checks are in World; here is what must come true in the end."""
+    """World checks the invariants after each event; this test checks the final state."""
     for seed in range(700):
         live(World(seed, routers=routers, replace=replace), seed)
 
 
 @pytest.mark.parametrize("routers", [("router",), ("router-0", "router-1")])
 def test_a_controller_restarted_at_any_moment_goes_on(routers):
-    """Its successors keep the same invariants and bring about what was wanted last."""
+    """The successors keep the same invariants and reach the last targets."""
     for seed in range(500):
         world = World(seed, routers=routers, replace=True)
         world.restarts = True
@@ -514,7 +514,7 @@ def test_a_controller_restarted_at_any_moment_goes_on(routers):
 
 
 def live(world: World, seed: int) -> None:
-    """Eighty events, then every other world settles; all go down when asked."""
+    """Run eighty events; every other world then settles; finally shut all down."""
     for _ in range(80):
         world.step()
     if seed % 2 and not world.ending:
@@ -530,7 +530,7 @@ def settled_as_wanted(world: World) -> None:
     world.bad = set()
     world.settle(150)
     if world.ending:
-        return  # a bad member in the beginning
+        return  # a member could not run at the start
     core = world.core
     for role, count in core.pools.targets.items():
         assert len(world.serving(role)) == len(names(world, role)) == count

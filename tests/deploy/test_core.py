@@ -188,7 +188,7 @@ def test_a_worker_declared_dead_says_so_when_it_ends():
     assert sentence(said[0]) == (
         "decode-0 was declared dead: no heartbeat for 5.0 s (--worker-timeout 5)"
     )
-    assert core.handle(Reported("router", {}, dead), 6.1) == []  # said once
+    assert core.handle(Reported("router", {}, dead), 6.1) == []  # reported once
     (restarting,) = core.handle(Exited("decode-0", 4, "declared dead by every router"), 6.2)
     assert restarting.why == (
         "declared dead: no heartbeat for 5.0 s; declared dead by every router"

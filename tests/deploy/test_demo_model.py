@@ -1,4 +1,4 @@
-"""The demo model as shipped: it loads, reads well, ends its answers, and is small."""
+"""The shipped demo model: it loads, answers well, ends its answers, and is small."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def engine() -> LLMEngine:
 
 
 def ask(engine: LLMEngine, questions: list[str]) -> list[str]:
-    """Greedy answers as text, special tokens shown."""
+    """Return greedy answers as text with special tokens."""
     tokenizer = Tokenizer.from_folder(FOLDER)
     prompts = [tokenizer.encode_chat([{"role": "user", "content": q}]) for q in questions]
     params = SamplingParams(temperature=0, max_new_tokens=120)
@@ -47,7 +47,7 @@ def test_fixed_answers(engine):
 
 
 def test_stories_end_and_nearly_all_are_about_what_was_asked(engine):
-    """15 of 16 are; one animal is taken for another."""
+    """15 of 16 stories are about the right animal."""
     texts = ask(engine, [f"Tell me a story about a {animal}." for animal in ANIMALS])
     named = [f" {animal} " in text for animal, text in zip(ANIMALS, texts, strict=True)]
     assert sum(named) >= 14

@@ -1,4 +1,4 @@
-"""Which processes hang, and which are only not seen."""
+"""Distinguishing hanging processes from disconnected ones."""
 
 from baton.deploy.hangs import Declared, Hangs
 
@@ -9,7 +9,7 @@ STUCK = {"decode-0": Declared(10, "no progress for 5.0 s", stuck=True)}
 
 
 def watch(hangs, start, end, alive, dead=(), *, signs=(), router="router", step=0.2):
-    """Reports from ``start`` to ``end``, and signs of life of ``signs``; returns what hung."""
+    """Feed reports from ``start`` to ``end`` and heartbeats of ``signs``; return the hangs."""
     found, now = [], start
     while now <= end:
         for name in signs:

@@ -1,4 +1,4 @@
-"""What the supervisor does when the system refuses it something, and when it is not wanted."""
+"""The supervisor when the system refuses a start, and when it is stopped early."""
 
 import os
 import subprocess
@@ -102,7 +102,7 @@ def test_a_child_that_never_runs_ends_the_cluster_with_its_last_words_and_no_orp
     assert ended.stderr == ""
     *said, code, failure, names, pids = ended.stdout.splitlines()
     assert code == "1"
-    assert failure.startswith("decode-0 ended again and again before the cluster was ready; ")
+    assert failure.startswith("decode-0 ended repeatedly before the cluster was ready; ")
     assert "No module named nothing_of_this_name" in failure
     assert names.split().count("decode-0") == 6
     waits = [line.rsplit(" in ", 1)[1] for line in said if "restarting" in line]

@@ -1,4 +1,4 @@
-"""How KV memory is chosen: what is free, and who gets how much of it."""
+"""The choice of KV memory: the free memory, and each worker's part."""
 
 from pathlib import Path
 
@@ -95,10 +95,10 @@ def test_this_machine_can_be_read():
 @pytest.mark.parametrize(
     ("free", "workers", "model", "share"),
     [
-        (64 * GIB, 3, SMALL, 2 * 32 * SMALL.context),  # no more than the batch can use
-        (64 * GIB, 4, LARGE, 6 * GIB),  # half of all, less the weights
+        (64 * GIB, 3, SMALL, 2 * 32 * SMALL.context),  # at most the memory of a full batch
+        (64 * GIB, 4, LARGE, 6 * GIB),  # half of the memory, minus the weights
         (40 * GIB, 4, LARGE, 4 * GIB),  # one whole context
-        (25 * GIB, 4, LARGE, 3 * GIB),  # as far as there is room
+        (25 * GIB, 4, LARGE, 3 * GIB),  # less than a context: no room for more
         (4 * GIB, 4, LARGE, LEAST_BYTES),
         (0, 2, SMALL, LEAST_BYTES),
     ],

@@ -1,4 +1,4 @@
-"""The supervisor's connection to a router, when the network between them fails."""
+"""The supervisor's connection to a router during a network failure."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.integration
 
 
 class Wire:
-    """Forwards tcp connections. ``cut``: those that stand fall silent, and nobody closes them."""
+    """Forwards tcp connections. ``cut``: existing connections stop passing data but stay open."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -70,7 +70,7 @@ class Wire:
 
 @pytest.fixture
 def router(tmp_path):
-    """The port of a real router."""
+    """Yield the port of a real router."""
     clients, workers = free_ports(2)
     config = RouterConfig(
         client_address=f"tcp://127.0.0.1:{clients}",

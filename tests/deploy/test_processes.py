@@ -1,4 +1,4 @@
-"""How the supervisor's children are started."""
+"""Start of the supervisor's child processes."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from baton.deploy.processes import Child, ProcessSpec
 
 
 class Nothing(msgspec.Struct):
-    """Settings of a child that needs none."""
+    """Settings of a child without settings."""
 
 
 @pytest.fixture(params=["router", "decode"])

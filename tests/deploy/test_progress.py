@@ -43,7 +43,7 @@ def test_a_worker_that_ended_begins_anew():
 
 @pytest.fixture
 def screen(monkeypatch):
-    """The ends of a terminal of 40 columns: what reads it, and what is to be standard output."""
+    """Return both ends of a 40-column terminal: the reading end, and the one for stdout."""
     ours, theirs = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")

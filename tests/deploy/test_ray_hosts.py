@@ -1,4 +1,4 @@
-"""Which hosts may be used and which are; the file that remembers them. No Ray needed."""
+"""The usable hosts, the hosts in use, and their file. No Ray needed."""
 
 import subprocess
 import sys
@@ -47,8 +47,8 @@ def test_what_ray_adds_to_the_section_is_let_be():
     ("change", "said"),
     [
         ({"decode": {"max_workers": 3}}, "max_workers 3, but provider.pools.decode has 2 hosts"),
-        ({"decode": {"min_workers": 2, "max_workers": 1}}, "and at most max_workers 1"),
-        ({"decode": {"min_workers": -1, "max_workers": 1}}, "0 or more"),
+        ({"decode": {"min_workers": 2, "max_workers": 1}}, "needs 0 <= min <= max"),
+        ({"decode": {"min_workers": -1, "max_workers": 1}}, "needs 0 <= min <= max"),
         ({"decode": {"node_config": {"InstanceType": "p5"}}}, "node_config must be"),
         ({"prefill": {}}, "'prefill' is missing from provider.pools"),
     ],

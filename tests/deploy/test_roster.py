@@ -1,4 +1,4 @@
-"""Settings by revision: what a rollout may change, and what is refused before anything happens."""
+"""Settings by revision: allowed changes of a rollout, and changes that are refused early."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""The edge of the controller: what fails in it must not make it deaf."""
+"""The controller's shell: after a failed action it still handles events."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ from baton.runtime.loop import Loop
 
 
 class Clumsy:
-    """A backend that fails at one member, and a roster that knows every one."""
+    """A backend that fails for one member, with a roster of all members."""
 
     def __init__(self):
         self.started, self.ended = [], []

@@ -1,4 +1,4 @@
-"""What is served for which task: an embedding model has no decode workers."""
+"""Processes by the model's task: an embedding model has no decode workers."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The operator's terminal: an output that stands still holds nobody up."""
+"""The operator's terminal: a blocked output never blocks the supervisor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.deploy.terminal import Terminal
 
 @pytest.fixture
 def pipe():
-    """Both ends of a pipe."""
+    """Yield both ends of a pipe."""
     read, write = os.pipe()
     with os.fdopen(write, "w") as stream, os.fdopen(read, "rb", 0) as reader:
         yield reader, stream
@@ -35,7 +35,7 @@ def test_an_output_that_stands_still_costs_lines_and_no_time(pipe, monkeypatch):
     terminal = Terminal(max_waiting=10)
     for _ in range(5_000):
         terminal("x" * 100)
-    terminal.flush(timeout=0.01)  # gives up: the pipe is full
+    terminal.flush(timeout=0.01)  # returns early: the pipe is full
     text = bytearray()
     ended = threading.Event()
 

@@ -1,7 +1,7 @@
-"""A cluster that is only told about: what a controller sees when processes start, die and leave.
+"""A simulated cluster: the events that a controller receives when processes start, crash and end.
 
-Members start, register, crash, are drained and end as :mod:`baton.deploy.launcher` promises;
-the checks on every action are those of the controller's docstrings.
+Members start, register, crash, drain and end as :mod:`baton.deploy.launcher` specifies. Every
+action is checked against the invariants in the controller's docstrings.
 """
 
 import random
@@ -39,21 +39,21 @@ SETTINGS = ServeSettings(grace=GRACE)
 
 
 class Process:
-    """One member as it really is."""
+    """The true state of one member."""
 
     def __init__(self, action: StartMember, pid: int) -> None:
         self.name, self.role, self.revision = action.name, action.role, action.revision
         self.pid = pid
         self.up = False  # its process runs
-        self.ready = False  # it registered
+        self.ready = False  # it has registered
         self.drained_at: float | None = None  # first DrainMember of this process
         self.left = False
         self.stopping = False
-        self.lost = False  # no router hears it
+        self.lost = False  # disconnected from all routers
 
 
 class World:
-    """The core under test and everything around it."""
+    """The core under test and its environment."""
 
     def __init__(self, seed: int, prefill=2, decode=2, routers=("router",), **limits) -> None:
         self.rng = random.Random(seed)
@@ -64,13 +64,13 @@ class World:
         self.limits = ControllerLimits(grace=GRACE, ready_timeout=60.0, **limits)
         self.core = self.new_core()
         self.processes: dict[str, Process] = {}
-        self.bad: set = set()  # revisions nothing runs with, or (role, revision)
+        self.bad: set = set()  # revisions that cannot run, or (role, revision)
         self.pid = 100
         self.tickets = 0
         self.open: set[int] = set()
         self.outcomes: dict[int, Outcome] = {}
-        self.operator: set[str] = set()  # workers an operator asked out
-        self.seen: dict[str, dict[str, int]] = {}  # router: worker to pid it said is ready
+        self.operator: set[str] = set()  # workers that an operator drains
+        self.seen: dict[str, dict[str, int]] = {}  # router: pid of each worker reported as ready
         self.requested: dict[str, int] = {}
         self.ended: int | None = None
         self.said: list[str] = []
@@ -80,14 +80,14 @@ class World:
         return ControllerCore(dict(self.targets), self.routers, self.limits, Bounds(decode_max=6))
 
     def restart_controller(self) -> None:
-        """Another one goes on from the record and from what is there; who waited is cut off."""
+        """Replace the controller; it continues from the saved state. Pending tickets are lost."""
         settings = dict.fromkeys(self.revisions() | {self.core.pools.revision}, SETTINGS)
         if self.core.rollout is not None:
             settings[self.core.rollout.before] = SETTINGS
         saved = decode_saved(encode_saved(saved_of(self.core, "key", settings)))
         self.open.clear()
         recorded = {name for name, member in saved.members.items() if member.was_ready}
-        for view in self.seen.values():  # of the rest the successor cannot know
+        for view in self.seen.values():  # the successor has no other reports
             for name in set(view) - recorded:
                 del view[name]
         self.core = self.new_core()
@@ -169,7 +169,7 @@ class World:
         return self.core.phase not in (Phase.STARTING, Phase.SERVING)
 
     def serving(self, role: str) -> list[str]:
-        """Workers that take requests, as far as the routers have said."""
+        """Return the workers that accept requests by the routers' last reports."""
         return [
             p.name
             for p in self.processes.values()
@@ -177,7 +177,7 @@ class World:
         ]
 
     def is_seen(self, process: Process) -> bool:
-        """Whether every router said last that it is ready."""
+        """Whether every router's last report lists it as ready."""
         return all(self.seen.get(r, {}).get(process.name) == process.pid for r in self.routers)
 
     def drain(self, process: Process) -> None:
@@ -201,7 +201,7 @@ class World:
     # ------------------------------------------------------------- what may happen
 
     def start_up(self, process: Process) -> None:
-        """It runs, registers, or turns out not to be able to."""
+        """Start the process: it runs, registers, or fails."""
         if not process.up:
             process.up = True
             self.feed(MemberStarted(process.name, "", process.pid))
@@ -238,7 +238,7 @@ class World:
         self.feed(event)
 
     def go_on(self, process: Process) -> None:
-        """The next thing that would happen to it undisturbed."""
+        """Do the next event of this process without faults."""
         if process.stopping:
             self.end(process, MemberEnded(process.name, 0 if process.ready else -15))
         elif process.left:
@@ -249,7 +249,7 @@ class World:
             self.start_up(process)
 
     def step(self) -> None:
-        """One random event."""
+        """Do one random event."""
         if self.ended is not None:
             return
         self.now += self.rng.choice((0.0, 0.1, 0.3, 1.0))
@@ -301,9 +301,9 @@ class World:
         return {p.revision for p in self.processes.values()} | {0}
 
     def settle(self, rounds: int = 60) -> None:
-        """Undisturbed time."""
+        """Let time pass without faults."""
         for process in list(self.processes.values()):
-            if process.lost:  # the backend finds it hanging
+            if process.lost:  # the backend detects the hang
                 self.crash(process, for_good=False)
         for _ in range(rounds):
             self.now += 1.0

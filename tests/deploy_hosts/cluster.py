@@ -1,4 +1,4 @@
-"""A cluster that `ray up` makes of a lab's hosts, driven from the machine outside."""
+"""A cluster that `ray up` creates on a lab's hosts, controlled from the machine outside."""
 
 import json
 import re
@@ -19,7 +19,7 @@ print(json.dumps({n["NodeManagerAddress"]: n["Labels"].get("pool") for n in live
 
 
 class RayCluster:
-    """``ray up`` and ``ray down`` of one cluster file, as a user calls them."""
+    """``ray up`` and ``ray down`` of one cluster file, as run by a user."""
 
     def __init__(self, lab, wheel, *, name="lab", **settings) -> None:
         self.lab, self.outside = lab, lab.outside
@@ -46,7 +46,7 @@ class RayCluster:
         self.file.write_text(write_cluster_file(cluster))
 
     def outside_run(self, command: str, timeout: float = 120):
-        """A command of the user's, without colours; what it said."""
+        """Run a user's command without colours; return its output."""
         done = self.outside.run(
             f"PATH=~/.baton/venv/bin:$PATH; {command}",
             timeout=timeout,
@@ -58,7 +58,7 @@ class RayCluster:
         return done
 
     def outside_begin(self, program: str, *arguments: str) -> subprocess.Popen[str]:
-        """A Python program outside, with Baton installed; what it says comes by its stdout."""
+        """Start a Python program outside, with Baton installed and a pipe as stdout."""
         python = f"{Path.home()}/.baton/venv/bin/python"
         return subprocess.Popen(
             self.outside.enter(python, "-P", "-c", program, *arguments),
@@ -70,14 +70,14 @@ class RayCluster:
         )
 
     def outside_python(self, program: str, *arguments: str) -> str:
-        """The same, run to its end."""
+        """Run a Python program outside to its end."""
         running = self.outside_begin(program, *arguments)
         output, _ = running.communicate(timeout=120)
         assert running.returncode == 0, output
         return output
 
     def verb(self, words: str, *, keys: str | None = None, code: int = 0) -> str:
-        """A verb of the user's, outside."""
+        """Run a ``baton`` command outside."""
         folder = str(self.keys) if keys is None else keys
         where = f"BATON_ADDRESS={self.address} BATON_KEYS={shlex.quote(folder)}"
         done = self.outside_run(f"{where} baton {words}")
@@ -85,7 +85,7 @@ class RayCluster:
         return done.stdout
 
     def members(self) -> dict[str, dict[str, int]]:
-        """Pids of Baton's routers and workers by name, of every host that has any."""
+        """Return the pids of Baton's routers and workers by name, for every host with any."""
         found: dict[str, dict[str, int]] = {}
         for host in self.lab.hosts:
             for pid, line in host.processes().items():
@@ -103,21 +103,21 @@ class RayCluster:
         return self.outside_run(f"ray down -y {shlex.quote(str(self.file))}")
 
     def on_head(self, command: str, timeout: float = 60) -> str:
-        """A command on the head, as somebody who logs in there gives it; what it said."""
+        """Run a command in a login shell on the head; return its output."""
         return self.lab.hosts[0].run(f". ~/.bashrc; {command}", timeout).stdout
 
     def on_head_python(self, program: str) -> str:
-        """A Python program on the head, in Baton's environment; what it said."""
+        """Run a Python program in Baton's environment on the head; return its output."""
         done = self.lab.hosts[0].run(f". ~/.bashrc; python -P -c {shlex.quote(program)}")
         assert done.returncode == 0, done.stdout
         return done.stdout
 
     def nodes(self) -> dict[str, str]:
-        """The pool of every live Ray node, by address."""
+        """Return the pool of every live Ray node, by address."""
         return json.loads(self.on_head_python(_NODES).splitlines()[-1])
 
     def raylets(self) -> dict[str, int]:
-        """Pid of the raylet on each host that has one."""
+        """Return the raylet's pid on each host with a raylet."""
         return {
             host.name: pid
             for host in self.lab.hosts
@@ -126,17 +126,17 @@ class RayCluster:
         }
 
     def left(self) -> dict[str, dict[int, str]]:
-        """Processes on hosts that have any."""
+        """Return the remaining processes on each host with any."""
         found = {host.name: host.processes() for host in self.lab.hosts}
         return {name: processes for name, processes in found.items() if processes}
 
     def monitor_log(self) -> str:
-        """What the autoscaler wrote, for a failed test."""
+        """Return the autoscaler's log, for a failed test."""
         return self.on_head("tail -n 60 /tmp/ray/session_latest/logs/monitor.log")
 
 
 def wait_until(condition, what: str, timeout: float = 90):
-    """Poll until it is true; returns its value."""
+    """Poll until the condition is true; return its value."""
     until = time.monotonic() + timeout
     while time.monotonic() < until:
         if value := condition():

@@ -1,4 +1,4 @@
-"""A machine that launches, hosts to launch on, and the wheel that is installed on them."""
+"""A launching machine, hosts for the cluster, and the wheel for them."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ def _without_ray() -> str:
 
 @pytest.fixture(scope="session")
 def able():
-    """Skips, visibly, where Ray is not installed or hosts cannot be made."""
+    """Skip if Ray is not installed or hosts cannot be created."""
     if why := _without_ray() or missing():
         pytest.skip(why)
 
@@ -41,7 +41,7 @@ def wheel(able, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lab(wheel, tmp_path_factory):
-    """Five hosts, each with a virtual environment that has Ray already, and one outside."""
+    """Five hosts, each with a virtual environment with Ray, and a machine outside."""
     lab = Lab(tmp_path_factory.mktemp("lab"), 5, keep=[wheel.parent])
     try:
         for host in [lab.outside, *lab.hosts]:
@@ -56,10 +56,10 @@ def lab(wheel, tmp_path_factory):
 
 
 def make_environment(host, ray="2.60.0") -> None:
-    """What an operator's image has: a virtual environment with Ray and what Baton requires.
+    """Create a virtual environment with Ray and Baton's requirements, as in an operator's image.
 
-    It holds links only (a path to the packages of this test's own environment), so a host takes
-    tenths of a second; Baton itself is installed by the cluster file's own commands.
+    It only links to the packages of this test's environment, so it takes tenths of a second per
+    host. The commands of the cluster file install Baton itself.
     """
     script = "from ray.scripts.scripts import main; main()"
     venv = "~/.baton/venv"

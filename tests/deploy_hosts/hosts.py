@@ -1,9 +1,9 @@
-"""Hosts on one machine: each has its own network, processes, mounts, name, /tmp and home.
+"""Hosts on one machine: each has separate network, processes, mounts, name, /tmp and home.
 
-A host is a set of Linux namespaces; `ray stop`, which ends every Ray process it can see, sees
-one host only. ``Lab`` holds a bridge between them in a network of its own, so nothing here
-appears in, or collides with, the machine's network. All of it ends with the test process, even
-with one that is killed: the kernel ends a host's first process with its parent.
+A host is a set of Linux namespaces. `ray stop` ends all Ray processes that it can see, which are
+those of one host. ``Lab`` connects the hosts by a bridge in a separate network namespace, so the
+machine's network is not affected. All hosts end with the test process, even if it is killed: the
+kernel kills a host's first process with its parent.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _REAPER = "import signal as s; s.signal(s.SIGCHLD, s.SIG_IGN)\nwhile 1: s.pause(
 
 
 def missing() -> str:
-    """Why there can be no hosts here; empty when there can."""
+    """Return why hosts cannot be created here, or an empty text."""
     if os.geteuid() != 0:
         return "hosts made of namespaces need root"
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
@@ -38,7 +38,7 @@ def missing() -> str:
 
 
 class Host:
-    """One host; its processes run as root in its namespaces and see its home as root's."""
+    """One host. Its processes run as root in its namespaces, with its home as root's home."""
 
     def __init__(self, folder: Path, name: str, address: str, keep: list[Path]) -> None:
         self.name, self.address, self.folder = name, address, folder
@@ -59,14 +59,14 @@ class Host:
         self._namespace = Path(f"/proc/{self.pid}/ns/pid").readlink()
 
     def enter(self, *command: str) -> list[str]:
-        """``command`` as run inside the host."""
+        """Return the command line that runs ``command`` inside the host."""
         spaces = [f"--{name}" for name in ("net", "pid", "mount", "uts")]
         return ["nsenter", "--target", str(self.pid), *spaces, "--wd=/", "--", *command]
 
     def run(
         self, command: str, timeout: float = 60, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a shell command in the host and return what it said (stdout and stderr together)."""
+        """Run a shell command in the host and return its output (stdout and stderr together)."""
         return subprocess.run(
             self.enter("bash", "-c", command),
             stdin=subprocess.DEVNULL,
@@ -78,12 +78,12 @@ class Host:
         )
 
     def environment(self, **more: str) -> dict[str, str]:
-        """What a login would give, and nothing of the test's own."""
+        """Return the environment of a login, without variables of the test."""
         path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         return {"HOME": str(Path.home()), "PATH": path, "LANG": "C.UTF-8", "TERM": "dumb", **more}
 
     def processes(self) -> dict[int, str]:
-        """Command lines by process id of everything in the host, but for what makes it one."""
+        """Return the command lines in the host by pid, without the processes of the lab."""
         found = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != self.pid:
@@ -97,7 +97,7 @@ class Host:
         }
 
     def listening(self) -> set[int]:
-        """TCP ports that other machines may reach: those of listeners beyond the loopback."""
+        """Return the TCP ports with listeners that other machines can reach."""
         found = set()
         for name in ("tcp", "tcp6"):
             for line in Path(f"/proc/{self.pid}/net/{name}").read_text().splitlines()[1:]:
@@ -108,21 +108,21 @@ class Host:
         return found
 
     def close(self) -> None:
-        """End everything in it."""
+        """Kill all processes of the host."""
         self._parent.kill()
         self._parent.wait()
         _until(lambda: not self.processes(), "the host's end")
 
 
 class Lab:
-    """``count`` hosts at 10.77.0.1 and up, and ``outside``, a machine that is none of them."""
+    """``count`` hosts with addresses from 10.77.0.1, and the machine ``outside``."""
 
     def __init__(
         self, folder: Path, count: int, keep: list[Path], everywhere: list[Path] | None = None
     ) -> None:
-        """``keep``: paths in the machine's /tmp and home that ``outside`` sees too.
+        """``keep``: paths in the machine's /tmp and home that ``outside`` can see.
 
-        ``everywhere``: the same for all hosts.
+        ``everywhere``: paths that all hosts can see.
         """
         self.folder, self.hosts = folder, []
         prefixes = [Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve()]
@@ -152,17 +152,17 @@ class Lab:
         _check("nsenter", "--target", str(host.pid), "--net", *route)
 
     def _in_outside(self, command: str) -> None:
-        # Of its namespaces only the network: a veth's end goes to a pid of the machine.
+        # Enter only the network namespace: a veth's end needs a pid of the machine.
         _check("nsenter", "--target", str(self.outside.pid), "--net", "sh", "-c", command)
 
     def unplug(self, number: int, *, plugged: bool = False) -> None:
-        """Cut (or mend) the wire of a host."""
+        """Disconnect (or reconnect) a host's network."""
         self._in_outside(f"ip link set v{number} {'up' if plugged else 'down'}")
 
     def lose_packets(self, source: int, target: int, *, lost: bool = True) -> None:
-        """Lose (or pass again) what a host sends to another one; nobody is told.
+        """Drop (or pass again) packets from one host to another, without an error.
 
-        The packets go out to a hardware address that nobody has.
+        The packets are sent to a hardware address that does not exist.
         """
         where = f"{self.hosts[target - 1].address} dev eth0"
         change = f"replace {where} lladdr 02:00:00:00:00:99 nud permanent"
@@ -170,7 +170,7 @@ class Lab:
         assert done.returncode == 0, done.stdout
 
     def wait_ssh(self) -> None:
-        """Until every host takes a login."""
+        """Wait until every host accepts a login."""
         for host in self.hosts:
             command = f"ssh -i {self.key} -o BatchMode=yes -o StrictHostKeyChecking=no root@"
             _until(
@@ -201,7 +201,7 @@ def _start_script(folder: Path, name: str, keep: list[Path], *, daemon: bool) ->
     if not daemon:
         return "\n".join([*lines, f"exec {sys.base_prefix}/bin/python3 -c {shlex.quote(_REAPER)}"])
     _write_daemon_files(folder)
-    # root may log in with a key even where its password is locked
+    # allow login as root by key even if its password is locked
     lines += [
         "sed 's/^root:[^:]*:/root:*:/' /etc/shadow >/run/shadow",
         "mount --bind /run/shadow /etc/shadow",

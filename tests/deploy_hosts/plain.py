@@ -1,4 +1,4 @@
-"""A cluster without Ray: a router, two prefill and two decode workers, each on a host of its own.
+"""A cluster without Ray: a router, two prefill and two decode workers, each on a separate host.
 
 The processes are started as ``baton serve`` starts them.
 """
@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 ROUTER, PREFILL, DECODE = 1, 2, 4
 PLACES = {"router": 1, "prefill-0": 2, "prefill-1": 3, "decode-0": 4, "decode-1": 5}
 STREAMS = 24
-# Streams that ask again and again until it is time; prints the longest wait for a token, every
-# different answer of each stream, and what failed.
+# Streams that repeat their requests until a time. Prints the longest waits for a token, all
+# different answers of each stream, and the errors.
 STREAM = """
 import asyncio, json, sys, time
 from baton.client.async_client import AsyncClient
@@ -62,10 +62,10 @@ print("RESULT " + json.dumps(dict(waits=sorted(waits)[-5:], asked=len(waits), fa
 
 
 class PlainCluster:
-    """A router, two prefill and two decode workers, each on a host of its own."""
+    """A router, two prefill and two decode workers, each on a separate host."""
 
     def __init__(self, folder: Path, relayed: dict[str, str] | None = None) -> None:
-        """``relayed``: workers that reach the router at another address, by name."""
+        """``relayed``: by worker name, another address for its connection to the router."""
         shared = folder / "shared"
         for made in (shared, folder / "lab"):
             made.mkdir()
@@ -108,7 +108,7 @@ class PlainCluster:
                 )
 
     def begin(self, program: str, argument: object) -> subprocess.Popen[str]:
-        """A Python program on the machine outside."""
+        """Start a Python program on the machine outside."""
         return subprocess.Popen(
             self.lab.outside.enter(sys.executable, "-P", "-c", program, json.dumps(argument)),
             stdin=subprocess.DEVNULL,
@@ -119,20 +119,20 @@ class PlainCluster:
         )
 
     def streams(self, seconds: float) -> subprocess.Popen[str]:
-        """Streams that go on for so long; the first requests are under way."""
+        """Start streams for ``seconds``; return after the first requests have started."""
         running = self.begin(STREAM, [STREAMS, seconds, self.address, str(self.keys)])
         line = running.stdout.readline()
         assert line == "BEGUN\n", line + running.communicate()[0]
         return running
 
     def status(self) -> dict:
-        """What ``baton status --json`` prints."""
+        """Return the output of ``baton status --json``."""
         folder, python = f"BATON_KEYS={self.keys}", f"{sys.executable} -P -m baton.cli"
         done = self.lab.outside.run(f"{folder} {python} status --json --address {self.address}")
         return json.loads(done.stdout) if done.returncode == 0 else {"workers": [], "told": done}
 
     def wait_ready(self) -> None:
-        """Until all four workers are ready."""
+        """Wait until all four workers are ready."""
         wait_until(
             lambda: [w["state"] for w in self.status()["workers"]] == ["ready"] * 4, "workers"
         )
@@ -145,7 +145,7 @@ class PlainCluster:
 
 
 def result(running: subprocess.Popen[str]) -> dict:
-    """What the streams found, none of which failed."""
+    """Return the results of the streams; assert that none failed."""
     output, _ = running.communicate(timeout=120)
     assert running.returncode == 0 and "RESULT " in output, output[-2000:]
     found = json.loads(output.partition("RESULT ")[2])
@@ -154,7 +154,7 @@ def result(running: subprocess.Popen[str]) -> dict:
 
 
 def answers_undisturbed(cluster: PlainCluster) -> list:
-    """The one answer of each stream while nothing is disturbed."""
+    """Return the single answer of each stream without a fault."""
     found = result(cluster.streams(0.0))["answers"]
     assert [len(kinds) for kinds in found] == [1] * STREAMS
     return found

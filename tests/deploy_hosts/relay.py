@@ -1,4 +1,4 @@
-"""Deliver every byte a while later: ``python relay.py LISTEN_PORT HOST PORT SECONDS``."""
+"""Relay TCP connections with a delay: ``python relay.py LISTEN_PORT HOST PORT SECONDS``."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ import sys
 
 
 async def delayed(source: asyncio.StreamReader, sink: asyncio.StreamWriter, seconds: float):
-    """Pass bytes on in their order, each ``seconds`` after it came."""
+    """Forward bytes in order, each ``seconds`` after its arrival."""
     loop = asyncio.get_running_loop()
     waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
 

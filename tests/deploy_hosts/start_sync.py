@@ -1,7 +1,7 @@
-"""The gRPC call that ends a process of Ray: `StartSync` without metadata. HTTP/2 by hand.
+"""The gRPC call that ends a process of Ray: `StartSync` without metadata, as raw HTTP/2.
 
-Arguments: HOST PORT. Prints what came back, so that a test sees whether the call was refused before
-the server read it. Standard library alone, for a machine that has no gRPC.
+Arguments: HOST PORT. Prints the response, so that a test can check that the server refused the call
+before it read the call. Uses only the standard library, because gRPC may not be installed.
 """
 
 import socket
@@ -24,7 +24,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def fields() -> bytes:
-    """Literal fields without an index and without compression."""
+    """Encode header fields literally, without index or compression."""
     text = b""
     for name, value in FIELDS.items():
         text += b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()

@@ -1,4 +1,4 @@
-"""What `ray up` says when it cannot start a cluster; nothing is begun on any host."""
+"""Errors of `ray up` for clusters that cannot start; no host runs a process afterwards."""
 
 import pytest
 
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.deploy, pytest.mark.timeout(120)]
 
 @pytest.fixture(scope="module")
 def cluster(lab, wheel):
-    """A cluster that is never up."""
+    """A cluster that never starts."""
     hosts = [host.address for host in lab.hosts]
     return RayCluster(
         lab, wheel, name="refused", prefill=(hosts[1],), decode=(hosts[2], hosts[3]), decode_min=2
@@ -19,7 +19,7 @@ def cluster(lab, wheel):
 
 
 def refused(cluster, said, **changed):
-    """`ray up` of a changed file ends with this sentence, and no host has a process."""
+    """Check that `ray up` of a changed file fails with this sentence and starts no process."""
     text = cluster.file.read_text()
     for old, new in changed.values():
         assert old in text

@@ -1,7 +1,7 @@
-"""One prefill and one decode worker that cannot reach each other, on hosts of their own.
+"""A prefill worker and a decode worker on separate hosts that cannot reach each other.
 
-The workers live and reach the router all the while. Ray has no part in this: the processes are
-started as ``baton serve`` starts them, each on its host.
+Both workers stay connected to the router. Ray is not used: the processes are started as by
+``baton serve``, each on its host.
 """
 
 import os
@@ -13,7 +13,7 @@ from .cluster import wait_until
 from .hosts import missing
 from .plain import DECODE, PREFILL, STREAMS, PlainCluster, answers_undisturbed, result
 
-# Full: they take minutes, and what they measure needs a machine that does nothing else.
+# Marked full: the tests take minutes, and their timing needs an otherwise idle machine.
 pytestmark = [pytest.mark.deploy, pytest.mark.full, pytest.mark.timeout(420)]
 
 CUT_S = float(os.environ.get("BATON_CUT_SECONDS", "60"))

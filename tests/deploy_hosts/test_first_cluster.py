@@ -1,7 +1,7 @@
-"""`ray up` from Baton's own file, and everything an operator does with the cluster afterwards.
+"""`ray up` with Baton's cluster file, and an operator's later work with the cluster.
 
-The tests share one cluster and go on where the one before ended. The hosts and the machine outside
-are namespaces; requests come from outside, with keys, over the router's socket.
+The tests share one cluster, and each continues where the previous test ended. The hosts and the
+machine outside are namespaces. Requests are sent from outside, with keys, to the router's socket.
 """
 
 import json
@@ -25,12 +25,12 @@ pytestmark = [pytest.mark.deploy, pytest.mark.timeout(240)]
 HEAD, PREFILL, DECODE, SPARE, ADDED = "h1", "h2", "h3", "h4", "h5"
 IN_FLIGHT = 24
 ENVIRONMENT = {b"RAY_gcs_rpc_server_reconnect_timeout_s=900", b"RAY_memory_monitor_refresh_ms=0"}
-# The new head does not answer for longer than the first probe of `baton launch` takes.
+# The new head does not answer before the first probe of `baton launch` has timed out.
 SLOW_HEAD = (
     "P=$(pgrep -x gcs_server) && kill -STOP $P && "
     '{ setsid sh -c "sleep 9; kill -CONT $P" >/dev/null 2>&1 </dev/null & }'
 )
-# Greedy requests of several lengths, all at once; prints tokens, and how each ended.
+# Sends greedy requests of several lengths at once; prints the tokens and end of each.
 ASK = """
 import json, sys
 from baton.client import Client
@@ -56,7 +56,7 @@ with Client(address, keys=keys, connect_timeout=30.0) as client:
 
 @pytest.fixture(scope="module")
 def cluster(lab, wheel):
-    """A head, one prefill host and one of two decode hosts; the last test ends it."""
+    """A head, a prefill host and one of two decode hosts; the last test stops the cluster."""
     addresses = [host.address for host in lab.hosts]
     cluster = RayCluster(
         lab,
@@ -74,13 +74,13 @@ def cluster(lab, wheel):
 
 
 def ask(cluster, *, count=IN_FLIGHT, length=64, address=None, keys=None):
-    """The answers of a program outside; by default of this cluster."""
+    """Return the answers of a program outside; by default from this cluster."""
     given = [count, length, address or cluster.address, str(cluster.keys if keys is None else keys)]
     return cluster.outside_python(ASK, json.dumps(given))
 
 
 def answers(output):
-    """Tokens of each request, all of which were finished."""
+    """Return the tokens of each request; assert that all finished."""
     line = next(line for line in output.splitlines() if line.startswith("ANSWERS "))
     found = json.loads(line.removeprefix("ANSWERS "))
     assert {status for _, status in found} == {"maximum_length"}, found
@@ -88,13 +88,13 @@ def answers(output):
 
 
 def replayed(cluster):
-    """How many requests the router has run again."""
+    """Return the number of requests that the router replayed."""
     return json.loads(cluster.verb("status --json"))["router"]["requests"]["replayed"]
 
 
 @pytest.fixture(scope="module")
 def expected(cluster):
-    """What `baton serve` on the machine outside says to the same requests."""
+    """Return the answers of `baton serve` on the machine outside to the same requests."""
     address = "ipc:///tmp/local.sock"
     command = f"baton launch --kv-memory 64MiB --address {address} && baton wait-ready"
     done = cluster.outside_run(f"export BATON_ADDRESS={address}; {command}")
@@ -106,7 +106,7 @@ def expected(cluster):
 
 @pytest.fixture(scope="module")
 def expected_long(cluster, expected):
-    """The same with 400 tokens, of the cluster itself before anything is disturbed."""
+    """The same with 400 tokens, from the cluster itself before any fault."""
     return answers(ask(cluster, length=400))
 
 
@@ -140,7 +140,7 @@ def test_every_port_that_a_host_opens_is_one_that_firewall_rules_name(cluster):
     low, high = ports.WORKER_PORTS.values()
     node = {22, *ports.NODE_PORTS.values(), *range(low, high + 1)}
     head = {*node, ports.GCS, ports.CLIENT, *ports.METRICS.values(), 7070, 7170}
-    worker = {*node, *range(first, last + 1)}  # Baton's own, which let listed keys in alone
+    worker = {*node, *range(first, last + 1)}  # Baton's ports, which accept only listed keys
     for host, known in zip(cluster.lab.hosts, (head, worker, worker), strict=False):
         found = host.listening()
         assert found >= {22, ports.NODE_PORTS["node-manager-port"]} and found <= known, host.name
@@ -158,7 +158,7 @@ def test_the_kernel_would_kill_workers_before_what_manages_them(cluster):
 
 
 def test_firewall_rules_keep_strangers_from_ray_and_let_clients_in(cluster, expected):
-    """The rules stay for the tests after this one."""
+    """The rules stay in effect for the following tests."""
     nft = shutil.which("nft", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
     if nft is None:
         pytest.skip("needs nft")
@@ -247,7 +247,7 @@ def test_a_host_is_added_to_a_pool_of_a_running_cluster(cluster, expected):
 
 
 def newer(wheel, folder):
-    """The same wheel as the next release: another version, everything else as it was."""
+    """Return the same wheel with another version, as a next release."""
     path = folder / wheel.name.replace("0.1.0", "0.1.1")
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(path, "w") as new:
         for name in old.namelist():
@@ -259,7 +259,7 @@ def newer(wheel, folder):
 
 
 def test_a_new_wheel_reaches_every_host_while_requests_go_on(cluster, wheel, expected):
-    """Hosts that run get it by `baton install`, those that join later by the cluster file."""
+    """Running hosts get it by `baton install`, and new hosts by the cluster file."""
     release = newer(wheel, cluster.lab.folder)
     before = cluster.members()
     text = cluster.file.read_text().replace(str(wheel), str(release))
@@ -281,7 +281,7 @@ def test_a_new_wheel_reaches_every_host_while_requests_go_on(cluster, wheel, exp
 
 
 def test_a_host_that_leaves_is_emptied_first(cluster, expected_long):
-    """What a pod's preStop runs, with requests in flight."""
+    """The command of a pod's preStop hook, with requests in flight."""
     before = replayed(cluster)
     running = cluster.outside_begin(
         ASK, json.dumps([IN_FLIGHT, 400, cluster.address, str(cluster.keys)])
@@ -293,7 +293,7 @@ def test_a_host_that_leaves_is_emptied_first(cluster, expected_long):
     assert DECODE not in cluster.members()
     output, _ = running.communicate(timeout=120)
     assert answers(output) == expected_long
-    assert replayed(cluster) == before  # it drained: nothing was run again elsewhere
+    assert replayed(cluster) == before  # drained, so no request was replayed
     assert cluster.verb("wait-ready --prefill 1 --decode 1").startswith("ready: ")
     (host,) = {SPARE, ADDED} & set(cluster.members())
     assert len(cluster.members()[host]) == 1

@@ -1,4 +1,4 @@
-"""The node provider on real hosts: which it takes, which it names, and how it ends them."""
+"""The node provider on real hosts: accepted hosts, reported hosts, termination."""
 
 import json
 import shlex
@@ -29,7 +29,7 @@ for name, *arguments in calls:
         print("RESULT " + json.dumps(f"{type(problem).__name__}: {problem}"))
 """
 TAGS = {"ray-user-node-type": "decode", "ray-node-type": "worker"}
-# A raylet by its command line, and a child that only its environment gives away; both ignore TERM.
+# A process with a raylet's command line, and a child found by its environment; both ignore TERM.
 STUBBORN = """
 exec >/dev/null 2>&1
 trap '' TERM
@@ -42,13 +42,13 @@ disown -a
 
 
 class Provider:
-    """Calls on the provider in a process of its own on the machine outside."""
+    """Calls the provider in a separate process on the machine outside."""
 
     def __init__(self, lab, **pools) -> None:
         self.lab, self.pools, self.python, self.said = lab, pools, PYTHON, ""
 
     def call(self, *calls):
-        """The results of some calls in one process."""
+        """Run calls in one process; return their results."""
         given = json.dumps([self.pools, str(self.lab.key), self.python, calls])
         command = f"~/.baton/venv/bin/python -P -c {shlex.quote(SCRIPT)} {shlex.quote(given)}"
         done = self.lab.outside.run(command)
@@ -58,14 +58,14 @@ class Provider:
         return [json.loads(line.removeprefix("RESULT ")) for line in marked]
 
     def create(self, count):
-        """One call of create_node."""
+        """Call create_node once."""
         (made,) = self.call(["create_node", {}, TAGS, count])
         return made
 
 
 @pytest.fixture
 def provider(lab):
-    """Two decode hosts; the state of the last test is gone."""
+    """A provider with two decode hosts, without state of earlier tests."""
     lab.outside.run("rm -rf ~/.baton/nodes")
     return Provider(lab, head=["10.77.0.1"], decode=["10.77.0.2", "10.77.0.3"])
 
@@ -133,7 +133,7 @@ def test_terminate_ends_what_ignores_it_and_nothing_else(provider):
     host = provider.lab.hosts[1]
     (node,) = provider.create(1)
     host.run(STUBBORN.format(address=host.address))
-    # a shell that is still to become one of them has not its environment yet
+    # a shell before its exec does not have the environment yet
     begun = ["/tmp/raylet/raylet 1000", "sleep 1001", "sleep 1002"]
     wait_until(lambda: sorted(host.processes().values()) == begun, "three processes")
     (result,) = provider.call(["terminate_node", node])
@@ -177,4 +177,4 @@ def test_a_prebuilt_environment_knows_ray_and_not_yet_baton(lab):
     host = lab.hosts[4]
     assert host.run("~/.baton/venv/bin/python -P -c 'import ray'").returncode == 0
     assert host.run("~/.baton/venv/bin/python -P -c 'import baton'").returncode != 0
-    make_environment(host)  # again does no harm
+    make_environment(host)  # idempotent

@@ -1,4 +1,4 @@
-"""The network between a router and everyone else fails for a while, or is far away."""
+"""The router's network fails for a time or has a high latency."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import pytest
 from .hosts import missing
 from .plain import PLACES, ROUTER, PlainCluster, answers_undisturbed, result
 
-# Full: they take minutes, and what they measure needs a machine that does nothing else.
+# Marked full: the tests take minutes, and their timing needs an otherwise idle machine.
 pytestmark = [pytest.mark.deploy, pytest.mark.full, pytest.mark.timeout(300)]
 
 RELAY = Path(__file__).with_name("relay.py")
@@ -63,7 +63,7 @@ def test_a_router_without_a_network_loses_no_worker(cluster, expected, seconds):
 
 @pytest.fixture
 def far_away(tmp_path_factory):
-    """The decode workers' host is 200 ms (there and back) from the router."""
+    """The round trip between the decode workers' host and the router takes 200 ms."""
     address = f"tcp://127.0.0.1:{RELAY_PORT}"
     relayed = {name: address for name in PLACES if name.startswith("decode")}
     for cluster in started(tmp_path_factory, relayed):

@@ -1,6 +1,6 @@
-"""Ray's TLS: hosts join with certificates, and the call that ends a Ray process is not read.
+"""Ray's TLS: hosts join with certificates, and the call that ends a Ray process is refused.
 
-Beside it the same call on a head without TLS, which shows that the call is the one that ends it.
+For comparison, the same call ends a head without TLS.
 """
 
 import json
@@ -18,7 +18,7 @@ START_SYNC = (Path(__file__).parent / "start_sync.py").read_text()
 
 
 def processes_of(host) -> dict[str, int]:
-    """Ray's own servers on a host, by name."""
+    """Return Ray's servers on a host, by name."""
     names = {line.split()[0].rpartition("/")[2]: pid for pid, line in host.processes().items()}
     return {name: pid for name, pid in names.items() if name in ("gcs_server", "raylet")}
 

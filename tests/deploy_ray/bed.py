@@ -1,10 +1,10 @@
 """A Ray cluster of several nodes on one machine: Ray's fake provider under its real autoscaler.
 
-Every "node" is a raylet of its own with its own resources; all have the address 127.0.0.1. Only
-inside the namespaces of ``in_namespaces``: ``ray stop`` ends every Ray process it can see.
+Every "node" is a separate raylet with its own resources; all have the address 127.0.0.1. Use this
+only inside the namespaces of ``in_namespaces``: ``ray stop`` ends every Ray process it can see.
 
-The wheel of 2.60.0 lacks the file of defaults that Ray's own test cluster reads, and a provider
-that is called ``external`` needs none, so the whole configuration is here.
+The wheel of 2.60.0 lacks the file with defaults for Ray's test cluster. An ``external`` provider
+needs no such file, so this module contains the whole configuration.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import sys
 import time
 from pathlib import Path
 
-HEAD_ID = "f" * 51 + "00000"  # what Ray's fake provider calls the head
-STORE = 80_000_000  # bytes; Ray takes no smaller one
+HEAD_ID = "f" * 51 + "00000"  # the head's id in Ray's fake provider
+STORE = 80_000_000  # bytes, Ray's minimum
 PORT = 6379
 _RAY = str(Path(sys.executable).with_name("ray"))
 _EMPTY_LISTS = (
@@ -30,7 +30,7 @@ _EMPTY_LISTS = (
 
 
 def inside() -> bool:
-    """Whether this process lives in the namespaces of ``in_namespaces``."""
+    """Whether this process runs in the namespaces of ``in_namespaces``."""
     with contextlib.suppress(OSError):
         first = Path("/proc/1/cmdline").read_bytes().split(b"\0")
         return "RAY_TEST_BED" in os.environ and b"bed" in first
@@ -38,7 +38,7 @@ def inside() -> bool:
 
 
 def processes() -> dict[int, str]:
-    """Command lines of everything that runs in the namespace, zombies left out."""
+    """Return the command lines of all processes in the namespace, except zombies."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -50,14 +50,14 @@ def processes() -> dict[int, str]:
 
 
 def parent(pid: int) -> int:
-    """Parent of a process; 0 when it is gone."""
+    """Return the parent's pid of a process; 0 if the process is gone."""
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return 0
 
 
 class Bed:
-    """``maximum``: most nodes of each worker type."""
+    """``maximum``: maximum nodes of each worker type."""
 
     def __init__(self, folder: Path, maximum: int = 3, **environment: str) -> None:
         self.address = f"127.0.0.1:{PORT}"
@@ -75,7 +75,7 @@ class Bed:
         }
 
     def start(self) -> None:
-        """Start the head; worker nodes come when something asks for them."""
+        """Start the head; worker nodes start on demand."""
         ray_stop()
         done = subprocess.run(
             [
@@ -91,11 +91,11 @@ class Bed:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def stop(self) -> None:
-        """End everything that is Ray's."""
+        """End all processes of Ray."""
         ray_stop()
 
     def raylets(self, role: str) -> list[int]:
-        """Process ids of the raylets of a role's nodes."""
+        """Return the pids of the raylets of a role's nodes."""
         mark = "--static_resource_list="
         return [
             pid
@@ -104,15 +104,15 @@ class Bed:
         ]
 
     def nodes(self) -> dict[str, int]:
-        """How many worker nodes of each role live, by their raylets."""
+        """Return the number of worker nodes of each role with a live raylet."""
         return {role: len(self.raylets(role)) for role in ("prefill", "decode")}
 
     def gcs(self) -> int:
-        """Process id of the head's server."""
+        """Return the pid of the head's GCS server."""
         return next(pid for pid, line in processes().items() if "/gcs/gcs_server " in line)
 
     def logs(self) -> str:
-        """The ends of the logs that say what went wrong."""
+        """Return the last lines of the relevant logs, for a failed test."""
         folder = Path(os.environ["RAY_TMPDIR"]) / "ray/session_latest/logs"
         said = []
         for path in sorted(folder.glob("worker-*.err")) + sorted(folder.glob("monitor*.log")):
@@ -121,7 +121,7 @@ class Bed:
 
 
 def configuration(maximum: int) -> dict:
-    """The cluster for Ray's autoscaler: a head and two types of worker nodes."""
+    """Return the autoscaler's configuration: a head and two types of worker nodes."""
 
     def node_type(role: str) -> dict:
         resources = {"CPU": 0, role: 1, "object_store_memory": STORE}
@@ -164,12 +164,12 @@ def configuration(maximum: int) -> dict:
 
 
 def ray_stop() -> None:
-    """``ray stop --force``, where nothing else can be seen."""
+    """Run ``ray stop --force``; it sees only processes of this namespace."""
     assert inside()
     subprocess.run([_RAY, "stop", "--force"], capture_output=True, check=False)
 
 
 def kill(pid: int) -> float:
-    """SIGKILL; returns when."""
+    """Send SIGKILL; return the time."""
     os.kill(pid, signal.SIGKILL)
     return time.monotonic()

@@ -1,4 +1,4 @@
-"""A cluster on Ray, in namespaces of its own (``in_namespaces``); elsewhere all is skipped."""
+"""A cluster on Ray in separate namespaces (``in_namespaces``); outside them tests are skipped."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class RayCluster:
-    """A cluster launched on a bed, driven by the ``baton`` command alone.
+    """A cluster on a bed, controlled only by the ``baton`` command.
 
-    This process never speaks to Ray: a client of Ray's ends with its head.
+    This process does not connect to Ray, because a client of Ray exits with the head.
     """
 
     def __init__(self, bed: Bed, folder: Path, **settings: object) -> None:
@@ -52,7 +52,7 @@ class RayCluster:
         self.config.write_text("\n".join(lines).replace("'", '"') + "\n")
 
     def baton(self, *words: str, code: int = 0, timeout: float = WAIT) -> str:
-        """Run a verb; returns what it said."""
+        """Run a ``baton`` command; return its output."""
         environment = {**os.environ, "BATON_ADDRESS": self.address}
         done = subprocess.run(
             [*BATON, *words], env=environment, capture_output=True, text=True, timeout=timeout
@@ -70,23 +70,23 @@ class RayCluster:
         return Client(self.address, connect_timeout=WAIT)
 
     def workers(self) -> dict[str, dict]:
-        """Status of the workers by id, as the router sees them."""
+        """Return the router's status of the workers by id."""
         with self.client() as client:
             return {worker["id"]: worker for worker in client.status()["workers"]}
 
     def pools(self) -> dict[str, int]:
-        """How many workers of each role are ready."""
+        """Return the number of ready workers of each role."""
         ready = [w["role"] for w in self.workers().values() if w["state"] == "ready"]
         return {role: ready.count(role) for role in ("prefill", "decode")}
 
     def pid(self, name: str) -> int:
-        """Process id of a member's child."""
+        """Return the pid of a member's child."""
         found = [pid for pid, line in processes().items() if f"/{name}.json --parent" in line]
         assert len(found) == 1, (name, found)
         return found[0]
 
     def members(self) -> list[str]:
-        """Command lines of all children there are."""
+        """Return the command lines of all existing children."""
         return [line for line in processes().values() if ".json --parent" in line]
 
     def replaced(self, name: str, pid: int) -> bool:
@@ -121,20 +121,20 @@ def launched(
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory) -> Iterator[RayCluster]:
-    """One router, one worker of each role, each on a node of its own."""
+    """A router and one worker of each role, each on a separate node."""
     with launched(tmp_path_factory.mktemp("bed"), {}) as cluster:
         yield cluster
 
 
 def timed(what: str, condition: Callable[[], object], within: float = 0.0) -> None:
-    """Wait for ``condition`` and note how long it took, and beside it the bar."""
+    """Wait for ``condition``, and record the elapsed time with its target."""
     began = time.monotonic()
     wait_until(condition, what=what, timeout=WAIT)
     note(what, time.monotonic() - began, within)
 
 
 def note(what: str, seconds: float, within: float = 0.0) -> None:
-    """A figure for the end of the run, which fails no test: machines differ."""
+    """Record a result for the end of the run. It fails no test, since machines differ."""
     bar = f" (bar {within:g} s{', MISSED' if seconds > within else ''})" if within else ""
     _figures.append(f"{what}: {seconds:.2f} s{bar}")
 

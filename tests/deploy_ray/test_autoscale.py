@@ -1,4 +1,4 @@
-"""Load makes a pool grow by a node, its end gives the node back, and no request notices."""
+"""Load adds a node to a pool, its end removes the node, and no request is affected."""
 
 import pytest
 

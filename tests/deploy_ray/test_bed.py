@@ -1,4 +1,4 @@
-"""Who makes the bed, and that nothing outside can be reached from it."""
+"""The test bed needs no privileges and cannot reach anything outside."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def test_an_unprivileged_user_makes_it():
-    """Its root is somebody else outside, who has no privilege there."""
+    """Root in the bed is an unprivileged user outside."""
     inside, outside, count = Path("/proc/self/uid_map").read_text().split()
     if outside == "0":
         pytest.skip("root made it: nobody cannot reach this folder or its Python")

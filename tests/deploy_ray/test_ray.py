@@ -1,6 +1,6 @@
-"""A cluster on Ray: pools that grow and shrink, and everything that can be killed.
+"""A cluster on Ray: growing and shrinking pools, and kills of every process.
 
-The tests of this file share a cluster and go on where the one before ended.
+The tests of this file share a cluster; each continues where the previous test ended.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ def undisturbed(cluster) -> list[list[int]]:
 
 
 def strike(cluster, *pids: int, lost: str = "", nodes=None, then=()):
-    """A disturbance: SIGKILL once half of the 100 requests have tokens.
+    """Return a fault: SIGKILL after half of the 100 requests have tokens.
 
-    ``lost``: the worker that this costs; it is said how long the router takes to know. By then
-    Ray has not begun to replace anything: ``nodes`` live, and no more. ``then``: what is waited
-    for after it, by name and condition.
+    ``lost``: the worker that ends by it; the router's detection time is recorded. At that time Ray
+    has not replaced any node: exactly ``nodes`` are alive. ``then``: conditions to wait for
+    afterwards, by name.
     """
 
     def known() -> bool:
@@ -50,7 +50,7 @@ def strike(cluster, *pids: int, lost: str = "", nodes=None, then=()):
 
 @pytest.fixture
 def replayed(cluster):
-    """How many requests the router has run again so far; a blow that hit nothing shows nothing."""
+    """Return the number of replays so far; without a replay a fault has tested nothing."""
 
     def count() -> int:
         with cluster.client() as client:
@@ -84,7 +84,7 @@ def test_the_worker_of_a_killed_actor_is_gone_at_once(cluster):
     worker = cluster.pid("prefill-1")
     os.kill(parent(worker), signal.SIGKILL)
     timed("the worker of a killed actor is gone", lambda: worker not in processes(), 1.0)
-    # The kernel ended it: no successor has come yet, whose Hello would end it too.
+    # The kernel killed it: no successor has registered yet, whose Hello would end it too.
     assert not any("/prefill-1.json --parent" in line for line in processes().values())
     cluster.wait_replaced("prefill-1", worker)
 
@@ -101,10 +101,10 @@ def test_a_killed_worker_is_started_again_by_its_actor(cluster, undisturbed, rep
 
 
 def test_requests_of_a_lost_node_go_on_elsewhere(cluster, undisturbed, replayed):
-    """Its raylet is killed, and its actor with it.
+    """Its raylet is killed, together with its actor.
 
-    Elsewhere Ray's workers end themselves within a second of their raylet; here its parent, Ray's
-    fake provider, does not take notice of its end, and to them it seems to live.
+    Normally Ray's workers end within a second after their raylet. Here the raylet's parent, Ray's
+    fake provider, does not reap it, so for the workers it still exists.
     """
     worker = cluster.pid("decode-1")
     actor = parent(worker)

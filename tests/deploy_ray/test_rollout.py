@@ -1,4 +1,4 @@
-"""Every worker and both routers replaced under load; a killed router of two."""
+"""Replacement of every worker and both routers under load; a kill of one of two routers."""
 
 import os
 

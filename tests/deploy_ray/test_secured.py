@@ -1,4 +1,4 @@
-"""Ray with a token and Baton with keys; and what is said to those who have neither."""
+"""Ray with a token and Baton with keys, and the errors without them."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
 
 
 def refused(*words: str, **environment: str) -> str:
-    """What `baton launch` says on its way out."""
+    """Return the error of `baton launch`."""
     done = subprocess.run(
         [*BATON, "launch", "--backend", "ray", *words],
         env={**os.environ, **environment}, capture_output=True, text=True, timeout=60,
@@ -53,7 +53,7 @@ def test_token_and_keys(tmp_path, monkeypatch):
 
 
 def end_controller() -> None:
-    """For good, as `ray kill` does it; its members go on."""
+    """Kill the controller permanently, like `ray kill`; its members keep running."""
     script = (
         "from baton.deploy.ray.connect import connect\n"
         "ray = connect()\n"

@@ -23,13 +23,13 @@ while True:
 
 
 class Driver:
-    """Runs a loop until something is true."""
+    """Runs a loop until a condition holds."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
 
     def until(self, condition: Callable[[], object], timeout: float = 30.0) -> float:
-        """Run until ``condition`` holds; returns the seconds it took."""
+        """Run until ``condition`` holds; return the elapsed seconds."""
         start = self.loop.now()
         stopping = False
 

@@ -41,12 +41,12 @@ def test_of_one_address_the_handshake_that_got_least_far_goes():
     assert max(asked.values()) <= len(Stage)
     stages |= dict.fromkeys(range(110, 300), Stage.SPOKEN)
     gone = [admissions.accepted(fd, "a", 0.2) for fd in range(200, 300)]
-    assert gone[:3] == [2, 110, 111]  # all have spoken: the oldest of them
+    assert gone[:3] == [2, 110, 111]  # all have sent bytes, so the oldest
     assert 1 not in gone
 
 
 def test_a_connection_that_outlived_a_handshake_is_not_counted():
-    """It may be a client that has nothing to say yet."""
+    """It may be a client that has nothing to send yet."""
     admissions = Admissions(2, silent)
     for fd in range(100):
         assert admissions.accepted(fd, "a", fd * HANDSHAKE_S) is None

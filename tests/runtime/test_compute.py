@@ -1,4 +1,4 @@
-"""The compute thread: order, errors, events from within, end."""
+"""The compute thread: order of items, errors, posts from its function, end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading settings: every mistake names its key."""
+"""Parsing of settings: every error names the invalid key."""
 
 from __future__ import annotations
 

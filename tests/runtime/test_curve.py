@@ -1,4 +1,4 @@
-"""CURVE and ZAP on real sockets: who gets in, whose names are whose, and what a change does."""
+"""CURVE and ZAP on real sockets: accepted keys, owners of identities, changes of the list."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def folder(tmp_path):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """What takes a second for an operator takes a moment here."""
+    """Shorten the intervals of one second, so that the tests need not wait."""
     monkeypatch.setattr(keyring, "REREAD_S", 0.0)
     monkeypatch.setattr(zap, "REREAD_S", 0.02)
     monkeypatch.setattr(dealer, "REFUSED_PAUSE_S", 0.05)
 
 
 class Server:
-    """A socket of clients and operators that echoes."""
+    """An echo server for clients and operators."""
 
     def __init__(self, loop, context, folder, endpoint="tcp://127.0.0.1:0", attach=True):
         self.ring = KeyRing(folder, "router")
@@ -82,7 +82,7 @@ class Peer:
 
 @pytest.fixture
 def other_context():
-    """Another process's: in the server's own context its peers would ask the same ZAP."""
+    """A second context, as in another process: ZAP handlers are per context."""
     context = zmq.Context()
     yield context
     context.destroy(linger=0)
@@ -100,13 +100,13 @@ def drawn() -> tuple[bytes, bytes]:
     return zmq.curve_keypair()
 
 
-# ------------------------------------------------------------------------------ who gets in
+# ------------------------------------------------------------------------------ accepted keys
 
 
 def test_strangers_that_say_nothing_do_not_keep_others_out(
     loop, drive, other_context, folder, server
 ):
-    """Each takes a descriptor until ZeroMQ gives its handshake up."""
+    """Each connection uses a descriptor until ZeroMQ's handshake timeout."""
     raise_open_files()
     server.channel._admissions = Admissions(64, handshake_stage)
     port = int(server.channel.endpoint.rpartition(":")[2])
@@ -126,7 +126,7 @@ def test_strangers_that_say_nothing_do_not_keep_others_out(
 def test_a_send_ends_though_connections_come_as_fast_as_they_are_counted(
     loop, drive, other_context, folder, server, monkeypatch
 ):
-    """A send looks at the reports of connections first; in a flood there is always one more."""
+    """A send first reads the reports of connections, and a flood adds reports all the time."""
     keys = KeyRing(folder, "client").connecting("router")
     peer = Peer(loop, other_context, server.channel.endpoint, keys)
     drive.until(lambda: peer.channel.connected)
@@ -170,7 +170,7 @@ def test_a_listed_key_of_the_right_role_gets_in(loop, drive, other_context, fold
 def test_a_key_of_another_role_is_refused(loop, drive, other_context, folder, server, role):
     keys = KeyRing(folder, role).connecting("router")
     peer = Peer(loop, other_context, server.channel.endpoint, keys)
-    drive.until(lambda: len(peer.refusals) > 2)  # it tries again, and is told again
+    drive.until(lambda: len(peer.refusals) > 2)  # it retries and is refused again
     message, final = peer.refusals[0]
     assert final
     assert "refused this key" in message
@@ -246,7 +246,7 @@ def test_with_keys_it_may_listen_for_others(loop, drive, context, other_context,
 
 
 def test_a_name_cannot_be_taken_over_by_another_key(loop, drive, other_context, folder, server):
-    """The thief knows the victim's name, and asks for it the moment it becomes free."""
+    """The thief knows the victim's identity and requests it as soon as it is free."""
     add_key(folder, "client", ["thief"])
     server.ring.refresh()
     victim = Peer(
@@ -260,11 +260,11 @@ def test_a_name_cannot_be_taken_over_by_another_key(loop, drive, other_context, 
         public=pair.public.encode(), secret=pair.secret.encode(), server=server.ring.public
     )
     with zmq.Context() as theirs:
-        # The loop stands still, as within a turn: nobody is told yet that the victim has gone.
+        # The loop does not run, as within a turn, so the victim's end is not reported yet.
         victim.channel.close()
         for _ in range(20):
             time.sleep(0.005)
-            assert server.channel.recv() is None  # ends the victim's pipe: its name is free
+            assert server.channel.recv() is None  # ends the victim's pipe and frees its identity
         thief = theirs.socket(zmq.DEALER)
         dealer_options(thief, keys, b"peer")
         events = thief.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -337,7 +337,7 @@ def test_a_key_added_later_gets_in_and_a_revoked_one_is_gone(
 def test_a_peer_that_does_not_know_yet_finds_a_rotated_server(
     loop, drive, context, other_context, folder
 ):
-    """The server still has the old key, the list the new one in front of it; and then reversed."""
+    """First the server uses the old key while the list prefers the new key; then the reverse."""
     old = Server(loop, context, folder)
     rotate(folder, "router")
     keys = KeyRing(folder, "client").connecting("router")
@@ -361,7 +361,7 @@ def test_a_peer_that_does_not_know_yet_finds_a_rotated_server(
 def test_a_late_word_of_a_failed_handshake_leaves_no_dead_connection_behind(
     loop, drive, context, other_context, folder, monkeypatch
 ):
-    """libzmq has tried the first key twice before it was read that it fails; then another works."""
+    """libzmq tries the first key twice before its failure is read; then the second key works."""
     server = Server(loop, context, folder)
     rotate(folder, "router")
     keys = KeyRing(folder, "client").connecting("router")
@@ -375,7 +375,7 @@ def test_a_late_word_of_a_failed_handshake_leaves_no_dead_connection_behind(
                 held.append(report)
             if len(held) < 2:
                 return report
-        if succeeded in [event for event, _ in held]:  # now the first failure is told once more
+        if succeeded in [event for event, _ in held]:  # now repeat the report of the first failure
             monitor.read = lambda: held.pop(0) if held else reading()
             return monitor.read()
         return None
@@ -392,7 +392,7 @@ def test_a_late_word_of_a_failed_handshake_leaves_no_dead_connection_behind(
 def test_a_connection_that_stands_finds_a_server_that_came_back_with_another_key(
     loop, drive, context, other_context, folder
 ):
-    """Also when the list is copied here only after the server has started again."""
+    """It also works if the list is copied only after the server's restart."""
     old = Server(loop, context, folder)
     mine = folder.parent / "mine"
     shutil.copytree(folder, mine)
@@ -403,7 +403,7 @@ def test_a_connection_that_stands_finds_a_server_that_came_back_with_another_key
     rotate(folder, "router")
     old.channel.close()
     old.doors.close()
-    drive.until(lambda: is_free(endpoint))  # libzmq closes in a thread of its own
+    drive.until(lambda: is_free(endpoint))  # libzmq closes sockets on its I/O thread
     with zmq.Context() as restarted:
         new = Server(loop, restarted, folder, endpoint)
         drive.until(lambda: peer.refusals)
@@ -436,7 +436,7 @@ def test_keys_that_are_all_wrong_are_not_tried_without_a_rest(
     )  # fmt: skip
     peer = Peer(loop, other_context, server.channel.endpoint, wrong)
     drive.spin(0.75)
-    assert 2 <= len(peer.refusals) <= 8  # two a round, and 0.3 s after each
+    assert 2 <= len(peer.refusals) <= 8  # two per round, with a pause of 0.3 s after each round
 
 
 # ------------------------------------------------------------------------------ ZAP by itself

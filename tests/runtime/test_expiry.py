@@ -1,4 +1,4 @@
-"""The table of things that end."""
+"""The table with expiring entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A flood of connections without a key, while a process may have 1,024 open files."""
+"""A flood of connections without a key, at a limit of 1,024 open files."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run():
     children = []
 
     def start(code: str, *arguments: str) -> str:
-        """Start a process; its first line."""
+        """Start a process; return it and its first line."""
         child = subprocess.Popen(
             [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True
         )
@@ -83,11 +83,11 @@ def run():
         child.stdout.close()
 
 
-@pytest.mark.full  # it keeps both processors of a small machine busy for 10 s
+@pytest.mark.full  # uses both processors of a small machine for 10 s
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("said", [b"", GREETING], ids=["silent", "greeting"])
 def test_clients_behind_the_address_of_a_flood_get_in(run, tmp_path, said):
-    """Connections that are closed are opened again at once; none has a key."""
+    """Each closed connection is replaced at once by another connection without a key."""
     make_folder(tmp_path / "keys")
     endpoint = run(SERVER, str(tmp_path / "keys"))
     assert run(FLOOD, endpoint.rpartition(":")[2], said.hex()) == "flooding"
@@ -107,7 +107,7 @@ def test_clients_behind_the_address_of_a_flood_get_in(run, tmp_path, said):
         until = time.monotonic() + 120
         while waiting and time.monotonic() < until:
             for one, _ in poller.poll(100):
-                if one.recv() == b"hi":  # any peer may be asked whether it lives
+                if one.recv() == b"hi":  # skip the server's probes
                     waiting.discard(one)
         missing = len(waiting)
         context.destroy(linger=0)

@@ -1,4 +1,4 @@
-"""Key folders: what is made, what is refused, what a change of the list does."""
+"""Key folders: creation, rejected folders, and changes of the list."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def at_once(monkeypatch):
-    """Look at the list's file whenever asked."""
+    """Check the list's file for changes on every call."""
     monkeypatch.setattr(module, "REREAD_S", 0.0)
 
 
@@ -133,7 +133,7 @@ def test_a_folder_that_cannot_be_used_says_why_at_once(folder, spoil, message):
     else:
         with pytest.raises(ConfigError, match=message):
             KeyRing(folder, "decode", "decode-0")
-    assert time.monotonic() - began < 10  # the bound of the requirement; it takes milliseconds
+    assert time.monotonic() - began < 10  # the required limit; usually milliseconds
 
 
 def swap_public(path, other):
@@ -196,7 +196,7 @@ def test_a_name_that_is_spelled_out_belongs_to_its_key_alone():
     assert not allowed.may_be(pool, "decode", "decode-1")
     assert allowed.may_be(named, "decode", "decode-1")
     assert not allowed.may_be(named, "decode", "decode-0")
-    assert allowed.may_be(pool, "decode", "decode-2")  # spelled out for another role only
+    assert allowed.may_be(pool, "decode", "decode-2")  # listed literally for another role only
     assert not allowed.may_be(pool, "prefill", "decode-0")
     assert allowed.servers("decode", "decode-1") == (named.public.encode(),)
     assert allowed.servers("decode") == (named.public.encode(), pool.public.encode())
@@ -264,7 +264,7 @@ def test_a_rotation_keeps_the_old_key_until_it_is_retired(folder, at_once):
     assert KeyRing(folder, "router").entry == new
     assert mode(folder / "router.key") == 0o600
     servers = watcher.connecting("router").servers
-    assert servers == (new.public.encode(), old.public)  # the newest is tried first
+    assert servers == (new.public.encode(), old.public)  # the newest key comes first
     assert [struck.public.encode() for struck in retire(folder, "router")] == [old.public]
     assert watcher.connecting("router").servers == (new.public.encode(),)
 

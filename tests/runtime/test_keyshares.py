@@ -1,4 +1,4 @@
-"""What of a key folder goes to which host."""
+"""The share of a key folder for each host."""
 
 import stat
 
@@ -13,13 +13,13 @@ from baton.runtime.keyshares import secrets_for, write_share
 
 @pytest.fixture
 def folder(tmp_path):
-    """Keys of pools, of two hosts, of one worker, of a user."""
+    """A folder with keys of roles, of two hosts, of one worker and of a user."""
     folder = tmp_path / "keys"
     make_folder(folder)
     add_key(folder, "decode", [], "gpu7")
     add_key(folder, "decode", [], "gpu8")
     add_key(folder, "decode", ["decode-3"])
-    add_key(folder, "prefill", ["odd"])  # no file's name says its role
+    add_key(folder, "prefill", ["odd"])  # the file name differs from the role
     add_key(folder, "client", ["alice"])
     return folder
 

@@ -14,7 +14,7 @@ from baton.runtime.sockets import RouterChannel
 
 
 def test_every_connection_has_an_identity_of_its_own(loop, drive, context, tmp_path):
-    """A router that has not noticed the end of one connection ignores a second of that name."""
+    """A router that has not noticed a disconnect ignores a second connection with its identity."""
     address = f"ipc://{tmp_path}/router"
     heard: list[bytes] = []
 
@@ -63,7 +63,7 @@ def test_what_a_router_says_in_vain_is_counted(loop, drive, context, tmp_path):
 def test_a_turn_larger_than_an_envelope_is_split_and_reaches_every_router(
     loop, drive, context, tmp_path
 ):
-    """As after a new Hello, with 1,100 embeddings that were not acknowledged."""
+    """For example after a Hello, with 1,100 unacknowledged embeddings."""
     heard: dict[str, list] = {"a": [], "b": []}
     decoder = EnvelopeDecoder(WorkerToRouter)
     routers = {}

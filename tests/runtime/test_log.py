@@ -1,4 +1,4 @@
-"""Log lines: one JSON object each, with the speaker."""
+"""Log lines: one JSON object each, with role and process id."""
 
 from __future__ import annotations
 

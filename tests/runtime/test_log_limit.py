@@ -1,4 +1,4 @@
-"""Log lines that others can cause: the first at once, then one with a count."""
+"""Rate-limited log lines: the first line at once, then one line with a count."""
 
 from baton.runtime.limited_log import LimitedLog
 from baton.runtime.log_limit import LogLimit

@@ -111,7 +111,7 @@ def test_messages_that_came_before_the_registration_are_seen(loop, drive, contex
 
 @pytest.mark.integration
 def test_a_send_that_swallows_the_signal_loses_no_message(loop, drive, context):
-    """Sending processes the socket's commands, so the descriptor may never signal."""
+    """A send processes the socket's commands, so the descriptor may never signal."""
     left, right = pair(context)
     echoes, taken = [], []
     loop.add_socket(left, taking(left, taken))
@@ -146,7 +146,7 @@ def test_a_flooded_socket_starves_nobody(loop, drive, context):
 
 @pytest.mark.integration
 def test_a_socket_that_is_only_read_loses_nothing(loop, drive, context):
-    """It is asked after its signals alone: one signal may stand for more than a turn takes."""
+    """It is polled only after a signal, which may stand for more messages than a turn handles."""
     left, right = pair(context)
     for number in range(3000):
         right.send(b"%d" % number)
@@ -156,14 +156,14 @@ def test_a_socket_that_is_only_read_loses_nothing(loop, drive, context):
     loop.on_turn_end(lambda: turns.append(len(taken)))
     drive.until(lambda: len(taken) == 3000)
     assert len(turns) > 1
-    for number in range(3000, 3010):  # each by a signal of its own
+    for number in range(3000, 3010):  # each with a separate signal
         right.send(b"%d" % number)
         drive.until(lambda number=number: len(taken) == number + 1)
     assert taken == [b"%d" % number for number in range(3010)]
 
 
 def beside(context, name):
-    """A pair within the process: what was sent is there, and has signalled."""
+    """An inproc pair: a sent message has arrived and signalled at once."""
     left, right = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     left.bind(f"inproc://{name}")
     right.connect(f"inproc://{name}")
@@ -177,7 +177,7 @@ def test_a_lone_message_is_answered_at_once_and_many_share_a_turn(loop, drive, c
         loop.add_socket(socket, taking(socket, taken))
     loop.on_turn_end(lambda: turns.append(len(taken)))
     drive.until(lambda: turns)
-    for number in (1, 2):  # the second time it is as quiet again
+    for number in (1, 2):  # the second time, after a quiet turn again
         says_one.send(b"1")
         drive.until(lambda number=number: number in turns)
     for _ in range(20):
@@ -189,7 +189,7 @@ def test_a_lone_message_is_answered_at_once_and_many_share_a_turn(loop, drive, c
 
 
 def test_a_report_that_signals_first_comes_after_the_messages(loop, drive, context):
-    """The end of a connection is no reason to drop what came by it."""
+    """The messages of a connection are handled before its end."""
     seen = []
     (messages, says), (reports, tells) = beside(context, "messages"), beside(context, "reports")
     loop.add_socket(messages, taking(messages, seen))

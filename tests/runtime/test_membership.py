@@ -1,4 +1,4 @@
-"""A worker's standing with its routers."""
+"""A worker's registration with its routers."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_hello_says_who_it_is_and_what_it_holds(member):
         9,
     )
     assert hello.requests == [held, RequestState(KEY, 1, 12, 10, done=True, router="one")]
-    assert again.message == terminal()  # at once, not only when its time comes
+    assert again.message == terminal()  # at once, before its repetition is due
 
 
 def test_a_router_hears_its_own_terminals_only(member):
@@ -148,7 +148,7 @@ MISMATCH = Rejected(code="version_mismatch", message="4, not 2")
 
 
 def test_what_one_router_refuses_another_may_take(member):
-    """In a rolling update, the routers are of two versions for a while."""
+    """During a rolling update the routers have two versions."""
     up(member)
     up(member, "two")
     member.welcomed("two")

@@ -80,7 +80,7 @@ def test_what_was_not_taken_is_reported():
 
 
 class FullOnce(Wire):
-    """A peer whose queue is full at one send and has room again at the next."""
+    """A peer whose queue is full at one send and has room at the next send."""
 
     def __init__(self, at):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Bookkeeping of which connection a peer speaks through."""
+"""The table of each peer's connection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def test_a_closed_descriptor_names_its_peers():
     assert not peers.heard(b"b", 8, 0.0)
     assert peers.closed(7, 1.0) == [b"a"]
     assert peers.closed(9, 1.0) == []
-    assert b"a" in peers  # only a suspicion until verified
+    assert b"a" in peers  # not gone until verified
     peers.forget(b"a")
     peers.forget(b"a")
     assert len(peers) == 1
@@ -30,7 +30,7 @@ def test_a_message_read_after_its_connection_closed_is_suspect():
     peers = PeerTable()
     peers.closed(7, 1.0)
     assert peers.heard(b"a", 7, 1.5)
-    assert not peers.heard(b"a", 7, 1.6)  # asked once
+    assert not peers.heard(b"a", 7, 1.6)  # reported once
     assert not peers.heard(b"b", 7, 1.0 + REMEMBER_CLOSED_S)
 
 

@@ -1,4 +1,4 @@
-"""Incarnations of one process, one after the other."""
+"""Successive incarnations in one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.runtime.process import EXIT_RESTART, run_incarnations
 
 
 class Shell:
-    """Ends at once with a given code; refers to itself, as a shell and its callbacks do."""
+    """Ends at once with a given code. Has a reference cycle, like a shell and its callbacks."""
 
     def __init__(self, loop, exit_code):
         self.exit_code = exit_code
@@ -20,14 +20,14 @@ class Shell:
         self._loop.stop()
 
     def drain(self):
-        """Nothing is here."""
+        """Do nothing: there are never requests."""
 
     def close(self):
         return True
 
 
 def test_an_incarnation_leaves_nothing_to_the_next_one():
-    """Its maps and buffers may be gigabytes, and a collection of old objects is rare."""
+    """Its maps and buffers may be gigabytes, and full garbage collections are rare."""
     made = []
 
     def make(loop, _context, _doors):
@@ -39,5 +39,5 @@ def test_an_incarnation_leaves_nothing_to_the_next_one():
     try:
         assert run_incarnations(None, make) == 0
     finally:
-        gc.unfreeze()  # or nothing of other tests would ever be collected
+        gc.unfreeze()  # or objects of other tests would never be collected
     assert len(made) == 3

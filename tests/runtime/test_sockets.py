@@ -26,7 +26,7 @@ pytestmark = pytest.mark.integration
 
 
 class Server:
-    """A RouterChannel that echoes and remembers."""
+    """A RouterChannel that echoes and records messages."""
 
     def __init__(self, loop, context, endpoint, **kwargs):
         self.channel = RouterChannel(context, endpoint, **kwargs)
@@ -40,7 +40,7 @@ class Server:
 
 
 class Peer:
-    """A DealerChannel that remembers."""
+    """A DealerChannel that records messages."""
 
     def __init__(self, loop, context, endpoint, identity=b"peer", **kwargs):
         self.channel = DealerChannel(context, endpoint, identity, **kwargs)
@@ -134,22 +134,22 @@ def test_a_peer_that_speaks_and_dies_at_once_is_reported(loop, drive, context, e
         brief.connect(server.channel.endpoint)
         brief.send(b"hi")
         brief.close()
-    time.sleep(0.05)  # all connections are over before the loop looks for the first time
+    time.sleep(0.05)  # all connections end before the loop's first turn
     while server.channel._read_monitor():
-        pass  # the worst order: every closure is heard before the messages are read
+        pass  # the worst order: every close event is read before the messages
     drive.until(lambda: len(server.heard) == 20 and len(set(server.gone)) == 20)
     assert server.channel.peers == 0
 
 
 def test_a_peer_that_reconnects_is_not_reported(loop, drive, context, tmp_path):
-    """The connection breaks, the peer does not."""
+    """Only the connection ends; the peer lives."""
     server = Server(loop, context, f"ipc://{tmp_path}/s")
     proxy = Cut(tmp_path / "proxy", tmp_path / "s")
     peer = Peer(loop, context, f"ipc://{tmp_path}/proxy")
     drive.until(lambda: peer.channel.connected)
     peer.channel.send([b"one"])
     drive.until(lambda: peer.heard)
-    # The old end of the connection stays half open until the peer is back.
+    # The server's side of the old connection stays half open until the peer has reconnected.
     proxy.cut_client_side()
     drive.until(lambda: peer.links == ["up", "down", "up"])
     proxy.close_old_server_side()
@@ -160,7 +160,7 @@ def test_a_peer_that_reconnects_is_not_reported(loop, drive, context, tmp_path):
 
 
 class Cut:
-    """A relay between two unix sockets whose connections can be cut at either side."""
+    """A relay between two unix sockets; connections can be cut on either side."""
 
     def __init__(self, listen: Path, target: Path) -> None:
         self.target = target
@@ -208,7 +208,7 @@ class Cut:
 
 
 def test_a_killed_peer_is_seen_without_heartbeats(loop, drive, context, endpoint, start_peer):
-    """By the end of its connection alone, which the kernel tells at once."""
+    """The kernel closes the process's connection at once."""
     options = ChannelOptions(heartbeat_s=0, heartbeat_timeout_s=0)
     server = Server(loop, context, endpoint, options=options)
     child = start_peer(server.channel.endpoint, "doomed")
@@ -223,7 +223,7 @@ def test_a_stopped_peer_is_seen_by_heartbeat(loop, drive, context, tmp_path, sta
     child = start_peer(server.channel.endpoint, "frozen")
     drive.until(lambda: server.heard)
     child.send_signal(signal.SIGSTOP)
-    drive.until(lambda: server.gone)  # usually 0.4 s; its connection stays open
+    drive.until(lambda: server.gone)  # usually 0.4 s; the connection stays open
     child.send_signal(signal.SIGCONT)
     assert server.gone == [b"frozen"]
 
@@ -266,7 +266,7 @@ def test_a_connection_that_breaks_the_protocol_is_told_in_words(
 def test_a_connection_that_ends_in_the_handshake_is_a_warning_on_tcp_alone(
     loop, drive, context, tmp_path, capsys
 ):
-    """On an ipc file it is a command of the same user, such as one that looks who listens."""
+    """On an ipc file it is a command of this user, for example a check for a listener."""
     local = Server(loop, context, f"ipc://{tmp_path}/s")
     with posix.socket(posix.AF_UNIX) as brief:
         brief.connect(str(tmp_path / "s"))
@@ -292,7 +292,7 @@ def test_noise_on_the_port_leaves_the_socket_working(loop, drive, context):
 
 @pytest.mark.parametrize("count", [1, 3, 400])
 def test_strangers_that_pass_for_old_zeromq_are_dropped(loop, drive, context, tmp_path, count):
-    """Short frames of ZMTP 1: their messages come without the connection they came by."""
+    """Short frames parse as ZMTP 1, and such messages carry no descriptor of their connection."""
     server = Server(loop, context, f"ipc://{tmp_path}/s")
     peer = Peer(loop, context, server.channel.endpoint)
     with posix.socket(posix.AF_UNIX) as stranger:

@@ -1,4 +1,4 @@
-"""Work that may overrun its time: everybody is answered, nobody waits for it."""
+"""Work with a time limit: every item is answered, even if a thread overruns."""
 
 import threading
 
@@ -7,7 +7,7 @@ from baton.runtime.time_limit import MAX_OVERRUN, TimeLimited
 
 
 class Bench:
-    """Items are functions; answers are kept in order."""
+    """Items are functions; answers are recorded in order."""
 
     def __init__(self, loop, limit: float) -> None:
         self.answers = []
@@ -49,7 +49,7 @@ def test_what_overruns_is_given_up_and_the_next_goes_on(loop, drive):
     drive.until(lambda: len(bench.answers) == 2)
     assert isinstance(bench.answers[0], TimeoutError)
     assert bench.answers[1] == "next"
-    bench.gate.set()  # its late result reaches nobody
+    bench.gate.set()  # its late result is dropped
     bench.work.submit(lambda: "after")
     drive.until(lambda: len(bench.answers) == 3)
     assert bench.answers[2] == "after"
@@ -68,7 +68,7 @@ def test_what_is_dropped_is_not_answered(loop, drive):
     bench.gate.set()
     drive.until(lambda: len(bench.answers) == 2)
     assert bench.answers == [0, 2]
-    bench.work.submit(items[1])  # again, and now it is wanted
+    bench.work.submit(items[1])  # again, and this time it is not dropped
     drive.until(lambda: len(bench.answers) == 3)
     assert bench.answers == [0, 2, 1]
     bench.work.stop()
@@ -87,7 +87,7 @@ def test_what_overruns_and_was_dropped_is_not_answered(loop, drive):
 
 def test_with_too_many_overruns_new_items_are_refused_until_one_ends(loop, drive):
     bench = Bench(loop, 0.01)
-    while bench.hanging < MAX_OVERRUN:  # one given up before it began is no overrun
+    while bench.hanging < MAX_OVERRUN:  # an item dropped before its start is no overrun
         bench.answers.clear()
         bench.work.submit(bench.hang)
         drive.until(lambda: bench.answers)

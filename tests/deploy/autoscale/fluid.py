@@ -1,4 +1,4 @@
-"""A cluster as a fluid: work flows in, workers drain it; made for the policy's tests alone."""
+"""A fluid model of a cluster for the tests of the policy: work flows in, workers process it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 from baton.deploy.autoscale.metrics import Metrics, RouterSample, WorkerSample
 from baton.deploy.autoscale.policy import Autoscaler
 
-SPEED = 1000.0  # prompt tokens a prefill worker computes per second
+SPEED = 1000.0  # prompt tokens per second of a prefill worker
 PROMPT = 200
 BLOCKS = 1000  # of a decode worker
 HELD = 20  # blocks of a running request
@@ -33,7 +33,7 @@ class Fluid:
         self.coming = {role: [] for role in self.ready}
 
     def second(self, tokens: float, running: float = 0.0) -> dict[str, int]:
-        """One second with ``tokens`` of prompts coming and ``running`` requests decoding."""
+        """Simulate a second with ``tokens`` new prompt tokens and ``running`` decoding requests."""
         self.now += 1
         for role, coming in self.coming.items():
             while coming and coming[0] <= self.now:
@@ -63,7 +63,7 @@ class Fluid:
                 incarnation=n,
                 ready=True,
                 tokens_waiting=int(self.queue / prefills),
-                # Workers that come and go share one counter, so that no work is lost.
+                # All workers share one counter, so that no work is lost with a removed worker.
                 prompt_tokens=int(self.busy * SPEED) if n == 0 else 0,
                 compute_seconds=self.busy if n == 0 else 0.0,
                 kv_total=BLOCKS,
@@ -94,7 +94,7 @@ class Fluid:
         return Metrics(workers=tuple(workers), routers=(router,))
 
     def changes(self, role: str) -> list[tuple[float, int]]:
-        """Every (time, new target)."""
+        """Return each change as ``(time, new target)``."""
         found = []
         for (_, before), (when, after) in pairwise(self.log):
             if before[role] != after[role]:
@@ -102,6 +102,6 @@ class Fluid:
         return found
 
     def turns(self, role: str) -> int:
-        """How often the target changed its direction."""
+        """Count the changes of direction of the target."""
         signs = [delta > 0 for _, delta in self.changes(role)]
         return sum(a != b for a, b in pairwise(signs))

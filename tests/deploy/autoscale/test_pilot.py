@@ -33,7 +33,7 @@ def report(decodes=2, used=10, came=0):
 
 
 def steer(pilot, seconds, targets, start=0.0, routers=("router",), **figures):
-    """Every second's decision taken over at once."""
+    """Apply the decision of every second at once."""
     targets = dict(targets)
     for second in range(seconds):
         now = start + second
@@ -47,7 +47,7 @@ def test_reports_become_targets():
     pilot = Pilot(SETTINGS, ["router"], {"prefill": 1, "decode": 2})
     grown = steer(pilot, 30, {"prefill": 1, "decode": 2}, used=95)
     assert grown["decode"] > 2
-    # With as many as there are now nearly nothing is used.
+    # The present workers are almost idle.
     assert steer(pilot, 120, grown, start=30.0, used=5)["decode"] == 1
 
 

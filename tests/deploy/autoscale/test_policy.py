@@ -70,7 +70,7 @@ def test_what_starts_is_not_ordered_again():
     run(cluster, 30, 1500)
     run(cluster, 60, 5200)
     ordered = cluster.log[-1][1]["prefill"]
-    run(cluster, 200, 5200)  # nobody has come yet, and the queue only grows
+    run(cluster, 200, 5200)  # no new worker is ready, so the queue grows
     assert cluster.log[-1][1]["prefill"] <= ordered + 1
     coming = cluster.ready["prefill"] + len(cluster.coming["prefill"])
     assert coming == cluster.log[-1][1]["prefill"]
@@ -78,7 +78,7 @@ def test_what_starts_is_not_ordered_again():
 
 @pytest.mark.parametrize("load", [2300, 2500, 2700])
 def test_an_overload_orders_help_long_before_anything_is_late(load):
-    """With a limit of 30 s a queue of two workers takes up to 200 s until it is late."""
+    """With a limit of 30 s, up to 200 s pass before the queue of two workers is late."""
     cluster = fluid(prefill=2, slo_ttft=30.0)
     run(cluster, 40 if load > 2500 else 100, load)
     assert cluster.queue / SPEED / 2 < 30
@@ -105,7 +105,7 @@ def test_a_single_burst_shorter_than_a_start_orders_nothing():
 
 
 def test_bursts_that_come_back_keep_the_pool():
-    """Between bursts nothing comes for three minutes, and still the pool does not shrink."""
+    """The pool does not shrink in three minutes without requests between two bursts."""
     cluster = fluid(prefill=8)
     run(cluster, 1200, lambda now: 7000 if now % 200 < 20 else 100)
     assert min(targets["prefill"] for _, targets in cluster.log) >= 6
@@ -128,7 +128,7 @@ def test_a_sinusoid_does_not_make_it_oscillate(period):
     for role in ("prefill", "decode"):
         assert cluster.turns(role) <= 1 + min(1500 / 60, 2 * 1500 / period)
         late = [when for when, _ in cluster.changes(role) if when > 750]
-        assert period > 60 or not late  # the window holds whole waves: there is one right size
+        assert period > 60 or not late  # the window contains whole waves, so one size is right
 
 
 def test_a_prompt_that_no_pool_computes_in_time_orders_nothing():
@@ -292,7 +292,7 @@ EVENTS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(events=EVENTS, role=st.sampled_from(["prefill", "decode"]))
 def test_no_pool_shrinks_within_the_calm_time_of_a_rise_or_of_what_is_unknown(events, role):
-    """Gaps of up to an hour, clocks set back, silent routers, empty and damaged pools."""
+    """Gaps of up to an hour, clocks set back, silent routers, empty pools, implausible data."""
     calm = 30.0
     cluster = fluid(prefill=4, decode=3, window=calm, calm=calm)
     quiet_since, before = 0.0, cluster.scaler.targets

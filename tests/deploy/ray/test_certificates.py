@@ -1,4 +1,4 @@
-"""Certificates for Ray's TLS: one authority's, for the hosts' addresses, for both ends."""
+"""Certificates for Ray's TLS: one authority, the hosts' addresses, client and server use."""
 
 import shutil
 import socket
@@ -26,12 +26,12 @@ def context(share, protocol) -> ssl.SSLContext:
     made = ssl.SSLContext(protocol)
     made.load_verify_locations(share / "ca.crt")
     made.load_cert_chain(share / "node.crt", share / "node.key")
-    made.verify_mode = ssl.CERT_REQUIRED  # of clients too, as Ray does
+    made.verify_mode = ssl.CERT_REQUIRED  # also for clients, as in Ray
     return made
 
 
 def greet(server_share, client_share):
-    """One handshake as Ray's processes make it: by address, both ends with a certificate."""
+    """Do a handshake like Ray's processes: by address, with certificates on both sides."""
     ours, theirs = socket.socketpair()
     failed = []
 

@@ -1,4 +1,4 @@
-"""Why a Ray cluster cannot be joined, said in time; no Ray is needed to be told."""
+"""Errors when a Ray cluster cannot be joined, and their time limits. No Ray needed."""
 
 import re
 import socket
@@ -42,7 +42,7 @@ def test_nobody_at_the_address(address):
 
 @pytest.fixture
 def listener():
-    """Address of a socket that accepts connections and never answers."""
+    """Yield the address of a socket that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
@@ -112,5 +112,5 @@ def test_a_head_of_another_version_is_refused(facts, words):
 
 def test_a_machine_outside_the_cluster_is_told_so():
     connect.check_here("a:1", HeadFacts("", "", ["203.0.113.9", "127.0.0.1"]))
-    with pytest.raises(ConfigError, match=r"no node of .*203\.0\.113\.9"):
+    with pytest.raises(ConfigError, match=r"not a node of .*203\.0\.113\.9"):
         connect.check_here("a:1", HeadFacts("", "", ["203.0.113.9"]))

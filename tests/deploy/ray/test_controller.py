@@ -1,4 +1,4 @@
-"""The whole controller with real processes, and this process in the place of Ray."""
+"""The whole controller with real processes; this process replaces Ray."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.cluster
 
 
 class NoRay:
-    """Members are supervisors of this process."""
+    """Runs members as supervisors in this process."""
 
     def __init__(self):
         self.members: dict[str, Supervisor] = {}
@@ -94,7 +94,7 @@ class Running:
         return sorted(m.name for m in overview.members if m.stage == "ready")
 
     def crash(self):
-        """What a kill leaves: the actors, and what was saved."""
+        """Stop as after a kill: the actors and the saved state remain."""
         ray, saved = self.cluster._api, self.cluster._api.saved
         self.cluster._loop.post(self.cluster._loop.stop)
         self.thread.join(60)
@@ -156,7 +156,7 @@ def test_workers_of_a_host_that_leaves_are_followed_by_others(ray, settings):
     assert sorted(running.cluster.leave("here")) == ["decode-0", "prefill-0"]
     after = ["decode-1", "prefill-1", "router"]
     wait_for(lambda: running.ready() == after, "others to be ready")
-    # the others may be ready before the actors of those that left are gone
+    # other members may be ready before the actors of ended members are gone
     wait_for(lambda: sorted(ray.members) == after, "those that left to be gone")
     running.feed(Down())
     running.thread.join(40)

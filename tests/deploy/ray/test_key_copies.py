@@ -1,4 +1,4 @@
-"""Of a key folder a node gets its share, also when Ray means to copy all of it. No Ray needed."""
+"""A node gets only its share of a key folder, although Ray copies the folder. No Ray needed."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ TYPES = {
 
 
 class Runner:
-    """Ray's, as far as it copies: notes what a node would have got."""
+    """The copy method of Ray's command runner; records the files that a node would get."""
 
     def __init__(self) -> None:
         self.got: dict[str, set[str]] = {}
@@ -47,7 +47,7 @@ def copied(folder, roles, host=None) -> set[str]:
     runner = Runner()
     shares = SharesKeys(runner, roles, (lambda: host) if host else lambda: None)
     shares.run_rsync_up(f"{folder}/", "~/.baton/keys/", {"docker_mount_if_possible": True})
-    assert not Path(runner.sources[0]).exists()  # nothing of it is left here
+    assert not Path(runner.sources[0]).exists()  # the temporary copy is removed
     return runner.got["~/.baton/keys/"]
 
 

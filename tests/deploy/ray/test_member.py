@@ -23,7 +23,7 @@ LIMITS = RestartLimits(first_delay=0.05, max_delay=0.1)
 
 
 class NoConfig(msgspec.Struct):
-    """Of the stand-in for a worker."""
+    """Settings of the process that replaces a worker."""
 
     say: str = ""
 
@@ -47,7 +47,7 @@ while True:
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """The name of a module that runs until SIGTERM, or fails with what its config says."""
+    """Return a module that runs until SIGTERM, or fails with the error in its config."""
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return "stand_in"
@@ -100,7 +100,7 @@ def test_a_killed_child_is_started_again(supervise):
 
 
 def test_the_supervising_thread_starts_every_child(supervise):
-    """The kernel ends a child with the thread that started it, and that one lives on."""
+    """The kernel kills a child with the thread that started it, so this thread must live on."""
     supervisor = supervise()
     first = running(supervisor)
     os.kill(first, signal.SIGKILL)
@@ -125,7 +125,7 @@ def test_a_stop_ends_it_for_good(supervise):
     supervisor.stop(10.0)
     wait_for(lambda: supervisor.report().state is State.ENDED, "the end")
     assert not alive(pid)
-    assert supervisor.report().code in (0, -15)  # -15: it had not set its handler yet
+    assert supervisor.report().code in (0, -15)  # -15: killed before it set its handler
 
 
 def test_what_it_refuses_is_kept_for_the_report(supervise):

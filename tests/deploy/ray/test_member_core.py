@@ -1,4 +1,4 @@
-"""When the supervisor of one member starts its child, and when no more."""
+"""When a member's supervisor starts its child, and when it stops doing so."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How many members a cluster can ever hold."""
+"""The maximum number of members of a cluster."""
 
 import json
 

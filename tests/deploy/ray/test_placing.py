@@ -1,4 +1,4 @@
-"""What the head says of a member and what its node fills in."""
+"""The member settings that the head sends, and those that the node adds."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""Where a cluster on Ray listens."""
+"""The addresses of a cluster on Ray."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_workers_are_told_the_routers_and_find_their_own_address():
     specs = {spec.name: spec.config for spec in ray_plan(settings, "ab").processes}
     assert specs["decode-0"].endpoint == specs["decode-0"].data_endpoint == ""
     assert specs["decode-0"].routers == {"router": "tcp://127.0.0.1:9100"}
-    assert specs["prefill-0"].runner.kv_bytes == 0  # its node knows better
+    assert specs["prefill-0"].runner.kv_bytes == 0  # the node chooses it
     assert not specs["prefill-0"].share_pool
 
 

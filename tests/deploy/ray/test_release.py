@@ -1,4 +1,4 @@
-"""Which wheels are put on the nodes of a running cluster. No Ray needed."""
+"""Checks of a wheel before its installation on a running cluster. No Ray needed."""
 
 import zipfile
 

@@ -1,4 +1,4 @@
-"""A controller that goes on from what another one left."""
+"""A controller that continues from its predecessor's saved state."""
 
 import pytest
 
@@ -82,7 +82,7 @@ def test_a_drain_goes_on_and_the_pool_stays_as_small_as_it_was_to_be():
 
 def test_an_actor_that_was_not_recorded_yet_counts():
     core = serving()
-    core.pools.targets["decode"] = 2  # recorded, the member not
+    core.pools.targets["decode"] = 2  # the target is saved, the member is not
     new = successor(core, [*ALL, "decode-1"])
     assert names(new.handle(Begin(), 50.0), StartMember) == []
 

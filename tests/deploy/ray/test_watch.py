@@ -1,4 +1,4 @@
-"""What the watch says of members, with a Ray that does as the test tells it."""
+"""The events of MemberWatch, with a fake Ray."""
 
 from dataclasses import dataclass, field
 
@@ -22,7 +22,7 @@ from baton.router.config import RouterConfig
 
 @dataclass
 class FakeRay:
-    """``reports``: what members say; an exception is raised instead."""
+    """``reports``: the members' reports; an exception in it is raised."""
 
     reports: dict[str, MemberReport | Exception | None] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
@@ -112,7 +112,7 @@ def test_a_start_is_said_once_and_again_for_another_process(world):
     assert cycle() == []
     ray.reports["decode-0"] = report(pid=12)
     assert cycle() == [MemberStarted("decode-0", "h", 12)]
-    ray.reports["decode-0"] = report(pid=12, supervisor=2)  # the same number on another host
+    ray.reports["decode-0"] = report(pid=12, supervisor=2)  # the same pid on another host
     assert cycle() == [MemberStarted("decode-0", "h", 12)]
     assert ray.made == 1
 
@@ -164,7 +164,7 @@ def test_a_stop_is_repeated_until_the_member_heeds_it(world):
     cycle()
     cycle()
     assert ray.calls == [("stop", "decode-0", 30.0)]
-    cycle(1.0)  # its actor has lost the word
+    cycle(1.0)  # its actor has lost the order
     assert len(ray.calls) == 2
     ray.reports["decode-0"] = report(State.STOPPING)
     cycle()
