@@ -182,7 +182,7 @@ def _check_task(wire: WireContext, card: ModelCard) -> None:
         return
     if card.task == "embed":
         raise TaskMismatch(f"{card.name!r} is an embedding model and generates no text; use embed")
-    text = f"{card.name!r} is a text model; to embed with it, serve it with --task embed"
+    text = f"{card.name!r} is a generation model; to embed with it, serve it with --task embed"
     raise TaskMismatch(text)
 
 

@@ -167,10 +167,10 @@ class Placement:
 def _narrowed(
     request: Request, workers: Sequence[Worker], works: Callable[[Worker], bool]
 ) -> Sequence[Worker]:
-    """Return the workers in a working pair, or all workers if there is none.
+    """Return the workers that have a working pair, or else all workers.
 
     Prefer workers with which the request has not failed: either worker of a failed pair may be
-    the one that is cut off, perhaps from every worker.
+    cut off, perhaps from every worker.
     """
     found = [worker for worker in workers if works(worker)] or workers
     return [worker for worker in found if worker.incarnation not in request.shunned] or found

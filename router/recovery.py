@@ -23,8 +23,7 @@ POISON_BLAME = 1.5
 """A request with more blame than this is poisoned.
 
 The blame for a death is shared equally by the requests on the worker. So a request is poisoned if
-it was alone, or nearly alone, at two deaths. One that was alone when an operator killed a worker is
-not."""
+it was alone, or nearly alone, at two deaths. A single kill by an operator poisons no request."""
 MAX_UNHEARD = 6
 """Unanswered Adopts after which a decode worker is assumed not to have the request."""
 

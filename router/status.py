@@ -85,7 +85,7 @@ class Reporter:
     def report(self, handoffs: int, now: float, caller: Caller = ANYBODY) -> bytes:
         """Return the report as JSON text, with up to ``handoffs`` recent handoffs.
 
-        A caller without operator rights sees only the handoffs of its own requests.
+        A caller without operator rights sees only handoffs of requests with its key.
         """
         self._life.admission.roll(now)
         workers = self._life.registry.listed()

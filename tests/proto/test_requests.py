@@ -178,7 +178,7 @@ class TestEmbed:
             self.embed(tokens)
 
     def test_each_model_does_its_own_task(self):
-        with pytest.raises(TaskMismatch, match="text model"):
+        with pytest.raises(TaskMismatch, match="generation model"):
             build_embed_context([1, 2], CARD)
         with pytest.raises(TaskMismatch, match="embedding model"):
             check_wire_context(build(), self.card)

@@ -1,4 +1,4 @@
-"""A router core with workers and clients played by hand, on a clock that only tests move."""
+"""Test bench: a router core with scripted workers and clients, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def make_context(prompt: int = 10, new: int | None = 20, **fields: Any) -> WireC
 
 @dataclass
 class Played:
-    """A worker as the router sees it."""
+    """A scripted worker: sends the messages that a test asks for."""
 
     bench: Bench
     identity: bytes
@@ -99,19 +99,19 @@ class Played:
             self.bench.hear(self.identity, self._proven(message))
 
     def _proven(self, message: Message) -> Message:
-        """As a worker says it: with the proofs that came with what it holds."""
+        """Add the proofs of assignment to the requests of a Hello."""
         if isinstance(message, Hello):
             held = [replace(one, proof=self.proof(one)) for one in message.requests]
             return replace(message, requests=held)
         return message
 
     def proof(self, held: RequestState | TokenRun | Terminal) -> bytes:
-        """That a router of this cluster gave it the attempt."""
+        """Return the proof that the attempt was assigned to this worker."""
         key, incarnation = self.bench.config.key, self.hello.incarnation
         return assignment_proof(key, held.request, held.attempt, incarnation)
 
     def adopt(self, *messages: Tokens | Terminal) -> None:
-        """Answer an Adopt: the proof comes before what is said."""
+        """Answer an Adopt: send the proof before the messages."""
         first = messages[0].runs[0] if isinstance(messages[0], Tokens) else messages[0]
         proof = self.proof(first)
         self.say(Accepted(request=first.request, attempt=first.attempt, proof=proof), *messages)
@@ -126,15 +126,15 @@ class Played:
         self.say(Accepted(request=assign.request, attempt=assign.attempt))
 
     def tokens(self, key: bytes, position: int, *tokens: int, attempt: int = 1) -> None:
-        self._tell(key, Tokens(runs=[TokenRun(key, attempt, position, list(tokens))]))
+        self._send(key, Tokens(runs=[TokenRun(key, attempt, position, list(tokens))]))
 
     def end(self, key: bytes, position: int, attempt: int = 1, **fields: Any) -> None:
         if "code" not in fields:
             fields.setdefault("status", "end_of_sequence")
-        self._tell(key, Terminal(request=key, attempt=attempt, position=position, **fields))
+        self._send(key, Terminal(request=key, attempt=attempt, position=position, **fields))
 
-    def _tell(self, key: bytes, message: Tokens | Terminal) -> None:
-        """A worker that this router did not choose has been asked, and answers so."""
+    def _send(self, key: bytes, message: Tokens | Terminal) -> None:
+        """Send a message, with a proof if the router is still searching for the request."""
         request = self.bench.core.life.requests.get(key)
         server = None if request is None else request.server
         if request is not None and request.state is State.RECOVERING and server is None:
@@ -160,7 +160,7 @@ class Played:
 
 
 class Bench:
-    """Feeds events, sorts what goes out by peer."""
+    """Feeds events to the core, and sorts its messages by receiver."""
 
     def __init__(self, config: RouterConfig, **core: Any) -> None:
         self.config = config
@@ -177,7 +177,7 @@ class Bench:
         self._perform(self.core.handle(event, self.now))
 
     def hear(self, identity: bytes, *messages: Message) -> None:
-        """An envelope of a worker."""
+        """Pass one envelope from a worker to the core."""
         self._perform(self.core.from_worker(identity, messages, self.now))
 
     def _perform(self, actions: list[Any]) -> None:
@@ -194,7 +194,7 @@ class Bench:
         self.feed(ClientGone(identity))
 
     def advance(self, seconds: float, *, beats: bool = True) -> None:
-        """Let time pass as a shell would: a Tick whenever the core asks for one."""
+        """Advance the clock, with a Tick whenever the core's next timer is due."""
         end = self.now + seconds
         while True:
             at = max(self.now, self.core.next_timer())
@@ -245,7 +245,7 @@ class Bench:
         return self.join("prefill"), self.join("decode")
 
     def take(self, peer: bytes | Played, kind: type[M]) -> list[M]:
-        """Messages of one kind for a peer, taken out."""
+        """Remove and return the messages of one type for a peer."""
         identity = peer if isinstance(peer, bytes) else peer.identity
         found = [m for m in self.sent[identity] if isinstance(m, kind)]
         self.sent[identity] = [m for m in self.sent[identity] if not isinstance(m, kind)]
@@ -257,10 +257,14 @@ class Bench:
         return found[0]
 
     def find(self, kind: type[M]) -> tuple[Played, M]:
-        """The only message of a kind for any worker, with the worker."""
+        """Remove and return the only message of a type for any worker, with the worker."""
         found = [(w, m) for w in self.workers for m in self.take(w, kind)]
         assert len(found) == 1, found
         return found[0]
+
+    def decode_of(self, assign: Assign) -> Played:
+        """Return the decode worker that an Assign names."""
+        return next(w for w in self.workers if w.endpoint == assign.decode)
 
     # ------------------------------------------------------------------ requests
 
@@ -274,7 +278,7 @@ class Bench:
         return request_key(identity, request_id)
 
     def run(self, request_id: str = "r", **fields: Any) -> tuple[bytes, Assign]:
-        """Submit and let the chosen prefill worker accept."""
+        """Submit a request, and accept its Assign."""
         key = self.submit(request_id, **fields)
         worker, assign = self.find(Assign)
         worker.accept(assign)
@@ -296,7 +300,7 @@ class Bench:
         return Resume(**{**settings, **fields})
 
     def deny(self, key: bytes) -> None:
-        """All workers are asked for a request, decode workers twice, and have it not."""
+        """Deny a request at all workers, in both rounds of the search."""
         for _ in range(2):
             for worker in self.workers:
                 if self.take(worker, Adopt):
@@ -306,7 +310,7 @@ class Bench:
         self.client(FinalAck(requests=[key]), identity)
 
     def streamed(self, key: bytes, identity: bytes = b"client") -> list[tuple[int, int]]:
-        """``(position, token)`` of all tokens sent to a client for a request."""
+        """Return ``(position, token)`` of all tokens sent to a client for a request."""
         return [
             (run.position + i, token)
             for message in self.sent[identity]

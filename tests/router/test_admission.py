@@ -1,4 +1,4 @@
-"""Caps, refusals with a hint, and the settings behind them."""
+"""Admission limits, retry delays, and the settings for both."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_cap_on_memory_counts_everything_kept(make_bench):
     assert "memory" in refusals(bench)[0].message
     decode.tokens(keys[0], 1000, 5)
     decode.end(keys[0], 1001)
-    assert bench.core.life.admission.context_bytes == kept  # until it is acknowledged
+    assert bench.core.life.admission.context_bytes == kept  # until acknowledged
     bench.ack(keys[0])
     bench.submit("again", prompt=1000)
     assert len(refusals(bench)) == 2
@@ -142,7 +142,7 @@ def test_cancelled_requests_give_their_room_back(make_bench):
 
 
 def backlog(bench, *, prompt=1000, requests=12, step=0.5, name="r"):
-    """A dozen prompts wait, then one has its first token every ``step`` seconds."""
+    """Queue ``requests`` prompts; return a function that computes one every ``step`` seconds."""
     prefill = bench.workers[0]
     waiting = [bench.submit(f"{name}{i}", prompt=prompt) for i in range(requests)]
 
@@ -158,7 +158,7 @@ def backlog(bench, *, prompt=1000, requests=12, step=0.5, name="r"):
 def test_a_deadline_shorter_than_the_backlog_is_refused_at_once(make_bench):
     bench = make_bench()
     bench.pair()
-    backlog(bench)(8)  # 2000 tokens a second, 12 000 wait: 6 s
+    backlog(bench)(8)  # 2000 tokens per second, 12 000 queued: 6 s
     bench.submit("late", deadline=5.0)
     (refused,) = refusals(bench)
     assert (refused.request_id, refused.code) == ("late", "overloaded")
@@ -190,7 +190,7 @@ def test_no_deadline_is_refused_before_the_rate_is_known(make_bench):
 def test_light_traffic_says_nothing_of_what_workers_can_do(make_bench):
     bench = make_bench()
     bench.pair()
-    backlog(bench, prompt=100, requests=2)(40)  # 200 tokens a second, as many as come
+    backlog(bench, prompt=100, requests=2)(40)  # 200 tokens per second, without a backlog
     for i in range(20):
         bench.submit(f"burst{i}", prompt=1000, deadline=5.0)
     assert not refusals(bench)

@@ -1,4 +1,4 @@
-"""What clients may say and what they get."""
+"""Messages from clients and the router's answers."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_request_submitted_before_any_worker_is_checked_when_the_model_is_know
     assert bench.find(Assign)[1].request_id == "good"
 
 
-# ------------------------------------------------------------------ cancel and departure
+# ------------------------------------------------------------------ cancel and disconnect
 
 
 def test_cancel_ends_the_request_and_frees_both_workers(bench):
@@ -170,7 +170,7 @@ def test_cancel_ends_the_request_and_frees_both_workers(bench):
     decode.tokens(key, 11, 6)
     assert bench.streamed(key) == [(10, 5)]
     bench.client(Cancel(request=key))
-    assert len(bench.terminals(key)) == 1  # the same terminal again, for a client that missed it
+    assert len(bench.terminals(key)) == 1  # the same terminal again, in case it was lost
     bench.ack(key)
     bench.assert_nothing_kept()
 
@@ -185,7 +185,7 @@ def test_cancel_of_a_queued_request(bench):
 
 
 def test_a_name_is_used_again_after_a_cancel_that_came_before_its_submit(bench):
-    """The first one's Submit was lost; only that one stays cancelled."""
+    """The Cancel applies to one serial, whose Submit was lost, and not to the next serial."""
     bench.pair()
     bench.client(Cancel(request_id="r", serial=1))
     assert bench.one(b"client", Terminal).status == "cancelled"
@@ -206,7 +206,7 @@ def test_cancel_of_nothing_and_of_anothers_request(bench):
 
 
 def test_an_absent_clients_request_is_ended_with_its_secret_alone(make_bench):
-    """A request's key is no secret: workers, logs and operators see it."""
+    """Cancel needs more than the key: workers, logs and operators see keys."""
     bench = make_bench(resume_window_s=30.0)
     bench.pair()
     key, _ = bench.run()
@@ -346,7 +346,7 @@ def test_resume_of_an_ended_request_brings_the_rest_and_the_terminal(bench):
 
 
 def test_resume_of_a_client_that_is_ahead_of_the_router(make_bench):
-    """A second connection of a client may have got tokens the router took in late."""
+    """Another router may have sent the client tokens that arrive here late."""
     bench = make_bench()
     _, decode = bench.pair()
     key, _ = bench.run()
@@ -425,7 +425,7 @@ def test_an_end_waits_for_a_client_that_is_gone_but_not_until_the_deadline(bench
     bench.client(bench.resume_message(submitted, []), b"back")
     assert bench.streamed(key, b"back") == [(10, 5)]
     bench.advance(60.0)
-    assert bench.core.kept == 1  # it is there, so it may acknowledge as late as it likes
+    assert bench.core.kept == 1  # a connected client may acknowledge late
     bench.client_gone(b"back")
     bench.advance(31.0)
     bench.assert_nothing_kept()
@@ -510,7 +510,7 @@ def test_a_slow_client_that_leaves_is_forgotten(bench):
     bench.assert_nothing_kept()
 
 
-# ------------------------------------------------------------------ questions
+# ------------------------------------------------------------------ queries
 
 
 def test_describe_hands_out_the_card_and_the_files_asked_for(make_bench, card):
@@ -563,7 +563,7 @@ def test_drain_gives_no_new_work_and_tells_the_operator_when_done(served):
     assert served.one(b"operator", Drained).message == "draining"
     assert served.one(prefill, Drain)
     served.advance(5.0)
-    assert served.take(prefill, Drain)  # repeated until it says so
+    assert served.take(prefill, Drain)  # repeated until the worker confirms
     for i in range(4):
         served.submit(f"more{i}")
     assert not served.take(prefill, Assign)
@@ -597,7 +597,7 @@ def test_who_can_be_drained_is_said_in_one_line(served):
 
 
 def test_a_suspect_worker_that_is_the_last_is_drained_only_by_force(bench):
-    """It paused for a second: without it no request is served once it has returned."""
+    """A suspect worker may return; after its drain no worker would be left."""
     prefill, decode = bench.pair()
     for _ in range(24):
         bench.advance(0.05, beats=False)
@@ -656,7 +656,7 @@ def test_questions_of_one_envelope_are_answered_once(make_bench):
 
 
 def resumable(bench):
-    """A running request and what its client was told."""
+    """Return the key of a running request and its Submitted."""
     bench.pair()
     key, _ = bench.run("r")
     return key, bench.one(b"client", Submitted)
@@ -703,7 +703,7 @@ def test_an_attempt_that_leaves_no_room_for_others_is_refused(bench):
 
 
 def refused_resume(bench, emitted, **fields):
-    """Resume a request that was forgotten; nothing is kept."""
+    """Check that a Resume of a dropped request is rejected and leaves no record."""
     key, submitted = resumable(bench)
     bench.client(Cancel(request=key))
     bench.ack(key)

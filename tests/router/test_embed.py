@@ -1,4 +1,4 @@
-"""Requests for vectors: one worker, no tokens, and the vector in the end."""
+"""Requests for embeddings: one worker, no tokens, and an embedding in the terminal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def text(length=10, **fields):
     )
 
 
-def vector(value=1.0):
+def embedding(value=1.0):
     return np.full(3, value, np.float32)
 
 
@@ -58,7 +58,7 @@ def test_a_whole_life_without_a_decode_worker(bench, embeds):
     assert assign.context.target_endpoint is None
     assert assign.context.task == "embed"
     prefill.accept(assign)
-    prefill.end(key, 10, embedding=vector(2))
+    prefill.end(key, 10, embedding=embedding(2))
     assert bench.one(prefill, TerminalAck).requests == [(key, 1)]
     terminal = bench.one(b"client", Terminal)
     assert terminal.embedding.tolist() == [2, 2, 2]
@@ -73,8 +73,8 @@ def test_a_whole_life_without_a_decode_worker(bench, embeds):
 def test_the_vector_is_kept_until_it_is_acknowledged(bench, embeds):
     bench.join("prefill", model=embeds)
     key, prefill = run(bench)
-    prefill.end(key, 10, embedding=vector())
-    bench.client(Submit(request_id="r", context=text()))  # as after a lost answer
+    prefill.end(key, 10, embedding=embedding())
+    bench.client(Submit(request_id="r", context=text()))  # as if the answer was lost
     assert all(t.embedding is not None for t in bench.terminals(key))
     bench.ack(key)
     bench.assert_nothing_kept()
@@ -98,14 +98,14 @@ def test_an_end_without_a_vector_is_an_error(bench, embeds):
 def test_a_workers_error_is_passed_on(bench, embeds):
     bench.join("prefill", model=embeds)
     key, prefill = run(bench)
-    prefill.end(key, 10, code="internal", message="no vector")
-    assert bench.one(b"client", Terminal).message == "no vector"
+    prefill.end(key, 10, code="internal", message="no embedding")
+    assert bench.one(b"client", Terminal).message == "no embedding"
 
 
 def test_the_wrong_task_is_refused_at_once(bench, served, embeds):
     bench.submit("r", context=text())
     terminal = bench.one(b"client", Terminal)
-    assert (terminal.code, "text model" in terminal.message) == ("task_mismatch", True)
+    assert (terminal.code, "generation model" in terminal.message) == ("task_mismatch", True)
 
 
 def test_text_asked_of_an_embedder_is_refused_at_once(bench, embeds):
@@ -148,7 +148,7 @@ def test_a_death_is_replayed_elsewhere(bench, embeds):
     second, assign = bench.find(Assign)
     assert second is not first
     second.accept(assign)
-    second.end(key, 10, attempt=assign.attempt, embedding=vector())
+    second.end(key, 10, attempt=assign.attempt, embedding=embedding())
     assert bench.one(b"client", Terminal).embedding is not None
 
 
@@ -181,7 +181,7 @@ def test_a_restarted_router_finds_the_worker_that_has_it(bench, embeds):
     other.client(other.resume_message(submitted, [], context=text()))
     assert other.one(worker, Adopt).position == 10
     worker.say(Tokens(runs=[TokenRun(key, 1, 10, [])]))
-    worker.end(key, 10, embedding=vector(4))
+    worker.end(key, 10, embedding=embedding(4))
     assert other.one(b"client", Terminal).embedding.tolist() == [4, 4, 4]
 
 
@@ -198,7 +198,7 @@ def test_a_vector_for_a_text_request_is_not_kept(bench):
     prefill, _decode = bench.pair()
     key, _assign = bench.run("r", new=1)
     prefill.tokens(key, 10, 5)
-    prefill.end(key, 11, status="maximum_length", embedding=vector())
+    prefill.end(key, 11, status="maximum_length", embedding=embedding())
     assert bench.one(b"client", Terminal).embedding is None
 
 
@@ -211,6 +211,6 @@ def test_accepting_twice_changes_nothing(bench, embeds):
     bench.join("prefill", model=embeds)
     key, prefill = run(bench)
     prefill.say(Accepted(request=key, attempt=1))
-    prefill.end(key, 10, embedding=vector())
-    prefill.end(key, 10, embedding=vector())
+    prefill.end(key, 10, embedding=embedding())
+    prefill.end(key, 10, embedding=embedding())
     assert len(bench.terminals(key)) == 1

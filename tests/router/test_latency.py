@@ -1,4 +1,4 @@
-"""Percentiles of waiting times, and what the router counts of them."""
+"""Histograms of durations, and the TTFT and ITL that the router measures."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_gaps_are_counted_per_request_and_at_the_worker_that_made_them(bench):
     decode.say(Tokens(runs=[TokenRun(key, 1, 11, [6]) for key in keys[:2]]))
     bench.advance(0.01)
     decode.say(Tokens(runs=[TokenRun(key, 1, 12, [6]) for key in keys[:2]]))
-    bench.advance(0.29)  # the third comes late, among the others
+    bench.advance(0.29)  # the third request has a late token, in one message with the first
     decode.say(Tokens(runs=[TokenRun(keys[0], 1, 13, [6]), TokenRun(keys[2], 1, 11, [6])]))
     found = report(bench)
     between = found["router"]["latency"]["between_tokens_s"]

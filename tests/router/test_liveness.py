@@ -1,4 +1,4 @@
-"""Alive, suspect, dead, returned: what each means for a worker's requests."""
+"""Alive, suspect, dead and returned workers, and the effect of each state on requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def states(bench):
 
 
 def silence(bench, seconds, *heard):
-    """Time in which only these workers send heartbeats."""
+    """Advance the clock; only the workers ``heard`` send heartbeats."""
     for _ in range(round(seconds / 0.05)):
         bench.advance(0.05, beats=False)
         for worker in heard:
@@ -30,18 +30,26 @@ def silence(bench, seconds, *heard):
 
 
 def hello_again(worker, *held, identity=b"another connection", **changes):
-    """The same process connects anew, with the requests it holds."""
+    """Reconnect the same incarnation, which lists ``held`` in its Hello."""
     worker.identity = identity
     worker.say(msgspec.structs.replace(worker.hello, requests=list(held), **changes))
 
 
 def running(bench, *tokens):
-    """A request on the decode worker of a pair, with its first tokens."""
+    """Run a request on the decode worker of a pair, and send its first tokens."""
     prefill, decode = bench.pair()
     key, assign = bench.run()
     prefill.report(assign)
     decode.tokens(key, 10, *tokens)
     return prefill, decode, key
+
+
+def queued_prompt(served):
+    """Assign a request; return key, Assign, prefill worker and all other workers."""
+    key, assign = served.run()
+    identity = served.core.life.requests[key].prefill.identity
+    first = next(w for w in served.workers if w.identity == identity)
+    return key, assign, first, [w for w in served.workers if w is not first]
 
 
 # ------------------------------------------------------------------ suspect and back
@@ -81,25 +89,23 @@ def test_with_only_suspects_left_requests_wait_for_their_return(bench):
 
 
 def test_prompts_that_only_wait_at_a_suspect_worker_move(served):
-    key, assign = served.run()
-    first = next(w for w in served.workers if key in _requests(served, w))
-    silence(served, 1.2, *(w for w in served.workers if w is not first))
+    key, assign, first, others = queued_prompt(served)
+    silence(served, 1.2, *others)
     second, again = served.find(Assign)
     assert (second.id != first.id, again.attempt) == (True, assign.attempt + 1)
-    silence(served, 1.0, *(w for w in served.workers if w is not first))
+    silence(served, 1.0, *others)
     served.take(first, Abort)
     first.beat()
     served.advance(0.5)
-    assert served.take(first, Abort)[0].attempt == assign.attempt, "what it had is fenced"
+    assert served.take(first, Abort)[0].attempt == assign.attempt, "the old attempt is fenced"
     assert not served.core.life.requests[key].losses
 
 
 def test_prompts_also_move_once_a_worker_is_ready_again(served):
-    """Both prefill workers were suspect when the prompt could have moved."""
-    key, assign = served.run()
-    first = next(w for w in served.workers if key in _requests(served, w))
-    decodes = [w for w in served.workers if "decode" in w.id]
-    second = next(w for w in served.workers if w is not first and w not in decodes)
+    """While both prefill workers are suspect, the prompt cannot move."""
+    _key, assign, _first, others = queued_prompt(served)
+    (second,) = (w for w in others if w.hello.role == "prefill")
+    decodes = [w for w in others if w is not second]
     silence(served, 1.2, *decodes)
     assert not served.take(second, Assign)
     second.beat()
@@ -116,10 +122,9 @@ def test_prompts_also_move_to_a_worker_that_joins(bench):
 
 
 def test_prompts_also_move_if_the_connection_closes_before_silence_is_suspect(served):
-    """Too late for a process that ended, too early to be suspect already."""
-    key, _ = served.run()
-    first = next(w for w in served.workers if key in _requests(served, w))
-    silence(served, 0.95, *(w for w in served.workers if w is not first))
+    """The connection closed too late for the end of a process, but before the suspect timeout."""
+    key, _assign, first, others = queued_prompt(served)
+    silence(served, 0.95, *others)
     first.gone()
     second, _ = served.find(Assign)
     assert second.id != first.id
@@ -127,16 +132,15 @@ def test_prompts_also_move_if_the_connection_closes_before_silence_is_suspect(se
 
 
 def test_a_prompt_that_is_computed_stays_where_it_is(served):
-    key, _ = served.run()
-    first = next(w for w in served.workers if key in _requests(served, w))
+    key, _assign, first, others = queued_prompt(served)
     first.tokens(key, 10, 5)
-    silence(served, 3.0, *(w for w in served.workers if w is not first))
+    silence(served, 3.0, *others)
     assert not [m for w in served.workers for m in served.take(w, Assign)]
 
 
 def test_a_closed_connection_moves_requests_at_once_and_buries_nobody(served):
     key, assign = served.run()
-    decode = next(w for w in served.workers if w.endpoint == assign.decode)
+    decode = served.decode_of(assign)
     decode.tokens(key, 10, 5)
     decode.gone()
     _, again = served.find(Assign)
@@ -147,7 +151,7 @@ def test_a_closed_connection_moves_requests_at_once_and_buries_nobody(served):
 
 def test_the_same_incarnation_is_taken_back_and_what_moved_is_fenced(served):
     key, assign = served.run()
-    decode = next(w for w in served.workers if w.endpoint == assign.decode)
+    decode = served.decode_of(assign)
     decode.tokens(key, 10, 5)
     decode.gone()
     worker, again = served.find(Assign)
@@ -155,14 +159,14 @@ def test_the_same_incarnation_is_taken_back_and_what_moved_is_fenced(served):
     hello_again(decode, RequestState(key, 1, 14, 10))
     assert states(served)[decode.id] == "ready"
     decode.tokens(key, 11, 99, attempt=1)
-    assert served.streamed(key) == [(10, 5)], "an old attempt passes no token"
+    assert served.streamed(key) == [(10, 5)], "no token of the old attempt is relayed"
     assert {m.attempt for m in served.take(decode, Abort)} == {1}
     assert served.core.life.requests[key].doubts == set()
     assert not served.core.life.requests[key].deaths
 
 
 def test_a_connection_that_timed_out_keeps_its_requests(bench):
-    """The router's network was away: nobody closed anything on purpose."""
+    """A network outage at the router is not the end of a worker's process."""
     prefill, decode, key = running(bench, 5)
     silence(bench, 1.6, prefill)
     decode.gone()
@@ -215,7 +219,7 @@ def test_a_busy_engine_without_progress_is_suspect_then_dead(bench):
     for seconds, state in ((1.2, "suspect"), (4.0, "dead")):
         for _ in range(round(seconds / 0.05)):
             bench.advance(0.05, beats=False)
-            prefill.beat(progress=1)  # idle: need not move
+            prefill.beat(progress=1)  # idle: no progress expected
             decode.beat(progress=1, busy=True, step_s=0.01)
         assert states(bench) == {"prefill-0": "ready", "decode-0": state}
 
@@ -250,7 +254,7 @@ def test_a_router_that_hears_nobody_blames_itself_first(bench):
     bench.advance(20.0, beats=False)
     assert set(states(bench).values()) == {"suspect"}
     silence(bench, 1.8, decode)
-    assert states(bench) == {"prefill-0": "suspect", "decode-0": "ready"}, "it may follow"
+    assert states(bench) == {"prefill-0": "suspect", "decode-0": "ready"}, "it may return too"
     silence(bench, 0.4, decode)
     assert states(bench) == {"prefill-0": "dead", "decode-0": "ready"}
     decode.tokens(key, 11, 6)
@@ -266,10 +270,22 @@ def test_workers_that_stay_silent_all_together_are_dead_in_the_end(bench):
 # ------------------------------------------------------------------ poison
 
 
+def lose_two(served):
+    """Run a request, and close the connections of two of its workers; return key and workers."""
+    key, assign = served.run()
+    decode = served.decode_of(assign)
+    decode.tokens(key, 10, 5)
+    decode.gone()
+    worker, again = served.find(Assign)
+    worker.accept(again)
+    worker.gone()
+    return key, decode, worker
+
+
 def test_two_lost_connections_poison_no_request(served):
     key, assign = served.run()
     for attempt in (1, 2, 3):
-        decode = next(w for w in served.workers if w.endpoint == assign.decode)
+        decode = served.decode_of(assign)
         decode.tokens(key, 10, 5, attempt=attempt)
         decode.gone()
         hello_again(decode, identity=f"connection {attempt}".encode())
@@ -282,28 +298,16 @@ def test_two_lost_connections_poison_no_request(served):
 
 
 def test_a_request_that_kills_two_workers_alone_is_poison(served):
-    key, assign = served.run()
-    decode = next(w for w in served.workers if w.endpoint == assign.decode)
-    decode.tokens(key, 10, 5)
-    decode.gone()
-    worker, again = served.find(Assign)
-    worker.accept(again)
-    worker.gone()
+    key, decode, worker = lose_two(served)
     assert not served.terminals(key), "the processes may return"
-    assert not [m for w in served.workers for m in served.take(w, Assign)], "nor kill a third"
+    assert not [m for w in served.workers for m in served.take(w, Assign)], "a third may die"
     served.join("decode", int(decode.id[-1]))
     served.join("prefill", int(worker.id[-1]))
     assert [t.code for t in served.terminals(key)] == ["poisoned"]
 
 
 def test_a_deadly_request_waits_until_its_victims_are_known_to_be_dead(served):
-    key, assign = served.run()
-    decode = next(w for w in served.workers if w.endpoint == assign.decode)
-    decode.tokens(key, 10, 5)
-    decode.gone()
-    worker, again = served.find(Assign)
-    worker.accept(again)
-    worker.gone()
+    key, _decode, _worker = lose_two(served)
     served.advance(5.2)
     assert [t.code for t in served.terminals(key)] == ["poisoned"]
 
@@ -377,7 +381,7 @@ def test_a_refused_hello_harms_nobody(bench, changes, code, idle):
     assert bench.core.life.registry.card == card
     assert not bench.take(prefill, PeerDead)
     bench.hear(decode.identity, decode.hello)
-    assert not bench.take(decode, Rejected), "nor is the healthy one refused afterwards"
+    assert not bench.take(decode, Rejected), "the healthy worker is still accepted"
 
 
 def test_a_zombie_of_an_earlier_life_harms_nobody(bench):
@@ -435,7 +439,7 @@ def test_a_draining_worker_that_was_suspect_drains_on(bench):
 
 def test_a_suspect_that_confirms_its_aborts_is_asked_no_more(served):
     key, assign = served.run()
-    decode = next(w for w in served.workers if w.endpoint == assign.decode)
+    decode = served.decode_of(assign)
     decode.gone()
     hello_again(decode, RequestState(key, 1, 10, 10))
     served.advance(0.5)
@@ -443,8 +447,3 @@ def test_a_suspect_that_confirms_its_aborts_is_asked_no_more(served):
     decode.say(Aborted(request=key, attempt=1))
     served.advance(2.0)
     assert not served.take(decode, Abort)
-
-
-def _requests(bench, worker):
-    found = bench.core.life.registry.by_identity(worker.identity)
-    return found.requests if found is not None and worker.hello.role == "prefill" else {}

@@ -1,4 +1,4 @@
-"""Cancels ahead of their Submit, and requests that outlive the router that knew them."""
+"""Cancels before their Submit, and requests that outlive their router."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_client_that_comes_after_the_grace_is_served_by_replay_above_the_orpha
 
 
 def test_the_end_of_a_reported_request_waits_for_its_client(make_bench):
-    """Acknowledged at once, its tokens would be gone when the client comes."""
+    """An early TerminalAck would make the worker drop tokens that the client still needs."""
     old = make_bench()
     old.pair()
     key, _ = old.run()

@@ -1,4 +1,4 @@
-"""Pairs of workers that live and cannot reach each other: avoided, tried again, shown."""
+"""Failed pairs: avoided, retried, and listed in the status report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.router.pairs import MAX_PAIRS, FailedPairs
 
 
 class Cut:
-    """Workers of which some pairs are cut: their prefill workers give requests back."""
+    """Scripted workers with some failed pairs, whose prefill workers answer PeerLost."""
 
     def __init__(self, bench, *pairs: tuple[int, int]) -> None:
         self.bench = bench
@@ -20,7 +20,7 @@ class Cut:
         self.tried: list[tuple[str, str, int]] = []
 
     def play(self) -> dict[bytes, tuple[str, str]]:
-        """Answer every Assign; which pair each request was passed on by."""
+        """Answer every Assign; return the pair that served each request."""
         done = {}
         while given := [
             (worker, assign)
@@ -40,7 +40,7 @@ class Cut:
         return done
 
     def failures(self) -> int:
-        """How many requests a cut pair was tried with since the last call."""
+        """Return the number of attempts on failed pairs since the last call."""
         tried, self.tried = self.tried, []
         return sum((prefill, decode) in self.pairs for prefill, decode, _ in tried)
 
@@ -56,7 +56,7 @@ def test_the_other_pairs_serve_while_one_is_cut(served):
         pin = "ipc:///run/prefill-0" if number % 2 else None
         key = served.submit(f"r{number}", target_endpoint=pin)
         assert key in cut.play()
-    assert cut.failures() == 1, "one request found out, the others went elsewhere"
+    assert cut.failures() == 1, "only the first request tried the failed pair"
 
 
 @pytest.mark.parametrize("pinned", ["prefill", "decode"])
@@ -77,7 +77,7 @@ def test_a_cut_pair_is_tried_by_one_request_now_and_then(served):
     tries = []
     for number in range(240):
         served.submit(f"r{number}", target_endpoint="ipc:///run/prefill-0")
-        assert cut.play(), "decode-0 can be reached all the while"
+        assert cut.play(), "decode-0 can always be reached"
         if cut.failures():
             tries.append(served.now)
         served.advance(0.25)
@@ -140,7 +140,7 @@ def test_where_every_pair_was_cut_the_first_that_heals_serves(served):
 
 
 def test_a_worker_that_does_not_fit_is_no_failed_pair(bench):
-    """Waiting does not help there: the request ends after the usual number of attempts."""
+    """An incompatible pair never recovers, so the request fails after the usual attempts."""
     prefill, _ = bench.pair()
     key = bench.submit()
     for _ in range(200):
@@ -183,11 +183,11 @@ def test_the_table_is_bounded_and_forgets(served):
 
 @pytest.mark.parametrize("cut_off", ["prefill-0", "decode-1"])
 def test_a_request_that_lost_time_goes_to_two_other_workers(served, cut_off):
-    """Nobody knows yet which of the two is cut off, perhaps from everyone."""
+    """Either worker of a failed pair may be cut off, perhaps from all workers."""
     cut = Cut(served, *(((0, 0), (0, 1)) if cut_off == "prefill-0" else ((0, 1), (1, 1))))
     for number in range(8):
         key = served.submit(f"r{number}", target_endpoint="ipc:///run/prefill-0", pin="prefer")
-        served.core.life.requests[key].pin = None  # that only chose the first one
+        served.core.life.requests[key].pin = None  # the pin only selected the first pair
         assert key in cut.play()
         assert [a for _, _, a in cut.tried] in ([1], [1, 2])
         cut.tried.clear()

@@ -1,4 +1,4 @@
-"""Choosing workers, and why the load term of prefix_aware is not optional."""
+"""The policies, and the reason for the load term of prefix_aware."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_prefix_index_counts_leading_blocks_and_forgets_the_oldest():
     assert index.match([b"x", *chain]) == 0
     index.add([b"a", b"b"])
     assert len(index) == 4
-    assert index.match(chain) == 2  # the tail of the older chain went first
+    assert index.match(chain) == 2  # the tail of the older chain was evicted first
 
 
 def test_prefix_aware_returns_to_the_worker_that_has_the_prefix(card):
@@ -100,7 +100,7 @@ def test_prefix_aware_leaves_a_worker_that_is_overloaded(card):
 
 
 def conversations(turns=6, users=150):
-    """Block chains of conversations that all share block 0, interleaved; each turn adds 8."""
+    """Yield block chains of interleaved conversations; all share block 0, each turn adds 8."""
     for turn in range(turns):
         for user in range(users):
             length = 8 * (turn + 1)
@@ -108,7 +108,7 @@ def conversations(turns=6, users=150):
 
 
 def hit_share(card, config, capacity):
-    """Share of blocks found in the chosen worker's real LRU cache; instant service."""
+    """Return the share of blocks found in the chosen workers' LRU caches."""
     policy = make_policy(config)
     some = workers(card)
     caches = {worker.id: PrefixIndex(capacity) for worker in some}
@@ -123,8 +123,8 @@ def hit_share(card, config, capacity):
 
 
 def test_without_the_load_term_a_shared_first_block_ruins_every_cache(card):
-    """Greedy ends below round robin; with the load term the hits multiply."""
-    capacity = 2000  # of 7,200 blocks in all
+    """Without the load term there are fewer hits than with round robin; with it, many more."""
+    capacity = 2000  # of 7200 blocks in total
     greedy = PolicyConfig(prefill_load=0.0, index_blocks=1 << 20)
     turns = hit_share(card, PolicyConfig(name="round_robin"), capacity)
     collapsed = hit_share(card, greedy, capacity)

@@ -1,4 +1,4 @@
-"""The real router process over ipc, with peers that are plain ZeroMQ sockets."""
+"""The real router process over ipc, with stub clients and workers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ pytestmark = pytest.mark.integration
 
 
 class Peer:
-    """A DEALER that speaks in envelopes."""
+    """A DEALER socket that sends and receives envelopes."""
 
     def __init__(
         self, address: str, name: str, union: object, context: zmq.Context, hwm: int
@@ -81,7 +81,7 @@ class Peer:
             timeout = 0.0
 
     def wait(self, kind: type, timeout: float = 30.0, **fields: object):
-        """The first message of a kind (with these fields), taken out."""
+        """Wait for a message of a type (with these fields), remove and return it."""
         end = time.monotonic() + timeout
         while True:
             for message in self.heard:
@@ -100,7 +100,7 @@ class Peer:
 
 
 class Router:
-    """One router process and the peers made for it."""
+    """One router process and its stub peers."""
 
     def __init__(self, folder: Path, config) -> None:
         self.folder, self.config = folder, config
@@ -136,10 +136,10 @@ class Router:
         return peer
 
     def wait_said(self, event: str, timeout: float = 30.0) -> None:
-        """Until its log has this."""
+        """Wait until the router's log contains ``event``."""
         end = time.monotonic() + timeout
         while event not in (self.folder / "router.log").read_text():
-            assert time.monotonic() < end, f"it did not say {event}"
+            assert time.monotonic() < end, f"no {event} in the log"
             time.sleep(0.005)
 
     def close(self) -> None:
@@ -252,7 +252,7 @@ def test_worker_death_is_seen_and_the_request_replayed(start_router, card):
     client.wait(Tokens)
     decode.close()
     while worker_states(client)["decode"] == "ready":
-        pass  # until the router has seen it: these stubs ask for the name once only
+        pass  # wait for the router: the stub asks for the name only once
     other = router.worker("decode", card, 3)
     again = prefill.wait(Assign)
     assert (again.attempt, again.emitted, again.decode_incarnation) == (2, [6, 7], 3)
@@ -307,7 +307,7 @@ def test_a_client_that_does_not_read_is_held_back_and_gets_everything_later(star
         tokens = [step % 1000] * 100
         runs = [TokenRun(key, 1, 10 + 100 * step, tokens) for key in keys]
         decode.say(Tokens(runs=runs))
-        quick.read(30.0)  # so every step leaves in an envelope of its own
+        quick.read(30.0)  # one envelope per step
     for key in keys:
         decode.say(Terminal(request=key, attempt=1, position=80_010, status="maximum_length"))
     for client, key in ((quick, keys[1]), (slow, keys[0])):
@@ -318,12 +318,12 @@ def test_a_client_that_does_not_read_is_held_back_and_gets_everything_later(star
             assert run.position == 10 + len(got)
             got += run.tokens
         assert got == [step % 1000 for step in range(800) for _ in range(100)]
-        assert (len(runs) < 800) == (client is slow)  # what was held back came as one run
+        assert (len(runs) < 800) == (client is slow)  # the held tokens arrived as one run
         client.say(FinalAck(requests=[key]))
 
 
 def test_a_client_that_pauses_keeps_its_connection(start_router, card):
-    """A full queue keeps it from answering ZeroMQ's heartbeats, too."""
+    """A client with a full queue does not answer ZeroMQ's heartbeats either."""
     router = start_router()
     prefill, decode, _ = serve(router, card)
     slow = router.client("slow", hwm=1)
@@ -332,7 +332,7 @@ def test_a_client_that_pauses_keeps_its_connection(start_router, card):
     prefill.say(Accepted(request=key, attempt=1))
     for step in range(20):
         decode.say(Tokens(runs=[TokenRun(key, 1, 10 + step, [step])]))
-        time.sleep(0.01)  # so every step leaves in an envelope of its own
+        time.sleep(0.01)  # one envelope per step
     time.sleep(1.5)
     decode.say(Terminal(request=key, attempt=1, position=30, status="maximum_length"))
     assert slow.wait(Terminal).status == "maximum_length"

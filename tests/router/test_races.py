@@ -1,4 +1,4 @@
-"""Each race of the handoff protocol that the router closes, by name."""
+"""The races of the handoff protocol, and that the router handles each of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_abort_before_a_late_reserve_is_repeated_until_the_worker_confirms(bench
 
 
 def test_abort_crosses_commit(bench):
-    """The decode worker took over before it heard: its tokens are answered by an Abort."""
+    """The decode worker took over before the Abort arrived: its tokens cause another Abort."""
     _prefill, decode = bench.pair()
     key, _assign = bench.run()
     bench.client_gone()
@@ -99,7 +99,7 @@ def test_prefill_dies_half_way(served):
 
 
 def test_higher_attempt_while_the_old_prefill_was_only_stopped(served):
-    """It goes on after its death: its incarnation stays dead, its old attempt passes no token."""
+    """The worker continues after it was declared dead: no token of its old attempt is relayed."""
     key, _assign = served.run()
     first = next(w for w in served.workers if key in _requests(served, w, "prefill"))
     first.gone()
@@ -119,7 +119,7 @@ def test_higher_attempt_while_the_old_prefill_was_only_stopped(served):
 def test_lower_attempts_of_a_live_worker_are_ignored_and_aborted(served):
     key, assign = served.run()
     first = next(w for w in served.workers if key in _requests(served, w, "prefill"))
-    decode = next(w for w in served.workers if w.endpoint == assign.decode)
+    decode = served.decode_of(assign)
     decode.gone()
     _worker, _again = served.find(Assign)
     served.take(first, Abort)
@@ -133,7 +133,7 @@ def test_lower_attempts_of_a_live_worker_are_ignored_and_aborted(served):
 def test_decode_dies_after_committed_before_its_first_token(served):
     key, assign = served.run()
     prefill = next(w for w in served.workers if key in _requests(served, w, "prefill"))
-    decode = next(w for w in served.workers if w.endpoint == assign.decode)
+    decode = served.decode_of(assign)
     prefill.tokens(key, 10, 41)
     prefill.report(assign)
     decode.gone()
@@ -148,7 +148,7 @@ def test_decode_dies_after_committed_before_its_first_token(served):
 
 def test_decode_dies_in_mid_stream_and_the_replay_starts_behind_what_was_passed_on(served):
     key, assign = served.run()
-    decode = next(w for w in served.workers if w.endpoint == assign.decode)
+    decode = served.decode_of(assign)
     decode.tokens(key, 10, 1, 2, 3)
     decode.gone()
     _, again = served.find(Assign)
@@ -221,7 +221,7 @@ def test_router_dies_and_the_hello_comes_before_the_client(make_bench):
 
 
 def test_router_dies_between_assign_and_commit(make_bench):
-    """Only the prefill worker lists it; the decode worker's tokens take over later."""
+    """Only the prefill worker lists the request; the decode worker proves its assignment later."""
     old = make_bench()
     old.pair()
     key, _ = old.run()
@@ -233,7 +233,7 @@ def test_router_dies_between_assign_and_commit(make_bench):
     decode = new.join("decode")
     assert new.one(prefill, Adopt).position == 10
     decode.tokens(key, 10, 5)
-    assert not new.streamed(key), "the decode worker has proven nothing"
+    assert not new.streamed(key), "the decode worker has not proved its assignment"
     assert new.one(decode, Adopt).position == 10
     decode.adopt(Tokens(runs=[TokenRun(key, 1, 10, [5])]))
     decode.tokens(key, 11, 6)
@@ -243,7 +243,7 @@ def test_router_dies_between_assign_and_commit(make_bench):
 
 
 def test_router_dies_with_the_attempt_counter(make_bench):
-    """Nobody reports it: after the recovery window it runs again above every attempt seen."""
+    """No worker reports it: after ``recovery_s`` it runs again with a higher attempt number."""
     old = make_bench()
     old.pair()
     _key, _ = old.run()
@@ -268,7 +268,7 @@ def test_a_stale_attempt_in_a_hello_is_not_adopted(make_bench):
     new.join("prefill")
     decode = new.join("decode", requests=[RequestState(key, 1, 15, 10)])
     new.client(new.resume_message(submitted, [5], attempt=2))
-    decode.tokens(key, 11, 6)  # asked for it, it says what it has
+    decode.tokens(key, 11, 6)  # the answer to the search
     assert new.one(decode, Abort).attempt == 1
     new.deny(key)
     _, assign = new.find(Assign)
@@ -290,14 +290,14 @@ def test_resume_at_another_router_moves_the_request(make_bench):
 
 
 def test_late_tokens_of_a_freed_attempt_are_no_sign_of_life(bench):
-    """The client was away for a moment: its request was aborted, and is asked for again."""
+    """The client reconnected: its request was aborted, and the router searches for it."""
     prefill, decode = bench.pair()
     key, _ = bench.run()
     decode.tokens(key, 10, 5)
     submitted = bench.one(b"client", Submitted)
     bench.client_gone()
     bench.client(bench.resume_message(submitted, [5]), b"client-2")
-    decode.tokens(key, 11, 6)  # on their way when the Abort was said
+    decode.tokens(key, 11, 6)  # sent before the Abort arrived
     for worker in (prefill, decode):
         worker.say(Aborted(request=key, attempt=1))
     bench.deny(key)
@@ -307,13 +307,13 @@ def test_late_tokens_of_a_freed_attempt_are_no_sign_of_life(bench):
 
 
 def test_a_client_that_doubts_has_the_worker_asked(bench):
-    """It has all that is here and comes over the same connection."""
+    """A Resume over the same connection with all tokens shows that the client suspects a stall."""
     _prefill, decode = bench.pair()
     key, _ = bench.run()
     decode.tokens(key, 10, 5)
     submitted = bench.one(b"client", Submitted)
     bench.client(bench.resume_message(submitted, []))
-    assert not bench.take(decode, Adopt), "it lacks what is here"
+    assert not bench.take(decode, Adopt), "the router has tokens that the client lacks"
     bench.client(bench.resume_message(submitted, [5]))
     assert bench.one(decode, Adopt).position == 11
     decode.say(Aborted(request=key, attempt=0))
@@ -340,7 +340,7 @@ def test_a_gap_is_asked_for_again_and_nothing_behind_it_passes(bench):
     assert bench.one(decode, Adopt).position == 11
     assert bench.streamed(key) == [(10, 1)]
     bench.advance(0.6)
-    assert bench.take(decode, Adopt)  # it was lost: asked again
+    assert bench.take(decode, Adopt)  # repeated, in case it was lost
     decode.tokens(key, 11, 2, 3, 4)
     bench.advance(5.0)
     assert not bench.take(decode, Adopt)
@@ -363,7 +363,7 @@ def test_a_terminal_waits_for_tokens_that_are_missing(bench):
 
 
 def test_an_accepted_for_a_forgotten_request_is_aborted(bench):
-    """An Assign delayed in the network starts an ended request again at the prefill worker."""
+    """A delayed Assign may start an ended request again at the prefill worker."""
     prefill, _decode = bench.pair()
     key, _assign = bench.run()
     prefill.tokens(key, 10, 5)

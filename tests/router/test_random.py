@@ -1,8 +1,8 @@
-"""Seeded random interleavings of everything that can reach the core, with invariants.
+"""Seeded random interleavings of all events of the core, with invariants.
 
-The workers here keep the protocol but not the peace: they refuse, die, come back, lose and
-repeat messages, and tell of attempts long gone. Tokens follow a rule known to the test, so
-every stream can be checked.
+The workers follow the protocol, but they refuse requests, die, return, lose and repeat messages,
+and report old attempts. Tokens follow from the request's key and the position, so the test can
+check every stream.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Job:
 
 
 class Party:
-    """A worker that keeps the protocol and can be made to misbehave."""
+    """A worker that follows the protocol, with faults."""
 
     def __init__(self, world, role: str, number: int) -> None:
         self.world, self.role, self.number = world, role, number
@@ -66,11 +66,11 @@ class Party:
     def start(self) -> None:
         self.jobs, self.ended, self.aborted = {}, {}, {}
         self.alive, self.paused = True, False
-        self.inbox: list = []  # while it is paused
+        self.inbox: list = []  # messages that arrive during a pause
         self.played = self.world.bench.join(self.role, self.number)
 
     def say(self, message) -> None:
-        """Now, twice, later or never."""
+        """Send a message once, twice, later or never."""
         chance = self.world.random.random()
         if chance < self.world.loss:
             return
@@ -126,7 +126,7 @@ class Party:
         self.played.say(replace(self.played.hello, requests=held))
 
     def wake(self) -> None:
-        """Go on, over the connection that it had or a new one."""
+        """Continue after a pause, over the old connection or a new one."""
         self.paused = False
         inbox, self.inbox = self.inbox, []
         for message in inbox:
@@ -152,7 +152,7 @@ class Party:
         self.say(Accepted(request=key, attempt=attempt))
 
     def work(self) -> None:
-        """One step: prefill makes a first token and hands over, decode makes the next ones."""
+        """Run one step: prefill computes a first token and hands over, decode the next tokens."""
         for job in list(self.jobs.values()):
             if self.world.random.random() < 0.5:
                 continue
@@ -226,7 +226,7 @@ class World:
     def by_endpoint(self, endpoint: str) -> Party | None:
         return next((p for p in self.parties if p.alive and p.played.endpoint == endpoint), None)
 
-    # ------------------------------------------------------------------ what may happen
+    # ------------------------------------------------------------------ random events
 
     def step(self) -> None:
         happenings = [
@@ -278,13 +278,13 @@ class World:
                 self.bench.hear(party.played.identity, beat)
         self.bench.advance(self.random.choice((0.05, 0.3, 0.6)), beats=False)
         self.full_for += bool(self.full)
-        if self.full_for > 5:  # a terminal is not kept for ever
+        if self.full_for > 5:  # terminals expire
             self.read_again()
 
     def cancel(self) -> None:
         if self.submitted and self.random.random() < 0.3:
             key = self.random.choice(list(self.submitted))
-            self.cancelled.add(key)  # it may get the end without the last tokens
+            self.cancelled.add(key)  # its last tokens may be missing
             self.bench.client(Cancel(request=key), self.submitted[key][0])
 
     def deliver_late(self) -> None:
@@ -311,7 +311,7 @@ class World:
                 return
 
     def disconnect(self) -> None:
-        """What was on its way is lost; it connects anew at once, or stays away for a while."""
+        """Lose the messages in transit; reconnect the worker at once or later."""
         party = self.random.choice(self.parties)
         if party.alive and party.played.identity:
             self.bench.feed(WorkerGone(party.played.identity))
@@ -357,7 +357,7 @@ class World:
     # ------------------------------------------------------------------ delivery and checks
 
     def deliver(self) -> None:
-        """Let workers and clients hear everything that was sent to them."""
+        """Deliver all sent messages to workers and clients."""
         for _ in range(50):
             sent = {i: m for i, m in self.bench.sent.items() if m}
             if not sent:
@@ -406,7 +406,7 @@ class World:
         if not again:
             assert (known.status, known.code, known.position) == (
                 terminal.status, terminal.code, terminal.position,
-            ), "two different ends"  # fmt: skip
+            ), "two different terminals"  # fmt: skip
         if terminal.status == "maximum_length" and key not in self.cancelled:
             assert len(self.got[key]) == terminal.position - PROMPT
         assert terminal.code not in {"internal", "duplicate_request", "input"}, terminal
@@ -418,12 +418,12 @@ class World:
         assert life.admission.context_bytes == sum(r.bytes for r in life.requests.values())
         assert life.admission.queued_tokens == sum(r.queued_tokens for r in unfinished)
         for request in life.requests.values():
-            assert request.slot >= 0, "a request nobody will look at again"
+            assert request.slot >= 0, "a request without a timer"
             assert request.next == request.base + len(request.emitted)
             assert (request.state.value == "queued") == (request.key in life.queued)
             for incarnation in request.doubts:
                 worker = life.registry.known(incarnation)
-                assert worker is not None and worker.hung_up, "a doubt that nobody resolves"
+                assert worker is not None and worker.hung_up, "a doubt that is never resolved"
                 assert request in worker.doubted
         for worker in life.registry.live():
             assert worker.outstanding >= 0
@@ -440,7 +440,7 @@ class World:
     # ------------------------------------------------------------------ the end
 
     def finish(self) -> None:
-        """Trouble stops: everything must come to its end and nothing be kept."""
+        """Stop all faults: every request must end, and no state may remain."""
         self.loss = self.trouble = 0.0
         self.late.clear()
         self.read_again()

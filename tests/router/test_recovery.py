@@ -1,4 +1,4 @@
-"""What the router does when workers give back, die again and again, or know an earlier life."""
+"""Requests refused by workers, repeated deaths, and attempts from before a restart."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def held(attempt=1, key=KEY):
 
 
 def place(bench):
-    """Let every Assign out be accepted; returns them by request id."""
+    """Accept every Assign; return the Assigns by request id."""
     found = {}
     for worker in bench.workers:
         for assign in bench.take(worker, Assign):
@@ -34,7 +34,7 @@ def place(bench):
     return found
 
 
-# ------------------------------------------------------------------ given back
+# ------------------------------------------------------------------ refused by a worker
 
 
 def test_an_attempt_given_back_twice_is_placed_once(served):
@@ -52,7 +52,7 @@ def test_an_attempt_given_back_twice_is_placed_once(served):
 
 @pytest.mark.parametrize("message", [Busy, PeerLost])
 def test_what_is_given_back_too_late_is_answered_by_an_abort(bench, message):
-    """Otherwise the worker would say it until the request's deadline."""
+    """Without the Abort, the worker would repeat its message until the deadline."""
     prefill, _ = bench.pair()
     key, _ = bench.run()
     prefill.tokens(key, 10, 5)
@@ -65,7 +65,7 @@ def test_what_is_given_back_too_late_is_answered_by_an_abort(bench, message):
 
 
 def test_what_is_given_back_of_a_lower_attempt_is_let_go_while_the_request_waits(bench):
-    """A draining worker would wait for that, and the request for the worker's successor."""
+    """Otherwise a draining worker waits for the Abort, and the request for its successor."""
     prefill, decode = bench.pair()
     key, _ = bench.run()
     decode.gone()
@@ -101,7 +101,7 @@ def test_the_prefill_workers_end_does_not_count_after_the_handover(bench):
 
 
 def test_the_end_of_a_drained_worker_is_no_loss_for_what_was_to_come_to_it(bench):
-    """Else a request that waits while many workers are replaced would be given up."""
+    """Otherwise a request that waits during a rollout would use up its attempts."""
     prefill, decode = bench.pair()
     key, _ = bench.run()
     bench.join("decode", 1)
@@ -112,11 +112,11 @@ def test_the_end_of_a_drained_worker_is_no_loss_for_what_was_to_come_to_it(bench
     assert bench.one(prefill, Assign).attempt == 2
 
 
-# ------------------------------------------------------------------ attempts of an earlier life
+# ------------------------------------------------------------------ attempts of before a restart
 
 
 def test_what_an_earlier_life_assigned_is_let_go_while_the_request_waits(bench):
-    """Nobody said that a higher attempt was given back; a drain would wait for its Abort."""
+    """A draining worker waits for the Abort of its attempt, whatever its number."""
     draining = bench.join("prefill", draining=True)
     bench.join("decode")
     key = bench.submit()
@@ -129,7 +129,7 @@ def test_what_an_earlier_life_assigned_is_let_go_while_the_request_waits(bench):
 
 
 def test_a_submit_goes_above_what_workers_report(bench):
-    """Its first life's Submitted was lost, so the client says Submit and not Resume."""
+    """The client sends Submit and not Resume, since Submitted was lost before the restart."""
     bench.join("decode", requests=[held(attempt=2)])
     prefill = bench.join("prefill")
     bench.submit()
@@ -174,7 +174,7 @@ def test_a_prefill_worker_found_later_takes_over_from_the_first(make_bench):
     new.assert_nothing_kept()
 
 
-# ------------------------------------------------------------------ who killed the worker
+# ------------------------------------------------------------------ poisoned requests
 
 
 def decode_worker(bench):
@@ -186,7 +186,7 @@ def say_tokens(bench, request, count):
 
 
 def kill_decode(bench):
-    """The decode worker dies with all that run on it; another one takes its place."""
+    """Crash the decode worker and its requests; join a successor."""
     for request in list(bench.core.life.requests.values()):
         if request.state.value == "running":
             say_tokens(bench, request, 1)

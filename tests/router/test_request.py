@@ -1,4 +1,4 @@
-"""The record of a request, its transition table, and the timers' wheel."""
+"""The record of a request, its transition table, and the timer wheel."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_log_probabilities_are_charged_with_what_they_take(context, likely):
     entry = TokenLogProbs.of(-0.5, {token << 16: -0.5 for token in range(likely)})
     sent = msgspec.msgpack.encode([entry] * 1000)
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(60.0)  # what other threads take, as that of pytest-xdist, would count
+    sys.setswitchinterval(60.0)  # keep other threads, such as pytest-xdist's, out of the trace
     tracemalloc.start()
     kept = msgspec.msgpack.decode(sent, type=list[TokenLogProbs])
     taken = tracemalloc.get_traced_memory()[0]

@@ -1,4 +1,4 @@
-"""Two routers give work to the same workers, and see each other's by their heartbeats."""
+"""Two routers share workers, and learn each other's load from heartbeats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Both:
         self.asked = 0
 
     def submit(self, router, **fields):
-        """One more request at a router; returns the name of its decode worker."""
+        """Submit a request at a router; return the name of its decode worker."""
         bench = self.benches[router]
         self.asked += 1
         bench.submit(f"r{self.asked}", **fields)
@@ -36,7 +36,7 @@ class Both:
         return name
 
     def beat(self):
-        """All workers tell all routers what each has given them."""
+        """Send heartbeats with every router's share from all workers to all routers."""
         for bench in self.benches:
             for worker in bench.workers:
                 shares = {
@@ -81,7 +81,7 @@ def test_what_another_router_has_counts_against_the_cap(make_bench):
     for _ in range(3):
         both.submit(1)
     both.beat()
-    for _ in range(5):  # of 8 for 4 slots
+    for _ in range(5):  # the limit is 8 requests for 4 slots
         both.submit(0)
     first = both.benches[0]
     key = first.submit("one more")

@@ -1,4 +1,4 @@
-"""When the router's messages leave."""
+"""When the router's shell sends its messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = ToClient(b"client", Tokens(runs=[TokenRun(KEY, 1, 0, [1])]))
 
 @pytest.fixture
 def shell(tmp_path, config, monkeypatch):
-    """A router's shell whose sockets note what they should send."""
+    """A router's shell that records its envelopes instead of sending them."""
     loop, context = Loop(), zmq.Context()
     settings = config(
         client_address=f"ipc://{tmp_path}/clients", worker_address=f"ipc://{tmp_path}/workers"

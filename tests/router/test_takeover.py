@@ -1,4 +1,4 @@
-"""One router takes a request over from another that died, is cut off, or only lost its client."""
+"""A router adopts a request of another router, after its death or after a client moved."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SECOND = b"second"
 
 @pytest.fixture
 def pair(make_bench):
-    """A router that began a request and gave its client the tokens 5 and 6, and another router."""
+    """A second router, its workers, and a Resume: the first router relayed tokens 5 and 6."""
     old = make_bench(name="router-0")
     old.pair()
     old.run()
@@ -86,7 +86,7 @@ def test_the_end_is_taken_over_as_well(pair):
 
 
 def test_what_is_on_its_way_from_prefill_to_decode_is_found_in_the_second_round(pair):
-    """Decode is asked before the Commit came, prefill when it had let go."""
+    """The decode worker denies before the Commit arrives, the prefill worker after sending it."""
     new, prefill, decode, _ = resumed(pair)
     new.take(decode, Adopt)
     no(decode)
@@ -120,7 +120,7 @@ def test_a_silent_worker_is_asked_again_until_it_is_dead(pair):
 def test_the_search_ends_when_a_worker_stays_silent(pair):
     new, prefill, decode, _ = resumed(pair)
     no(prefill)
-    new.advance(2.6)  # its heartbeats come
+    new.advance(2.6)  # it still sends heartbeats
     new.take(decode, Adopt)
     assert new.one(prefill, Assign).attempt == 1 + TAKEOVER
 
@@ -183,7 +183,7 @@ def test_one_in_prefill_is_asked_after_until_it_is_heard_of(pair):
     new.take(prefill, Adopt)
     new.advance(1.1)
     assert len(new.take(prefill, Adopt)) == 2
-    no(prefill)  # it has handed it over, and the report of that was lost
+    no(prefill)  # after the handoff, whose report was lost
     assert new.one(prefill, Assign).attempt == 1 + TAKEOVER
 
 
@@ -231,7 +231,7 @@ def test_a_request_that_is_being_fetched_back_ignores_that_it_left(pair):
 
 
 def test_a_paused_router_lets_go_what_its_workers_now_hold_for_another(make_bench):
-    """It heard nothing of the move; the worker's next Hello tells."""
+    """The Moved message was lost; the worker's next Hello lists the other router."""
     old, _prefill, decode, key = running(make_bench)
     told = {f: getattr(decode.hello, f) for f in decode.hello.__struct_fields__}
     told["requests"] = [RequestState(key, 1, 12, 10, router="router-1")]
@@ -247,7 +247,7 @@ def test_a_hello_that_crosses_the_adopt_does_not_give_the_request_away(pair):
     hello_again(decode, requests=held)
     new.client(message, SECOND)
     assert new.one(decode, Adopt).position == 12
-    hello_again(decode, requests=held)  # said before it heard that
+    hello_again(decode, requests=held)  # sent before the Adopt arrived
     assert not new.take(SECOND, Moved)
     decode.tokens(KEY, 12, 7)
     assert new.streamed(KEY, SECOND) == [(12, 7)]
@@ -267,7 +267,7 @@ def test_a_worker_another_router_has_comes_back_after_this_one_was_cut_off(make_
     hello_again(prefill, elsewhere=True)
     assert len(old.take(decode, Welcome)) == len(old.take(prefill, Welcome)) == 2
     assert old.one(prefill, Assign).attempt == 2
-    decode.tokens(key, 11, 9, attempt=1)  # the attempt it was given up with
+    decode.tokens(key, 11, 9, attempt=1)  # the superseded attempt
     assert {m.attempt for m in old.take(decode, Abort)} == {1}
     assert old.streamed(key) == [(10, 5)]
     assert not old.take(prefill, PeerDead)
@@ -282,7 +282,7 @@ def test_a_worker_that_no_other_router_has_stays_dead(make_bench):
 
 
 def test_the_death_of_a_worker_that_another_router_kept_is_not_repeated(make_bench):
-    """Decode workers would free again what they grant to it now."""
+    """A repeated PeerDead would make decode workers release the worker's new grants."""
     old, prefill, decode, _key = running(make_bench)
     prefill.gone()
     for _ in range(54):
@@ -315,7 +315,7 @@ def test_requests_another_router_began_are_left_alone_after_a_restart(make_bench
 
 
 def test_a_client_that_comes_back_before_it_was_missed_gets_its_request_back(make_bench):
-    """It was at another router meanwhile, which took the request over."""
+    """Meanwhile another router adopted the request."""
     old, _prefill, decode, key = running(make_bench)
     message = old.resume_message(old.one(b"client", Submitted), [5])
     old.client(message, SECOND)

@@ -1,7 +1,7 @@
-"""Two lives of one name in random orders, with every fault: the healthy one is never lost.
+"""Two processes with one name, in random orders and with all faults: a healthy one keeps the name.
 
-The router's core alone, so that 100,000 runs take minutes (``-m full``); the simulator plays the
-same with whole workers (scenarios ``lives`` and ``twins``), tests/cluster with processes.
+Only the router's core runs, so 100,000 runs take minutes (``-m full``). The simulator does the same
+with whole workers (scenarios ``lives`` and ``twins``), and tests/cluster with processes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .conftest import Bench, make_config
 RUNS, FULL_RUNS = 2_000, 100_000
 STEPS = 30
 HEALTHY_S = 0.6
-"""Heard so lately, and connected: nothing may be held against it."""
+"""A connected process with a heartbeat within this many seconds must keep its name."""
 
 
 class Life:
-    """One process of the name, as far as a router sees it."""
+    """One process with the name: the messages that it sends to the router."""
 
     def __init__(self, bench: Bench, hello, number: int) -> None:
         self.bench = bench
@@ -45,7 +45,7 @@ class Life:
         return self.registered and self.bench.now - self.beat_at <= HEALTHY_S
 
     def connect(self, **changes) -> None:
-        """Say Hello over a new connection, or with something wrong in it."""
+        """Send Hello over a new connection; ``changes`` make it invalid."""
         if not changes:
             self.connections += 1
             self.identity = b"%d/%d" % (self.hello.incarnation, self.connections)
@@ -109,14 +109,14 @@ class World:
             return
         for life in healthy:
             said = bench.sent[life.identity][sent.get(life.identity, 0) :]
-            assert life.registered, "a healthy worker lost its place"
+            assert life.registered, "a healthy worker lost its name"
             assert not [m for m in said if isinstance(m, Rejected)], said
         told = bench.sent[self.other.identity][sent.get(self.other.identity, 0) :]
         dead = {m.incarnation for m in told if isinstance(m, PeerDead)}
         assert not dead & {life.hello.incarnation for life in healthy}
 
     def pass_time(self) -> None:
-        """The other pool is always heard; of the two lives none, one or both."""
+        """Advance the clock; none, one or both of the processes send heartbeats."""
         heard = [life for life in self.lives if self.random.random() < 0.7]
         for _ in range(self.random.choice((1, 3, 10, 40, 120))):
             self.bench.now += 0.05
@@ -124,11 +124,11 @@ class World:
             for life in heard:
                 before = life.healthy
                 life.beat()
-                assert life.registered or not before, "heartbeats alone cost it its place"
+                assert life.registered or not before, "a heartbeat made it lose its name"
             self.bench.feed(Tick())
 
     def settle(self) -> None:
-        """With one life left that asks again whenever it is refused, it is ready in the end."""
+        """Keep one process, which retries after each rejection: it must become ready."""
         last = self.random.choice(self.lives)
         for life in self.lives:
             if life is not last:

@@ -1,4 +1,4 @@
-"""Membership, deaths, placement and what workers answer."""
+"""Registration, deaths, placement, and answers of workers."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_hello_again_of_the_same_incarnation_asks_for_what_was_lost(bench):
     decode.say(msgspec.structs.replace(decode.hello, requests=[held]))
     assert bench.one(decode, Adopt).position == 11
     decode.tokens(key, 11, 6, 7, 8)
-    decode.say(decode.hello)  # now it does not know it any more
+    decode.say(decode.hello)  # the request is lost there
     _, assign = bench.find(Assign)
     assert (assign.attempt, assign.emitted) == (2, [5, 6, 7, 8])
 
@@ -129,7 +129,7 @@ def test_connections_lost_in_a_pause_of_the_router_itself_are_no_deaths(bench):
     prefill, decode = bench.pair()
     key, assign = bench.run()
     prefill.report(assign)
-    bench.now += 2.0  # as if stopped: the peers gave their connections up
+    bench.now += 2.0  # a pause of the router, in which workers closed their connections
     prefill.gone()
     decode.gone()
     bench.feed(Tick())
@@ -279,7 +279,7 @@ def test_a_prefill_worker_that_cannot_reach_the_decode_worker(served):
 def test_a_failed_handoff_is_tried_again_and_another_failure_is_final(served):
     key, assign = served.run()
     prefill = next(w for w in served.workers if "prefill" in w.id)
-    decode = next(w for w in served.workers if w.endpoint == assign.decode)
+    decode = served.decode_of(assign)
     decode.end(key, 11, code="handoff_failed", message="damaged")
     assert served.one(decode, TerminalAck)
     worker, again = served.find(Assign)
