@@ -1,9 +1,9 @@
-"""Arrays inside messages: a map that names shape, element type and where the bytes are.
+"""Arrays in messages: maps with shape, element type and the bytes or their location.
 
-``{"__np__": true, "data": bytes in C order, "shape": [...], "dtype": text}``. Two other places
-take the place of ``data``: ``"frame": k`` means that the bytes are the k-th frame behind the
-message, whole and alone; ``{"__shm__": true, "name": ...}`` means shared memory of this host
-(:mod:`.shared_memory`). bfloat16 travels as uint16 bits.
+``{"__np__": true, "data": bytes in C order, "shape": [...], "dtype": text}``. Instead of ``data``,
+``"frame": k`` means that the bytes are the whole k-th frame after the message, and
+``{"__shm__": true, "name": ...}`` means shared memory of this host (:mod:`.shared_memory`).
+bfloat16 is sent as its bits in uint16.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .limits import INLINE_ARRAY_BYTES, MAX_ARRAY_BYTES, MAX_ARRAY_FRAMES, MAX_A
 Array = npt.NDArray[Any]
 
 Frame = bytes | bytearray | memoryview
-"""One received or to be sent piece of a ZeroMQ message."""
+"""One frame of a ZeroMQ message, received or to send."""
 
 OpenShared = Callable[[str, tuple[int, ...], "np.dtype[Any]"], Array]
 """Opens shared memory: name, shape, element type."""
@@ -37,7 +37,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     for dtype in (np.dtype(kind + size),)
     for name in (dtype.str, str(dtype))
 }
-"""Allowed element types under both names that are written for them: ``<i4`` and ``int32``."""
+"""Allowed element types by both of their names, such as ``<i4`` and ``int32``."""
 
 _WRITTEN = {dtype: dtype.str for dtype in DTYPES.values()}
 
@@ -45,7 +45,7 @@ _WRITTEN = {dtype: dtype.str for dtype in DTYPES.values()}
 class ArrayMap(msgspec.Struct, kw_only=True, rename={"np": "__np__", "shm": "__shm__"}, gc=False):
     """An array as a map; see the module."""
 
-    # In the order in which they are written, which is the one msgspec expects them in.
+    # In the order of encoding, which msgspec expects.
     np: bool = False
     shm: bool = False
     name: Annotated[str, Meta(max_length=256)] = ""
@@ -56,17 +56,17 @@ class ArrayMap(msgspec.Struct, kw_only=True, rename={"np": "__np__", "shm": "__s
 
 
 def array_map(array: Array, frames: list[Frame] | None = None) -> dict[str, object]:
-    """The map of an array; TypeError for an element type that is not allowed.
+    """Return the map of an array; raises TypeError for an element type that is not allowed.
 
-    ``frames``: the message and the frames behind it so far. A large array is added to them,
-    as a view of its memory, while there is room; without ``frames`` all bytes are in the map.
+    ``frames``: the message and its frames so far. A large array is appended as a view of its
+    memory, up to the maximum of frames. Without ``frames``, all bytes are in the map.
     """
     dtype = _WRITTEN.get(array.dtype)
     if dtype is None or array.ndim > MAX_ARRAY_NDIM:
         raise _not_encoded(array)
     nbytes = array.nbytes
     if frames is None or nbytes < INLINE_ARRAY_BYTES or len(frames) > MAX_ARRAY_FRAMES:
-        # A view costs more to make than so few bytes to copy.
+        # For so few bytes, a copy is faster than a view.
         data = array.tobytes() if nbytes < INLINE_ARRAY_BYTES else array_bytes(array)
         return {"__np__": True, "data": data, "shape": array.shape, "dtype": dtype}
     frames.append(array_bytes(array))
@@ -74,7 +74,7 @@ def array_map(array: Array, frames: list[Frame] | None = None) -> dict[str, obje
 
 
 def frame_map(array: Array, number: int) -> dict[str, object]:
-    """The map of an array whose bytes are that frame; errors as :func:`array_map`."""
+    """Return the map of an array whose bytes are frame ``number``; errors as :func:`array_map`."""
     dtype = _WRITTEN.get(array.dtype)
     if dtype is None or array.ndim > MAX_ARRAY_NDIM:
         raise _not_encoded(array)
@@ -82,7 +82,7 @@ def frame_map(array: Array, number: int) -> dict[str, object]:
 
 
 def array_bytes(array: Array) -> Frame:
-    """The bytes of an array in C order: a view where it is contiguous."""
+    """Return the bytes of an array in C order; a view if the array is contiguous."""
     try:
         return array.data.cast("B")
     except TypeError:  # not contiguous, or empty
@@ -96,12 +96,12 @@ def _not_encoded(array: Array) -> TypeError:
 
 
 class ArrayReader:
-    """Makes the arrays of one message, and knows which of its frames they took.
+    """Makes the arrays of one message, and records which of its frames they used.
 
-    ``frames``: those that came, the message at ``base`` and the frame that a map calls k at
-    ``base + k``. ``copy``: arrays of their own; otherwise read-only views of the message, the
-    frame or the shared memory. ``shared``: opens shared memory, which is refused without it.
-    ``aligned``: False gives views also where the bytes of a large array are not aligned.
+    ``frames``: received frames; the message is at ``base``, frame k of a map at ``base + k``.
+    ``copy``: copy the arrays; otherwise they are read-only views of the message, the frame or the
+    shared memory. ``shared``: opens shared memory; None refuses it. ``aligned``: False returns
+    views also if the bytes of a large array are not aligned.
     """
 
     __slots__ = ("_aligned", "_base", "_copy", "_frames", "_seen", "_shared")
@@ -120,7 +120,7 @@ class ArrayReader:
         self._seen = 0  # a bit for each frame
 
     def read(self, value: ArrayMap) -> Array:
-        """The array of a map; DecodeFailed or LimitExceeded before anything is made."""
+        """Return the array of a map; raises DecodeFailed or LimitExceeded before allocation."""
         if value.shm:
             return self._open(value)
         number = value.frame
@@ -142,7 +142,7 @@ class ArrayReader:
         return self._shared(value.name, tuple(shape), dtype)
 
     def used(self) -> int:
-        """How many frames the arrays took; DecodeFailed where one between them was left out."""
+        """Return the number of used frames; raises DecodeFailed if a frame was skipped."""
         seen = self._seen
         if seen & (seen + 2):
             raise DecodeFailed("an array frame is not referred to")
@@ -157,10 +157,10 @@ def read_array(
     *,
     aligned: bool = True,
 ) -> Array:
-    """The array of a map that names no shared memory; see :class:`ArrayReader`.
+    """Return the array of a map without shared memory; see :class:`ArrayReader`.
 
-    Without ``copy`` it is read-only, and a view of the message or the frame. Where those are not
-    aligned it is a copy, unless ``aligned`` is False.
+    Without ``copy`` the array is read-only, and a view of the message or the frame. If the bytes
+    are not aligned, it is a copy, unless ``aligned`` is False.
     """
     inside, shm, _, data, number, shape, name = astuple(value)
     dtype = DTYPES.get(name)
@@ -174,16 +174,16 @@ def read_array(
             raise DecodeFailed(f"array frame {number} is missing")
         data = frames[base + number]
     if data is None or (data.nbytes if type(data) is memoryview else len(data)) != nbytes:
-        raise DecodeFailed(f"an array of shape {shape} has other bytes than {nbytes}")
+        raise DecodeFailed(f"an array of shape {shape} does not have {nbytes} bytes")
     if not copy and nbytes < INLINE_ARRAY_BYTES:
-        data = bytes(data)  # aligned, so that the array need not be copied
+        data = bytes(data)  # aligned, so the array is not copied
     if nbytes and len(shape) == 1:
-        array: Array = np.frombuffer(data, dtype)  # takes less time
+        array: Array = np.frombuffer(data, dtype)  # faster
     else:
         array = np.ndarray(shape, dtype, data)
     if copy:
         return array.copy()
-    if type(data) is not bytes:  # whose array is aligned and cannot be changed
+    if type(data) is not bytes:  # an array of bytes is aligned and read-only
         flags = array.flags
         if aligned and not flags.aligned:
             array = array.copy()

@@ -1,4 +1,4 @@
-"""What a speech request gives back."""
+"""Outputs of speech requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SpeechTokens = npt.NDArray[np.integer[Any]]
 
 @dataclass(slots=True, kw_only=True)
 class AudioGenerationMetadata:
-    """What is known of a piece of audio; None where it is not.
+    """Metadata of a chunk of audio; None for unknown values.
 
     ``sample_rate``: Hz. ``duration``, ``processing_time``: seconds.
     """
@@ -35,7 +35,7 @@ class AudioGenerationMetadata:
     echo: str | None = None
 
     def to_dict(self) -> dict[str, int | float | str | bool]:
-        """The values that are known, 0 and False among them; the request id as text."""
+        """Return the known values, also 0 and False, with the request id as text."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         if self.request_id is not None:
             values["request_id"] = str(self.request_id)
@@ -46,8 +46,8 @@ class AudioGenerationMetadata:
 class AudioGenerationOutput:
     """Audio of one request.
 
-    ``audio_data``: float32 samples. ``steps_executed``: speech tokens made for it.
-    ``buffer_speech_tokens``: to be given back with the next chunk.
+    ``audio_data``: float32 samples. ``steps_executed``: number of its speech tokens.
+    ``buffer_speech_tokens``: input of the next chunk.
     """
 
     final_status: GenerationStatus
@@ -70,7 +70,7 @@ class AudioGenerationOutput:
 
 @dataclass(slots=True, eq=False)
 class AudioGenerationResponse:
-    """The earlier form of :class:`AudioGenerationOutput`: audio only where there is some."""
+    """The earlier form of :class:`AudioGenerationOutput`; ``audio`` may be None."""
 
     final_status: GenerationStatus
     audio: Audio | None = None
@@ -94,7 +94,7 @@ class AudioGenerationResponse:
 
     @property
     def audio_data(self) -> Audio:
-        """The audio; ValueError without."""
+        """The audio; ValueError if None."""
         if self.audio is None:
             raise ValueError("the response has no audio")
         return self.audio

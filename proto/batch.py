@@ -1,4 +1,4 @@
-"""Contexts that take a step together."""
+"""Batches: contexts that are computed in one step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .tokens import FUTURE_TOKEN, TokenBuffer
 
 
 class BatchType(StrEnum):
-    """What a batch does: encode prompts, or generate tokens."""
+    """Kind of a batch: context encoding (prompts) or token generation."""
 
     CE = "CE"
     TG = "TG"
@@ -21,9 +21,9 @@ class BatchType(StrEnum):
 
 @dataclass(slots=True)
 class TextGenerationInputs:
-    """The contexts of a step, per replica, and how many tokens each is to get.
+    """The contexts of a step by replica, and the number of tokens to generate for each.
 
-    A replica is a copy of the model with a KV cache of its own. True unless empty.
+    A replica is a copy of the model with its own KV cache. The truth value is False if empty.
     """
 
     batches: list[list[TextContext]] = field(default_factory=list)
@@ -39,37 +39,37 @@ class TextGenerationInputs:
 
     @property
     def input_tokens(self) -> int:
-        """Tokens that are computed."""
+        """Number of tokens to compute."""
         return sum(context.tokens.active_length for context in self.flat_batch)
 
     @property
     def context_tokens(self) -> int:
-        """Tokens that were computed before."""
+        """Number of tokens that were computed before."""
         return sum(context.tokens.processed_length for context in self.flat_batch)
 
     @property
     def batch_type(self) -> BatchType:
-        """Encoding as soon as one context has generated nothing."""
+        """CE if any context has not generated a token yet, else TG."""
         fresh = any(context.tokens.generated_length == 0 for context in self.flat_batch)
         return BatchType.CE if fresh else BatchType.TG
 
     @property
     def batch_top_log_probs(self) -> list[int]:
-        """Per context how many log-probabilities are wanted."""
+        """Number of requested log-probabilities, by context."""
         return [context.log_probabilities for context in self.flat_batch]
 
     @property
     def batch_echo(self) -> list[bool]:
-        """Per context whether those of the prompt are wanted too."""
+        """Whether log-probabilities of the prompt are requested, by context."""
         return [context.log_probabilities_echo for context in self.flat_batch]
 
 
 @contextmanager
 def reserve_token_space_for_batch(batch: Sequence[TextContext], num_tokens: int) -> Iterator[None]:
-    """Lend each context ``num_tokens`` tokens of zeroed, active room behind its own, until the end.
+    """Add ``num_tokens`` zeroed active tokens to the end of each context for a ``with`` block.
 
-    A negative number hides the last tokens instead. ValueError, and nothing is lent, when a context
-    has fewer. A context that is in the batch twice gets the room twice and gives both back.
+    A negative number hides the last tokens instead; raises ValueError, and changes no context, if
+    a context has fewer. A context that is twice in the batch gets the tokens twice.
     """
     before: list[tuple[TokenBuffer, int, int]] = []
     try:
@@ -85,10 +85,10 @@ def reserve_token_space_for_batch(batch: Sequence[TextContext], num_tokens: int)
 
 
 def update_batch(contexts: Sequence[TextContext], new_tokens: Sequence[int]) -> None:
-    """One :meth:`.TextContext.update` for each context, without log-probabilities.
+    """Call :meth:`.TextContext.update` for each context, without log-probabilities.
 
-    The common case (text only, no chunk, no placeholder, no grammar, no stop sequences, room
-    in the buffer) is done here in one loop; everything else goes through ``update``.
+    A faster loop handles the common case: text only, no chunk, no placeholder, no grammar, no stop
+    sequences, room in the buffer.
     """
     eos, maximum = GenerationStatus.END_OF_SEQUENCE, GenerationStatus.MAXIMUM_LENGTH
     for context, token in zip(contexts, new_tokens, strict=True):

@@ -1,4 +1,4 @@
-"""What clients and routers say to each other; the tokens and ends of requests, also from workers.
+"""Messages between clients and routers. Workers also send the tokens and ends of requests.
 
 See :mod:`.messages` for the identities and units in the fields.
 """
@@ -33,7 +33,7 @@ from .wire import CarriedArray, CarriedContext
 
 
 class TokenRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Consecutive tokens of one request; forwarded by the router as it came."""
+    """Consecutive tokens of one request; a router forwards the run unchanged."""
 
     request: Binary
     attempt: Attempt
@@ -49,10 +49,10 @@ class Tokens(Message, frozen=True, kw_only=True):
 
 
 class Terminal(Message, frozen=True, kw_only=True, eq=False):
-    """Worker to router and router to client: the one end of a request.
+    """Worker to router and router to client: the end of a request; each request has only one.
 
-    ``status`` is a GenerationStatus value for a finished request and ``None`` for a failed
-    or refused one, which has ``code`` and ``message`` instead.
+    ``status``: a GenerationStatus value for a finished request, None for a failed or refused
+    request, which has ``code`` and ``message`` instead.
     """
 
     request: Binary
@@ -62,12 +62,12 @@ class Terminal(Message, frozen=True, kw_only=True, eq=False):
     code: Name | None = None
     message: Text = ""
     retry_after: Seconds | None = None
-    request_id: Name = ""  # client: finds a refused request whose key it never learned
+    request_id: Name = ""  # identifies a refused request to a client that has not got its key
     cached_tokens: Count = 0
-    prefill: Name = ""  # client: which workers served it
+    prefill: Name = ""  # workers that served the request, for the client
     decode: Name = ""
-    embedding: CarriedArray = None  # float32 [dim], of a request to embed
-    arrays: Count = 0  # how many of the envelope's frames are its own
+    embedding: CarriedArray = None  # float32 [dim], of a request for embeddings
+    arrays: Count = 0  # number of the envelope's frames that belong to this message
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -81,16 +81,16 @@ class Terminal(Message, frozen=True, kw_only=True, eq=False):
 
 
 class Submit(Message, frozen=True, kw_only=True):
-    """Start a request; sent again with the same content it re-attaches."""
+    """Start a request. Sent again with the same content, it re-attaches to the request."""
 
     request_id: Name
     context: CarriedContext
-    deadline: float | None = None  # the client's word: the router answers what is wrong with it
+    deadline: float | None = None  # not bounded here: the router answers with an InputError
     pool: Name | None = None
     pin: Name = "prefer"  # "strict": a replay may not move the request off target_endpoint
-    fallback: bool = False  # choose another worker when target_endpoint cannot take it
-    serial: Word = 0  # which of the client's requests this is: a name used again is another one
-    arrays: Count = 0  # how many of the envelope's frames are its own
+    fallback: bool = False  # choose another worker if target_endpoint cannot take the request
+    serial: Word = 0  # number of the request at its client; tells requests of one name apart
+    arrays: Count = 0  # number of the envelope's frames that belong to this message
 
 
 class Resume(Message, frozen=True, kw_only=True):
@@ -101,51 +101,51 @@ class Resume(Message, frozen=True, kw_only=True):
     secret: Binary
     position: Count  # next token position the client waits for
     attempt: Attempt  # highest attempt the client saw
-    context: CarriedContext  # a router that lost its memory starts again from this ...
-    emitted: TokenIds = []  # ... and these tokens, already with the client
+    context: CarriedContext  # a router that does not know the request starts again from this ...
+    emitted: TokenIds = []  # ... and these tokens, which the client already has
     deadline: float | None = None
     pool: Name | None = None
     pin: Name = "prefer"
     fallback: bool = False
-    arrays: Count = 0  # how many of the envelope's frames are its own
+    arrays: Count = 0  # number of the envelope's frames that belong to this message
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """End a request; answered by its Terminal."""
+    """Cancel a request; its Terminal is the answer."""
 
     request_id: Name = ""
     request: Binary = b""
     serial: Word = 0  # of its Submit
-    secret: Binary = b""  # of Submitted: needed on another connection than the request's
+    secret: Binary = b""  # of Submitted; required on another connection than the request's
 
 
 class FinalAck(Message, frozen=True, kw_only=True):
-    """The client has these terminals; the router may forget them."""
+    """The client has received these terminals; the router may delete them."""
 
     requests: Binaries
 
 
 class Describe(Message, frozen=True, kw_only=True):
-    """Ask for the model's card and, by name, its text files."""
+    """Request the model's card and the named text files of the model."""
 
     files: Names = []
 
 
 class Status(Message, frozen=True, kw_only=True):
-    """Ask for the cluster's state."""
+    """Request the cluster's state."""
 
-    handoffs: Count = 16  # how many recent handoffs to list
+    handoffs: Count = 16  # number of recent handoffs to list
 
 
 class Drain(Message, frozen=True, kw_only=True):
-    """Client (operator) to router, router to worker: take no new work, finish what runs."""
+    """Client (operator) to router, router to worker: finish running requests, take no new ones."""
 
-    worker: Name = ""  # worker id; for the router's own use empty
-    force: bool = False  # also the last ready worker of its role
+    worker: Name = ""  # worker id; empty from router to worker
+    force: bool = False  # drain also the last ready worker of a role
 
 
 class Ping(Message, frozen=True, kw_only=True):
-    """Any direction: are you there; carries nothing."""
+    """Any direction: ask whether the peer answers."""
 
     nonce: Word = 0
 
@@ -160,7 +160,7 @@ class Pong(Message, frozen=True, kw_only=True):
 
 
 class Submitted(Message, frozen=True, kw_only=True):
-    """The request was admitted; ``secret`` opens a later Resume."""
+    """The request was admitted; a later Resume must carry ``secret``."""
 
     request_id: Name
     request: Binary
@@ -169,7 +169,7 @@ class Submitted(Message, frozen=True, kw_only=True):
 
 
 class Described(Message, frozen=True, kw_only=True):
-    """The model's card, generation defaults and the text files asked for."""
+    """The model's card and the requested text files."""
 
     model: ModelCard | None = None
     folder: Text = ""
@@ -178,20 +178,20 @@ class Described(Message, frozen=True, kw_only=True):
 
 
 class StatusReport(Message, frozen=True, kw_only=True):
-    """The object ``baton status --json`` prints, as JSON text."""
+    """The output of ``baton status --json``, as JSON text."""
 
     report: bytes
 
 
 class Moved(Message, frozen=True, kw_only=True):
-    """Another router serves the request now: worker to the old router, which tells its client."""
+    """Another router now serves the request: worker to old router, old router to client."""
 
     request: Binary
     router: Name = ""
 
 
 class Drained(Message, frozen=True, kw_only=True):
-    """Worker to router: nothing left in flight. Router to client: the drain was started or done."""
+    """Worker to router: no requests are left. Router to client: the drain has begun or ended."""
 
     worker: Name
     code: Name | None = None
@@ -199,7 +199,7 @@ class Drained(Message, frozen=True, kw_only=True):
 
 
 class Rejected(Message, frozen=True, kw_only=True):
-    """A message could not be understood or is not allowed; the connection stays usable."""
+    """A message was malformed or not allowed; the connection stays usable."""
 
     code: Name
     message: Text

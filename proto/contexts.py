@@ -1,10 +1,10 @@
-"""A text request's state: its tokens, what ends it, and what was not yet delivered.
+"""State of a text request: its tokens, its end conditions and the undelivered tokens.
 
-Invariants: the prompt boundary set at construction never moves, also not through ``reset``;
-every generated token is delivered once, in order; ``status`` is decided by the tokens alone
-(and by ``update_status``), so a context rebuilt from its tokens continues identically.
+Invariants: the prompt boundary set at construction never moves, not even in ``reset``. Every
+generated token is delivered once, in order. ``status`` depends only on the tokens and on
+``update_status``, so a context rebuilt from its tokens continues identically.
 
-A context knows nothing of blocks, batches or workers.
+A context is independent of blocks, batches and workers.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class TextContext(OldNames, Matched):
 
     ``max_length``: total tokens at which generation ends. ``tokens``: a TokenBuffer, or any
     1-D integer array or list, which is copied to int64. ``eos_token_ids``: end the request
-    unless ``ignore_eos``; ``eos_sequences`` end it always, when the generated tokens end
-    with one of them. ``log_probabilities``: 0 off, n also the n most likely tokens.
-    ``target_endpoint``: worker the request is pinned to. ``task``: "generate", or "embed".
+    unless ``ignore_eos``. ``eos_sequences``: end it always, if the generated tokens end with
+    such a sequence. ``log_probabilities``: 0: off; n: also those of the n most likely tokens.
+    ``target_endpoint``: worker that the request is pinned to. ``task``: "generate" or "embed".
     """
 
     max_length: int
@@ -69,12 +69,12 @@ class TextContext(OldNames, Matched):
     cache_salt: str = ""
     task: str = "generate"
     _prompt_length: int = -1
-    _carried_start: int = 0  # undelivered tokens a reset took out of the completion window
+    _carried_start: int = 0  # undelivered tokens that a reset removed from the completion window
     _carried_end: int = 0
     _committed_idx: int = 0
     _cache_seq_id: int | None = None
     type: str = field(default="TextContext", init=False, repr=False)
-    """Names the class on the wire, so that an object arrives as what it was."""
+    """Name of the class on the wire, so that a decoder restores the same class."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.tokens, TokenBuffer):
@@ -97,7 +97,7 @@ class TextContext(OldNames, Matched):
             check_target_endpoint(self.target_endpoint)
 
     def __eq__(self, other: object) -> bool:
-        """By class and by value; grammar state, which tokens rebuild, does not count."""
+        """Compare class and values, without grammar state, which tokens can rebuild."""
         return same_fields(self, other) if isinstance(other, TextContext) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]  # mutable
@@ -106,12 +106,12 @@ class TextContext(OldNames, Matched):
 
     @property
     def prompt_length(self) -> int:
-        """Tokens the request came with; no reset moves it."""
+        """Number of tokens of the original prompt; not changed by a reset."""
         return self._prompt_length
 
     @property
     def min_tokens(self) -> int:
-        """Tokens to generate before an EOS id may be drawn."""
+        """Minimum tokens to generate before an EOS id may be sampled."""
         return self.sampling_params.min_new_tokens
 
     @property
@@ -133,10 +133,10 @@ class TextContext(OldNames, Matched):
     def update(
         self, new_token: int, log_probabilities: LogProbabilities | TokenLogProbs | None = None
     ) -> None:
-        """Accept a sampled token; in the middle of a chunked prompt it is discarded instead.
+        """Accept a sampled token; inside a chunked prompt, discard it and advance the chunk.
 
-        The token is delivered, also when it ends the request. ValueError behind a
-        placeholder or when the grammar refuses the token.
+        The token is delivered, also if it ends the request. Raises ValueError after a placeholder,
+        or if the grammar does not allow the token.
         """
         tokens = self.tokens
         if tokens._chunked:
@@ -155,7 +155,7 @@ class TextContext(OldNames, Matched):
         self._is_initial_prompt = False
 
     def jump_ahead(self, new_token: int) -> None:
-        """Accept a token that needed no sampling; the active window widens by it."""
+        """Accept a token that was not sampled; the active window grows by this token."""
         tokens = self.tokens
         if tokens.is_chunked:
             tokens.advance_chunk()
@@ -181,7 +181,7 @@ class TextContext(OldNames, Matched):
     def realize_future_token(
         self, new_token: int, log_probabilities: LogProbabilities | TokenLogProbs | None = None
     ) -> None:
-        """Replace the placeholder; an end of sequence wins over a maximum length reached by it."""
+        """Replace the placeholder. An end of sequence has precedence over the maximum length."""
         tokens = self.tokens
         length = len(tokens)
         if length == self._prompt_length:
@@ -200,7 +200,7 @@ class TextContext(OldNames, Matched):
         self._log_probabilities_data[index] = entry
 
     def _status_at(self, length: int, token: int, position: int) -> GenerationStatus | None:
-        """The end that ``token``, the last of ``length``, brings about, or None."""
+        """Return the end that ``token``, the last of ``length`` tokens, causes, or None."""
         if token in self.eos_token_ids and not self.ignore_eos:
             return GenerationStatus.END_OF_SEQUENCE
         if self.eos_sequences and self._ends_sequence(length, token):
@@ -211,7 +211,7 @@ class TextContext(OldNames, Matched):
         if token in self.eos_token_ids and not self.ignore_eos:
             return True
         for sequence in self.eos_sequences:
-            if sequence[-1] != token:  # nearly always decided here, else by the first token
+            if sequence[-1] != token:  # decides nearly always; otherwise the first token does
                 continue
             start = length - len(sequence)
             if start < self._prompt_length:
@@ -224,9 +224,9 @@ class TextContext(OldNames, Matched):
     # ------------------------------------------------------------------ output
 
     def to_generation_output(self) -> TextGenerationOutput:
-        """Take the undelivered tokens; none gives an output without tokens.
+        """Take the undelivered tokens, possibly none.
 
-        ValueError while a placeholder is among them, and then nothing is taken.
+        Raises ValueError, and takes nothing, while a placeholder is among them.
         """
         buffer = self.tokens
         start, tokens = self._undelivered()
@@ -253,7 +253,7 @@ class TextContext(OldNames, Matched):
     ) -> list[tuple[int, LogProbabilities | None]]:
         """Take the undelivered tokens with their log-probabilities.
 
-        ``strip_eos`` drops the last one when it ended the sequence.
+        ``strip_eos``: drop the last token if it ended the sequence.
         """
         output = self.to_generation_output()
         entries = output.log_probabilities or [None] * len(output.tokens)
@@ -263,13 +263,13 @@ class TextContext(OldNames, Matched):
         return pairs
 
     def _undelivered(self) -> tuple[int, list[int]]:
-        """Position of the first undelivered token, and all of them."""
+        """Return the position of the first undelivered token, and all undelivered tokens."""
         tokens = self.tokens
         window: list[int] = []
         start, end = tokens._completion_start, tokens._completion_end
         if end > start:
             if end > tokens._length:
-                raise ValueError("the completion window ends behind the last token")
+                raise ValueError("the completion window ends after the last token")
             store = tokens._store
             # One token, the usual case, takes a third of the time of a slice.
             window = [store.item(start)] if end == start + 1 else store[start:end].tolist()
@@ -279,18 +279,18 @@ class TextContext(OldNames, Matched):
         return start, window
 
     def newest_log_probabilities(self) -> list[TokenLogProbs]:
-        """Wire form of the newest token's log-probabilities; empty without any."""
+        """Return the wire form of the newest token's log-probabilities, or an empty list."""
         entry = self._log_probabilities_data.get(len(self.tokens) - 1)
         return [] if entry is None else [entry.to_wire()]
 
     def compute_num_available_steps(self, max_seq_len: int) -> int:
-        """Steps until ``max_seq_len`` tokens."""
+        """Return the number of steps until ``max_seq_len`` tokens."""
         return max_seq_len - (len(self.tokens) - self.tokens.active_length)
 
     def get_min_token_logit_mask(self, num_steps: int) -> list[Int32]:
-        """Per step int32 rows ``(0, eos id)``, ids ascending, that may not be drawn yet.
+        """Return per step the EOS ids that must not be sampled yet: int32 rows ``(0, id)``.
 
-        Empty ``(0, 2)`` once the minimum is reached, and always under ``ignore_eos``.
+        Ids ascend. The array is empty, ``[0, 2]``, after the minimum and under ``ignore_eos``.
         """
         first = self.tokens.current_position
         end = self._prompt_length + self.min_tokens
@@ -308,10 +308,10 @@ class TextContext(OldNames, Matched):
     # ------------------------------------------------------------------ reset, rollback
 
     def reset(self) -> None:
-        """Make every token an unprocessed prompt token, to be computed again.
+        """Make every token an unprocessed prompt token, so that all are computed again.
 
-        The original prompt boundary, the status and the undelivered tokens stay; a trailing
-        placeholder is dropped.
+        The original prompt boundary, the status and the undelivered tokens are kept. A placeholder
+        at the end is dropped.
         """
         tokens = self.tokens
         length = len(tokens)
@@ -320,7 +320,7 @@ class TextContext(OldNames, Matched):
         start = tokens._completion_start
         if self._carried_start < self._carried_end:
             start = self._carried_start
-        if future and length == tokens.prompt_length:  # an earlier reset took it for prompt
+        if future and length == tokens.prompt_length:  # an earlier reset made it prompt
             tokens.truncate(kept)
             future = False
         tokens.reset_as_new_prompt(delete_last_generated_token=future)
@@ -331,17 +331,16 @@ class TextContext(OldNames, Matched):
         self._committed_idx = 0
 
     def rollback(self, idx: int) -> None:
-        """Drop the last ``idx`` tokens, their log-probabilities and an end they had caused.
+        """Drop the last ``idx`` tokens, their log-probabilities and an end that they caused.
 
-        A matcher goes back with them. ValueError, and nothing changes, when that would cut into
-        the prompt or into tokens already delivered. InputError, and nothing changes, when the
-        matcher cannot take its tokens back.
+        A matcher is rolled back too. Raises ValueError if this would drop prompt tokens or
+        delivered tokens, and InputError if the matcher cannot roll back; then nothing changes.
         """
         tokens = self.tokens
         length = len(tokens) - idx
         self._check_rollback(idx, length)
         dropped = tokens._store[length : len(tokens)]
-        self._unmatch(int(np.count_nonzero(dropped != FUTURE_TOKEN)))  # it saw no placeholder
+        self._unmatch(int(np.count_nonzero(dropped != FUTURE_TOKEN)))  # it got no placeholder
         tokens.truncate(length)
         for index in [i for i in self._log_probabilities_data if i >= length]:
             del self._log_probabilities_data[index]
@@ -364,7 +363,7 @@ class TextContext(OldNames, Matched):
             raise ValueError(f"cannot roll back {n} tokens, some of them were delivered")
 
     def _derive_status(self) -> GenerationStatus:
-        """The end the generated tokens have caused, the latest one counting."""
+        """Return the end that the generated tokens cause; the last end counts."""
         status = GenerationStatus.ACTIVE
         tokens = self.tokens._store[self._prompt_length : len(self.tokens)].tolist()
         for length, token in enumerate(tokens, self._prompt_length + 1):
@@ -373,7 +372,7 @@ class TextContext(OldNames, Matched):
 
 
 def wrap_tokens(tokens: npt.ArrayLike) -> TokenBuffer:
-    """Any 1-D integers as a buffer of their own; ValueError for anything else."""
+    """Copy 1-D integers to a new buffer; raises ValueError for anything else."""
     array = np.asarray(tokens)
     if array.size and array.dtype.kind not in "iu":
         raise InputError(f"tokens must be integers, not {array.dtype}")

@@ -1,7 +1,7 @@
-"""The map of a context as the earlier page has it, read into the one set of classes.
+"""Read the earlier form of a context's map into the present classes.
 
-There ``tokens`` is an array with room behind it, whose extent and windows are numbers beside it,
-the request id is a text, and what has its default is left out. Only reading: what is written is
+In that form ``tokens`` is an array with unused room at its end; its length and windows are separate
+numbers. The request id is a text, and fields with default values are left out. Encoders write only
 the later form (:mod:`.numpy_maps`).
 """
 
@@ -29,7 +29,7 @@ _ACTIVE = GenerationStatus.ACTIVE
 
 
 class EarlierText(msgspec.Struct, kw_only=True, tag="TextContext"):
-    """Fields under their names on the wire; an index that is -1 was never set."""
+    """Fields under their names on the wire; an index of -1 is unset."""
 
     max_length: Number
     tokens: ArrayMap
@@ -57,7 +57,7 @@ class EarlierText(msgspec.Struct, kw_only=True, tag="TextContext"):
     _draft_offset: Number = 0
 
     def context(self, reader: ArrayReader) -> contexts.TextContext:
-        """The context that was sent; ValueError where its numbers contradict each other."""
+        """Build the context; raises ValueError if its numbers contradict each other."""
         return _checked(contexts.TextContext(**self._values(reader)))
 
     def _values(self, reader: ArrayReader) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class EarlierVision(EarlierText, kw_only=True, tag="TextAndVisionContext"):
 
 
 class EarlierSpeech(EarlierText, kw_only=True, tag="TTSContext"):
-    """Speech tokens with room behind them."""
+    """Speech tokens with unused room after them."""
 
     audio_prompt_tokens: ArrayMap | None = None
     buffer_speech_tokens: ArrayMap | None = None
@@ -127,7 +127,9 @@ class EarlierSpeech(EarlierText, kw_only=True, tag="TTSContext"):
         room = speech.speech_room() if sent is None else reader.read(sent)
         size, end = self._speech_token_size, self._speech_token_end_idx
         if size not in (None, len(room)) or end > len(room) or self._decoded_index > end:
-            raise ValueError(f"{size} speech tokens that end at {end}, but {len(room)} came")
+            raise ValueError(
+                f"{size} speech tokens, valid up to {end}, but the array has {len(room)}"
+            )
         context = speech.TTSContext(
             **self._values(reader),
             audio_prompt_tokens=speech.no_tokens() if prompt is None else reader.read(prompt),
@@ -151,7 +153,7 @@ EARLIER_MAPS: dict[type, type[EarlierText]] = {
     vision.TextAndVisionContext: EarlierVision,
     speech.TTSContext: EarlierSpeech,
 }
-"""What is read for each class where the later form is not found."""
+"""Earlier form by class, tried if a map does not have the later form."""
 
 C = TypeVar("C", bound=contexts.TextContext)
 

@@ -1,4 +1,4 @@
-"""What a socket address may look like; checked before any socket sees it."""
+"""Syntax of socket addresses, checked before an address is used."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ MAX_IPC_PATH_BYTES = 107
 def check_endpoint(text: str) -> str:
     """Return ``text`` if it is ``tcp://host:port``, ``ipc://path`` or ``inproc://name``.
 
-    Raises InputError with the reason otherwise: the port is 1 to 65535, an IPv6 host stands
-    in brackets, an ipc path has 1 to 107 bytes.
+    Raises InputError with the reason otherwise. A port is 1 to 65535, an IPv6 host is in
+    brackets, an ipc path has 1 to 107 bytes.
     """
     if not isinstance(text, str):
         raise InputError(f"an endpoint is text, not {type(text).__name__}")
@@ -32,7 +32,7 @@ def check_endpoint(text: str) -> str:
 
 
 def check_target_endpoint(text: str) -> str:
-    """Like :func:`check_endpoint`, but only ``tcp`` and ``ipc`` can name a worker."""
+    """Check like :func:`check_endpoint`, but allow only ``tcp`` and ``ipc``."""
     if not text.startswith(("tcp://", "ipc://")):
         raise InputError(f"target_endpoint {_shown(text)} must start with tcp:// or ipc://")
     return check_endpoint(text)

@@ -21,7 +21,7 @@ def same(one: object, two: object) -> bool:
 
 
 def same_fields(one: Any, two: Any) -> bool:
-    """Whether two dataclass objects have one class and equal fields, those that compare."""
+    """Whether two dataclass objects have the same class and equal fields with ``compare``."""
     if type(one) is not type(two):
         return False
     return all(

@@ -1,38 +1,38 @@
-"""The error tree; every failure a user can see is one of these.
+"""The errors that users can get, as a tree.
 
 ::
 
     BatonError
     ├── InputError (ValueError)      the request is wrong; its message may be shown to the user
-    │   ├── SchemaTooComplex         a json_schema takes more to compile or to follow than is let
-    │   ├── TaskMismatch             text was asked of an embedding model, or the other way round
+    │   ├── SchemaTooComplex         a json_schema exceeds the limits of time or memory
+    │   ├── TaskMismatch             text requested from an embedding model, or vice versa
     │   ├── EndpointUnknown          target_endpoint names no registered worker
-    │   └── DuplicateRequest         the same id was submitted with another content
-    ├── CapacityError                no room now; carries retry_after in seconds
-    │   ├── RouterClosing            the router is about to end; another one takes the request
+    │   └── DuplicateRequest         the same id was submitted with different content
+    ├── CapacityError                no room now; has retry_after in seconds
+    │   ├── RouterClosing            the router is about to end; use another router
     │   ├── EndpointDraining         target_endpoint names a worker that takes no new work
     │   ├── EndpointDead             target_endpoint names a worker that stopped answering
-    │   └── NameTaken                a healthy worker has the name another one asks for
-    ├── RequestCancelled             the client asked for the end
-    ├── DeadlineExceeded             the request's time ran out
+    │   └── NameTaken                another healthy worker has this name
+    ├── RequestCancelled             the client cancelled the request
+    ├── DeadlineExceeded             the request's deadline has passed
     ├── RequestFailed                the cluster could not finish an admitted request
-    │   ├── WorkerLost               attempts on several workers all died
-    │   ├── RequestPoisoned          the request killed a worker twice and is not tried again
-    │   └── HandoffFailed            KV blocks could not be passed on
-    ├── ProtocolError                a peer's bytes broke the protocol
+    │   ├── WorkerLost               all attempts lost their workers
+    │   ├── RequestPoisoned          two workers died with the request; it is not replayed
+    │   └── HandoffFailed            KV blocks could not be handed off
+    ├── ProtocolError                a peer violated the protocol
     │   ├── DecodeFailed             not a valid message
-    │   ├── EnvelopeDamaged          the bytes are not those that were sealed
+    │   ├── EnvelopeDamaged          the bytes do not match their digest
     │   ├── LimitExceeded            larger, deeper or longer than a limit
-    │   └── VersionMismatch          another protocol version
+    │   └── VersionMismatch          incompatible protocol versions
     ├── ModelMismatch                two processes serve different models or numerics
     ├── CheckpointError              a model folder cannot be served
     ├── ConfigError                  a setting is wrong
     ├── ConnectionLost               the router cannot be reached
-    ├── AccessDenied                 a key is not let in, or may not do this
-    └── InternalError                our own bug, reported instead of hidden
+    ├── AccessDenied                 a key is unknown, or its role does not allow this
+    └── InternalError                a bug of Baton
 
-Each class has a stable ``code``, the only part that travels; :func:`error_from_code`
-turns it back into the class at the client.
+Each class has a stable ``code``. Messages carry the code, and :func:`error_from_code` converts it
+to the class at the client.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class InputError(BatonError, ValueError):
 
 
 class SchemaTooComplex(InputError):
-    """A ``json_schema`` takes more time or memory than is let, at the start or in mid-answer."""
+    """A ``json_schema`` exceeds the limits of time or memory, at the start or during the answer."""
 
     code = "schema_too_complex"
 
 
 class TaskMismatch(InputError):
-    """The served model embeds and does not generate, or the other way round."""
+    """Text was requested from an embedding model, or embeddings from a generation model."""
 
     code = "task_mismatch"
 
@@ -73,19 +73,19 @@ class EndpointUnknown(InputError):
 
 
 class DuplicateRequest(InputError):
-    """The request id is in use with another content."""
+    """The request id is in use with different content."""
 
     code = "duplicate_request"
 
 
 class CapacityError(BatonError):
-    """No room now; ``retry_after`` (seconds) says when to try again."""
+    """No room now; ``retry_after``: seconds until a retry makes sense."""
 
     code = "overloaded"
 
 
 class RouterClosing(CapacityError):
-    """The router finishes what it has and takes nothing new; another one may."""
+    """The router finishes its requests and takes no new ones; use another router."""
 
     code = "router_closing"
 
@@ -103,19 +103,19 @@ class EndpointDead(CapacityError):
 
 
 class NameTaken(CapacityError):
-    """A healthy worker has the name or endpoint another one asks for."""
+    """Another healthy worker has this name or endpoint."""
 
     code = "name_taken"
 
 
 class RequestCancelled(BatonError):
-    """The client asked for the end of the request."""
+    """The client cancelled the request."""
 
     code = "cancelled"
 
 
 class DeadlineExceeded(BatonError):
-    """The request's time ran out."""
+    """The request's deadline has passed."""
 
     code = "deadline_exceeded"
 
@@ -127,25 +127,25 @@ class RequestFailed(BatonError):
 
 
 class WorkerLost(RequestFailed):
-    """Every attempt ended with the death of a worker."""
+    """Every attempt lost a worker."""
 
     code = "worker_lost"
 
 
 class RequestPoisoned(RequestFailed):
-    """The request killed a worker twice; it is not tried again."""
+    """Two workers died with the request; it is not replayed."""
 
     code = "poisoned"
 
 
 class HandoffFailed(RequestFailed):
-    """The KV blocks could not be passed on."""
+    """The KV blocks could not be handed off."""
 
     code = "handoff_failed"
 
 
 class ProtocolError(BatonError):
-    """A peer's bytes broke the protocol."""
+    """A peer violated the protocol."""
 
     code = "protocol"
 
@@ -157,7 +157,7 @@ class DecodeFailed(ProtocolError):
 
 
 class EnvelopeDamaged(ProtocolError):
-    """The bytes are not those the sender put its digest on; as good as lost."""
+    """The bytes do not match the sender's digest; the envelope counts as lost."""
 
     code = "damaged"
 
@@ -169,7 +169,7 @@ class LimitExceeded(ProtocolError):
 
 
 class VersionMismatch(ProtocolError):
-    """The peer speaks another protocol version."""
+    """The peer has an incompatible protocol version."""
 
     code = "version_mismatch"
 
@@ -199,13 +199,13 @@ class ConnectionLost(BatonError):
 
 
 class AccessDenied(BatonError):
-    """The caller's key is not let in here, or its role or name does not allow this."""
+    """The caller's key is unknown, or its role or name does not allow this."""
 
     code = "access_denied"
 
 
 class InternalError(BatonError):
-    """Our own bug, reported instead of hidden."""
+    """A bug of Baton."""
 
     code = "internal"
 
@@ -218,5 +218,5 @@ _BY_CODE = {cls.code: cls for cls in _tree(BatonError)}
 
 
 def error_from_code(code: str, message: str, retry_after: float | None = None) -> BatonError:
-    """Rebuild the typed error a peer reported; an unknown code becomes :class:`RequestFailed`."""
+    """Return the error for a code; an unknown code becomes :class:`RequestFailed`."""
     return _BY_CODE.get(code, RequestFailed)(message, retry_after=retry_after)

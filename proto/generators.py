@@ -1,6 +1,6 @@
-"""What makes something other than text, as the workers call it.
+"""Protocols of generators of embeddings and audio, as workers call them.
 
-Whoever implements one of these needs no base class.
+Implementations need no base class.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ R_co = TypeVar("R_co", covariant=True)
 
 @dataclass(slots=True, frozen=True)
 class EmbeddingsOutput:
-    """The vector of one text: ``embeddings`` float32 ``[dim]``."""
+    """The embedding of one text: ``embeddings`` float32 ``[dim]``."""
 
     embeddings: F32
 
     @property
     def is_done(self) -> bool:
-        """A text has one vector, so always."""
+        """Always True: a text has one embedding."""
         return True
 
 
 class EmbeddingsGenerator(Protocol):
-    """Turns each context into a vector, in one call."""
+    """Computes one embedding per context."""
 
     def encode(self, batch: Mapping[RequestID, TextContext]) -> dict[RequestID, EmbeddingsOutput]:
-        """The vectors of the batch.
+        """Return the embeddings of the batch.
 
-        A request without one is left out; the worker answers it with an error of its own.
+        A request without an embedding is left out; the worker answers it with an error.
         """
         ...
 
 
 class AudioGenerator(Protocol, Generic[C_contra, R_co]):
-    """Makes speech piece by piece: ``C`` are contexts with speech tokens, ``R`` the responses."""
+    """Generates speech in chunks. ``C``: contexts with speech tokens; ``R``: responses."""
 
     @property
     def decoder_sample_rate(self) -> int:
@@ -53,13 +53,13 @@ class AudioGenerator(Protocol, Generic[C_contra, R_co]):
 
     @property
     def prev_num_steps(self) -> int:
-        """Speech tokens made in the last batch."""
+        """Number of speech tokens generated in the last batch."""
         ...
 
     def next_chunk(self, batch: Mapping[RequestID, C_contra]) -> Mapping[RequestID, R_co]:
-        """The next piece of audio of each request, or word that it has ended."""
+        """Return the next chunk of audio of each request, or a response that it has ended."""
         ...
 
     def release(self, context: C_contra) -> None:
-        """Forget a context and free what it holds."""
+        """Release a context and its resources."""
         ...

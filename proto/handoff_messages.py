@@ -1,4 +1,4 @@
-"""What prefill and decode workers say to each other; see :mod:`.messages` for the identities."""
+"""Messages between prefill and decode workers; see :mod:`.messages` for the identities."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ from .wire import CarriedContext, EosTokenIds
 
 
 STREAMED, SHARED, DEVICE = "zmq", "shm", "cuda_ipc"
-"""Transports of KV blocks: bytes over ZeroMQ, or read in the sender's memory, which may be a
-GPU's, by a process of the same host."""
+"""Transports of KV blocks: over ZeroMQ, or read by a process of the same host from the sender's
+memory, host memory or a GPU's."""
 READ_IN_PLACE = frozenset((SHARED, DEVICE))
 
 
 class PoolTicket(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where a process of the same host finds my KV memory: ``/proc/PID/fd/FD``.
+    """Location of the sender's KV memory for a process of the same host: ``/proc/PID/fd/FD``.
 
-    ``mark``: the first bytes there, so that nobody reads another's memory.
+    ``mark``: the first bytes there, which a reader compares: the pid may belong to another
+    process by then.
     """
 
     pid: Count
@@ -47,10 +48,10 @@ class PoolTicket(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class DeviceTicket(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where a process of the same host finds my KV memory on a GPU: a CUDA IPC handle.
+    """Location of the sender's KV memory on a GPU for a process of the same host.
 
-    ``host``: the boot id of the kernel it is valid on. ``offset``: bytes from the start of the
-    allocation that the handle stands for to the pool of ``nbytes``.
+    ``handle``: CUDA IPC handle of an allocation. ``host``: boot id of the kernel on which the
+    handle is valid. ``offset``: bytes from the start of the allocation to the pool of ``nbytes``.
     """
 
     host: Name
@@ -60,7 +61,7 @@ class DeviceTicket(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Open(Message, frozen=True, kw_only=True):
-    """First message on a link: who I am and what my blocks look like."""
+    """First message on a link: the prefill worker's identity, model and block layout."""
 
     version: Count
     worker: Name
@@ -72,7 +73,7 @@ class Open(Message, frozen=True, kw_only=True):
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a structured answer is held to, so that its grammar compiles while its KV travels."""
+    """Grammar of a structured answer, so that it compiles during the KV transfer."""
 
     schema: Annotated[str, Meta(max_length=MAX_JSON_SCHEMA_CHARS)]
     eos: EosTokenIds
@@ -80,25 +81,25 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Reserve(Message, frozen=True, kw_only=True):
-    """Ask for blocks. Repeated with the same key it repeats the same answer."""
+    """Request blocks. A repeated Reserve with the same key gets the same answer."""
 
     request: Binary
     attempt: Attempt
     incarnation: Word  # of the prefill worker
     hashes: Binaries  # chained hashes of the full blocks of the tokens
     num_tokens: Count  # tokens whose KV will arrive
-    growth: Count  # further tokens to have room for
-    serial: Word = 0  # per handoff started: a new one asks for a fresh grant
+    growth: Count  # additional tokens to reserve room for
+    serial: Word = 0  # number of the handoff; a new number requests a new grant
     layout_id: Word = 0
     deadline: Remaining
     grammar: GrammarSpec | None = None
-    ticket: Binary = b""  # of the Assign: a router gave this attempt to the sender
+    ticket: Binary = b""  # of the Assign; proves that a router gave this attempt to the sender
 
 
 class Commit(Message, frozen=True, kw_only=True):
-    """Everything was sent: manifest and the whole context, as it is behind its first token.
+    """Everything was sent: the manifest, and the whole context after its first generated token.
 
-    The newest token's KV is not computed yet.
+    The KV of the newest token is not computed yet.
     """
 
     request: Binary
@@ -113,12 +114,12 @@ class Commit(Message, frozen=True, kw_only=True):
     prefill: Name = ""
     cached_tokens: Count = 0
     deadline: Remaining
-    proof: Binary = b""  # of the Assign: a router chose this decode worker for the attempt
-    arrays: Count = 0  # how many of the envelope's frames are its own
+    proof: Binary = b""  # of the Assign; proves that a router chose this decode worker
+    arrays: Count = 0  # number of the envelope's frames that belong to this message
 
 
 class Release(Message, frozen=True, kw_only=True):
-    """Give a grant back, or a Reserve that was not answered; repeated until Released."""
+    """Release a grant, or withdraw an unanswered Reserve. Repeated until Released."""
 
     request: Binary
     attempt: Attempt
@@ -128,13 +129,13 @@ class Release(Message, frozen=True, kw_only=True):
 
 
 class Fence(Message, frozen=True, kw_only=True):
-    """Device path: the sender wrote its last byte into a revoked grant."""
+    """Device path: the sender has stopped writing into a revoked grant."""
 
     grant: GrantRef
 
 
 class Probe(Message, frozen=True, kw_only=True):
-    """Anyone may ask an endpoint who it is."""
+    """Ask an endpoint for its worker's identity; allowed for every peer."""
 
     nonce: Word = 0
 
@@ -143,7 +144,7 @@ class Probe(Message, frozen=True, kw_only=True):
 
 
 class Opened(Message, frozen=True, kw_only=True):
-    """The link stands; KV frames go to ``data_endpoint``."""
+    """The link is open; KV frames go to ``data_endpoint``."""
 
     worker: Name
     incarnation: Word
@@ -154,7 +155,7 @@ class Opened(Message, frozen=True, kw_only=True):
 
 
 class OpenRefused(Message, frozen=True, kw_only=True):
-    """The two workers cannot exchange blocks; ``field`` is the first that differs."""
+    """The two workers cannot exchange blocks; ``field`` is the first field that differs."""
 
     field: Name
     ours: Text
@@ -163,26 +164,26 @@ class OpenRefused(Message, frozen=True, kw_only=True):
 
 
 class Grant(Message, frozen=True, kw_only=True):
-    """Blocks are reserved and pinned; push up to ``credit`` bytes, then wait for Credit."""
+    """Blocks are reserved and pinned; send up to ``credit`` bytes, then wait for Credit."""
 
     request: Binary
     attempt: Attempt
     grant: GrantRef
-    cached_tokens: Count  # whole blocks the decode worker already has; not to be sent
-    credit: Count  # cumulative bytes of this grant the sender may have sent
-    counted: Count = 0  # of it used up as the receiver sees it: arrived, or given up as lost
-    arrived: Count | None = None  # bytes of frames that came, damaged ones too; None: does not say
+    cached_tokens: Count  # tokens of whole blocks in the decode worker's cache; do not send them
+    credit: Count  # cumulative bytes that the sender may have sent for this grant
+    counted: Count = 0  # used credit, by the receiver's count: bytes that arrived or were lost
+    arrived: Count | None = None  # bytes of received frames, also damaged ones; None: unknown
 
 
 class Credit(Message, frozen=True, kw_only=True):
-    """Raised cumulative credit of a grant."""
+    """The new, higher cumulative credit of a grant."""
 
     grant: GrantRef
     credit: Count
 
 
 class Committed(Message, frozen=True, kw_only=True):
-    """The decode worker owns the request now; the sender may let go."""
+    """The decode worker now owns the request; the sender may free its blocks."""
 
     request: Binary
     attempt: Attempt
@@ -192,10 +193,10 @@ class Committed(Message, frozen=True, kw_only=True):
 
 
 class Refused(Message, frozen=True, kw_only=True):
-    """A Commit cannot be taken as it is.
+    """A Commit was refused.
 
-    With ``frames`` the sender sends those again (lost or damaged) and commits again;
-    without, the handoff has failed for good with ``code``.
+    With ``frames``, the sender sends these lost or damaged frames again and repeats the Commit.
+    Without ``frames``, the handoff has failed with ``code``.
     """
 
     request: Binary
@@ -204,14 +205,14 @@ class Refused(Message, frozen=True, kw_only=True):
     code: Name
     message: Text = ""
     frames: Annotated[list[Count], Meta(max_length=MAX_LIST_ITEMS)] = []
-    credit: Count = 0  # cumulative credit, raised for the repeated frames
+    credit: Count = 0  # cumulative credit, raised by the size of the repeated frames
     counted: Count = 0  # as in Grant
     arrived: Count | None = None  # as in Grant
-    round: Count = 0  # counts these refusals of a grant: one said again asks for nothing new
+    round: Count = 0  # number of the refusal of this grant; a repeated number requests nothing new
 
 
 class Stale(Message, frozen=True, kw_only=True):
-    """The grant does not exist any more; nothing was done."""
+    """The grant no longer exists; the message had no effect."""
 
     grant: GrantRef | None = None
     request: Binary = b""
@@ -219,7 +220,7 @@ class Stale(Message, frozen=True, kw_only=True):
 
 
 class Released(Message, frozen=True, kw_only=True):
-    """Nothing of this attempt is held for the sender."""
+    """The decode worker holds nothing of this attempt for the sender."""
 
     request: Binary
     attempt: Attempt
@@ -232,7 +233,7 @@ class Revoke(Message, frozen=True, kw_only=True):
 
 
 class ProbeReply(Message, frozen=True, kw_only=True):
-    """Who listens at this endpoint."""
+    """Identity of the worker that listens at this endpoint."""
 
     nonce: Word
     version: Count
@@ -248,8 +249,9 @@ class KVFrame(msgspec.Struct, frozen=True, array_like=True, tag="KV", gc=False):
     """Header of one data message; the payload is the next frame.
 
     The payload is the C-ordered array
-    ``[layer_count, block_count, 2, num_kv_heads, block_size, head_dim]``. ``shared``: the next
-    frame names the int32 blocks of the sender's pool, ``[block_count]``, where it is to be read.
+    ``[layer_count, block_count, 2, num_kv_heads, block_size, head_dim]``. With ``shared``, the
+    next frame has the int32 block ids ``[block_count]`` in the sender's pool instead; the receiver
+    reads the payload from these blocks.
     """
 
     grant: GrantRef
@@ -259,5 +261,5 @@ class KVFrame(msgspec.Struct, frozen=True, array_like=True, tag="KV", gc=False):
     block_start: Count  # logical block index in the request, not a pool address
     block_count: Count
     nbytes: Count
-    checksum: Word  # of the payload: XXH3-64, between GPUs the digest of decision 12
+    checksum: Word  # of the payload: XXH3-64; between GPUs, the digest of decision 12
     shared: bool = False

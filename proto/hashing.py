@@ -1,7 +1,7 @@
 """Chained keyed hashes of KV blocks: equal hashes mean equal tokens from position 0 on.
 
-Only servers compute them. The key is the tenant's salt (with what else the KV depends on),
-so that one tenant's prompts cannot be guessed through another's prefix hits.
+Only servers compute them. The key is made from the tenant's salt and everything else that the KV
+depends on. So a tenant cannot guess another tenant's prompts from prefix hits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 HASH_BYTES = 16
 
 ImageSpan = tuple[int, int, bytes]
-"""Tokens ``[start, end)`` that stand for an image, and the image's 16-byte key."""
+"""Placeholder tokens ``[start, end)`` of an image, and the image's 16-byte key."""
 
 _SPAN = struct.Struct("<ii16s")
 
@@ -28,12 +28,12 @@ def block_hashes(
     parent: bytes = b"",
     images: Sequence[ImageSpan] = (),
 ) -> list[bytes]:
-    """Hashes of the full blocks of ``tokens``; a last partial block has none.
+    """Return the hashes of the full blocks of ``tokens``; a partial last block has no hash.
 
     ``tokens``: integers ``[n]`` (hashed as int32) that start on a block boundary.
-    ``parent``: hash of the block before, empty at position 0. ``images``: sorted, positions
-    counted from ``tokens[0]``; a block with tokens of an image depends on the image's key and
-    on where the image lies, for the tokens of all images are alike.
+    ``parent``: hash of the previous block, empty at position 0. ``images``: sorted, positions
+    counted from ``tokens[0]``. The hash of a block with tokens of an image includes the image's
+    key and position, because the tokens of all images are the same.
     """
     if block_size < 1:
         raise ValueError(f"block_size must be positive, not {block_size}")
@@ -59,14 +59,14 @@ def block_hashes(
 def _update_images(
     block: blake2b, start: int, block_size: int, images: Sequence[ImageSpan]
 ) -> None:
-    """Records of 24 bytes behind the tokens; with or without a parent no two inputs are alike."""
+    """Add records of 24 bytes after the tokens, so that no two inputs give the same bytes."""
     for first, end, key in images:
         if first < start + block_size and end > start:
             block.update(_SPAN.pack(first - start, end - start, key))
 
 
 def cache_salt(fingerprint: str, tenant: str) -> bytes:
-    """Key of one tenant's block hashes for one model; both pools derive the same."""
+    """Return the key of a tenant's block hashes for a model; both pools derive the same key."""
     return blake2b(
         tenant.encode("utf-8", "surrogatepass"), key=fingerprint.encode()[:64], digest_size=32
     ).digest()

@@ -1,6 +1,7 @@
-"""Identities: who a request is, which life of a process speaks, what a context contains.
+"""Identities of requests and of process incarnations.
 
-All digests are BLAKE2b with a personalisation of their own, so none can stand for another.
+All digests are BLAKE2b, each with a different personalisation, so that no digest can replace
+another.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def _new_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class RequestID:
-    """A request's name, made once at the edge; on the wire the map ``{"value": ...}``."""
+    """The name of a request, chosen by the client; on the wire the map ``{"value": ...}``."""
 
     value: str = field(default_factory=_new_id)
 
@@ -33,23 +34,22 @@ _REQUEST = blake2b(digest_size=KEY_BYTES, person=b"baton-request")
 
 
 def request_key(client: bytes, request_id: str, serial: int = 0) -> bytes:
-    """16-byte key of a request: digest of the client's identity, the request id and the serial.
+    """Return the 16-byte key of a request: digest of client identity, request id and serial.
 
-    ``serial``: which of the client's requests it is, so that a name can be used again; 0 for none.
+    ``serial``: number of the request at its client, so that a name can be used again; 0: none.
     """
     digest = _REQUEST.copy()
     name = request_id.encode("utf-8", "surrogatepass")
     digest.update(len(client).to_bytes(4, "little") + client + name)
-    if serial:  # no text ends in this byte, so no other name gives the same digest
+    if serial:  # no text ends with this byte, so no other name gives the same digest
         digest.update(b"\xff" + serial.to_bytes(8, "little"))
     return digest.digest()
 
 
 def new_incarnation(entropy: bytes | None = None) -> int:
-    """Random 64-bit number of one process life, never 0.
+    """Return a random 64-bit incarnation of a process, never 0.
 
-    ``entropy`` (at least 8 bytes) replaces the system's randomness where a caller must be
-    reproducible.
+    ``entropy`` (at least 8 bytes) replaces the system's randomness, for reproducible callers.
     """
     source = os.urandom(8) if entropy is None else entropy
     if len(source) < 8:
@@ -58,7 +58,7 @@ def new_incarnation(entropy: bytes | None = None) -> int:
 
 
 def resume_secret(cluster_key: bytes, request: bytes) -> bytes:
-    """16 bytes that prove a client owns ``request``; every router with the key derives the same."""
+    """Return 16 bytes that prove that a client owns ``request``; the same at every router."""
     digest = _keyed(cluster_key).copy()
     digest.update(request)
     return digest.digest()
@@ -66,6 +66,6 @@ def resume_secret(cluster_key: bytes, request: bytes) -> bytes:
 
 @lru_cache(maxsize=8)
 def _keyed(cluster_key: bytes) -> blake2b:
-    """The digest a secret begins with; the key takes longer than the request."""
+    """Return the keyed digest, cached: setting the key takes longer than hashing a request."""
     key = cluster_key if len(cluster_key) <= 64 else blake2b(cluster_key).digest()
     return blake2b(digest_size=KEY_BYTES, key=key, person=b"baton-resume")

@@ -1,4 +1,4 @@
-"""What an image request gives back."""
+"""Outputs of image requests."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .status import GenerationStatus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputImageContent:
-    """One image as base64 text, or where it is to be found.
+    """One image as base64 text, or its URL.
 
-    ``format``: ``png``, ``jpeg`` and so on, in small letters.
+    ``format``: ``png``, ``jpeg`` and so on, in lower case.
     """
 
     image_data: str | None = None
@@ -39,11 +39,11 @@ class OutputImageContent:
         format: str = "png",  # noqa: A002
         detail: str | None = None,
     ) -> OutputImageContent:
-        """The image of uint8 ``[height, width]`` or ``[height, width, 1, 3 or 4 channels]``.
+        """Encode uint8 ``[height, width]`` or ``[height, width, 1, 3 or 4 channels]``.
 
-        ``detail``: how closely a reader should look, passed on. ValueError for other arrays
-        and for what the format cannot hold. PNG needs nothing else; other formats need Pillow
-        (``pip install pillow``), ConfigError without it.
+        ``detail``: level of detail for a reader, passed through. Raises ValueError for other
+        arrays and for images that the format cannot hold. Formats other than PNG need Pillow
+        (``pip install pillow``); raises ConfigError without it.
         """
         png = encode_png(array)
         name = format.lower()
@@ -53,7 +53,7 @@ class OutputImageContent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOutput:
-    """Contents made for one request, and its status after them."""
+    """Generated contents of one request, and its status after them."""
 
     request_id: RequestID
     final_status: GenerationStatus

@@ -1,4 +1,4 @@
-"""One image of a prompt: which tokens stand for it, its pixels, and its part in cache keys."""
+"""One image of a prompt: its placeholder tokens, its pixels, and its key for the prefix cache."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ IMAGE_KEY_BYTES = 16
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ImageMetadata:
-    """An image and the tokens ``[start_idx, end_idx)`` that stand for it.
+    """An image and its placeholder tokens ``[start_idx, end_idx)``.
 
     ``pixel_values``: float32, or uint16 with the bits of bfloat16, in the model's shape.
     ``image_hash``: 64-bit identity of the image for the prefix cache; None: computed from the
-    pixels where it is needed. ValueError for an empty range or a negative start.
+    pixels when needed. Raises ValueError for an empty range or a negative start.
     """
 
     start_idx: int
@@ -32,7 +32,7 @@ class ImageMetadata:
         if self.start_idx < 0:
             raise ValueError(f"image start {self.start_idx} must not be negative")
         if self.end_idx <= self.start_idx:
-            raise ValueError(f"image end {self.end_idx} must be behind its start {self.start_idx}")
+            raise ValueError(f"image end {self.end_idx} must be after its start {self.start_idx}")
 
     def __eq__(self, other: object) -> bool:
         return same_fields(self, other) if isinstance(other, ImageMetadata) else NotImplemented
@@ -46,16 +46,16 @@ class ImageMetadata:
         )
 
     def key(self) -> bytes:
-        """16 bytes that stand for the image in block hashes; see :func:`image_key`."""
+        """Return the image's 16-byte key for block hashes; see :func:`image_key`."""
         return image_key(self.pixel_values, self.image_hash)
 
 
 def image_key(pixels: npt.NDArray[Any], image_hash: int | None = None) -> bytes:
-    """16 bytes that stand for an image: of its hash if it has one, else of its pixels.
+    """Return the 16-byte key of an image, from its hash if it has one, else from its pixels.
 
-    Element type and shape count as well: equal bytes in another shape are another image. A
-    hash is the word of whoever made the request, so the key must only ever be used below a
-    tenant's salt, as :func:`.hashing.block_hashes` does.
+    Element type and shape count too: equal bytes in another shape are another image. The hash
+    comes from the client and can be wrong. So the key must only be used together with a tenant's
+    salt, as in :func:`.hashing.block_hashes`.
     """
     digest = blake2b(digest_size=IMAGE_KEY_BYTES, person=b"baton-image")
     if image_hash is not None:

@@ -1,6 +1,6 @@
-"""A JSON schema as a request carries it: text within limits, checked before anybody builds on it.
+"""Checks of a request's JSON schema: syntax and limits.
 
-Whether it means anything is for :mod:`baton.engine.grammar.constraint` to say.
+The grammar compiler (:mod:`baton.engine.grammar.constraint`) checks the meaning.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
 
 
 def json_schema_text(schema: str | Mapping[str, Any]) -> str:
-    """JSON text of ``schema``, checked; text stays as it is, and mappings keep their order.
+    """Return the checked JSON text of ``schema``. Text is not changed; mappings keep their order.
 
     Raises InputError as :func:`check_json_schema`.
     """
@@ -50,7 +50,7 @@ def check_json_schema(text: str) -> None:
 
 
 def _depth(text: str) -> int:
-    """Deepest nesting of brackets outside strings; of text that is no JSON, some number."""
+    """Return the deepest nesting of brackets outside strings; any number for invalid JSON."""
     depth = deepest = 0
     for match in _STRING_OR_BRACKET.finditer(text):
         if match[0] in "[{":

@@ -1,4 +1,4 @@
-"""How a worker stores KV blocks: the description two workers compare before a handoff."""
+"""Layout of a worker's KV blocks, and the model card that workers compare before a handoff."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_layers * self.block_bytes // self.block_size
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold ``tokens`` tokens."""
+        """Return the number of blocks for ``tokens`` tokens."""
         return -(-tokens // self.block_size)
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """What must agree between the two sides of a handoff, and what clients may ask for.
+    """A served model: must agree between the sides of a handoff, and bounds requests.
 
-    ``fingerprint`` digests the weights' identity and the config; ``numerics`` names backend,
-    dtype, kernel build and instruction set. Replay stays within one numerics fingerprint.
-    ``task``: "generate" or "embed"; what embeds has no decode side and makes vectors of
-    ``embedding_size`` numbers.
+    ``fingerprint``: digest of the weights' identity and the config. ``numerics``: name of kernels,
+    dtype, kernel build and instruction set; a replay needs equal numerics. ``task``: "generate" or
+    "embed"; an embedding model has no decode workers. ``embedding_size``: dimension of its
+    embeddings.
     """
 
     name: str
@@ -73,7 +73,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     embedding_size: Annotated[int, Meta(ge=0, le=MAX_EMBEDDING_SIZE)] = 0
 
     def mismatch(self, other: ModelCard) -> tuple[str, str, str] | None:
-        """First field that forbids a handoff: ``(field, mine, theirs)``, or None."""
+        """Return the first field that prevents a handoff, ``(field, mine, theirs)``, or None."""
         for field in ("architecture", "task", "fingerprint", "numerics", "vocab_size"):
             mine, theirs = getattr(self, field), getattr(other, field)
             if mine != theirs:

@@ -1,4 +1,4 @@
-"""Caps checked before anything is allocated; one place, so an operator can read them all."""
+"""Limits that are checked before anything is allocated, all in one module."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ MAX_CONTROL_BYTES = 16 << 20
 MAX_DESCRIBED_BYTES = 64 << 20
 """Largest first frame from a router to a client, which may carry a model's text files."""
 DESCRIBED_MARGIN = 1 << 20
-"""What of that frame is left for everything but the files."""
+"""Bytes of that frame reserved for everything except the files."""
 INLINE_ARRAY_BYTES = 4096
-"""Arrays from this size on are frames of their own; below, a frame costs more than the copy."""
+"""Arrays of at least this size become separate frames; a smaller array is cheaper to copy."""
 MAX_ARRAY_FRAMES = 64
-"""Most array frames behind one control message."""
+"""Maximum array frames after one control message."""
 MAX_KV_HEADER_BYTES = 256
 MAX_KV_FRAME_BYTES = 16 << 20
-"""Largest payload of one KV frame; larger ZeroMQ frames collapse in speed."""
+"""Largest payload of one KV frame; larger ZeroMQ frames are much slower per byte."""
 MAX_MESSAGES_PER_FRAME = 65_536
-"""Most messages in one batch."""
+"""Maximum messages in one envelope."""
 MAX_DEPTH = 32
 """Deepest nesting of a decoded message."""
 MAX_ARRAY_NDIM = 8
 MAX_ARRAY_BYTES = 1 << 30
 MAX_SHARED_BYTES = 256 << 20
-"""Most shared memory that one message may name; larger arrays travel in the message."""
+"""Maximum bytes of shared memory per message; further arrays travel in the message."""
 
 MAX_REQUEST_ID_CHARS = 256
 MAX_MODEL_NAME_CHARS = 256
@@ -40,7 +40,7 @@ MAX_CONTEXT_TOKENS = 4 << 20
 MAX_IMAGES = 1024
 MAX_VISION_TOKEN_IDS = 64
 MAX_NAMED_ARRAYS = 64
-"""Most arrays by name in one context."""
+"""Maximum named arrays in one context."""
 MAX_ENDPOINT_BYTES = 512
 DEFAULT_DEADLINE_S = 600.0
 MAX_DEADLINE_S = 86_400.0
@@ -49,11 +49,11 @@ MAX_JSON_SCHEMA_CHARS = 128 << 10
 MAX_JSON_SCHEMA_DEPTH = 64
 """Deepest nesting of brackets in a JSON schema."""
 
-# What numbers and texts of a message may be; far above what is ever right, so that what a user
-# can ask wrongly still gets an answer that says so.
+# Bounds of numbers and texts in messages. They are far above all valid values: a wrong value of
+# a user must pass the decoder, so that the router can answer with an error that names it.
 MAX_ATTEMPT = 1 << 31
 MAX_RESUMED_ATTEMPT = 1 << 30
-"""What a client may claim to have seen; leaves room for the attempts that follow."""
+"""Highest attempt that a client may name in Resume; leaves room for the attempts after it."""
 MAX_COUNT = 1 << 53
 """Largest number of tokens, blocks, frames or bytes."""
 MAX_SIZE = 1 << 24
@@ -62,7 +62,7 @@ MAX_LAYERS = 4096
 MAX_POSITIONS = 1 << 30
 """Longest context a model may declare."""
 MAX_EMBEDDING_SIZE = 1 << 14
-"""Most numbers of a vector."""
+"""Maximum dimension of an embedding."""
 MAX_DURATION_S = 1e9
 MAX_NAME_CHARS = 4096
 MAX_TEXT_CHARS = 1 << 20
@@ -71,4 +71,4 @@ MAX_LIST_ITEMS = 1 << 20
 MAX_POOL_CHARS = 256
 MAX_DROP_REASONS = 64
 MAX_ROUTERS = 64
-"""Most routers a worker speaks of."""
+"""Maximum routers in a worker's report of its load."""

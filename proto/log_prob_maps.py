@@ -1,9 +1,9 @@
-"""Log-probabilities as lists and maps, in the one-buffer form: counted before they are built.
+"""Log-probabilities as lists and maps, the form of contexts in one buffer.
 
-A list of one-byte maps becomes 72 times its size, one of small numbers 32 times. So the two lists
-are cut out of the message unbuilt, and built only when what their headers say they will take
-stays within a multiple of their bytes. Lists as they are written, with a number of 9 bytes for
-every token and every likely one, take a third of it.
+Their size in memory is computed before they are built, because a list of one-byte maps grows to 72
+times its size, and a list of small numbers to 32 times. The two lists are decoded as raw bytes.
+They are built only if the memory, computed from their headers, is at most a fixed multiple of
+their bytes. Lists as Baton writes them, with 9 bytes per number, need a third of this limit.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .outputs import LogProbabilities
 
 _FACTOR = 28
 _ROOM = 512
-"""Bytes that an entry may take besides; its field names in the message pay for them."""
+"""Additional bytes allowed per entry, in return for the bytes of its field names."""
 
-# What CPython and msgspec take, in bytes; the slot in a list is counted with its item.
+# Memory of objects in CPython and msgspec, in bytes, including an item's slot in its list.
 _FLOAT = 33
 _RAW = 72
 _EMPTY_MAP = 72
@@ -27,12 +27,12 @@ _SMALL_MAP = 232
 _SMALL_MAP_PAIRS = 5
 _PAIR = 28 + 24
 _LARGE_MAP_PAIR = 88
-"""Of a table that has just grown, beside the smaller one it is filled from."""
+"""Of a table that has just grown, together with the smaller table that it is filled from."""
 
 _NIL = b"\xc0"
 _LIST, _MAP = 0x90, 0x80
 _WIDE = {_LIST: 0xDC, _MAP: 0xDE}
-"""First byte of a list or map with few items; and with a count of 16 bits, then of 32."""
+"""First byte of a short list or map; first byte with a count of 16 bits; plus 1: of 32 bits."""
 
 _decode_raws = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 _decode_floats = msgspec.msgpack.Decoder(list[float]).decode
@@ -40,7 +40,7 @@ _decode_maps = msgspec.msgpack.Decoder(list[dict[int, float]]).decode
 
 
 class LogProbMaps(msgspec.Struct, gc=False):
-    """One :class:`.LogProbabilities` with its lists as they came."""
+    """One :class:`.LogProbabilities` with undecoded lists."""
 
     token_log_probabilities: msgspec.Raw
     top_log_probabilities: msgspec.Raw
@@ -50,7 +50,7 @@ _decode_queued = msgspec.msgpack.Decoder(dict[int, LogProbMaps]).decode
 
 
 def build_log_probs(value: LogProbMaps) -> LogProbabilities:
-    """The entry; LimitExceeded when it would be much larger than its bytes."""
+    """Build the entry; raises LimitExceeded if it would be much larger than its bytes."""
     chosen: Any = value.token_log_probabilities
     top: Any = value.top_log_probabilities
     left = _ROOM + _FACTOR * (len(memoryview(chosen)) + len(memoryview(top)))
@@ -63,14 +63,14 @@ def build_log_probs(value: LogProbMaps) -> LogProbabilities:
 
 
 def read_queued(raw: Any) -> dict[int, LogProbabilities] | None:
-    """Entries by position, as a context has them, or None; errors as :func:`build_log_probs`."""
+    """Build the entries by position, or None; raises errors as :func:`build_log_probs`."""
     if bytes(raw) == _NIL:
         return None
     return {at: build_log_probs(entry) for at, entry in _decode_queued(raw).items()}
 
 
 def _items(raw: Any, kind: int) -> int:
-    """Items of a list or map, as its header says."""
+    """Return the number of items of a list or map, from its header."""
     view = memoryview(raw)
     first = view[0]
     if first & 0xF0 == kind:

@@ -1,9 +1,9 @@
-"""A context's grammar matcher, kept in step with the tokens.
+"""A context's grammar matcher, kept consistent with the tokens.
 
-A matcher is anything with ``consume_token``: the engine's own, or a plain
-``llguidance.LLMatcher``. Two habits of the latter matter here. A call that it refuses leaves it
-unusable, so it is asked in a way that changes nothing first. And a token that follows the end of
-its grammar is accepted but not counted, so a rollback must not count that token either.
+A matcher is any object with ``consume_token``: the engine's matcher, or ``llguidance.LLMatcher``.
+The latter has two properties that matter here. A refused token makes it unusable, so each token is
+first validated without changing the matcher. And it accepts tokens after the end of its grammar
+without counting them, so a rollback must not count them either.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Matcher(Protocol):
 
 @runtime_checkable
 class RevocableMatcher(Protocol):
-    """A matcher that can go back; a context with another one cannot be rolled back."""
+    """A matcher that can roll back; a context with another matcher cannot be rolled back."""
 
     def rollback(self, count: int) -> bool | None:
-        """Take back the last ``count`` tokens; ValueError or False if the matcher cannot."""
+        """Undo the last ``count`` tokens; ValueError or False if not possible."""
         ...
 
 
@@ -35,15 +35,15 @@ class CopyableMatcher(Protocol):
     """A matcher that can be copied."""
 
     def deep_copy(self) -> RevocableMatcher:
-        """A matcher in the same state."""
+        """Return a matcher in the same state."""
         ...
 
 
 class Matched:
-    """The matcher of a context; :class:`.TextContext` inherits it and has the field."""
+    """The matcher of a context; :class:`.TextContext` inherits this and has the field."""
 
     if not TYPE_CHECKING:  # `_matcher` is a slot of the class that inherits
-        # No field of the dataclass: grammar state never travels and never compares.
+        # Not a field of the dataclass: grammar state is neither sent nor compared.
         __slots__ = ("_uncounted",)
 
     _matcher: Matcher | None
@@ -60,7 +60,7 @@ class Matched:
         self._uncounted = 0
 
     def _match(self, token: int) -> None:
-        """Advance the matcher; ValueError, and nothing changes, if it refuses the token."""
+        """Advance the matcher. Raises ValueError, without a change, if it refuses the token."""
         matcher = self._matcher
         if matcher is None:
             return
@@ -72,15 +72,15 @@ class Matched:
             self._uncounted = getattr(self, "_uncounted", 0) + 1
 
     def _unmatch(self, count: int) -> None:
-        """Take the last ``count`` tokens back from the matcher.
+        """Undo the last ``count`` tokens of the matcher.
 
-        InputError, or what the matcher raises, when it cannot; it stands where it stood then.
+        Raises InputError, or the matcher's error, without a change, if not possible.
         """
         matcher = self._matcher
         if matcher is None or not count:
             return
         if not isinstance(matcher, RevocableMatcher):
-            raise InputError("cannot roll back: the context's matcher cannot go back")
+            raise InputError("cannot roll back: the context's matcher has no rollback")
         uncounted: int = getattr(self, "_uncounted", 0)
         counted = max(0, count - uncounted)
         if counted:
@@ -89,11 +89,11 @@ class Matched:
 
 
 def _allows(matcher: Matcher, token: int, ended: bool) -> bool:
-    """Ask llguidance's matcher without changing it; True for a matcher that needs no asking."""
+    """Validate a token without changing the matcher; True if it has no ``validate_tokens``."""
     validate = getattr(matcher, "validate_tokens", None)
     if validate is None:
         return True
-    # At the end of its grammar `validate_tokens` knows nothing of end tokens.
+    # After the end of the grammar, `validate_tokens` ignores end tokens.
     return bool(
         cast("Any", matcher).deep_copy().consume_token(token) if ended else validate([token])
     )
@@ -103,4 +103,4 @@ def _take_back(matcher: RevocableMatcher, count: int) -> None:
     copied = matcher.deep_copy() if isinstance(matcher, CopyableMatcher) else None
     for one in (copied, matcher):
         if one is not None and one.rollback(count) is False:
-            raise InputError(f"cannot roll back: the matcher cannot take back {count} tokens")
+            raise InputError(f"cannot roll back: the matcher cannot undo {count} tokens")

@@ -1,4 +1,4 @@
-"""What every message is made of: the base, bounded numbers and texts, names of grants."""
+"""Parts of all messages: the base class, bounded numbers and texts, references to grants."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from .limits import (
 from .outputs import TokenLogProbs
 from .wire import TokenId
 
-# A decoder refuses a message with a value outside these, so no arithmetic behind it overflows.
+# A decoder rejects values outside these bounds, so later arithmetic cannot overflow.
 Word = Annotated[int, Meta(ge=0)]
 """Unsigned 64 bit: identities and checksums."""
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
-"""How many of something there are, or where one is: tokens, blocks, frames, bytes."""
+"""A number or an index of tokens, blocks, frames or bytes."""
 Attempt = Annotated[int, Meta(ge=0, le=MAX_ATTEMPT)]
 Seconds = Annotated[float, Meta(ge=0.0, le=MAX_DURATION_S)]
 """A duration; never NaN."""
 Total = Annotated[float, Meta(ge=0.0)]
 """Seconds of work since start; never NaN."""
 Remaining = Annotated[float, Meta(ge=-MAX_DURATION_S, le=MAX_DURATION_S)]
-"""Seconds until a deadline, negative behind it; never NaN."""
+"""Seconds until a deadline, negative after it; never NaN."""
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 """An id, an endpoint, a pool, a code."""
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
-"""What people read."""
+"""Text for users, such as an error message."""
 Binary = Annotated[bytes, Meta(max_length=MAX_KEY_BYTES)]
 """A key, a secret or a hash."""
 Binaries = Annotated[list[Binary], Meta(max_length=MAX_LIST_ITEMS)]
@@ -49,7 +49,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
 
 
 class GrantRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Names one grant of one decode worker's life; a stale one never matches again."""
+    """Reference to one grant of a decode worker's incarnation; never valid for another grant."""
 
     incarnation: Word
     slot: Word

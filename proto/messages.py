@@ -2,23 +2,22 @@
 
 A ZeroMQ message is one *envelope*: a first frame of ``b"BT"``, one version byte and a
 msgpack array of these structs, then one frame per large array of the contexts inside
-(see :mod:`.codec`). Many messages for one peer share an envelope, so the cost of a hop
-is paid per step and not per token.
+(see :mod:`.codec`). All messages for one peer share an envelope, so a hop costs time per
+step, not per token.
 
 Identities in the structs:
 
 * ``request``: 16 bytes, BLAKE2b of the client's identity, the request id and its number
   (:func:`.ids.request_key`).
-* ``attempt``: counts the tries of one request, from 1; a higher one supersedes.
-* ``incarnation``: random 64 bit per process start; a restarted worker is another worker.
-* ``grant``: :class:`GrantRef`, the decode worker's promise of blocks.
+* ``attempt``: number of the attempt, from 1; a higher attempt supersedes lower ones.
+* ``incarnation``: random 64 bits per process start; a restarted worker is another worker.
+* ``grant``: :class:`GrantRef`, blocks that the decode worker has reserved.
 
-All durations are seconds; ``deadline`` fields are *remaining* seconds, since clocks differ.
+All durations are seconds; ``deadline`` fields are *remaining* seconds, because clocks differ.
 ``position`` is the absolute index of a token in its context (the prompt starts at 0).
-Field comments say who needs the field.
 
-The structs are kept by conversation (:mod:`.client_messages`, :mod:`.worker_messages`,
-:mod:`.handoff_messages`); this module has them all.
+The structs are defined by conversation (:mod:`.client_messages`, :mod:`.worker_messages`,
+:mod:`.handoff_messages`); this module exports them all.
 """
 
 from __future__ import annotations
@@ -244,4 +243,4 @@ DecodeToPrefill = (
 )
 
 UNSEALED: frozenset[type[Message]] = frozenset({Probe, ProbeReply, Rejected, Ping, Pong})
-"""What workers hear of each other and of strangers without a digest (see :mod:`.codec`)."""
+"""Messages that workers accept from peers without a digest (see :mod:`.codec`)."""

@@ -1,6 +1,6 @@
-"""Earlier names of a context's state: thin views of the one state machine, and its constructor.
+"""Earlier names of a context's state, as properties, and earlier arguments of its constructor.
 
-Code written for the index form of a context keeps working::
+Code that was written for contexts with indices still works::
 
     |<-- processed -->|<-- next -->|<- later chunks ->|
     0             start_idx    active_idx          end_idx
@@ -28,7 +28,7 @@ INDEX_FIELDS = (
     "_completion_end_idx",
     "_prompt_len",
 )
-"""Fields of an earlier context that a :class:`.TokenBuffer` holds now; -1 was never set."""
+"""Fields of an earlier context that are now in a :class:`.TokenBuffer`; -1: unset."""
 
 _RENAMED: Mapping[str, tuple[str, Callable[[Any], object]]] = {
     "_status": ("status", lambda value: value),
@@ -37,15 +37,16 @@ _RENAMED: Mapping[str, tuple[str, Callable[[Any], object]]] = {
     "_audio_generation_status": ("audio_generation_status", lambda value: value),
 }
 _UNSET = -1
-_CAPACITY = "_size"  # the array's, which is not kept
+_CAPACITY = "_size"  # length of the array; ignored
 _EARLIER = frozenset({*INDEX_FIELDS, *_RENAMED, _CAPACITY})
 
 
 def takes_earlier_fields(cls: type[C]) -> type[C]:
-    """Class decorator: the constructor also takes the fields of the earlier page.
+    """Class decorator: the constructor also accepts the fields of the earlier page.
 
-    With indices, ``tokens`` is an array or a list. TypeError for a value given under both names,
-    and for indices beside a :class:`.TokenBuffer`. ValueError for contradicting indices.
+    With indices, ``tokens`` is an array or a list. The constructor raises TypeError for a value
+    given under both names and for indices with a :class:`.TokenBuffer`, and ValueError for
+    contradicting indices.
     """
     init = cast("Any", cls).__init__
 
@@ -60,12 +61,12 @@ def takes_earlier_fields(cls: type[C]) -> type[C]:
 
 
 def _later_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """Constructor values under the later names; indices become part of the token buffer."""
+    """Return the arguments under the later names, with indices as part of the token buffer."""
     later = {name: value for name, value in values.items() if name not in _EARLIER}
     for name in _RENAMED.keys() & values.keys():
         new, convert = _RENAMED[name]
         if new in later:
-            raise TypeError(f"{new} was given twice, as {name} as well")
+            raise TypeError(f"{new} was given twice, also as {name}")
         later[new] = convert(values[name])
     indices = {name: values[name] for name in INDEX_FIELDS if name in values}
     if indices:
@@ -76,9 +77,9 @@ def _later_fields(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def indexed_buffer(tokens: npt.ArrayLike | None, indices: Mapping[str, int]) -> TokenBuffer:
-    """Buffer of tokens ``[n]`` with room after them, whose windows are the ``INDEX_FIELDS``.
+    """Make a buffer from tokens ``[n]``, with room after them, and ``INDEX_FIELDS``.
 
-    ValueError for tokens that are not 1-D integers, or when the indices contradict each other.
+    Raises ValueError for tokens that are not 1-D integers, or for contradicting indices.
     """
     array = np.asarray(tokens)
     if array.dtype.kind not in "iu":
@@ -104,7 +105,7 @@ def indexed_buffer(tokens: npt.ArrayLike | None, indices: Mapping[str, int]) -> 
 
 
 class OldNames:
-    """Properties and setters that :class:`.TextContext` inherits; holds nothing itself."""
+    """Properties and setters that :class:`.TextContext` inherits; has no state."""
 
     if not TYPE_CHECKING:  # the attributes below are slots of the class that inherits
         __slots__ = ()
@@ -162,12 +163,12 @@ class OldNames:
 
     @property
     def prompt_tokens(self) -> Int64:
-        """Tokens the request came with, as a view."""
+        """Tokens of the original prompt, as a view."""
         return self.tokens.all[: self._prompt_length]
 
     @property
     def generated_tokens(self) -> Int64:
-        """Tokens behind those the request came with, as a view."""
+        """Tokens after the original prompt, as a view."""
         return self.tokens.all[self._prompt_length :]
 
     def set_token_indices(
@@ -177,11 +178,11 @@ class OldNames:
         end_idx: int | None = None,
         committed_idx: int | None = None,
     ) -> None:
-        """Set indices, None keeps one; ValueError, and no change, unless start < active <= end.
+        """Set indices; None keeps an index. Raises ValueError unless start < active <= end.
 
-        A higher end reserves zeroed room; active < end makes the tokens chunked. ValueError for an
-        end before the last token of the prompt or the last appended token: ``rollback`` drops
-        tokens.
+        A higher end reserves zeroed room; active < end makes the tokens chunked. Raises ValueError
+        for an end before the last token of the prompt or the last appended token; use ``rollback``
+        to drop tokens. Errors change nothing.
         """
         self.tokens.set_windows(
             self.start_idx if start_idx is None else start_idx,
@@ -209,19 +210,19 @@ class OldNames:
 
     @property
     def cache_seq_id(self) -> int:
-        """The cache slot; ValueError without one."""
+        """The cache slot; ValueError if unassigned."""
         if self._cache_seq_id is None:
             raise ValueError("the context is not assigned to a cache slot")
         return self._cache_seq_id
 
     def assign_to_cache(self, cache_seq_id: int) -> None:
-        """Give the context a cache slot; RuntimeError if it has one."""
+        """Assign a cache slot; RuntimeError if the context already has a slot."""
         if self._cache_seq_id is not None:
             raise RuntimeError(f"the context is already assigned to slot {self._cache_seq_id}")
         self._cache_seq_id = cache_seq_id
 
     def unassign_from_cache(self) -> None:
-        """Take the cache slot away, if there is one."""
+        """Remove the cache slot, if any."""
         self._cache_seq_id = None
 
     def set_draft_offset(self, idx: int) -> None:

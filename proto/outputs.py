@@ -1,4 +1,4 @@
-"""What a request gives back."""
+"""Outputs of text requests."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PAIR_BYTES = 4 + 8
 
 
 class TokenLogProbs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Wire form of one token's log-probabilities: its own, and the most likely ones as bytes.
+    """Log-probabilities of one token: of the token, and of the most likely tokens as bytes.
 
     ``packed``: n int32 token ids, then their n float64 log-probabilities, little-endian, in the
-    order of :attr:`top`. A map per token would let a message of one-byte maps take 72 times its
-    size; bytes stay what they are until somebody looks.
+    order of :attr:`top`. With a map per token, a message of one-byte maps would take 72 times its
+    size in memory; bytes are decoded only when :attr:`top` is read.
     """
 
     logprob: float
@@ -30,13 +30,13 @@ class TokenLogProbs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     def __post_init__(self) -> None:
         if len(self.packed) % _PAIR_BYTES:
-            raise ValueError(f"{len(self.packed)} bytes are no whole pairs of id and number")
+            raise ValueError(f"{len(self.packed)} bytes are not whole pairs of id and number")
 
     @classmethod
     def of(cls, logprob: float, top: Mapping[int, float]) -> Self:
-        """Log-probability of the token, and of the most likely ones by id.
+        """Pack the log-probability of the token, and those of the most likely tokens by id.
 
-        ValueError for an id that is not int32.
+        Raises ValueError for an id that is not int32.
         """
         try:
             packed = struct.pack(f"<{len(top)}i{len(top)}d", *top, *top.values())
@@ -46,7 +46,7 @@ class TokenLogProbs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def top(self) -> dict[int, float]:
-        """Token id to log-probability of the most likely ones, made anew at every call."""
+        """Token id to log-probability of the most likely tokens, as a new dict at every call."""
         count = len(self.packed) // _PAIR_BYTES
         numbers = struct.unpack(f"<{count}i{count}d", self.packed)
         return dict(zip(numbers, numbers[count:], strict=False))
@@ -56,8 +56,8 @@ class TokenLogProbs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class LogProbabilities:
     """Log-probabilities of consecutive tokens: one entry per token in both lists.
 
-    ``token_log_probabilities``: of the tokens chosen. ``top_log_probabilities``: token id to
-    log-probability of the most likely ones.
+    ``token_log_probabilities``: of the sampled tokens. ``top_log_probabilities``: token id to
+    log-probability of the most likely tokens.
     """
 
     token_log_probabilities: list[float]
@@ -65,11 +65,11 @@ class LogProbabilities:
 
     @classmethod
     def of_token(cls, token: TokenLogProbs) -> LogProbabilities:
-        """One token's entry from its wire form."""
+        """Convert the wire form of one token."""
         return cls([token.logprob], [token.top])
 
     def to_wire(self) -> TokenLogProbs:
-        """Wire form of the first token."""
+        """Return the wire form of the first token."""
         return TokenLogProbs.of(self.token_log_probabilities[0], self.top_log_probabilities[0])
 
 
@@ -77,7 +77,7 @@ class LogProbabilities:
 class TextGenerationOutput:
     """New tokens of one request and its status after them.
 
-    ``log_probabilities``: None, or one entry per token, itself None where a token has none.
+    ``log_probabilities``: None, or one entry per token, which is None for a token without any.
     """
 
     request_id: RequestID
@@ -92,9 +92,9 @@ class TextGenerationOutput:
 
     @classmethod
     def merge(cls, outputs: Sequence[TextGenerationOutput]) -> TextGenerationOutput:
-        """One output with all tokens in order, the first's id and the last's status.
+        """Merge outputs: all tokens in order, the first output's id and the last output's status.
 
-        Raises ValueError for no outputs, or when only some carry log-probabilities.
+        Raises ValueError for an empty list, or if only some outputs have log-probabilities.
         """
         if not outputs:
             raise ValueError("cannot merge an empty list of outputs")
@@ -121,7 +121,7 @@ R = TypeVar("R", bound=_Done)
 
 @dataclass(slots=True)
 class SchedulerResult(Generic[R]):
-    """One step's result of one request: an output, its cancellation, or its failure."""
+    """Result of one step for one request: an output, a cancellation or a failure."""
 
     is_done: bool
     result: R | None
@@ -129,15 +129,15 @@ class SchedulerResult(Generic[R]):
 
     @classmethod
     def create(cls, result: R) -> Self:
-        """The step made ``result``, perhaps the last."""
+        """Return the result of a step with output ``result``, possibly the last."""
         return cls(is_done=result.is_done, result=result)
 
     @classmethod
     def cancelled(cls) -> Self:
-        """The request was cancelled."""
+        """Return the result of a cancelled request."""
         return cls(is_done=True, result=None)
 
     @classmethod
     def failed(cls, message: str) -> Self:
-        """The request failed; ``message`` says why."""
+        """Return the result of a failed request; ``message``: the reason."""
         return cls(is_done=True, result=None, error=message)

@@ -1,4 +1,4 @@
-"""A request for an image: text tokens in, latents refined step by step, an image out."""
+"""A request for an image: latents are refined in steps from text tokens, and become an image."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ class PixelContext:
     """One image request.
 
     ``tokens``, ``tokens_2``: the prompt for the first and the second text encoder;
-    ``negative_*``: what the image must not show. ``mask``: of ``tokens``. ``latents``: what
-    the steps refine, in the end pixels ``[height, width]`` or ``[height, width, channels]``,
-    uint8 or floats from 0 to 1.
-    ``height``, ``width``: pixels.
+    ``negative_*``: prompts for content that the image must not show. ``mask``: of ``tokens``.
+    ``latents``: refined by the steps; at the end pixels, ``[height, width]`` or ``[height, width,
+    channels]``, uint8 or floats from 0 to 1. ``height``, ``width``: pixels.
     """
 
     tokens: TokenBuffer
@@ -79,15 +78,15 @@ class PixelContext:
         return self.status.is_done
 
     def compute_num_available_steps(self, max_seq_len: int) -> int:
-        """The number of inference steps; a sequence length means nothing here."""
+        """Return the number of inference steps; the sequence length has no effect."""
         return self.num_inference_steps
 
     def reset(self) -> None:
-        """Make the request active again; latents stay."""
+        """Make the request active again; latents are kept."""
         self.status = GenerationStatus.ACTIVE
 
     def update(self, latents: Array) -> None:
-        """Take the latents of a step."""
+        """Set the latents after a step."""
         self.latents = latents
 
     def update_status(self, status: GenerationStatus) -> None:
@@ -104,7 +103,7 @@ class PixelContext:
 
 
 def _pixels(latents: Array) -> npt.NDArray[np.uint8]:
-    """Latents as 8-bit pixels; InputError for floats outside 0 to 1, which no decoder gives."""
+    """Convert latents to 8-bit pixels; InputError for floats outside 0 to 1: not decoded yet."""
     if latents.dtype.kind != "f":
         return latents
     if not np.all((latents >= 0) & (latents <= 1)):

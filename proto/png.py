@@ -1,4 +1,4 @@
-"""A PNG of 8-bit pixels, by zlib alone."""
+"""Encode 8-bit pixels as PNG, using only zlib."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COLOURS = {1: 0, 3: 2, 4: 6}  # channels: grey, RGB, RGB and alpha
 
 
 def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """PNG of uint8 ``[height, width]`` or ``[height, width, 1, 3 or 4]``; ValueError otherwise."""
+    """Encode uint8 ``[height, width]`` or ``[height, width, 1, 3 or 4]``; else ValueError."""
     if pixels.ndim not in (2, 3):
         raise ValueError(
             f"Expected 2D or 3D array [height, width(, channels)], not shape {pixels.shape}"

@@ -1,14 +1,13 @@
-"""Proofs of assignment: which worker a router gave an attempt to.
+"""Proofs of assignment: they prove that a router gave an attempt to a worker.
 
-A router gives every attempt to one prefill and one decode worker. With the attempt each of them
-gets a proof of it, bound to the request, the attempt and the worker's incarnation. All routers of
-a cluster derive it from the cluster key, so a router that was restarted, or that never saw the
-request, believes a worker without remembering anything. A prefill worker also gets a *ticket*:
-by it the decode worker knows that a router sent this sender
-(docs/decisions/0022-proofs-of-assignment.md).
+A router assigns every attempt to one prefill and one decode worker. Each of the two gets a proof,
+bound to the request, the attempt and the worker's incarnation. All routers of a cluster derive
+proofs from the cluster key. So a router that was restarted, or that does not know the request, can
+check a worker's claim without stored state. A prefill worker also gets a *ticket*, which proves to
+the decode worker that a router chose this sender (docs/decisions/0022-proofs-of-assignment.md).
 
-An incarnation is bound to the key of its connection elsewhere (:mod:`baton.runtime.claims`), so a
-proof or a ticket is of no use to anyone else.
+:mod:`baton.runtime.claims` binds an incarnation to the key of its connection, so proofs and tickets
+are useless to other processes.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ PROOF_BYTES = 16
 
 
 def assignment_proof(cluster_key: bytes, request: bytes, attempt: int, incarnation: int) -> bytes:
-    """16 bytes that prove that a router gave this attempt to the worker ``incarnation``."""
+    """Return 16 bytes that prove that a router gave this attempt to worker ``incarnation``."""
     return _digest(_bound(cluster_key, b"baton-assigned", incarnation), request, attempt)
 
 
 @lru_cache(maxsize=4096)
 def worker_key(cluster_key: bytes, incarnation: int) -> bytes:
-    """16 bytes that only the routers and the worker ``incarnation`` know; Welcome carries them."""
+    """Return 16 bytes known only to routers and worker ``incarnation``; sent in Welcome."""
     return _bound(cluster_key, b"baton-worker", incarnation).digest()
 
 
 def reserve_ticket(key: bytes, request: bytes, attempt: int, incarnation: int) -> bytes:
-    """16 bytes that let the prefill worker ``incarnation`` hand this attempt to a decode worker.
+    """Return 16 bytes that allow prefill worker ``incarnation`` to hand off this attempt.
 
     ``key``: the decode worker's :func:`worker_key`.
     """
@@ -42,9 +41,9 @@ def reserve_ticket(key: bytes, request: bytes, attempt: int, incarnation: int) -
 def assignment(
     cluster_key: bytes, request: bytes, attempt: int, prefill: int, decode: int | None
 ) -> tuple[bytes, bytes, bytes]:
-    """What an Assign carries: the proof of each worker, by incarnation, and the ticket.
+    """Return the prefill worker's proof, the decode worker's proof and the ticket of an Assign.
 
-    The last two are empty without a decode worker.
+    ``prefill``, ``decode``: incarnations. Without a decode worker, the last two are empty.
     """
     first, second, third = _pair(cluster_key, prefill, decode)
     what = _what(request, attempt)
@@ -59,7 +58,7 @@ def assignment(
 
 
 def same(one: bytes, other: bytes) -> bool:
-    """Compare two proofs in constant time; an empty one equals nothing."""
+    """Compare two proofs in constant time; False for empty proofs."""
     return bool(one) and hmac.compare_digest(one, other)
 
 
@@ -70,13 +69,13 @@ def _digest(bound: blake2b, request: bytes, attempt: int) -> bytes:
 
 
 def _what(request: bytes, attempt: int) -> bytes:
-    """Fixed-length fields first, so no two inputs give the same bytes."""
+    """Encode a request and attempt, fixed length first, so that no two give the same bytes."""
     return attempt.to_bytes(8, "little") + request
 
 
 @lru_cache(maxsize=4096)
 def _bound(key: bytes, person: bytes, incarnation: int) -> blake2b:
-    """What all digests of one worker begin with; taking up the key costs more than the rest."""
+    """Return the common start of a worker's digests, cached: setting the key costs the most."""
     short = key if len(key) <= 64 else blake2b(key).digest()
     start = blake2b(digest_size=PROOF_BYTES, key=short, person=person)
     start.update(incarnation.to_bytes(8, "little"))

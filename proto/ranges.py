@@ -16,7 +16,7 @@ class Range:
         if self.start < 0 or self.end < 0:
             raise ValueError(f"range [{self.start}, {self.end}) must not be negative")
         if self.start > self.end:
-            raise ValueError(f"range start {self.start} is behind its end {self.end}")
+            raise ValueError(f"range start {self.start} is after its end {self.end}")
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -28,11 +28,11 @@ class Range:
         self.start += amount
 
     def bump_end(self, amount: int) -> None:
-        """Move the end by ``amount``; it stays at or behind the start."""
+        """Move the end by ``amount``; it stays at or after the start."""
         if self.end + amount < max(self.start, 0):
             raise ValueError(f"end {self.end} + {amount} falls before the start {self.start}")
         self.end += amount
 
     def advance(self) -> None:
-        """Make the range empty at its end."""
+        """Move the start to the end, so that the range is empty."""
         self.start = self.end

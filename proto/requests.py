@@ -1,4 +1,7 @@
-"""What a client builds and a router checks: a request's wire form against the model's card."""
+"""Build the wire form of a request, and check it against the card of the served model.
+
+Clients build and check it; routers and workers check it again.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,12 @@ def build_wire_context(
     cache_salt: str = "",
     json_schema: str | None = None,
 ) -> WireContext:
-    """Checked wire form of a request.
+    """Build and check the wire form of a request for text.
 
-    ``tokens``: 1-D integers. ``stop_sequences``: ``params.stop`` as tokens, where they have
-    a fixed spelling. They and ``params.stop_token_ids`` become ``eos_sequences``, which
-    stop also under ``ignore_eos``; the model's own ids are ``eos_token_ids``.
-    ``max_length``: total tokens; default what ``max_new_tokens`` and the model allow.
+    ``tokens``: 1-D integers. ``stop_sequences``: the strings of ``params.stop`` that always have
+    the same tokens, as tokens. They and ``params.stop_token_ids`` become ``eos_sequences``, which
+    end a request also under ``ignore_eos``; the model's own ids are ``eos_token_ids``.
+    ``max_length``: total tokens; default: the limit of ``max_new_tokens`` and the model.
     ``json_schema``: JSON text. Raises InputError as :func:`check_wire_context`.
     """
     prompt = _int32_tokens(tokens)
@@ -75,7 +78,10 @@ def build_wire_context(
 def build_embed_context(
     tokens: npt.ArrayLike, card: ModelCard, *, target_endpoint: str | None = None
 ) -> WireContext:
-    """Checked wire form of a request to embed; ``tokens`` and errors as above."""
+    """Build and check the wire form of a request for embeddings.
+
+    ``tokens``: 1-D integers. Raises InputError as :func:`check_wire_context`.
+    """
     text = _int32_tokens(tokens)
     wire = WireContext(
         tokens=WireTokens(text),
@@ -89,7 +95,7 @@ def build_embed_context(
 
 
 def check_wire_shape(wire: WireContext) -> None:
-    """What can be said of a request before any worker told the model; raises InputError."""
+    """Check a request without a model card, before any worker has registered; raises InputError."""
     check_kind(wire)
     _check_array(wire.tokens.array)
     _check_fresh(wire)
@@ -104,7 +110,7 @@ def check_wire_shape(wire: WireContext) -> None:
 
 
 def check_emitted(wire: WireContext, emitted: Sequence[int], card: ModelCard | None) -> None:
-    """Raise InputError unless ``emitted`` can be what was generated behind the prompt."""
+    """Raise InputError unless ``emitted`` can be the tokens generated after the prompt."""
     _check_room(wire, len(emitted))
     limit = MAX_TOKEN_ID if card is None else card.vocab_size - 1
     if len(emitted) and not 0 <= min(emitted) <= max(emitted) <= limit:
@@ -126,11 +132,11 @@ def _check_room(wire: WireContext, generated: int) -> None:
     asked = wire.sampling.max_new_tokens
     room = room if asked is None else min(room, asked)
     if generated > room:
-        raise InputError(f"{generated} emitted tokens are more than the {room} asked for")
+        raise InputError(f"{generated} tokens were emitted, but at most {room} may be generated")
 
 
 def check_wire_context(wire: WireContext, card: ModelCard) -> None:
-    """Raise one InputError that says what is wrong with a request, or return."""
+    """Raise InputError for the first fault of a request."""
     check_kind(wire)
     _check_task(wire, card)
     _check_tokens(wire, card)
@@ -159,15 +165,18 @@ def _int32_tokens(tokens: npt.ArrayLike) -> Int32:
 
 
 def check_kind(wire: WireContext) -> None:
-    """Raise InputError for a request that is not of text, the only kind that is served."""
+    """Raise InputError unless the request is a text request, the only kind that is served."""
     if type(wire) is not WireContext:
-        raise InputError(f"no model here takes a {wire.__struct_config__.tag}, only text")
+        raise InputError(f"{wire.__struct_config__.tag} is not served, only TextContext is")
 
 
 def _check_fresh(wire: WireContext) -> None:
-    """Requests begin at their prompt; tokens generated before travel beside the context."""
+    """Raise InputError unless the context is at its prompt.
+
+    Tokens that were generated before travel beside the context, in ``emitted``.
+    """
     if not wire.is_fresh:
-        raise InputError("the context is in the middle of its generation; submit a new one")
+        raise InputError("the context has already generated tokens; submit a new context")
 
 
 def _check_array(tokens: Int32) -> None:
@@ -187,7 +196,7 @@ def _check_task(wire: WireContext, card: ModelCard) -> None:
 
 
 def _least_new(wire: WireContext) -> int:
-    """Tokens a request must have room for behind its prompt."""
+    """Minimum number of tokens to generate."""
     return 0 if wire.task == "embed" else 1
 
 
@@ -199,18 +208,18 @@ def _check_tokens(wire: WireContext, card: ModelCard) -> None:
     if count == 0:
         raise InputError("the prompt is empty")
     if wire.task == "embed" and count > card.max_length:
-        raise InputError(f"the text has {count} tokens, but at most {card.max_length} are served")
+        raise InputError(f"text too long: {count} tokens, limit {card.max_length}")
     if wire.task != "embed" and count > card.max_length - 1:
         raise InputError(
-            f"the prompt has {count} tokens, but at most {card.max_length - 1} are served "
-            f"(a context of {card.max_length}, by the model and the KV memory, less one new token)"
+            f"prompt too long: {count} tokens, limit {card.max_length - 1} (context of "
+            f"{card.max_length} tokens, by the model and the KV memory, minus one new token)"
         )
     _check_vocabulary(tokens, card)
 
 
 def _check_vocabulary(tokens: Int32, card: ModelCard) -> None:
     # Read as unsigned, negative ids are the largest: one pass finds both. A reduction would take
-    # twice as long, and three times in a process that has just been woken.
+    # twice as long, and three times as long in a process that has just woken up.
     unsigned = tokens.view(_UINT32)
     if unsigned[unsigned.argmax()] >= card.vocab_size:
         at = int(np.flatnonzero(unsigned >= card.vocab_size)[0])
@@ -222,10 +231,10 @@ def _check_vocabulary(tokens: Int32, card: ModelCard) -> None:
 def _check_lengths(wire: WireContext, card: ModelCard) -> None:
     count = len(wire.tokens.array)
     if wire.max_length > card.max_length or wire.max_length > MAX_CONTEXT_TOKENS:
-        raise InputError(f"max_length {wire.max_length} is more than the served {card.max_length}")
+        raise InputError(f"max_length {wire.max_length} is over the served {card.max_length}")
     if wire.max_length < count + _least_new(wire):
         raise InputError(
-            f"max_length {wire.max_length} leaves no room behind the prompt of {count} tokens"
+            f"max_length {wire.max_length} leaves no room after the prompt of {count} tokens"
         )
     if count + wire.sampling.min_new_tokens > wire.max_length:
         raise InputError(
@@ -243,17 +252,17 @@ def _check_features(wire: WireContext, card: ModelCard) -> None:
         raise InputError("lora_name is not supported yet")
     _check_numbers(wire)
     if wire.model_name and wire.model_name != card.name:
-        raise InputError(f"model {wire.model_name[:80]!r} is not served here, {card.name!r} is")
+        raise InputError(f"model {wire.model_name[:80]!r} is not served, only {card.name!r} is")
 
 
 def _check_grammar(wire: WireContext, schema: str, card: ModelCard) -> None:
-    """Size, and that an answer can end; the schema itself is read where it is compiled."""
+    """Check the schema's length, and that an answer can end; the engine reads the schema."""
     if len(schema) > MAX_JSON_SCHEMA_CHARS:
         raise InputError(
             f"json_schema has {len(schema)} characters, at most {MAX_JSON_SCHEMA_CHARS} are allowed"
         )
     if wire.ignore_eos or wire.sampling.ignore_eos:
-        raise InputError("json_schema goes not with ignore_eos: a complete answer must end")
+        raise InputError("json_schema cannot be combined with ignore_eos")
     if not any(0 <= token < card.vocab_size for token in wire.eos_token_ids):
         raise InputError("json_schema needs an end-of-sequence id the model can generate")
 
@@ -271,7 +280,7 @@ def _check_ends(wire: WireContext, card: ModelCard) -> None:
     if len(wire.eos_token_ids) > MAX_EOS_TOKEN_IDS:
         raise InputError(f"more than {MAX_EOS_TOKEN_IDS} end-of-sequence ids")
     for token in wire.eos_token_ids:
-        # A model may have an id of its own that it can never generate.
+        # A model may declare an end-of-sequence id outside its vocabulary.
         if not 0 <= token < card.vocab_size and token not in card.eos_token_ids:
             raise InputError(
                 f"end-of-sequence id {token} is outside the vocabulary of {card.vocab_size}"

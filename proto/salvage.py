@@ -1,7 +1,7 @@
-"""The readable messages of an envelope that cannot be read as a whole.
+"""Read the valid messages of an envelope that also has invalid messages.
 
-A peer puts all messages of a turn into one envelope. One with a value of a wrong type must not
-take its neighbours with it, and its sender has to learn which request it was.
+A peer puts all messages of a turn into one envelope. A message with a value of a wrong type must
+not invalidate the other messages, and its sender must learn which request failed.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from .limits import MAX_ARRAY_FRAMES, MAX_NAME_CHARS, MAX_REQUEST_ID_CHARS
 
 T = TypeVar("T")
 MAX_REFUSED = 4096
-"""Most messages of one envelope that are answered one by one."""
+"""Maximum messages of one envelope that are refused one by one."""
 _PREFIX_BYTES = 3
 _ARRAY_OF_ONE = b"\x91"
 
 
 @dataclass(slots=True)
 class Salvaged(Generic[T]):
-    """What was read, and the error of each request of which a message was not."""
+    """The valid messages, and by request id the errors of the others."""
 
     messages: list[T] = field(default_factory=list)
     refused: dict[str, BatonError] = field(default_factory=dict)
 
 
 class _Heading(msgspec.Struct):
-    """What must be readable of a message to say whose it is."""
+    """The part of an invalid message that identifies its request."""
 
     type: Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
     request_id: Annotated[str, Meta(min_length=1, max_length=MAX_REQUEST_ID_CHARS)]
 
 
 class _Arrays(msgspec.Struct):
-    """Which of the envelope's frames are a message's own."""
+    """The part of a message that gives the number of its array frames."""
 
     arrays: Annotated[int, Meta(ge=0, le=MAX_ARRAY_FRAMES)] = 0
 
 
 class SalvagingDecoder(EnvelopeDecoder[T]):
-    """Decodes envelopes, and the readable part of those that :meth:`decode` refuses."""
+    """Decodes envelopes, and the valid part of envelopes that :meth:`decode` refuses."""
 
     def __init__(self, union: object) -> None:
         super().__init__(union)
@@ -57,9 +57,10 @@ class SalvagingDecoder(EnvelopeDecoder[T]):
         self._heading = msgspec.msgpack.Decoder(_Heading)
 
     def salvage(self, frames: Sequence[Frame]) -> Salvaged[T] | None:
-        """The readable messages of an unsealed envelope; None unless every other one is named.
+        """Return the valid messages of an unsealed envelope, and the errors of the others.
 
-        Takes time and memory in proportion to the envelope.
+        Returns None if an invalid message does not identify its request. Takes time and memory in
+        proportion to the envelope.
         """
         head = memoryview(frames[0]) if frames else memoryview(b"")
         if head[: len(MAGIC)] != MAGIC:

@@ -23,7 +23,7 @@ from .value_checks import Check, flag, many, real, shown, text, unknown_name, wh
 from .wire import INT32, NEUTRAL, OFF, WireSampling
 
 LogitsProcessor = Callable[[npt.NDArray[np.float32]], None]
-"""Changes the logits of one row in place; cannot travel between processes."""
+"""Changes the logits of one row in place; cannot be sent to another process."""
 
 MAX_SEED = (1 << 64) - 1
 _SMALLEST_FLOAT32 = 1.1754943508222875e-38
@@ -35,15 +35,15 @@ def _random_seed() -> int:
 
 
 class _Named:
-    """Base of the parameter classes: refuses unknown arguments, records the given ones.
+    """Base of the parameter classes: refuses unknown arguments, and records the given arguments.
 
-    ``_given`` holds the names of the arguments that were given and are not None. A call that
-    names every field, as ``dataclasses.replace`` makes, records nothing: there the values that
-    differ from the class's defaults count as given.
+    ``_given``: names of the arguments that were given and are not None. A call with every field,
+    as of ``dataclasses.replace``, records nothing; then the values that differ from the class's
+    defaults count as given.
     """
 
     __slots__ = ()
-    _given: tuple[str, ...] | None = None  # no field: it neither travels nor is compared
+    _given: tuple[str, ...] | None = None  # not a field: neither sent nor compared
 
     def __new__(cls, *args: object, **given: object) -> Self:
         if not args and not given:
@@ -109,23 +109,23 @@ _CHECKS: dict[str, Check] = {
     "seed": whole(0, MAX_SEED, "a whole number, 0 to 2**64 - 1"),
     "logits_processors": _check_processors,
 }
-"""By field, in the fields' order; a field of the classes below without a check fails a test."""
+"""Checks by field, in the order of the fields; a test compares them with the classes below."""
 
 
 @dataclass
 class SamplingParams(_Named):
     """Sampling parameters of one request.
 
-    ``top_k``: most likely tokens kept, -1 all (0 reads as -1). ``top_p``: nucleus mass.
-    ``min_p``: least probability relative to the best token; combines with any ``top_k``.
+    ``top_k``: keep this many of the most likely tokens; -1 or 0: all. ``top_p``: nucleus mass.
+    ``min_p``: minimum probability relative to the most likely token; combines with any ``top_k``.
     ``temperature``: 0 is greedy and sets ``top_k`` to 1. Penalties: neutral at 0, 0 and 1.
-    ``max_new_tokens``: None up to the context's end. ``min_new_tokens``: no EOS before.
+    ``max_new_tokens``: None: up to the context's end. ``min_new_tokens``: no EOS before.
     ``ignore_eos``: the model's EOS ids do not stop; ``stop`` and ``stop_token_ids`` still do.
     ``seed``: key of the random stream; random by default.
 
-    A field that is not given, or given as None, is unset: a client fills it from the model's
-    ``generation_config.json`` (:meth:`merged`), and the class's default holds if that says
-    nothing. Raises InputError, which names the field, for a wrong type or an impossible value.
+    A field that is not given, or given as None, is unset. A client fills unset fields from the
+    model's ``generation_config.json`` (:meth:`merged`), else from the class's defaults. Raises
+    InputError, which names the field, for a wrong type or an impossible value.
     """
 
     top_k: int = -1
@@ -161,12 +161,12 @@ class SamplingParams(_Named):
         if not stated:
             return
         self._given = tuple(name for name in stated if getattr(self, name) is not None)
-        self._check(stated)  # the class's own defaults need none
+        self._check(stated)  # the class's defaults need no check
 
     def check(self) -> None:
-        """Check every field again, as after an assignment; InputError names the first wrong one.
+        """Check every field, as after an assignment; raises InputError for the first wrong field.
 
-        None becomes the class's default, and NumPy's numbers become Python's.
+        None becomes the class's default, and NumPy numbers become Python numbers.
         """
         self._check(_CHECKS)
 
@@ -184,9 +184,9 @@ class SamplingParams(_Named):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The fields that are set, by name: those that were given and those that differ.
+        """The fields that are set, by name: given fields, and fields that differ from the default.
 
-        The seed is always among them, so that the one drawn at construction is the one used.
+        The seed is always included, so that the seed drawn at construction is used.
         """
         stated = self._given or ()
         found = {name: getattr(self, name) for name in _CHECKS}
@@ -197,11 +197,11 @@ class SamplingParams(_Named):
         }
 
     def merged(self, defaults: SamplingParamsGenerationConfigDefaults) -> SamplingParams:
-        """These parameters with unset fields filled from a model's generation config."""
+        """Return a copy with unset fields filled from a model's generation config."""
         return SamplingParams(**_merged(self.given, defaults))
 
     def reseeded(self) -> SamplingParams:
-        """A copy with another random seed, or these parameters if the seed was given."""
+        """Return a copy with another random seed, or ``self`` if the seed was given."""
         if "seed" in (self._given or ()):
             return self
         other = copy(self)
@@ -218,7 +218,7 @@ class SamplingParams(_Named):
         )
 
     def to_wire(self) -> WireSampling:
-        """Wire form; InputError if there are logits processors, which cannot travel."""
+        """Return the wire form; raises InputError for logits processors, which cannot be sent."""
         if self.logits_processors:
             raise InputError("logits_processors are code and cannot be sent to a cluster")
         # By name: attrgetter and a loop take three times as long.
@@ -241,7 +241,7 @@ class SamplingParams(_Named):
 
     @classmethod
     def from_wire(cls, wire: WireSampling) -> SamplingParams:
-        """Checked parameters of a decoded wire form; values seen before are not checked again."""
+        """Check a decoded wire form and convert it; values that passed before are not checked."""
         values = astuple(wire)
         known = _find_known(values)
         if known is None:
@@ -255,7 +255,7 @@ class SamplingParams(_Named):
 
     @classmethod
     def check_wire(cls, wire: WireSampling) -> None:
-        """As :meth:`from_wire`, for those who need no object."""
+        """Check like :meth:`from_wire`, without building an object."""
         if _find_known(astuple(wire)) is None:
             cls.from_wire(wire)
 
@@ -267,9 +267,9 @@ class SamplingParams(_Named):
     ) -> SamplingParams:
         """Merge: the user's value, else the model's generation config, else the default.
 
-        ``do_sample=False`` in the config is temperature 0, which makes ``top_k`` 1; a
-        temperature of the user's own takes both away. A length of the config gives way to the
-        user's where both together are impossible.
+        ``do_sample=False`` in the config means temperature 0, which sets ``top_k`` to 1; a
+        temperature from the user overrides both. If a length of the config contradicts a length
+        from the user, the user's length counts.
         """
         found = {name: getattr(input_params, name) for name in _CHECKS}
         given = {name: value for name, value in found.items() if value is not None}
@@ -300,9 +300,9 @@ _GOOD = 1024
 
 
 def _find_known(values: tuple[Any, ...]) -> dict[str, Any] | None:
-    """The fields of parameters with these wire values, but for the seed, which is the last.
+    """Return the fields of parameters with these wire values, except the seed (the last value).
 
-    None where such were not seen to be right before.
+    Returns None if these values have not passed the checks before.
     """
     # Those with stops are never noted, and a list of stops cannot be looked up.
     if values[_STOP] is values[_STOP_IDS] is None and 0 <= values[-1] <= MAX_SEED:
@@ -311,7 +311,7 @@ def _find_known(values: tuple[Any, ...]) -> dict[str, Any] | None:
 
 
 def _remember(values: tuple[Any, ...], params: SamplingParams) -> None:
-    """Note values that passed all checks, unless a check changed one."""
+    """Record values that passed all checks, unless a check changed a value."""
     if values[_STOP] is not None or values[_STOP_IDS] is not None:
         return
     fields = {**vars(params), "_given": ()}
@@ -323,13 +323,13 @@ def _remember(values: tuple[Any, ...], params: SamplingParams) -> None:
 
 
 def _default(name: str) -> Any:
-    """The class's default of a field; a new seed each time."""
+    """Return the class's default of a field; a new seed at each call."""
     return _random_seed() if name == "seed" else _DEFAULTS[name]
 
 
 @dataclass(slots=True)
 class SamplingParamsInput(_Named):
-    """What the user asked for; None leaves a value to the model or the default.
+    """The user's parameters; None: use the model's generation config, else the default.
 
     Raises InputError as :class:`SamplingParams` does.
     """
@@ -358,7 +358,7 @@ class SamplingParamsInput(_Named):
 
 
 def _show_fields(kind: Any) -> None:
-    """Make editors and help() show the fields, and not the arguments of ``__new__``."""
+    """Make editors and help() show the fields instead of the arguments of ``__new__``."""
     signature = inspect.signature(kind.__init__)
     kind.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])
 
@@ -369,7 +369,7 @@ _show_fields(SamplingParamsInput)
 
 @dataclass(frozen=True, slots=True)
 class SamplingParamsGenerationConfigDefaults:
-    """What a model's generation config says; None where it says nothing."""
+    """Sampling values of a model's generation config; None if unset."""
 
     temperature: float | None = None
     top_p: float | None = None

@@ -1,13 +1,13 @@
-"""Types to decode into before the classes themselves: nothing generic is ever built.
+"""Types that a decoder builds before the users' classes, so that no generic objects are built.
 
-msgspec hands an array or a context inside somebody's own type to a hook as generic lists and
-maps, which a hostile message can make far larger than itself. So a dataclass or struct with such
-a field gets a *shadow*: a struct of the same fields, with arrays as :class:`.arrays.ArrayMap`
-and contexts as their maps (:mod:`.wire`). The shadow is decoded by msgspec alone, and the object
-is built from it.
+For an array or a context inside a user's type, msgspec calls a hook with generic lists and maps. A
+hostile message can make these far larger than itself. So a dataclass or struct with such a field
+gets a *shadow*: a struct with the same fields, but with arrays as :class:`.arrays.ArrayMap` and
+contexts as their maps (:mod:`.wire`). msgspec decodes the shadow without a hook, and the object is
+built from it.
 
-A record of defaults alone takes one byte in a message and some hundred bytes as an object. So
-records inside a container have shadows that count themselves before the objects are built.
+A record with only defaults takes one byte in a message, and hundreds of bytes as an object. So the
+shadows of records inside a container count the bytes before the objects are built.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ import numpy as np
 from .arrays import ArrayMap, ArrayReader
 
 Build = Callable[[Any, ArrayReader], Any]
-"""Makes an object from what was decoded in its place."""
+"""Builds an object from its decoded shadow."""
 
 Count = Callable[[int], None]
-"""Takes bytes that an object will need; raises LimitExceeded when there is no room for it."""
+"""Counts bytes that an object will need; raises LimitExceeded over the limit."""
 
 _CONTAINERS: frozenset[Any] = frozenset(
     {list, set, frozenset, tuple, dict, Collection, Sequence, MutableSequence}
     | {AbstractSet, MutableSet, Mapping, MutableMapping}
 )
 _LEAST_RECORD = 400
-"""Bytes of a record at least; so few fit that building them takes little time too."""
+"""Minimum bytes counted for a record. It also bounds their number, and the time to build them."""
 _SLOT, _DICT, _OBJECT = 8, 184, 48
 
 _NEVER = object()
-"""Shadow of what cannot travel: code, grammar state."""
+"""Shadow of types that cannot be sent: code and grammar state."""
 
 
 class Shadows:
     """Makes shadows of types.
 
-    ``known``: those, and what builds from them, of some classes. ``count``: told of objects
-    inside a container before they are built.
+    ``known``: shadow and builder of some classes. ``count``: called with the bytes of each object
+    inside a container before the object is built.
     """
 
     def __init__(self, known: Mapping[type, tuple[Any, Build]], count: Count) -> None:
@@ -65,9 +65,9 @@ class Shadows:
         self._made: dict[tuple[type, bool], tuple[Any, Build | None]] = {}
 
     def of(self, kind: Any, many: bool = False) -> tuple[Any, Build | None]:
-        """Shadow of a type, and what builds the object from it (None: it is the object).
+        """Return the shadow of a type and its builder (None: the shadow is the object).
 
-        ``many``: it is part of a container, so a message may have any number of it.
+        ``many``: the type is part of a container, so a message may have any number of its objects.
         """
         origin, arguments = get_origin(kind), get_args(kind)
         if kind is np.ndarray or origin is np.ndarray:
@@ -130,7 +130,7 @@ class Shadows:
         return self._made[kind, many]
 
     def _counted(self, kind: Any, items: Sequence[Any]) -> dict[str, Any]:
-        """Namespace of a shadow that counts what its object will take."""
+        """Return the namespace of a shadow that counts the bytes of its object."""
         size = 2 * (_OBJECT + _SLOT * len(items)) + (_DICT if kind.__dictoffset__ else 0)
         made = [i.default_factory for i in items if i.default_factory not in _NO_DEFAULT]
         size = max(size + sum(sys.getsizeof(make()) for make in made), _LEAST_RECORD)
@@ -148,7 +148,7 @@ class Shadows:
             kind.__name__,
             [_field(item.name, shadows[item.name][0], item) for item in fields(kind)],
             namespace=self._counted(kind, fields(kind)) if many else None,
-            frozen=many,  # and so hashable, for sets and keys
+            frozen=many,  # thus hashable, for sets and keys
             kw_only=True,
         )
         post = getattr(kind, "__post_init__", None)
@@ -191,7 +191,7 @@ class Shadows:
 
 
 def _is_fixed(origin: Any, arguments: tuple[Any, ...]) -> bool:
-    """Whether a container is a tuple of a declared length."""
+    """Whether a container is a tuple with a declared length."""
     return origin is tuple and arguments[-1:] != (...,)
 
 
@@ -199,7 +199,7 @@ _NO_DEFAULT = (MISSING, msgspec.NODEFAULT)
 
 
 def _read(value: Any, reader: ArrayReader) -> Any:
-    # A field that was left out holds its default, which is an array already.
+    # A field that was left out has its default, which is already an array.
     return reader.read(value) if isinstance(value, ArrayMap) else value
 
 
@@ -217,7 +217,7 @@ def _field(name: str, shadow: Any, item: Any) -> tuple[str, Any, Any]:
 
 
 def _builder_of(origin: Any, arguments: tuple[Any, ...], builds: list[Build | None]) -> Build:
-    """Builds the items of a list, set, tuple or dict."""
+    """Return the builder of a list, set, tuple or dict."""
     plain: list[Build] = [build or (lambda value, _: value) for build in builds]
     if issubclass(origin, Mapping):
         return lambda value, reader: {

@@ -1,26 +1,26 @@
-"""Large arrays of a message beside it, in shared memory of one host.
+"""Large arrays of a message, in shared memory of one host.
 
-A segment is a file in ``/dev/shm``. Who owns it and for how long:
+A segment is a file in ``/dev/shm``. Its owner and lifetime:
 
-* The process that encodes owns its segments. Each has a lease; after the lease the owner removes
-  the segment, read or not, so a message nobody reads leaks nothing.
-* Readers only open. A message can be decoded again until the lease ends; what was mapped by
-  then stays valid, since the kernel keeps removed files that are in use.
-* An owner holds a lock on a file of its own as long as it lives, however it dies. A process that
-  begins to own segments removes those of owners whose lock is free.
+* The encoding process owns its segments. Each segment has a lease. After the lease the owner
+  removes the segment, read or unread, so an unread message leaks nothing.
+* Readers only open segments. A message can be decoded repeatedly until the lease ends. Mapped
+  segments stay valid after that, because the kernel keeps removed files that are in use.
+* An owner holds a lock on its owner file while it lives; the kernel frees the lock at any kind of
+  death. A new owner removes the segments of all owners whose lock is free.
 
-Which names a reader opens: the name of a segment carries a seal, a keyed hash of the segment's
-owner, number and size. Its key is a random secret in the owner's file, which only processes of
-the same user can read, and the text of ``BATON_SHARED_ARRAYS_KEY``, by which an operator sets
-clusters apart. So a message cannot name any other file of the user, and a forged file has no seal.
-The size is checked before anything is opened, and the file's own size, its memory, its owner and
-its mode before anything is mapped or allocated. ``BATON_SHARED_ARRAYS=off`` refuses all of it.
+The name of a segment carries a seal, a keyed hash of the segment's owner, number and size. Its key
+is made from a random secret in the owner file, which only processes of the same user can read, and
+from the text of ``BATON_SHARED_ARRAYS_KEY``, with which an operator separates clusters. So a
+message cannot name any other file of the user, and a forged file has no seal. The size is checked
+before a file is opened. The file's own size, memory, owner and mode are checked before anything is
+mapped or allocated. ``BATON_SHARED_ARRAYS=off`` refuses all shared memory.
 
-A reader that maps a segment relies on its owner, a process of the same user, not to shorten the
-file; one that copies relies on nothing.
+A reader that maps a segment relies on the owner, a process of the same user, not to shorten the
+file. A reader that copies relies on nothing.
 
-The files are opened here and not through :mod:`multiprocessing.shared_memory`: its tracker
-(until Python 3.13 without a way out) unlinks what a reader merely attached to.
+:mod:`multiprocessing.shared_memory` cannot be used: its tracker, which cannot be turned off before
+Python 3.13, unlinks segments that a process only attached to.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ FOLDER = Path("/dev/shm")  # noqa: S108  # where POSIX shared memory lives
 LEASE_S = 60.0
 """How long a segment can be opened, in seconds."""
 WATERMARK = 0.9
-"""Most of the free shared memory one array may take."""
+"""Maximum share of the free shared memory for one array."""
 SWITCH_VARIABLE = "BATON_SHARED_ARRAYS"
-"""Anything but ``on`` or nothing refuses shared memory, to write and to read."""
+"""A value other than ``on`` or the empty text refuses shared memory, for writing and reading."""
 KEY_VARIABLE = "BATON_SHARED_ARRAYS_KEY"
-"""Processes with different texts refuse each other's segments."""
+"""Processes with different values refuse each other's segments."""
 
 _PREFIX = "baton-arrays-"
 _NAME = re.compile(r"/?baton-arrays-([0-9a-f]{16})-([0-9a-f]{16})-([0-9a-f]{16})")
@@ -64,9 +64,10 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class SharedArrays(threading.local):
-    """Arrays of one message in shared memory, at most ``MAX_SHARED_BYTES`` together.
+    """Arrays of one message in shared memory, at most ``MAX_SHARED_BYTES`` in total.
 
-    A codec has one; each thread counts its own messages. ``allowed``: False refuses to read.
+    A codec has one instance; each thread counts its own messages. ``allowed``: False refuses to
+    read.
     """
 
     def __init__(self, *, allowed: bool = True) -> None:
@@ -78,7 +79,7 @@ class SharedArrays(threading.local):
         self._left = MAX_SHARED_BYTES
 
     def put(self, data: npt.NDArray[np.generic]) -> str | None:
-        """Name of a new segment with the C-ordered ``data``; None if it cannot be shared."""
+        """Write C-ordered ``data`` to a new segment. Returns its name, or None if not possible."""
         if data.nbytes > self._left or not _switched_on():
             return None
         store = process_store()
@@ -90,9 +91,9 @@ class SharedArrays(threading.local):
     def open(
         self, name: str, shape: tuple[int, ...], dtype: np.dtype[np.generic], *, copy: bool
     ) -> npt.NDArray[np.generic]:
-        """Return the array of a segment, not empty; read-only unless copied.
+        """Return the non-empty array of a segment; read-only unless copied.
 
-        LimitExceeded for more than a message may name, else DecodeFailed as
+        Raises LimitExceeded if the message names too many bytes, and DecodeFailed as
         :func:`open_segment`.
         """
         if not self._allowed:
@@ -113,7 +114,7 @@ def _switched_on() -> bool:
 
 
 class SegmentStore:
-    """The segments of this process; see the module. Thread-safe."""
+    """The segments of this process. Thread-safe."""
 
     def __init__(self, folder: Path = FOLDER, lease_s: float = LEASE_S) -> None:
         self._folder = folder
@@ -128,7 +129,7 @@ class SegmentStore:
         os.write(self._lock, self._secret)
 
     def put(self, data: npt.NDArray[np.generic]) -> str | None:
-        """Name of a new segment with the C-ordered ``data``; None when there is no room."""
+        """Write C-ordered ``data`` to a new segment. Returns its name, or None without room."""
         free = os.statvfs(self._folder)
         if not 0 < data.nbytes < free.f_bavail * free.f_frsize * WATERMARK:
             return None
@@ -154,7 +155,7 @@ class SegmentStore:
         self._wake()
 
     def close(self) -> None:
-        """Remove all segments; not in a process forked off the owner."""
+        """Remove all segments. Has no effect in a child forked from the owner."""
         if os.getpid() != self.pid:
             return
         with self._mutex:
@@ -168,7 +169,9 @@ class SegmentStore:
     def _write(self, path: Path, data: npt.NDArray[np.generic]) -> None:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _PRIVATE)
         try:
-            os.posix_fallocate(file, 0, data.nbytes)  # no room is an error here, not a signal
+            os.posix_fallocate(
+                file, 0, data.nbytes
+            )  # raises without room; a write would be killed by SIGBUS
             with mmap.mmap(file, data.nbytes) as room:
                 np.ndarray(data.shape, data.dtype, room)[...] = data
         finally:
@@ -185,7 +188,7 @@ class SegmentStore:
         (self._folder / name).unlink(missing_ok=True)
 
     def _wake(self) -> None:
-        """Have the oldest lease looked at when it ends."""
+        """Start a timer for the end of the oldest lease."""
         with self._mutex:
             if self._timer is None and self._leases:
                 wait = next(iter(self._leases.values())) - time.monotonic()
@@ -199,7 +202,7 @@ _store_mutex = threading.Lock()
 
 
 def process_store() -> SegmentStore | None:
-    """The store of this process, made when first needed; None where there is no shared memory."""
+    """Return the store of this process, made at first use; None without shared memory."""
     global _store
     with _store_mutex:
         if _store is None or _store.pid != os.getpid():
@@ -213,9 +216,9 @@ def process_store() -> SegmentStore | None:
 def open_segment(
     name: str, shape: tuple[int, ...], dtype: np.dtype[np.generic], nbytes: int, *, copy: bool
 ) -> npt.NDArray[np.generic]:
-    """Array in a segment, read-only or copied; ``nbytes`` as of shape and dtype, not 0.
+    """Return the array of a segment, read-only or copied; ``nbytes``: its size, not 0.
 
-    DecodeFailed when the lease is over, or no encoder of this user and key made the segment.
+    Raises DecodeFailed after the lease, or if no encoder of this user and key made the segment.
     """
     match = _NAME.fullmatch(name)
     if match is None:
@@ -244,7 +247,7 @@ def _secret_of(owner: str) -> bytes:
 
 
 def _open_private(path: Path, nbytes: int) -> int:
-    """Descriptor of a file of ``nbytes`` that only this user can use; DecodeFailed otherwise."""
+    """Open a file of ``nbytes`` that only this user can access; raises DecodeFailed otherwise."""
     try:
         file = os.open(path, _READ)
     except OSError as error:
@@ -255,7 +258,7 @@ def _open_private(path: Path, nbytes: int) -> int:
     if not stat.S_ISREG(found.st_mode) or not private:
         os.close(file)
         raise DecodeFailed(f"shared memory {path.name!r} is not a private file of this user")
-    # A sparse file would take memory only when it is read, and more than there may be.
+    # Reading a sparse file would allocate its memory, possibly more than is free.
     if found.st_size != nbytes or found.st_blocks * _BLOCK_BYTES < nbytes:
         os.close(file)
         raise DecodeFailed(f"shared memory of {found.st_size} bytes instead of {nbytes}")
@@ -278,7 +281,7 @@ def _read(
 
 
 def sweep_dead_owners(folder: Path = FOLDER) -> int:
-    """Remove what owners left that live no more; how many segments that were."""
+    """Remove the segments of dead owners. Returns the number of segments."""
     removed = 0
     for lock in folder.glob(_PREFIX + "*.owner"):
         try:
@@ -301,7 +304,7 @@ def sweep_dead_owners(folder: Path = FOLDER) -> int:
 
 
 def _own_lock(folder: Path) -> tuple[str, int]:
-    """A token for this owner's names, and the lock that says it lives."""
+    """Make a token for this owner's names, and the descriptor of its locked owner file."""
     while True:
         token = secrets.token_hex(8)
         path = folder / f"{_PREFIX}{token}.owner"

@@ -1,4 +1,4 @@
-"""A text-to-speech request: text tokens in, speech tokens out, audio decoded from those."""
+"""A text-to-speech request: speech tokens are generated from text tokens, and audio from these."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Integers = npt.NDArray[np.integer[Any]]
 Floats = npt.NDArray[np.floating[Any]]
 
 SPEECH_ROOM = 128
-"""Speech tokens by which the room for them grows."""
+"""Room for speech tokens grows in steps of this number of tokens."""
 
 
 def no_tokens() -> Integers:
-    """No speech tokens, int32."""
+    """Return an empty int32 array."""
     return np.zeros(0, np.int32)
 
 
 def speech_room() -> Integers:
-    """Zeroed room for the first speech tokens."""
+    """Return zeroed room for the first speech tokens."""
     return np.zeros(SPEECH_ROOM, np.int32)
 
 
 def roomy(tokens: Integers) -> Integers:
-    """A copy with zeroed room behind, as much as one that grew in small steps has."""
+    """Copy the tokens, with as much zeroed room after them as repeated small updates leave."""
     room = np.zeros((len(tokens) // SPEECH_ROOM + 1) * SPEECH_ROOM, tokens.dtype)
     room[: len(tokens)] = tokens
     return room
@@ -44,9 +44,9 @@ class TTSContext(TextContext):
     """One speech request.
 
     ``audio_prompt_tokens``: int32 voice prompt. ``buffer_speech_tokens``, ``audio_buffer``:
-    what the audio decoder kept of the chunk before. ``decoded_index``: speech tokens already
-    turned into audio. The request is done when ``audio_generation_status`` says so; ``status``
-    is that of the speech tokens.
+    state that the audio decoder keeps from the previous chunk. ``decoded_index``: number of speech
+    tokens already decoded to audio. ``status``: of the speech tokens;
+    ``audio_generation_status``: of the audio, and so of the request.
     """
 
     audio_prompt_tokens: Integers = field(default_factory=no_tokens)
@@ -66,12 +66,12 @@ class TTSContext(TextContext):
     def __post_init__(self) -> None:
         TextContext.__post_init__(self)  # the class cell of a slotted dataclass is another
         if not 0 <= self._speech_token_end_idx <= len(self._speech_tokens):
-            raise ValueError("the speech tokens end behind their array")
+            raise ValueError("the speech tokens end after their array")
         if not self._speech_tokens.flags.writeable:
             self._speech_tokens = self._speech_tokens.copy()
 
     def __eq__(self, other: object) -> bool:
-        """By class and by value; room for further speech tokens does not count."""
+        """Compare class and values, without the room for further speech tokens."""
         if not isinstance(other, TTSContext):
             return NotImplemented
         return same_fields(self, other) and same(self.speech_tokens, other.speech_tokens)
@@ -90,7 +90,7 @@ class TTSContext(TextContext):
 
     @property
     def block_counter(self) -> int:
-        """How often speech tokens were added, no tokens counting as well."""
+        """Number of calls of ``update_speech_tokens``, also those without tokens."""
         return self._block_counter
 
     @property
@@ -107,11 +107,11 @@ class TTSContext(TextContext):
         self.audio_generation_status = status
 
     def set_decoded_index(self, idx: int) -> None:
-        """Set how many speech tokens were turned into audio."""
+        """Set the number of speech tokens that were decoded to audio."""
         self.decoded_index = idx
 
     def has_undecoded_speech_tokens(self, exclude_last_n: int = 0) -> bool:
-        """Whether speech tokens before the last ``exclude_last_n`` are not yet audio."""
+        """Whether speech tokens before the last ``exclude_last_n`` are not decoded yet."""
         return self.decoded_index < self._speech_token_end_idx - exclude_last_n
 
     def update_speech_tokens(self, new_tokens: Integers) -> None:
@@ -130,10 +130,10 @@ class TTSContext(TextContext):
     def next_speech_tokens(
         self, audio_chunk_size: int | None = None, buffer: int | None = None
     ) -> tuple[Integers, int]:
-        """Speech tokens to turn into audio next, and how many of them were before.
+        """Return the speech tokens to decode next, and how many of them were decoded before.
 
-        ``audio_chunk_size``: most new ones, None all. ``buffer``: most old ones to see again.
-        Moves nothing; :meth:`set_decoded_index` does.
+        ``audio_chunk_size``: maximum new tokens; None: all. ``buffer``: maximum decoded tokens to
+        repeat. Does not change ``decoded_index``; use :meth:`set_decoded_index`.
         """
         start, end = self.decoded_index, self._speech_token_end_idx
         again = min(buffer, start) if buffer is not None else 0

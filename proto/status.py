@@ -1,4 +1,4 @@
-"""Why a request runs or ended; the values travel as text."""
+"""The status of a request; on the wire its values are texts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class GenerationStatus(StrEnum):
-    """State of a request's generation; everything but ``ACTIVE`` is an end."""
+    """State of a request's generation; all values except ``ACTIVE`` are ends."""
 
     ACTIVE = "active"
     END_OF_SEQUENCE = "end_of_sequence"

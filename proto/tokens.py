@@ -1,4 +1,4 @@
-"""A request's tokens, with what is processed, what is active and what is undelivered.
+"""A request's tokens, and which of them are processed, active and undelivered.
 
 Invariant::
 
@@ -9,10 +9,10 @@ Invariant::
     |<-- processed -->|<-- active -->|<- later chunks ->|<- zeroed slack ->|
     0            start + offset     end              length            capacity
 
-The buffer knows no end of sequence and no log-probabilities; :mod:`.contexts` does.
+Ends of sequences and log-probabilities belong to :mod:`.contexts`.
 
-What travels are int32 ids. Once made they are kept, and only those of new tokens are added, for
-as long as nobody else can have changed a token: giving out a view of the tokens ends that.
+On the wire, ids are int32. The buffer keeps them and adds only those of new tokens, until it
+returns a view of its tokens: through a view, tokens can change without notice.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 FUTURE_TOKEN = -999
-"""Stands for a token that is being computed; replaced when it is known."""
+"""Placeholder for a token that is being computed; replaced by the token."""
 
 _UNSET = -1
 _STATE_LENGTH = 8
 _INT32 = 1 << 31
 _INT32_TYPE = np.dtype(np.int32)
 _ALONE = 2
-"""References to a store that only its buffer has: the slot's and that of who counts."""
+"""References to a store without views: that of the slot, and that of the counting call."""
 _ROOM = 64
-"""Least room behind tokens that arrived, so that the first ones appended do not copy them again."""
+"""Minimum room after received tokens, so that the first appended tokens do not copy them again."""
 
 
 class _ValidPrefix:
-    """The field ``array``: set whole, read without the slack behind the last token.
+    """The field ``array``: set as a whole, read without the room after the last token.
 
-    A field that is a descriptor keeps capacity out of every wire form, comparison and copy.
+    As a descriptor, it keeps that room out of every wire form, comparison and copy.
     """
 
     def __get__(self, buffer: TokenBuffer | None, owner: type | None = None) -> Int64:
@@ -59,7 +59,7 @@ class _ValidPrefix:
 
 
 class _Named:
-    """A field under its name on the wire, kept in a slot with a short one."""
+    """A field under its name on the wire, stored in a slot with a shorter name."""
 
     def __init__(self, slot: str) -> None:
         self._slot = slot
@@ -72,7 +72,7 @@ class _Named:
 
 
 class _NamedRange:
-    """Two slots as one Range on the wire."""
+    """Two slots that form one Range on the wire."""
 
     def __init__(self, start: str, end: str) -> None:
         self._start, self._end = start, end
@@ -92,11 +92,11 @@ class _NamedRange:
 class TokenBuffer:
     """Growing int64 tokens with a processing window and a completion window.
 
-    ``array``: 1-D, int64, not empty (ValueError in this order); a read-only one is copied.
-    The completion window holds tokens appended and not yet consumed.
+    ``array``: 1-D, int64, not empty; otherwise ValueError, checked in this order. A read-only
+    array is copied. The completion window: tokens that were appended and not yet consumed.
     """
 
-    # The fields are what travels and what compares; the slots are what the methods use.
+    # The fields define wire form and comparison; the methods use the slots.
     __slots__ = (
         "_capacity",
         "_chunked",
@@ -124,7 +124,7 @@ class TokenBuffer:
     _actively_chunked: bool = _Named("_chunked")  # type: ignore[assignment]
     if TYPE_CHECKING:
         _store: Int64 = field(init=False)
-        _shared: bool = field(init=False)  # whether somebody may hold a view of the store
+        _shared: bool = field(init=False)  # whether a view of the store may exist
         _narrow: Int32 | None = field(init=False)  # int32 ids of the first _known tokens
         _known: int = field(init=False)
         _capacity: int = field(init=False)
@@ -160,16 +160,16 @@ class TokenBuffer:
         _check_windows(self.state(), self._capacity)
 
     def _adopt(self, array: Int64) -> None:
-        """Hold an array that somebody else may hold as well."""
+        """Take over an array that the caller may still use."""
         self._store, self._shared = array, True
         self._narrow, self._known = None, 0
 
     @classmethod
     def copy_of(cls, ids: npt.NDArray[np.integer[Any]]) -> TokenBuffer:
-        """A buffer of its own of ids ``[n]``, n > 0, of any integer type.
+        """Copy ids ``[n]``, n > 0, of any integer type into a new buffer.
 
-        They are copied as int32 where they fit, so that sending them needs no look at them, and
-        widened when first used.
+        They are copied as int32 if they fit, so that they can be sent as they are. They become
+        int64 at their first use.
         """
         if ids.dtype != np.int32:
             tokens = ids.astype(np.int64, copy=False)
@@ -180,12 +180,12 @@ class TokenBuffer:
 
     @classmethod
     def from_state(cls, ids: npt.NDArray[Any], state: Sequence[int] | None = None) -> TokenBuffer:
-        """The buffer that had these tokens and this :meth:`state`; ValueError if none can have.
+        """Rebuild the buffer with these tokens and this :meth:`state`; ValueError if impossible.
 
-        Without a state they are a prompt to which nothing happened.
+        Without a state, the tokens are an unprocessed prompt.
 
-        ``ids``: int32 or int64 ``[length]``. int32 is widened when the tokens are first used,
-        so a process that only looks at lengths or passes the buffer on never copies them.
+        ``ids``: int32 or int64 ``[length]``. int32 ids become int64 at their first use, so a
+        process that only uses lengths or forwards the buffer never copies them.
         """
         shape, dtype = ids.shape, ids.dtype
         if len(shape) != 1 or not shape[0]:
@@ -210,9 +210,9 @@ class TokenBuffer:
         return self
 
     def __getattr__(self, name: str) -> Int64:
-        """Widen the tokens at their first use; only slots that are not set get here.
+        """Convert the tokens to int64 at their first use; called only for slots that are not set.
 
-        From then on a context is independent of the frames it arrived in.
+        After that, the buffer does not depend on the frames it was received in.
         """
         narrow = self._narrow if name == "_store" else None
         if narrow is None:
@@ -227,22 +227,22 @@ class TokenBuffer:
         return store
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        """What a copy or a pickle holds; a shallow copy has the same array."""
+        """Return the state of a copy or pickle; a shallow copy shares the array."""
         self._view(0, 0)
         return None, {name: getattr(self, name) for name in self.__slots__}
 
     # ------------------------------------------------------------------ int32 ids
 
     def ids(self) -> npt.NDArray[Any]:
-        """Every token as int32 ``[length]`` where all fit, else int64; read-only, may be a view.
+        """Return all tokens, read-only: int32 ``[length]`` if all fit, else int64.
 
-        No later change of the tokens changes int32 ids.
+        May be a view. Later changes of the tokens do not change int32 ids.
         """
         length = self._length
         if self._narrow is not None and self._known >= length:
-            narrow = self._narrow  # of this very length nothing is written to it any more
+            narrow = self._narrow  # at exactly this length it is never written again
             ids: npt.NDArray[Any] = narrow if len(narrow) == length else narrow[:length]
-        elif self._shared and not self._regain():  # any token may have become another
+        elif self._shared and not self._regain():  # any token may have changed
             ids = self._store[:length]
             if _fit(ids):
                 ids = ids.astype(np.int32)
@@ -252,7 +252,7 @@ class TokenBuffer:
         return ids
 
     def _learn(self, length: int) -> npt.NDArray[Any]:
-        """Add the ids of new tokens to those known; int64 where they do not fit."""
+        """Add the ids of new tokens to the known ids; return int64 if they do not fit."""
         known, narrow = self._known, self._narrow
         new = self._store[known:length]
         if not _fit(new):
@@ -267,21 +267,21 @@ class TokenBuffer:
         return narrow[:length]
 
     def _forget(self, length: int) -> None:
-        """Tokens from ``length`` on change or are hidden.
+        """Forget the ids from ``length`` on, because these tokens change or are hidden.
 
-        What was known of them stays unwritten, as it may be on its way through a socket.
+        Their memory is not written again: a socket may still be sending it.
         """
         if self._known > length and self._narrow is not None:
             self._narrow, self._known = self._narrow[:length], length
 
     def _view(self, start: int, end: int) -> Int64:
-        """Tokens as a view, through which they may change from now on."""
+        """Return a view, through which the tokens may change from now on."""
         view = self._store[start:end]
         self._shared, self._narrow, self._known = True, None, 0
         return view
 
     def _regain(self) -> bool:
-        """Whether nobody holds a view any more; each refers to the store, as the slot does."""
+        """Whether no view exists any more. Each view holds a reference to the store."""
         if self._store.base is None and getrefcount(self._store) <= _ALONE:
             self._shared = False
         return not self._shared
@@ -328,7 +328,7 @@ class TokenBuffer:
 
     @property
     def generated(self) -> Int64:
-        """Tokens behind the prompt boundary, as a view."""
+        """Tokens after the prompt boundary, as a view."""
         return self._view(self._prompt, self._length)
 
     @property
@@ -338,12 +338,12 @@ class TokenBuffer:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the prompt boundary."""
+        """Number of tokens before the prompt boundary."""
         return self._prompt
 
     @property
     def generated_length(self) -> int:
-        """Tokens behind the prompt boundary."""
+        """Number of tokens after the prompt boundary."""
         return self._length - self._prompt
 
     @property
@@ -368,12 +368,12 @@ class TokenBuffer:
 
     @property
     def completion_range(self) -> Range:
-        """Positions of the tokens appended and not yet consumed."""
+        """Positions of the tokens that were appended and not yet consumed."""
         return Range(self._completion_start, self._completion_end)
 
     @property
     def is_chunked(self) -> bool:
-        """Whether tokens wait behind the processing window."""
+        """Whether tokens wait after the processing window."""
         return self._chunked
 
     actively_chunked = is_chunked
@@ -416,7 +416,7 @@ class TokenBuffer:
     # ------------------------------------------------------------------ processing window
 
     def apply_processing_offset(self, value: int) -> None:
-        """Set (not add) the offset of the active window; negative shows processed tokens again."""
+        """Set the active window's offset; a negative offset makes processed tokens active again."""
         if not 0 <= self._start + value <= self._end:
             raise ValueError(f"offset {value} leaves the tokens [0, {self._end}]")
         self._offset = value
@@ -452,7 +452,7 @@ class TokenBuffer:
     # ------------------------------------------------------------------ growth
 
     def advance_with_token(self, token: int, mark_previous_as_processed: bool = True) -> None:
-        """Append a token; what was active counts as processed unless told otherwise."""
+        """Append a token. By default, the tokens that were active become processed."""
         if self._chunked:
             raise ValueError("cannot append a token to a chunked buffer")
         length = self._length
@@ -480,14 +480,14 @@ class TokenBuffer:
         if start >= end:
             raise ValueError("there are no recently generated tokens to consume")
         if end > self._length:
-            raise ValueError(f"the completion window ends at {end}, behind the last token")
+            raise ValueError(f"the completion window ends at {end}, after the last token")
         self._completion_start = end
         return start, end
 
     def reset_as_new_prompt(self, delete_last_generated_token: bool = False) -> None:
-        """Make every token an unprocessed prompt token; an offset stays while it is inside."""
+        """Make every token an unprocessed prompt token; an offset inside the tokens is kept."""
         if self._end > self._length:
-            raise ValueError("the processing window ends behind the last token")
+            raise ValueError("the processing window ends after the last token")
         length = self._length
         if delete_last_generated_token:
             if length == self._prompt:
@@ -503,7 +503,7 @@ class TokenBuffer:
         self._chunked = False
 
     def truncate(self, length: int) -> None:
-        """Drop the tokens from ``length`` on; the last one left becomes active at least."""
+        """Drop the tokens from ``length`` on; at least the last remaining token becomes active."""
         if not 1 <= length <= self._length:
             raise ValueError(f"cannot truncate {self._length} tokens to {length}")
         self._store[length : self._length] = 0
@@ -537,19 +537,19 @@ class TokenBuffer:
         self._chunked = end < length
 
     def lend(self, n: int) -> None:
-        """Count ``n`` tokens of zeroed room as active tokens; negative hides the last ones.
+        """Count ``n`` tokens of zeroed room as active; a negative ``n`` hides the last tokens.
 
         ValueError when fewer than one token or a negative window would be left.
         """
         end, length = self._end + n, self._length + n
         if length < 1 or end < self._start + max(0, self._offset):
-            raise ValueError(f"cannot reserve {n} tokens behind {self._length}")
+            raise ValueError(f"cannot reserve {n} tokens after {self._length}")
         self._reserve(length)
         self._forget(length)
         self._end, self._length = end, length
 
     def take_back(self, end: int, length: int) -> None:
-        """End a :meth:`lend`: the window's end and the length are again what they were."""
+        """End a :meth:`lend`: restore the window's end and the length."""
         if length < self._length:
             self._store[length : self._length] = 0
             self._forget(length)
@@ -565,20 +565,20 @@ class TokenBuffer:
 
 
 def _fresh_state(length: int) -> tuple[int, ...]:
-    """The :meth:`TokenBuffer.state` of a prompt."""
+    """Return the :meth:`TokenBuffer.state` of a prompt of ``length`` tokens."""
     return length, 0, length, 0, length, length, length, 0
 
 
 def _fit(tokens: Int64) -> bool:
     """Whether all tokens are int32."""
-    # Read as unsigned, a negative one is larger than all others: one pass finds both.
+    # Read as unsigned, a negative id is larger than all others: one pass finds both.
     if np.maximum.reduce(tokens.view(np.uint64), initial=0) < _INT32:
         return True
     return bool(tokens.min() >= -_INT32 and tokens.max() < _INT32)
 
 
 def _check_windows(state: Sequence[int], capacity: int) -> None:
-    """ValueError for a :meth:`TokenBuffer.state` that no buffer can have."""
+    """Raise ValueError for an impossible :meth:`TokenBuffer.state`."""
     if len(state) != _STATE_LENGTH:
         raise ValueError(f"a token buffer has {_STATE_LENGTH} numbers, not {len(state)}")
     length, start, end, offset, completion_start, completion_end, prompt, chunked = state

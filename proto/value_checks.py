@@ -1,7 +1,7 @@
-"""Checks of single values a user gives: type first, then range; each returns the plain value.
+"""Checks of single values from users: first the type, then the range. Each returns the value.
 
-A message names the field, what is accepted, and the value with its type. ``bool`` is no
-number here, and NumPy's scalars count as the Python numbers they stand for.
+An error names the field, the accepted values, and the given value with its type. ``bool`` does not
+count as a number. NumPy scalars are converted to Python numbers.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import numpy as np
 from .errors import InputError
 
 Check = Callable[[str, Any], Any]
-"""``check(name, value)`` returns the value to use, or raises InputError naming ``name``."""
+"""``check(name, value)`` returns the value to use, or raises InputError with the name."""
 
 _SHOWN_CHARS = 40
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
 def shown(value: object) -> str:
-    """The value and its type, short enough for a message."""
+    """Return the value and its type, shortened for a message."""
     try:
         text = repr(value)
-    except Exception:  # a foreign object's own bug, or an int of too many digits
+    except Exception:  # a bug of a foreign class, or an int with too many digits
         text = "a value"
     if len(text) > _SHOWN_CHARS:
         text = text[: _SHOWN_CHARS - 3] + "..."
@@ -36,7 +36,7 @@ def shown(value: object) -> str:
 
 
 def whole(low: int, high: int, wanted: str) -> Check:
-    """Check for a whole number in ``[low, high]``; ``wanted`` says so in a message."""
+    """Check for a whole number in ``[low, high]``; ``wanted`` describes it in the error."""
 
     def check(name: str, value: Any) -> int:
         if type(value) is int and low <= value <= high:
@@ -60,7 +60,7 @@ def _whole_hint(value: float) -> str:
 def real(low: float, high: float, wanted: str, *, above: bool = False) -> Check:
     """Check for a number in ``[low, high]``, or in ``(low, high]`` if ``above``.
 
-    Magnitudes end where float32, in which tokens are drawn, ends.
+    The bounds are limited to float32, the type that sampling computes in.
     """
     low, high = max(low, -_LARGEST_FLOAT32), min(high, _LARGEST_FLOAT32)
 
@@ -106,7 +106,7 @@ def text(low: int, high: int) -> Check:
 
 
 def choice(*known: str) -> Check:
-    """Check for one of a few words."""
+    """Check for one of the ``known`` words."""
 
     def check(name: str, value: Any) -> str:
         if isinstance(value, str) and value in known:
@@ -132,7 +132,7 @@ def many(item: Check, most: int, what: str) -> Check:
 
 
 def unknown_name(owner: str, name: str, known: Iterable[str]) -> InputError:
-    """What to say to a keyword argument that ``owner`` does not have."""
+    """Return the error for a keyword argument that ``owner`` does not have."""
     names = sorted(known)
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(names)}"

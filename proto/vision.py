@@ -1,7 +1,7 @@
-"""A text request with images, each standing for a range of its tokens.
+"""A text request with images. Each image has a range of placeholder tokens.
 
-Invariant: no step begins or ends inside an image, for a vision encoder sees an image whole or
-not at all. What remains to be encoded follows from the processed tokens alone.
+Invariant: no step begins or ends inside an image, because a vision encoder needs whole images. The
+images that are not encoded yet follow from the number of processed tokens alone.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Pixels = npt.NDArray[Any]
 class TextAndVisionContext(TextContext):
     """One text request with images.
 
-    ``vision_token_ids``: the ids that stand for images (a model may have several).
-    ``images``: sorted, apart from each other by at least one token. ``extra_model_args``:
-    arrays the model wants besides. ``pixel_values``: one image without a token range, as
-    earlier models took it. Raises ValueError when images and tokens contradict each other.
+    ``vision_token_ids``: ids of placeholder tokens for images (a model may have several).
+    ``images``: sorted, with at least one token between two images. ``extra_model_args``: other
+    arrays for the model. ``pixel_values``: one image without a token range, the form of earlier
+    models. Raises ValueError if images and tokens contradict each other.
     """
 
     vision_token_ids: Annotated[list[int], Meta(max_length=MAX_VISION_TOKEN_IDS)] = field(
@@ -79,11 +79,11 @@ class TextAndVisionContext(TextContext):
                     f"It is invalid for the {name} ({position}) to bisect an image ({image})"
                 )
 
-    # ------------------------------------------------------------------ what is to be encoded
+    # ------------------------------------------------------------------ images to encode
 
     @property
     def image_idx(self) -> int:
-        """Index of the first image that is not wholly processed; their number if all are."""
+        """Index of the first image that is not fully processed; the number of images if none."""
         processed = self.tokens.processed_length
         for index, image in enumerate(self.images):
             if processed < image.end_idx:
@@ -92,15 +92,15 @@ class TextAndVisionContext(TextContext):
 
     @property
     def next_images(self) -> list[ImageMetadata]:
-        """The images that are not wholly processed."""
+        """The images that are not fully processed."""
         return self.images[self.image_idx :]
 
     @property
     def needs_vision_encoding(self) -> bool:
         """Whether an image waits for the vision encoder.
 
-        Derived, so a reset makes it true again. ``pixel_values`` wait until the first step.
-        Setting it counts for ``pixel_values`` alone.
+        Computed, so it is True again after a reset. ``pixel_values`` wait until the first step.
+        Setting the property affects only ``pixel_values``.
         """
         waiting = bool(self.pixel_values) and not self._pixels_encoded
         return waiting or self.image_idx < len(self.images)
@@ -114,7 +114,7 @@ class TextAndVisionContext(TextContext):
     def update(
         self, new_token: int, log_probabilities: LogProbabilities | TokenLogProbs | None = None
     ) -> None:
-        """See :meth:`.TextContext.update`; ValueError where the next step would cut an image."""
+        """See :meth:`.TextContext.update`; ValueError if the next step would cut an image."""
         self._check_step()
         TextContext.update(self, new_token, log_probabilities)
         self._pixels_encoded = True
@@ -126,12 +126,12 @@ class TextAndVisionContext(TextContext):
         self._pixels_encoded = True
 
     def reset(self) -> None:
-        """See :meth:`.TextContext.reset`; all images are to be encoded again."""
+        """See :meth:`.TextContext.reset`; all images will be encoded again."""
         TextContext.reset(self)
         self._pixels_encoded = False
 
     def rollback(self, idx: int) -> None:
-        """See :meth:`.TextContext.rollback`; an image the next step would cut is seen again."""
+        """See :meth:`.TextContext.rollback`; an image that would be cut is processed again."""
         TextContext.rollback(self, idx)
         start = self.tokens.processed_length
         self.tokens.rewind_processing(start - self.compute_image_aligned_idx(start))
@@ -151,24 +151,24 @@ class TextAndVisionContext(TextContext):
         TextContext.set_token_indices(self, start_idx, active_idx, end_idx, committed_idx)
 
     def _check_step(self) -> None:
-        """The last step ended where the next one begins; nothing has moved when it may not."""
+        """Raise ValueError, before any change, if the next step would begin inside an image."""
         if self.tokens.is_chunked:
             self._check_position(self.tokens._end, "current_position")
 
     # ------------------------------------------------------------------ chunks and prefix keys
 
     def compute_image_aligned_idx(self, idx: int) -> int:
-        """``idx``, or the start of the image it lies in."""
+        """Return ``idx``, or the start of the image that contains ``idx``."""
         for image in self.images:
             if image.start_idx <= idx < image.end_idx:
                 return image.start_idx
         return idx
 
     def chunk_at_image(self, n: int) -> int:
-        """Leave at most ``n`` active tokens for the next step, and none of a cut image.
+        """Leave at most ``n`` active tokens for the next step, without cutting an image.
 
-        An image that begins the step and is longer than ``n`` is taken whole. Returns how
-        many are active; ValueError for ``n`` below 1.
+        An image at the start of the step is taken whole, even if it is longer than ``n``. Returns
+        the number of active tokens. Raises ValueError for ``n`` below 1.
         """
         if n < 1:
             raise ValueError(f"a chunk needs at least one token, not {n}")
@@ -182,7 +182,7 @@ class TextAndVisionContext(TextContext):
         return tokens.active_length
 
     def image_spans(self, start: int = 0) -> list[ImageSpan]:
-        """What block hashes of the tokens from ``start`` on need to know of the images."""
+        """Return the spans of the images for block hashes of the tokens from ``start`` on."""
         return [
             (image.start_idx - start, image.end_idx - start, image.key())
             for image in self.images
@@ -190,10 +190,10 @@ class TextAndVisionContext(TextContext):
         ]
 
     def prefix_keys(self, block_size: int, salt: bytes) -> list[bytes]:
-        """Cache keys of the full blocks of all tokens.
+        """Return the cache keys of the full blocks of all tokens.
 
-        Equal placeholder tokens with other pixels behind them have other keys. ``pixel_values``
-        without a range count from the first block on.
+        Equal placeholder tokens with different pixels have different keys. ``pixel_values``, which
+        have no range, count from the first block on.
         """
         if self.pixel_values:
             whole = ImageMetadata(start_idx=0, end_idx=1, pixel_values=self.pixel_values[0])

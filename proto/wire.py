@@ -1,12 +1,12 @@
-"""The one form of a context in messages, files and buffers: the map of its fields.
+"""The form of a context in messages, files and buffers: the map of its fields.
 
-The map has the names of the class users hold, under ``type`` the name of that class, and leaves
-out what has its default, so a new request takes few bytes and one in the middle of its
-generation has the same form. :func:`.context_maps.to_map` and :func:`.context_maps.from_map`
-convert; a router checks and forwards a map without building a context.
+The map has the field names of the public class and, under ``type``, the name of that class. Fields
+with default values are left out, so a new request takes few bytes, and a partly generated request
+has the same form. :func:`.context_maps.to_map` and :func:`.context_maps.from_map` convert; a
+router checks and forwards a map without building a context.
 
-The structs accept more than is written: every field of the classes may be there, a token buffer
-with room behind its tokens too.
+The structs accept more than encoders write: every field of the classes may be present, and a token
+buffer may have unused room after its tokens.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ if TYPE_CHECKING:
     AnyArray = npt.NDArray[Any]
     Queued = dict[int, LogProbabilities] | None
 else:
-    # What the fields decode into before the arrays take their place, and the log-probabilities
-    # before they are counted. Nothing generic is ever built.
+    # The decoder's types: maps that arrays replace later, and log-probabilities that are counted
+    # before they are built. No generic list or map is ever built.
     TokenArray = AnyArray = ArrayMap
     Queued = msgspec.Raw
 
-# Lengths that a decoder refuses before it builds anything; see limits.py.
+# A decoder checks these bounds before it builds anything; see limits.py.
 INT32 = 1 << 31
 TokenId = Annotated[int, Meta(ge=-INT32, lt=INT32)]
 Number = Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
-"""What a user may ask wrongly, so that a check can say what is wrong with it."""
+"""A number of a user's: also wrong values are decoded, so that a check can name the field."""
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
@@ -68,13 +68,13 @@ EosSequences = Annotated[
 
 
 _ACTIVE = GenerationStatus.ACTIVE
-# An encoder leaves out a default only where a value is this very object, so the numbers that a
-# SamplingParams has by default are the same objects.
+# An encoder leaves out a value only if it is the same object as the default. So the defaults of
+# SamplingParams are the same objects.
 OFF, NEUTRAL = 0.0, 1.0
 
 
 class WireSampling(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """SamplingParams without callables; fields and defaults as documented there."""
+    """SamplingParams without callables, with the same fields and defaults."""
 
     top_k: Number = -1
     top_p: float = NEUTRAL
@@ -112,9 +112,9 @@ class WireRange(msgspec.Struct, frozen=True, gc=False):
 
 
 class WireTokens(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, eq=False):
-    """A token buffer: int32 ids (int64 where they do not fit), and how far it is.
+    """A token buffer: its ids (int32, or int64 if they do not fit) and its windows.
 
-    A buffer that nothing happened to has no other field than ``array``.
+    A buffer with only a prompt has no field but ``array``.
     """
 
     array: AnyArray
@@ -133,7 +133,7 @@ class WireTokens(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, eq=F
 
     @property
     def is_plain(self) -> bool:
-        """Whether the buffer says nothing but its tokens."""
+        """Whether the buffer is a prompt without any state."""
         return (
             self._prompt_length is UNSET
             and self._processing_range is UNSET
@@ -143,9 +143,9 @@ class WireTokens(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, eq=F
         )
 
     def state(self) -> tuple[int, ...] | None:
-        """As :meth:`.TokenBuffer.state`; None for a buffer that says nothing but its tokens."""
+        """Return the :meth:`.TokenBuffer.state`, or None for a prompt without any state."""
         array, processing, offset, completion, prompt, _, chunked = astuple(self)
-        # Not asked of is_plain, as every decoded buffer comes by here.
+        # Not is_plain: this runs for every decoded buffer, and one astuple is faster.
         if prompt is processing is completion is UNSET and not (offset or chunked):
             return None
         length = len(array)
@@ -157,7 +157,7 @@ class WireTokens(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, eq=F
 
 
 def fresh_state(length: int) -> tuple[int, ...]:
-    """The :meth:`.TokenBuffer.state` of a prompt."""
+    """Return the :meth:`.TokenBuffer.state` of a prompt of ``length`` tokens."""
     return length, 0, length, 0, length, length, length, 0
 
 
@@ -170,16 +170,16 @@ class WireContext(
     eq=False,
     dict=True,
 ):
-    """A text request: its tokens, everything that decides its continuation, and how far it is.
+    """A text request: its tokens, parameters and progress.
 
-    ``eos_sequences``: token sequences that end the request (stop strings, user stop ids).
-    ``json_schema``: JSON text the generated text must be an instance of.
-    ``task``: "generate", or "embed": then the end of the request brings its vector.
+    ``eos_sequences``: token sequences that end the request (stop strings, the user's stop ids).
+    ``json_schema``: JSON schema, as text, that the generated text must match. ``task``:
+    "generate", or "embed"; then the request's Terminal carries its embedding.
     """
 
     packed: ClassVar[tuple[Frame, Sequence[Frame]] | None] = None
-    """What the map came as, or was sent as: its bytes and its array frames; not one of its
-    fields, and kept by an object that has it in its ``__dict__``."""
+    """Encoded form of the map, received or sent: its bytes and its array frames. Not a field: an
+    object that has it keeps it in its ``__dict__``."""
 
     tokens: WireTokens
     max_length: Number
@@ -211,7 +211,7 @@ class WireContext(
 
     @property
     def prompt_length(self) -> int:
-        """Tokens the request came with."""
+        """Number of tokens of the original prompt."""
         if self._prompt_length >= 0:
             return self._prompt_length
         prompt = self.tokens._prompt_length
@@ -219,12 +219,12 @@ class WireContext(
 
     @property
     def generated_length(self) -> int:
-        """Tokens behind those the request came with."""
+        """Number of tokens after the original prompt."""
         return len(self.tokens.array) - self.prompt_length
 
     @property
     def is_fresh(self) -> bool:
-        """Whether it is a request that nothing happened to yet."""
+        """Whether the request is unprocessed: it has only its prompt."""
         tokens = self.tokens
         return (
             self.status is _ACTIVE
@@ -238,12 +238,12 @@ class WireContext(
 
 # --------------------------------------------------------------------------- other kinds
 #
-# They add fields to a text request, so that whoever only passes a request on, places it by
-# its tokens or ends it sees one class. Arrays stay views of the frames they came in.
+# They add fields to a text request. So code that forwards, places or ends requests of any kind
+# handles one class. Arrays stay views of the received frames.
 
 
 class WireImage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, eq=False):
-    """One image: its tokens ``[start_idx, end_idx)``, its pixels, and its hash if it has one."""
+    """One image: its tokens ``[start_idx, end_idx)``, its pixels, and optionally its hash."""
 
     start_idx: Count
     end_idx: Count
@@ -260,7 +260,7 @@ NamedArrays = Annotated[dict[Name, AnyArray], Meta(max_length=MAX_NAMED_ARRAYS)]
 class WireVisionContext(
     WireContext, frozen=True, kw_only=True, omit_defaults=True, tag="TextAndVisionContext", eq=False
 ):
-    """A text request with images; ``pixel_values`` are those of no token range."""
+    """A text request with images; ``pixel_values``: pixels of an image without a token range."""
 
     vision_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_VISION_TOKEN_IDS)] = []
     images: Annotated[list[WireImage], Meta(max_length=MAX_IMAGES)] = []
@@ -272,10 +272,11 @@ class WireVisionContext(
 class WireSpeechContext(
     WireContext, frozen=True, kw_only=True, omit_defaults=True, tag="TTSContext", eq=False
 ):
-    """A speech request and how far it is.
+    """A speech request and its progress.
 
-    ``_speech_tokens``: without what is reserved behind; others send that too, and then
-    ``_speech_token_size`` says how many are there and ``_speech_token_end_idx`` how many count.
+    ``_speech_tokens``: without the reserved room after them. Other encoders send that room too;
+    then ``_speech_token_size`` is the array's length, and ``_speech_token_end_idx`` the number
+    of valid tokens.
     """
 
     audio_prompt_tokens: AnyArray | None = None
@@ -295,7 +296,7 @@ class WireSpeechContext(
 class WirePixelContext(
     WireContext, frozen=True, kw_only=True, omit_defaults=True, tag="PixelContext", eq=False
 ):
-    """A request for an image and how far it is; ``max_length`` and sampling mean nothing."""
+    """A request for an image and its progress; ``max_length`` and sampling have no effect."""
 
     max_length: Number = 0
     mask: AnyArray | None = None
@@ -318,12 +319,12 @@ class WirePixelContext(
 
 
 AnyWireContext = WireContext | WireVisionContext | WireSpeechContext | WirePixelContext
-"""What a message carries; told apart by ``type``, the name of the class users hold."""
+"""Contexts of messages, distinguished by ``type``, the name of the public class."""
 
 if TYPE_CHECKING:
     CarriedContext = WireContext
     CarriedArray = npt.NDArray[np.float32] | None
 else:
-    # A message's own decoder leaves them as they came, so that they can be forwarded unread;
-    # the codec puts what they mean in their place.
+    # A message's decoder keeps their bytes, so that they can be forwarded unread. The codec
+    # replaces them by the decoded values.
     CarriedContext = CarriedArray = msgspec.Raw

@@ -99,7 +99,7 @@ def test_what_is_asked_of_the_wrong_model_is_one_clear_error(bert, start_cluster
     with bert.client() as client:
         with pytest.raises(TaskMismatch, match="embedding model"):
             list(client.generate("the cat"))
-        with pytest.raises(InputError, match="at most 100 are served"):
+        with pytest.raises(InputError, match="limit 100"):
             client.embed(["fits", [5] * 101])
         with pytest.raises(InputError, match="outside the vocabulary"):
             client.embed([[96]])

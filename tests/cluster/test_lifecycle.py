@@ -221,7 +221,7 @@ def test_the_verbs_find_a_cluster_by_the_users_default_address(start_cluster, tm
         lines = f"Who are you?\n{'too long ' * 3000}\nThank you!\n"
         talk = baton(folder, "chat", "--temperature=0", text=lines)
         assert (talk.returncode, len(talk.stdout.splitlines())) == (1, 2)
-        assert talk.stderr.startswith("baton: the prompt has")
+        assert talk.stderr.startswith("baton: prompt too long")
         dry = baton(folder, "serve", "--dry-run")
         assert dry.returncode == 0, dry.stderr
         assert "decode-0" in baton(folder, "status").stdout

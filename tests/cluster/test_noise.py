@@ -112,7 +112,7 @@ def test_another_protocol_version_is_named(running, name):
         peer.send(b"BT\x01" + envelope({"type": "Ping"})[3:])
         (answer,) = peer.answers()
     assert (answer["type"], answer["code"]) == ("Rejected", "version_mismatch")
-    assert re.search("version 1; this is version 3, which understands 3 to 4", answer["message"])
+    assert re.search("version 1; this process has version 3 and accepts 3 to 4", answer["message"])
 
 
 @pytest.mark.parametrize("name", NAMES)

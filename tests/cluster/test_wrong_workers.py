@@ -71,7 +71,7 @@ def test_a_worker_of_another_kind_is_refused(running, tmp_path, role, changes, m
 @pytest.mark.parametrize(
     ("changes", "code", "message"),
     [
-        ({"version": 1}, "version_mismatch", "speaks protocol version 1; this is version 3"),
+        ({"version": 1}, "version_mismatch", "has protocol version 1; this process has version 3"),
         ({"role": "judge"}, "protocol", "must be prefill or decode"),
         ({"endpoint": "nowhere"}, "input", "must start with"),
     ],

@@ -271,7 +271,7 @@ def test_v19_a_matcher_is_rolled_back_with_its_tokens_or_refuses():
     assert ctx == before
     ctx.set_matcher(Matcher())
     ctx.rollback(0)
-    with pytest.raises(InputError, match="matcher cannot go back"):
+    with pytest.raises(InputError, match="matcher has no rollback"):
         ctx.rollback(1)
     assert ctx == before
 

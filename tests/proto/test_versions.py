@@ -48,10 +48,10 @@ def test_a_field_that_a_newer_neighbour_added_is_skipped():
 @pytest.mark.parametrize("version", OTHERS)
 def test_other_versions_are_refused_with_both_named(version):
     (frame,) = EnvelopeEncoder().encode([Ping()])
-    text = f"version {version}; this is version {PROTOCOL_VERSION}, which understands"
+    text = f"version {version}; this process has version {PROTOCOL_VERSION} and accepts"
     with pytest.raises(VersionMismatch, match=text):
         EnvelopeDecoder(ClientToRouter).decode([with_version(frame, version)])
-    with pytest.raises(VersionMismatch, match=f"worker w speaks protocol {text}"):
+    with pytest.raises(VersionMismatch, match=f"worker w has protocol {text}"):
         check_version(version, "worker w")
 
 

@@ -237,5 +237,5 @@ def test_a_worker_refuses_a_request_of_another_kind(emitted):
     seen = TextAndVisionContext(
         max_length=9, tokens=[1, 2], pixel_values=(np.zeros((3, 2, 2), np.float32),)
     )
-    with pytest.raises(InputError, match="only text"):
+    with pytest.raises(InputError, match="only TextContext"):
         read_context("LlamaForCausalLM", request_map(seen), RequestID("r"), emitted)
