@@ -17,7 +17,7 @@ FIXED = (
     "task", "routers", "address", "transport", "run_dir", "keys", "admin", "device",
     "prefill", "decode", "prefill_min", "prefill_max", "decode_min", "decode_max",
 )  # fmt: skip
-"""Settings that a rollout cannot change: addresses, and settings with commands of their own."""
+"""Settings that a rollout cannot change: addresses, and settings with a separate command."""
 
 
 class Roster:
@@ -71,7 +71,7 @@ def changed(settings: ServeSettings, changes: Mapping[str, Any]) -> ServeSetting
     after = convert({**before, **changes})
     for name in FIXED:
         if getattr(after, name) != getattr(settings, name):
-            how = "use baton scale" if name in ("prefill", "decode") else "launch the cluster anew"
+            how = "use baton scale" if name in ("prefill", "decode") else "launch a new cluster"
             raise ConfigError(f"a rollout cannot change {name}; {how}")
     for role in ("", "prefill_", "decode_"):  # blocks and memory replace each other
         for one, other in (("kv_blocks", "kv_memory"), ("kv_memory", "kv_blocks")):

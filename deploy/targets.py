@@ -52,7 +52,7 @@ def scale_refusal(targets: Mapping[str, int], bounds: Bounds) -> str:
         if role not in POOLS:
             return f"no pool {role[:40]!r}; the pools are {' and '.join(POOLS)}"
         if role == DECODE and bounds.embeds:
-            return "an embedding model is served by prefill workers alone; decode cannot be scaled"
+            return "an embedding model has no decode workers; scale prefill only"
         if count < bounds.least(role):
             rule = f" ({role}_min)" if bounds.least(role) > 1 else ""
             return f"{role} must be at least {bounds.least(role)}{rule}, not {count}"

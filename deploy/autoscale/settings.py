@@ -42,7 +42,7 @@ class ScaleSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name in ("keep", "up_margin", "down_margin", "kv_share"):
             value = getattr(self, name)
             if not 0 < value <= 1:
-                raise ConfigError(f"{name} is {value}; it must lie above 0 and not above 1")
+                raise ConfigError(f"{name} is {value}; it must be greater than 0 and at most 1")
         if self.down_margin > self.up_margin:
             raise ConfigError("down_margin must not be above up_margin, or a pool would flap")
         for role in POOLS:

@@ -102,7 +102,7 @@ class Ray:
         needs = _ON_HEAD if role == ROUTER else 1
         offer = [node for node in nodes if node["Resources"].get(role, 0) >= needs]
         if not offer:
-            return f"no live node of {len(nodes)} has the resource '{role}'"
+            return f"none of {len(nodes)} live nodes has the resource '{role}'"
         if self._ray.available_resources().get(role, 0) < needs:
             at = str((entry.get("Address") or {}).get("IPAddress") or "")
             if at:  # the node is reserved, but Ray has not started the actor there

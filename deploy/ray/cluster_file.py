@@ -75,7 +75,7 @@ def write_cluster_file(cluster: FixedCluster) -> str:
     text = (Path(__file__).parent / TEMPLATE).read_text()
     for old, new in _replacements(cluster):
         if old not in text:
-            raise ConfigError(f"{TEMPLATE} has no '{old}'; install Baton anew")
+            raise ConfigError(f"{TEMPLATE} has no '{old}'; reinstall Baton")
         text = text.replace(old, new)
     return text
 
@@ -127,7 +127,7 @@ def router_address(head: str) -> str:
 def _launch_words(cluster: FixedCluster) -> str:
     words = f"--prefill {max(cluster.prefill_min, 1)} --decode {max(cluster.decode_min, 1)}"
     if "\n" in cluster.launch or " #" in cluster.launch:
-        raise ConfigError("launch: a line of words for `baton launch`, without a comment")
+        raise ConfigError("launch must be one line of `baton launch` arguments, without a comment")
     return f"{words} {cluster.launch}".strip()
 
 

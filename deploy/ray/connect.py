@@ -155,7 +155,7 @@ def _probe(address: str, limit: float) -> HeadFacts:
 def _refused(address: str, said: str) -> ConfigError | ConnectionLost:
     if "AuthenticationError" in said or "authentication token" in said:
         return ConfigError(
-            f"the Ray head at {address} wants a token and this process has none or a wrong one; "
+            f"the Ray head at {address} requires a token; this process has none or a wrong one; "
             "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the cluster's token file"
         )
     last = next((line for line in reversed(said.splitlines()) if line.strip()), "no message")

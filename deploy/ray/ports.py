@@ -23,7 +23,7 @@ CLIENT = 10001
 """Ray Client on the head: listens where ``ray[client]`` is installed, as in Ray's images, and
 cannot be turned off there. Baton does not use it."""
 METRICS = {"autoscaler": 44217, "dashboard": 44227}
-"""On the head, where ``ray[default]`` is installed; numbers for Prometheus alone."""
+"""Ports on the head if ``ray[default]`` is installed; used only by Prometheus."""
 START_OPTIONS = {**NODE_PORTS, **WORKER_PORTS}
 
 
@@ -41,5 +41,5 @@ def between_hosts() -> list[tuple[int, int]]:
 
 
 def metrics() -> list[int]:
-    """Ports that Prometheus reads, of a head; a node has the first alone."""
+    """Return the ports that Prometheus reads on a head; a node has only the first."""
     return [NODE_PORTS["metrics-export-port"], *METRICS.values()]

@@ -68,8 +68,8 @@ def decode_saved(data: bytes) -> Saved:
         return msgspec.convert(raw, Saved, str_keys=True)
     except msgspec.DecodeError as problem:
         raise ConfigError(
-            f"the controller's record in Ray cannot be read ({problem}); end the cluster with "
-            "baton down and launch it anew"
+            f"the controller's saved state in Ray cannot be read ({problem}); end the cluster with "
+            "baton down and launch it again"
         ) from problem
 
 

@@ -1,9 +1,10 @@
 # Stop every Ray and Baton process of this host, and verify it. Exit code 3: some are left.
-# Arguments: the host's address as the cluster knows it, seconds of grace before SIGKILL.
+# Arguments: the host's address in the cluster file, seconds of grace before SIGKILL.
 #
-# What `ray start` of the cluster started carries RAY_CLOUD_INSTANCE_ID=ADDRESS@LAUNCH, and so do
-# its children, Baton's workers among them. Processes that write a title over their environment,
-# and those of a `ray start` by hand, are known by their command line, as `ray stop` knows them.
+# Processes of the cluster's `ray start` have RAY_CLOUD_INSTANCE_ID=ADDRESS@LAUNCH in their
+# environment, and so do their children, such as Baton's workers. Two kinds of processes are found
+# by their command line, as `ray stop` does: those whose title overwrites the environment, and those
+# of a manual `ray start`.
 address=$1 grace=$2
 
 alive() {

@@ -45,8 +45,8 @@ def test_token_and_keys(tmp_path, monkeypatch):
             assert sum(len(o.tokens) for o in client.generate(job.prompt, job.params)) == 5
         with pytest.raises(BatonError), Client(ADDRESS, connect_timeout=1) as client:
             client.status()
-        assert "wants a token" in refused(RAY_AUTH_TOKEN="f" * 32)
-        assert "wants a token" in refused(RAY_AUTH_MODE="disabled")
+        assert "requires a token" in refused(RAY_AUTH_TOKEN="f" * 32)
+        assert "requires a token" in refused(RAY_AUTH_MODE="disabled")
         end_controller()
         assert "router" in cluster.baton("down", "--ray-address", "auto")
         assert cluster.members() == []
