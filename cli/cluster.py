@@ -12,7 +12,7 @@ import msgspec
 
 from ..client import Client
 from ..client.routers import router_addresses
-from ..deploy.addresses import trusted_default_address
+from ..deploy.plan.addresses import trusted_default_address
 from ..deploy.report import ClusterReport
 from .numbers import seconds
 

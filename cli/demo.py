@@ -8,11 +8,11 @@ import time
 from dataclasses import dataclass
 
 from ..client import Client
-from ..deploy.banner import mebibytes
 from ..deploy.config import ServeSettings
-from ..deploy.local import LocalCluster, check_model
+from ..deploy.local.banner import mebibytes
+from ..deploy.local.cluster import LocalCluster, check_model
+from ..deploy.local.terminal import terminal
 from ..deploy.report import HandoffRecord
-from ..deploy.terminal import terminal
 from ..proto.errors import BatonError, InternalError
 from ..proto.sampling import SamplingParamsInput
 from .cluster import parsed

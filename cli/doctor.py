@@ -20,11 +20,11 @@ import numpy as np
 
 from baton import DISTRIBUTION
 
-from ..deploy.addresses import default_address, free_ports, ipc_path
-from ..deploy.banner import kernels_warning
 from ..deploy.config import ServeSettings, demo_model_folder
+from ..deploy.local.banner import kernels_warning
+from ..deploy.local.run_folder import socket_in_use
+from ..deploy.plan.addresses import default_address, free_ports, ipc_path
 from ..deploy.ray.connect import INSTALL_RAY
-from ..deploy.run_folder import socket_in_use
 from ..engine.kernels import kernels_title, load_backend
 from ..engine.kernels.cuda.cupy_device import INSTALL_CUPY
 from ..engine.loading.checkpoint import load_checkpoint, require_tokenizer

@@ -9,10 +9,10 @@ import socket
 import time
 from pathlib import Path
 
-from ..deploy.address_lock import AddressLock
-from ..deploy.admin import GoDown, Overview, Result
-from ..deploy.admin_client import AdminClient, listens
-from ..deploy.run_folder import sweep
+from ..deploy.controller.admin import GoDown, Overview, Result
+from ..deploy.controller.admin_client import AdminClient, listens
+from ..deploy.local.address_lock import AddressLock
+from ..deploy.local.run_folder import sweep
 from ..proto.errors import ConnectionLost, RequestFailed
 from .cluster import addresses_of
 from .operator import add_operator, admin_of, has_controller, operator

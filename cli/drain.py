@@ -7,7 +7,7 @@ import sys
 import time
 
 from ..client import Client
-from ..deploy.admin import DrainWorker
+from ..deploy.controller.admin import DrainWorker
 from ..deploy.report import DRAINED, ClusterReport, WorkerReport
 from ..proto.errors import BatonError, CapacityError, RequestFailed
 from .cluster import connect, parsed

@@ -9,16 +9,16 @@ from typing import Any
 import msgspec
 
 from ..client.routers import separated
-from ..deploy.addresses import admin_address, claim_admin, client_addresses, ipc_path
-from ..deploy.admin import Overview
-from ..deploy.admin_client import AdminClient, listens
-from ..deploy.banner import kernels_warning
 from ..deploy.config import ServeSettings, with_present_names
-from ..deploy.daemon import Daemon
-from ..deploy.local import LocalCluster
-from ..deploy.plan import key_folder, model_folder, router_names
-from ..deploy.prepare import check_start, with_task
-from ..deploy.terminal import terminal
+from ..deploy.controller.admin import Overview
+from ..deploy.controller.admin_client import AdminClient, listens
+from ..deploy.local.banner import kernels_warning
+from ..deploy.local.cluster import LocalCluster
+from ..deploy.local.daemon import Daemon
+from ..deploy.local.terminal import terminal
+from ..deploy.plan.addresses import admin_address, claim_admin, client_addresses, ipc_path
+from ..deploy.plan.plan import key_folder, model_folder, router_names
+from ..deploy.plan.prepare import check_start, with_task
 from ..proto.errors import ConfigError, ConnectionLost, RequestFailed
 from .parser import one_of, shown, warn
 from .serve import add_settings, run_cluster, settings_of

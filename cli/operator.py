@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 
-from ..deploy.addresses import admin_address
-from ..deploy.admin import Overview, Progress, Request
-from ..deploy.admin_client import AdminClient, listens
+from ..deploy.controller.admin import Overview, Progress, Request
+from ..deploy.controller.admin_client import AdminClient, listens
+from ..deploy.plan.addresses import admin_address
 from ..proto.errors import ConfigError, ConnectionLost
 from .cluster import TIMEOUT, add_address, addresses_of, keys_of
 

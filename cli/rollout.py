@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..deploy.admin import RollOut
-from ..deploy.admin_client import AdminClient
 from ..deploy.config import ServeSettings, with_present_names
-from ..deploy.core import Phase
-from ..deploy.plan import model_folder
-from ..deploy.prepare import check_tokenizer
+from ..deploy.controller.admin import RollOut
+from ..deploy.controller.admin_client import AdminClient
+from ..deploy.plan.plan import model_folder
+from ..deploy.plan.prepare import check_tokenizer
+from ..deploy.supervise.core import Phase
 from ..proto.errors import ConfigError
 from .operator import add_operator, assignments, carry_out, operator
 from .parser import did_you_mean, warn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..deploy.admin import ScalePools
+from ..deploy.controller.admin import ScalePools
 from ..proto.errors import ConfigError
 from .operator import add_operator, assignments, carry_out, operator
 

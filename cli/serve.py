@@ -10,10 +10,10 @@ from collections.abc import Callable, Container
 import msgspec
 
 from ..deploy.config import CHOICES, RENAMED, RENAMED_VALUES, ServeSettings
-from ..deploy.local import LocalCluster
-from ..deploy.plan import describe_plan
-from ..deploy.prepare import check_start, make_plan
-from ..deploy.terminal import terminal
+from ..deploy.local.cluster import LocalCluster
+from ..deploy.local.terminal import terminal
+from ..deploy.plan.plan import describe_plan
+from ..deploy.plan.prepare import check_start, make_plan
 from ..proto.errors import RequestFailed
 from .numbers import count, seconds
 from .parser import one_of, shown, warn

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from ..client import Client
-from ..deploy.admin import Overview
-from ..deploy.banner import mebibytes
-from ..deploy.core import Phase
-from ..deploy.health import DEGRADED
+from ..deploy.controller.admin import Overview
+from ..deploy.controller.health import DEGRADED
+from ..deploy.local.banner import mebibytes
 from ..deploy.report import DRAINED, ClusterReport, HandoffRecord, WorkerReport
+from ..deploy.supervise.core import Phase
 from ..proto.errors import BatonError, ConnectionLost, VersionMismatch
 from .cluster import addresses_of, keys_of, parsed
 from .numbers import count

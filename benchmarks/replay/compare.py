@@ -8,7 +8,7 @@ from itertools import pairwise
 from ...deploy.autoscale.metrics import ROLES
 from ...deploy.autoscale.policy import Autoscaler
 from ...deploy.autoscale.settings import ScaleSettings
-from ...deploy.targets import Bounds
+from ...deploy.plan.bounds import Bounds
 from .cases import GOAL
 from .cluster import Outcome, Targets
 from .oracle import Case, smallest

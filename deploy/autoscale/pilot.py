@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterable, Mapping
 
 from ..config import ServeSettings
-from ..controller import ControllerCore
-from ..plan import router_names
+from ..controller.core import ControllerCore
+from ..plan.bounds import Bounds
+from ..plan.plan import router_names
 from ..report import ClusterReport, WorkerReport
-from ..targets import Bounds
 from .metrics import ROLES, STALE_S, Metrics, RouterSample, WorkerSample
 from .policy import Autoscaler
 from .settings import ScaleSettings

@@ -7,8 +7,8 @@ import math
 import msgspec
 
 from ...proto.errors import ConfigError
-from ..launcher import POOLS
-from ..targets import Bounds
+from ..controller.backend import POOLS
+from ..plan.bounds import Bounds
 
 
 class ScaleSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

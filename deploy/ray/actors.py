@@ -15,7 +15,7 @@ import msgspec
 
 from ...proto.errors import BatonError, ConfigError
 from ..config import ServeSettings, with_present_names
-from ..oom import score_like_parent
+from ..supervise.oom import score_like_parent
 from .controller import ControllerFacts, RayCluster
 from .member import MemberReport, Supervisor
 from .member_core import State

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ...proto.errors import ConnectionLost
-from ..launcher import POOLS, ROUTER, MemberSpec
+from ..controller.backend import POOLS, ROUTER, MemberSpec
 from .actors import PoolMember
 from .connect import NAMESPACE
 from .member import MemberReport

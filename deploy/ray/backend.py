@@ -7,9 +7,16 @@ from functools import partial
 
 from ...runtime.log import get_logger
 from ...runtime.loop import Loop
-from ..hangs import HangLimits, Hangs, declared_dead
-from ..launcher import ROUTER, MemberDown, MemberEnded, MemberEvent, MemberSpec, MemberStarted
+from ..controller.backend import (
+    ROUTER,
+    MemberDown,
+    MemberEnded,
+    MemberEvent,
+    MemberSpec,
+    MemberStarted,
+)
 from ..report import ClusterReport
+from ..supervise.hangs import HangLimits, Hangs, declared_dead
 from .watch import MemberAlive, MemberWatch, RayApi, WatchEvent
 
 HANG_CHECK = 0.5

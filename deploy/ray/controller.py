@@ -19,22 +19,22 @@ import zmq
 from ...runtime.allowed_keys import OPERATOR
 from ...runtime.keyring import CONTROLLER, load_keys
 from ...runtime.loop import Loop
-from .. import banner
-from ..addresses import admin_address, claim_admin
-from ..admin import Overview
 from ..autoscale.pilot import pilot_of
 from ..config import ServeSettings
-from ..controller import ControllerCore
-from ..core import Say
-from ..launcher import ROUTER
-from ..members import Stage
-from ..orders import Down, Drain
-from ..plan import ClusterPlan, key_folder, role_of, router_names
-from ..pools import ControllerLimits
-from ..prepare import check_keys, with_task
-from ..roster import Roster
-from ..shell import ControllerShell
-from ..targets import Bounds
+from ..controller.admin import Overview
+from ..controller.backend import ROUTER
+from ..controller.core import ControllerCore
+from ..controller.events import Down, Drain
+from ..controller.members import Stage
+from ..controller.pools import ControllerLimits
+from ..controller.shell import ControllerShell
+from ..local import banner
+from ..plan.addresses import admin_address, claim_admin
+from ..plan.bounds import Bounds
+from ..plan.plan import ClusterPlan, key_folder, role_of, router_names
+from ..plan.prepare import check_keys, with_task
+from ..plan.revisions import Roster
+from ..supervise.core import Say
 from .backend import RayBackend
 from .plan import ray_plan, ray_settings
 from .saved import Saved, decode_saved, encode_saved, restore, saved_of

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from ...proto.errors import BatonError, ConfigError, ConnectionLost, RequestFailed
-from ..admin_client import AdminClient
 from ..config import ServeSettings, with_present_names
-from ..prepare import check_model
+from ..controller.admin_client import AdminClient
+from ..plan.prepare import check_model
 from .actors import CONTROLLER, Controller
 from .api import LAST_WORDS, existing, get_value, put_value
 from .connect import NAMESPACE, connect, is_own_address

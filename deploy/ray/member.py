@@ -24,11 +24,11 @@ import msgspec
 from ...proto.errors import BatonError
 from ...runtime.loop import Loop
 from ...runtime.process import SIGN_OF_LIFE
-from ..core import describe_end
-from ..oom_kills import LOOK_EVERY_S, OomWatch
-from ..processes import Child, ProcessSpec, describe_log, not_started
-from ..restart import RestartLimits
-from ..run_folder import RunFolder, sweep
+from ..local.run_folder import RunFolder, sweep
+from ..supervise.core import describe_end
+from ..supervise.oom_kills import LOOK_EVERY_S, OomWatch
+from ..supervise.process import Child, ProcessSpec, describe_log, not_started
+from ..supervise.restart import RestartLimits
 from .member_core import Action, Begin, Event, Exited, MemberCore, Served, State, Stop, Tick
 
 TICK = 0.1

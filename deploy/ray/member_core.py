@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from ..restart import RestartLimits, RestartPolicy
+from ..supervise.restart import RestartLimits, RestartPolicy
 
 
 class State(enum.StrEnum):

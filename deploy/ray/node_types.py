@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..launcher import DECODE, PREFILL, ROUTER
+from ..controller.backend import DECODE, PREFILL, ROUTER
 
 ROLES = (ROUTER, PREFILL, DECODE)
 _FLAG = "--autoscaling-config="

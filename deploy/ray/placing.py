@@ -18,9 +18,9 @@ from ...prefill_worker.config import PrefillWorkerConfig
 from ...proto.errors import BatonError, ConfigError
 from ...router.config import RouterConfig
 from ..config import demo_model_folder
-from ..launcher import DECODE, PREFILL, ROUTER, MemberSpec
-from ..memory import free_memory, kv_share, model_memory
-from ..processes import ProcessSpec
+from ..controller.backend import DECODE, PREFILL, ROUTER, MemberSpec
+from ..plan.memory import free_memory, kv_share, model_memory
+from ..supervise.process import ProcessSpec
 
 CONFIGS: dict[str, type[msgspec.Struct]] = {
     ROUTER: RouterConfig,

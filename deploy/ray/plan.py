@@ -13,7 +13,7 @@ import msgspec
 from ...proto.endpoints import check_endpoint
 from ...proto.errors import ConfigError, InputError
 from ..config import ServeSettings
-from ..plan import AddressBook, ClusterPlan, resolve_plan, router_names
+from ..plan.plan import AddressBook, ClusterPlan, resolve_plan, router_names
 from .placing import LOOPBACK
 
 CLIENT_PORT = 7070

@@ -14,12 +14,12 @@ import msgspec
 
 from ...proto.errors import ConfigError
 from ..config import ServeSettings, with_present_names
-from ..controller import ControllerCore
-from ..core import Phase
-from ..launcher import POOLS, ROUTER
-from ..members import Stage
-from ..plan import role_of
-from ..rollout import Replacement
+from ..controller.backend import POOLS, ROUTER
+from ..controller.core import ControllerCore
+from ..controller.members import Stage
+from ..controller.rollout import Replacement
+from ..plan.plan import role_of
+from ..supervise.core import Phase
 
 
 class SavedMember(msgspec.Struct, frozen=True):

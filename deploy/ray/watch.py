@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from ...proto.errors import BatonError
 from ...runtime.log import get_logger
-from ..launcher import (
+from ..controller.backend import (
     MemberDown,
     MemberEnded,
     MemberEvent,

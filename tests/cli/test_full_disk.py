@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from baton.deploy.run_folder import PREFIX
+from baton.deploy.local.run_folder import PREFIX
 
 
 def no_room() -> None:
@@ -39,7 +39,7 @@ def test_a_start_ends_with_one_error(tmp_path, verb):
 FOLDER = """
 import resource, sys
 from pathlib import Path
-from baton.deploy.run_folder import RunFolder
+from baton.deploy.local.run_folder import RunFolder
 from baton.proto.errors import ConfigError
 folder = RunFolder(Path(sys.argv[1]))
 folder.write("decode-0.json", b"{}")

@@ -6,7 +6,7 @@ import pytest
 
 from baton.cli import rollout
 from baton.cli.command import build_parser
-from baton.deploy.admin import Overview, Progress, RollOut
+from baton.deploy.controller.admin import Overview, Progress, RollOut
 from baton.proto.errors import CheckpointError, RequestFailed
 
 

@@ -1,7 +1,7 @@
 """The lines of ``baton status`` above its table."""
 
 from baton.cli.status import describe_controller
-from baton.deploy.admin import MemberLine, Overview
+from baton.deploy.controller.admin import MemberLine, Overview
 from baton.deploy.report import ClusterReport, WorkerReport
 
 FOUND = Overview(

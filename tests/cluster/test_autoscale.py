@@ -6,7 +6,7 @@ import time
 import pytest
 
 from baton.client import AsyncClient
-from baton.deploy.admin_client import AdminClient
+from baton.deploy.controller.admin_client import AdminClient
 
 from .conftest import wait_until
 from .streams import Stream, follow, jobs, new_salt

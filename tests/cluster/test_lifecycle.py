@@ -198,7 +198,7 @@ def test_a_model_without_a_tokenizer_serves_token_ids_and_refuses_text(cluster, 
 
 
 def free_port() -> int:
-    from baton.deploy.addresses import free_ports
+    from baton.deploy.plan.addresses import free_ports
 
     return free_ports(1)[0]
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from baton.deploy.admin_client import AdminClient
+from baton.deploy.controller.admin_client import AdminClient
 
 from .conftest import Cluster, wait_until
 from .streams import check, jobs, run, tokens, under_load

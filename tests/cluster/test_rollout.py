@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.deploy.admin import GoDown, Overview, Result, RollOut, ScalePools
-from baton.deploy.admin_client import AdminClient
+from baton.deploy.controller.admin import GoDown, Overview, Result, RollOut, ScalePools
+from baton.deploy.controller.admin_client import AdminClient
 from baton.proto.errors import RequestFailed
 
 from .conftest import alive, wait_until

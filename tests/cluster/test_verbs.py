@@ -14,8 +14,8 @@ import pytest
 
 from baton.cli.command import main
 from baton.client import Client
-from baton.deploy.addresses import free_ports
-from baton.deploy.admin_client import AdminClient
+from baton.deploy.controller.admin_client import AdminClient
+from baton.deploy.plan.addresses import free_ports
 
 from .conftest import alive, command_environment, wait_until
 from .driver import greedy

@@ -15,7 +15,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.deploy.admin import (
+from baton.deploy.controller.admin import (
     ADMIN_VERSION,
     MAX_BYTES,
     AdminServer,
@@ -32,7 +32,7 @@ from baton.deploy.admin import (
     decode_request,
     encode,
 )
-from baton.deploy.admin_client import AdminClient, listens
+from baton.deploy.controller.admin_client import AdminClient, listens
 from baton.proto.errors import (
     AccessDenied,
     ConnectionLost,

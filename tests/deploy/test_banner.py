@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.deploy import banner
 from baton.deploy.config import ServeSettings
-from baton.deploy.core import Say
+from baton.deploy.local import banner
 from baton.deploy.report import ClusterReport, RouterReport, WorkerReport, parse_report
+from baton.deploy.supervise.core import Say
 from baton.proto.errors import DecodeFailed
 
 
@@ -118,8 +118,10 @@ def test_a_report_with_unknown_keys_is_read_and_garbage_is_a_typed_error():
         parse_report(b"\xff")
 
 
-@pytest.mark.parametrize("file", ["core", "controller", "pools"])
+@pytest.mark.parametrize("file", ["supervise/core", "controller/core", "controller/pools"])
 def test_everything_the_cores_say_has_a_sentence(file):
-    source = Path(banner.__file__).with_name(f"{file}.py").read_text()
-    for what in re.findall(r'Say\(\s*"(\w+)"', source):
+    source = (Path(banner.__file__).parents[1] / f"{file}.py").read_text()
+    found = re.findall(r'Say\(\s*"(\w+)"', source)
+    assert found
+    for what in found:
         assert banner.sentence(Say(what, "decode-0", "why", 1.0))

@@ -1,6 +1,6 @@
 import pytest
 
-from baton.deploy.child_log import ChildLog
+from baton.deploy.supervise.child_log import ChildLog
 
 
 def ended(*events, code=1, level="warning"):

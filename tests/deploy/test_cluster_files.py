@@ -12,7 +12,7 @@ import pytest
 import baton.deploy.ray.leave
 from baton.cli.command import build_parser, main
 from baton.cli.down import _SPARE_S as DOWN_SPARE_S
-from baton.deploy.pools import ControllerLimits
+from baton.deploy.controller.pools import ControllerLimits
 from baton.deploy.ray import ports
 from baton.deploy.ray.cluster_file import (
     RECONNECT_VARIABLE,

@@ -1,10 +1,7 @@
 import pytest
 
-from baton.deploy.core import Phase
-from baton.deploy.health import problems
-from baton.deploy.launcher import MemberDown, MemberEnded, MemberUnplaced
-from baton.deploy.members import Stage
-from baton.deploy.orders import (
+from baton.deploy.controller.backend import MemberDown, MemberEnded, MemberUnplaced
+from baton.deploy.controller.events import (
     Answer,
     Down,
     Drain,
@@ -15,7 +12,10 @@ from baton.deploy.orders import (
     Scale,
     Tick,
 )
+from baton.deploy.controller.health import problems
+from baton.deploy.controller.members import Stage
 from baton.deploy.report import ClusterReport, WorkerReport
+from baton.deploy.supervise.core import Phase
 
 from .world import GRACE, World
 

@@ -1,8 +1,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.deploy.banner import sentence
-from baton.deploy.core import (
+from baton.deploy.local.banner import sentence
+from baton.deploy.supervise.core import (
     Add,
     Alive,
     Ended,
@@ -17,7 +17,7 @@ from baton.deploy.core import (
     Terminate,
     Tick,
 )
-from baton.deploy.hangs import Declared
+from baton.deploy.supervise.hangs import Declared
 
 WORKERS = ("prefill-0", "decode-0", "decode-1")
 PIDS = {"router": 10, "prefill-0": 11, "decode-0": 12, "decode-1": 13}

@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 import re
 
-from baton.deploy import demo_corpus as corpus
+from baton.tools.demo_model import corpus as corpus
 
 
 def test_a_seed_fixes_the_corpus():

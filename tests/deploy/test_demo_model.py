@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from baton.deploy.demo_corpus import ANIMALS
 from baton.engine.llm import LLMEngine
 from baton.engine.loading.loader import RunnerConfig, load_runner
 from baton.proto.sampling import SamplingParams
 from baton.text.detokenizer import IncrementalDetokenizer
 from baton.text.tokenizer import Tokenizer
+from baton.tools.demo_model.corpus import ANIMALS
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "demo_model"
 ANSWERS = {

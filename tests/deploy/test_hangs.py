@@ -1,6 +1,6 @@
 """Distinguishing hanging processes from disconnected ones."""
 
-from baton.deploy.hangs import Declared, Hangs
+from baton.deploy.supervise.hangs import Declared, Hangs
 
 LOST: dict[str, int] = {}
 SEEN = {"decode-0": 10}

@@ -9,7 +9,7 @@ import pytest
 
 REFUSED = """
 import sys
-from baton.deploy import local
+from baton.deploy.local import cluster as local
 from baton.deploy.config import ServeSettings
 
 def refuse(*_):
@@ -37,7 +37,7 @@ def test_children_that_cannot_be_started_end_the_cluster_and_leave_nothing(tmp_p
 
 INTERRUPTED = """
 import os, signal, sys
-from baton.deploy import local
+from baton.deploy.local import cluster as local
 from baton.deploy.config import ServeSettings
 
 interrupt = lambda *_: os.kill(os.getpid(), signal.SIGINT)
@@ -67,9 +67,9 @@ def test_an_interrupt_before_anything_runs_is_no_less_an_interrupt(tmp_path, mom
 GIVES_UP = """
 import sys
 import msgspec
-from baton.deploy import local
+from baton.deploy.local import cluster as local
 from baton.deploy.config import ServeSettings
-from baton.deploy.restart import RestartLimits
+from baton.deploy.supervise.restart import RestartLimits
 
 core = local.SupervisorCore
 local.SupervisorCore = lambda **given: core(RestartLimits(first_delay=0.01), **given)

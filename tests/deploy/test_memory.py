@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.deploy import prepare
 from baton.deploy.config import ServeSettings, demo_model_folder
-from baton.deploy.memory import (
+from baton.deploy.plan import prepare
+from baton.deploy.plan.memory import (
     LEAST_BYTES,
     ModelMemory,
     free_memory,

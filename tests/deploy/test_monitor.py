@@ -13,9 +13,9 @@ import msgspec
 import pytest
 import zmq
 
-from baton.deploy.addresses import free_ports
 from baton.deploy.config import demo_model_folder
-from baton.deploy.monitor import StatusMonitor
+from baton.deploy.controller.monitor import StatusMonitor
+from baton.deploy.plan.addresses import free_ports
 from baton.router.config import RouterConfig
 from baton.runtime.loop import Loop
 

@@ -1,10 +1,10 @@
 import msgspec
 import pytest
 
-from baton.deploy import banner
-from baton.deploy.addresses import client_addresses
 from baton.deploy.config import ServeSettings, check
-from baton.deploy.plan import (
+from baton.deploy.local import banner
+from baton.deploy.plan.addresses import client_addresses
+from baton.deploy.plan.plan import (
     describe_plan,
     ipc_addresses,
     resolve_plan,

@@ -7,8 +7,8 @@ import sys
 import msgspec
 import pytest
 
-from baton.deploy.oom import WORKER_MARGIN, score_adjustment
-from baton.deploy.processes import Child, ProcessSpec
+from baton.deploy.supervise.oom import WORKER_MARGIN, score_adjustment
+from baton.deploy.supervise.process import Child, ProcessSpec
 
 
 class Nothing(msgspec.Struct):
@@ -39,7 +39,7 @@ def test_out_of_memory_a_worker_is_killed_before_the_router_and_the_supervisor(c
 
 ACTOR = """
 from pathlib import Path
-from baton.deploy.oom import score_adjustment, score_like_parent
+from baton.deploy.supervise.oom import score_adjustment, score_like_parent
 Path("/proc/self/oom_score_adj").write_text("1000")  # as Ray does
 score_like_parent()
 print(score_adjustment())

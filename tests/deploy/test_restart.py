@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.deploy.restart import RestartLimits, RestartPolicy
+from baton.deploy.supervise.restart import RestartLimits, RestartPolicy
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import shutil
 import pytest
 
 from baton.deploy.config import ServeSettings, demo_model_folder
-from baton.deploy.plan import ipc_addresses, resolve_plan
-from baton.deploy.roster import Roster, changed
+from baton.deploy.plan.plan import ipc_addresses, resolve_plan
+from baton.deploy.plan.revisions import Roster, changed
 from baton.proto.errors import CheckpointError, ConfigError
 
 KEY = "ab" * 32

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.deploy import run_folder
-from baton.deploy.run_folder import RunFolder, remove_dead_socket, socket_in_use, sweep
+from baton.deploy.local import run_folder
+from baton.deploy.local.run_folder import RunFolder, remove_dead_socket, socket_in_use, sweep
 from baton.proto.errors import ConfigError
 
 
@@ -33,7 +33,7 @@ def test_the_folder_of_a_killed_process_is_swept_with_its_socket(tmp_path):
     code = (
         "import os, signal, socket, sys\n"
         "from pathlib import Path\n"
-        "from baton.deploy.run_folder import RunFolder\n"
+        "from baton.deploy.local.run_folder import RunFolder\n"
         "folder = RunFolder(Path(sys.argv[1]))\n"
         "socket.socket(socket.AF_UNIX).bind(sys.argv[2])\n"
         "folder.own_socket(Path(sys.argv[2]))\n"

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
-from baton.deploy.admin import Overview
-from baton.deploy.controller import ControllerCore
-from baton.deploy.orders import Begin, Down
-from baton.deploy.pools import ControllerLimits
-from baton.deploy.shell import ControllerShell
-from baton.deploy.targets import Bounds
+from baton.deploy.controller.admin import Overview
+from baton.deploy.controller.core import ControllerCore
+from baton.deploy.controller.events import Begin, Down
+from baton.deploy.controller.pools import ControllerLimits
+from baton.deploy.controller.shell import ControllerShell
+from baton.deploy.plan.bounds import Bounds
 from baton.runtime.loop import Loop
 
 

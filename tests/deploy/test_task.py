@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.deploy import banner
 from baton.deploy.config import ServeSettings, check, demo_model_folder
-from baton.deploy.local import check_model, make_plan
+from baton.deploy.local import banner
+from baton.deploy.local.cluster import check_model, make_plan
 from baton.proto.errors import ConfigError
 
 DATA = Path(__file__).resolve().parents[1] / "data"

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from baton.deploy.terminal import Terminal
+from baton.deploy.local.terminal import Terminal
 
 
 @pytest.fixture

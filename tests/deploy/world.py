@@ -1,17 +1,21 @@
 """A simulated cluster: the events that a controller receives when processes start, crash and end.
 
-Members start, register, crash, drain and end as :mod:`baton.deploy.launcher` specifies. Every
-action is checked against the invariants in the controller's docstrings.
+Members start, register, crash, drain and end as :mod:`baton.deploy.controller.backend` specifies.
+Every action is checked against the invariants in the controller's docstrings.
 """
 
 import random
 
 from baton.deploy.config import ServeSettings
-from baton.deploy.controller import ControllerCore
-from baton.deploy.core import Phase
-from baton.deploy.launcher import ROUTER, MemberDown, MemberEnded, MemberStarted, MemberUnplaced
-from baton.deploy.members import Stage
-from baton.deploy.orders import (
+from baton.deploy.controller.backend import (
+    ROUTER,
+    MemberDown,
+    MemberEnded,
+    MemberStarted,
+    MemberUnplaced,
+)
+from baton.deploy.controller.core import ControllerCore
+from baton.deploy.controller.events import (
     Answer,
     Begin,
     Down,
@@ -29,10 +33,12 @@ from baton.deploy.orders import (
     StopMember,
     Tick,
 )
-from baton.deploy.pools import ControllerLimits
+from baton.deploy.controller.members import Stage
+from baton.deploy.controller.pools import ControllerLimits
+from baton.deploy.plan.bounds import Bounds
 from baton.deploy.ray.saved import decode_saved, encode_saved, restore, saved_of
 from baton.deploy.report import ClusterReport, WorkerReport
-from baton.deploy.targets import Bounds
+from baton.deploy.supervise.core import Phase
 
 GRACE = 10.0
 SETTINGS = ServeSettings(grace=GRACE)

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from baton.deploy.config import ServeSettings
-from baton.deploy.plan import AddressBook, resolve_plan
+from baton.deploy.plan.plan import AddressBook, resolve_plan
 from baton.runtime import keyfiles
 
 from .cluster import wait_until

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.deploy.oom import WORKER_MARGIN, score_adjustment
 from baton.deploy.ray import ports
+from baton.deploy.supervise.oom import WORKER_MARGIN, score_adjustment
 
 from .cluster import RayCluster, wait_until
 

@@ -4,8 +4,8 @@ import pytest
 from baton.deploy.autoscale.pilot import Pilot, metrics_of
 from baton.deploy.autoscale.settings import ScaleSettings
 from baton.deploy.config import ServeSettings, check
+from baton.deploy.plan.bounds import Bounds
 from baton.deploy.report import ClusterReport, WorkerReport, parse_report
-from baton.deploy.targets import Bounds
 from baton.proto.errors import ConfigError
 
 BOUNDS = Bounds(prefill_max=6, decode_max=6)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from baton.deploy.autoscale.metrics import Metrics, RouterSample, WorkerSample
 from baton.deploy.autoscale.policy import Autoscaler
 from baton.deploy.autoscale.settings import ScaleSettings
-from baton.deploy.targets import Bounds
+from baton.deploy.plan.bounds import Bounds
 from baton.proto.errors import ConfigError
 
 from .fluid import BLOCKS, HELD, SPEED, Fluid

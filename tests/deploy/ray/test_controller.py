@@ -6,11 +6,11 @@ import time
 import msgspec
 import pytest
 
-from baton.deploy.addresses import free_ports
-from baton.deploy.admin import DrainWorker, RollOut
-from baton.deploy.admin_client import AdminClient
 from baton.deploy.config import ServeSettings
-from baton.deploy.orders import Down, Scale
+from baton.deploy.controller.admin import DrainWorker, RollOut
+from baton.deploy.controller.admin_client import AdminClient
+from baton.deploy.controller.events import Down, Scale
+from baton.deploy.plan.addresses import free_ports
 from baton.deploy.ray.controller import RayCluster
 from baton.deploy.ray.member import Supervisor
 from baton.deploy.ray.placing import order_of, place, read_order

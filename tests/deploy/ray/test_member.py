@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.deploy.processes import ProcessSpec
 from baton.deploy.ray import member
 from baton.deploy.ray.member import Supervisor
 from baton.deploy.ray.member_core import State
-from baton.deploy.restart import RestartLimits
+from baton.deploy.supervise.process import ProcessSpec
+from baton.deploy.supervise.restart import RestartLimits
 
 pytestmark = pytest.mark.cluster
 
@@ -148,7 +148,7 @@ SCRIPT = """
 import os, sys, time
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from baton.deploy.processes import ProcessSpec
+from baton.deploy.supervise.process import ProcessSpec
 from baton.deploy.ray.member import Supervisor
 from test_member import NoConfig
 s = Supervisor(ProcessSpec(name="d", role="decode", module="stand_in", config=NoConfig()))

@@ -12,7 +12,7 @@ from baton.deploy.ray.member_core import (
     Stop,
     Tick,
 )
-from baton.deploy.restart import RestartLimits
+from baton.deploy.supervise.restart import RestartLimits
 
 LIMITS = RestartLimits(first_delay=0.5, max_delay=60.0)
 

@@ -5,9 +5,9 @@ import pytest
 
 from baton.decode_worker.config import DecodeWorkerConfig
 from baton.deploy.config import demo_model_folder
-from baton.deploy.launcher import MemberSpec
-from baton.deploy.processes import ProcessSpec
+from baton.deploy.controller.backend import MemberSpec
 from baton.deploy.ray.placing import order_of, place, read_order
+from baton.deploy.supervise.process import ProcessSpec
 from baton.engine.loading.loader import RunnerConfig
 from baton.proto.errors import ConfigError
 from baton.router.config import RouterConfig

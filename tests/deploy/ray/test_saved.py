@@ -3,11 +3,9 @@
 import pytest
 
 from baton.deploy.config import ServeSettings
-from baton.deploy.controller import ControllerCore
-from baton.deploy.core import Phase
-from baton.deploy.launcher import MemberEnded, MemberStarted
-from baton.deploy.members import Stage
-from baton.deploy.orders import (
+from baton.deploy.controller.backend import MemberEnded, MemberStarted
+from baton.deploy.controller.core import ControllerCore
+from baton.deploy.controller.events import (
     Begin,
     DrainMember,
     Reported,
@@ -17,8 +15,10 @@ from baton.deploy.orders import (
     StopMember,
     Tick,
 )
+from baton.deploy.controller.members import Stage
 from baton.deploy.ray.saved import decode_saved, encode_saved, restore, saved_of
 from baton.deploy.report import ClusterReport, WorkerReport
+from baton.deploy.supervise.core import Phase
 from baton.proto.errors import ConfigError
 
 ALL = ["router", "prefill-0", "decode-0"]

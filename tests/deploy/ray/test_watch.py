@@ -4,18 +4,18 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from baton.deploy.launcher import (
+from baton.deploy.controller.backend import (
     MemberDown,
     MemberEnded,
     MemberSpec,
     MemberStarted,
     MemberUnplaced,
 )
-from baton.deploy.processes import ProcessSpec
 from baton.deploy.ray import watch
 from baton.deploy.ray.member import MemberReport
 from baton.deploy.ray.member_core import State
 from baton.deploy.ray.watch import ActorGone, MemberAlive, MemberWatch
+from baton.deploy.supervise.process import ProcessSpec
 from baton.proto.errors import ConnectionLost
 from baton.router.config import RouterConfig
 

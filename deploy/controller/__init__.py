@@ -1,0 +1,1 @@
+"""A cluster's controller: members, pools, drains, rollouts, and the operators' socket."""

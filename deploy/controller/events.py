@@ -1,0 +1,167 @@
+"""Events and actions of the controller.
+
+``ticket``: the shell's id of an operator's request. Each ticket receives Answers until a final one.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from ..report import ClusterReport
+from ..supervise.core import Say
+from .backend import MemberDown, MemberEnded, MemberStarted, MemberUnplaced
+
+# ----------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Start the cluster."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """An operator's order for pool sizes. Roles without an entry keep their size."""
+
+    ticket: object
+    targets: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The autoscaler's pool sizes. Sizes outside the bounds are moved into the bounds."""
+
+    targets: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """An order to drain a worker and make its pool one smaller.
+
+    ``replace``: the worker's host leaves, and the pool keeps its size. ``force``: also if no other
+    worker of its role serves.
+    """
+
+    ticket: object
+    worker: str
+    replace: bool = False
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Replace every member by a member of ``revision``, whose settings the shell has.
+
+    ``grace``: new grace in seconds; None: unchanged. ``in_place``: stop each worker before its
+    replacement starts.
+    """
+
+    ticket: object
+    revision: int
+    grace: float | None = None
+    in_place: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Down:
+    """Drain and stop the cluster; the second time, stop at once. ``ticket``: None for a signal."""
+
+    ticket: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A router answered."""
+
+    router: str
+    report: ClusterReport
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+Event = (
+    Begin
+    | Scale
+    | Measured
+    | Drain
+    | Rollout
+    | Down
+    | Reported
+    | MemberStarted
+    | MemberDown
+    | MemberEnded
+    | MemberUnplaced
+    | Tick
+)
+
+# ----------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class StartMember:
+    """Start a member with an unused name and the settings of ``revision``."""
+
+    name: str
+    role: str
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainMember:
+    """Order every router to drain this worker."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopMember:
+    """SIGTERM, and SIGKILL ``grace`` seconds later."""
+
+    name: str
+    grace: float
+
+
+@dataclass(frozen=True, slots=True)
+class KillMember:
+    """SIGKILL."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestResources:
+    """Request room for all members, by role. Replaces the previous request."""
+
+    bundles: dict[str, int]
+
+
+class Outcome(enum.Enum):
+    """Kind of an Answer. DONE and FAILED are final for the ticket."""
+
+    ACCEPTED = "accepted"
+    PROGRESS = "progress"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Send an answer to the request of this ticket."""
+
+    ticket: object
+    outcome: Outcome
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The last member has ended. Exit with this code."""
+
+    code: int
+
+
+Action = StartMember | DrainMember | StopMember | KillMember | RequestResources | Say | Answer | End

@@ -1,0 +1,161 @@
+"""The members of a cluster and their stages.
+
+Invariant: names are unique. A name becomes free only after its member has ended.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ..report import DRAINED, ClusterReport
+from .backend import ROUTER
+
+
+class Stage(enum.Enum):
+    """Stage of a member."""
+
+    STARTING = "starting"  # not ready yet, or not ready again after a crash
+    READY = "ready"
+    DRAINING = "draining"  # ordered to drain, or reported as draining by a router
+    STOPPING = "stopping"  # the process manager stops it
+
+    __hash__ = object.__hash__
+
+
+@dataclass(slots=True)
+class Member:
+    """One member. Times are seconds of the controller's clock."""
+
+    name: str
+    role: str
+    revision: int
+    since: float
+    """When the present stage began."""
+    stage: Stage = Stage.STARTING
+    pid: int = 0
+    host: str = ""
+    was_ready: bool = False
+    restarts: int = 0
+    died: bool = False
+    """The process died during a drain."""
+    left: bool = False
+    """A router reported the drain as finished."""
+    drain_said_at: float = 0.0
+    waits_for: str = ""
+    """Why the member has no host yet."""
+    cause: str = ""
+    """Why its last process ended; empty after the member is ready again."""
+    ends: int = 0
+    """Number of ends in a row."""
+    restart_at: float = 0.0
+    """Time of the next restart, while ``cause`` is set and no process runs."""
+    heard_at: float = 0.0
+    """Time of a router's last answer."""
+
+    @property
+    def active(self) -> bool:
+        """Whether the member counts for the size of its pool."""
+        return self.stage in (Stage.STARTING, Stage.READY)
+
+    @property
+    def unseen(self) -> bool:
+        """Whether the member was ready under a previous controller and is not found yet."""
+        return self.stage is Stage.STARTING and self.was_ready and not self.restarts
+
+    @property
+    def index(self) -> int:
+        """The number in the member's name, or 0."""
+        number = self.name.rpartition("-")[2]
+        return int(number) if number.isdigit() else 0
+
+    def enter(self, stage: Stage, now: float) -> None:
+        """Change stage."""
+        self.stage = stage
+        self.since = now
+
+
+@dataclass(slots=True)
+class View:
+    """The last report of one router: ``(pid, state, reason)`` of each worker."""
+
+    workers: dict[str, tuple[int, str, str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, report: ClusterReport) -> View:
+        """Extract the view from a report."""
+        return cls({w.id: (w.pid, w.state, w.reason) for w in report.workers})
+
+    def state(self, member: Member) -> str:
+        """State of the member's present process; empty if the router has not seen the process."""
+        pid, state, reason = self.workers.get(member.name, (0, "", ""))
+        if not member.pid or pid != member.pid:
+            return ""
+        return "left" if state == "dead" and reason == DRAINED else state
+
+
+class Members:
+    """All members by name, and the routers' views of the workers."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, Member] = {}
+        self.views: dict[str, View] = {}
+        """Last report of each router since the router's start."""
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(list(self._members.values()))
+
+    def get(self, name: str) -> Member | None:
+        """Return the member with this name, or None."""
+        return self._members.get(name)
+
+    def add(self, name: str, role: str, revision: int, now: float) -> Member:
+        """Add a member. Its name must be free."""
+        member = self._members[name] = Member(name, role, revision, now)
+        return member
+
+    def remove(self, name: str) -> Member | None:
+        """Remove an ended member and return it, or None."""
+        self.views.pop(name, None)
+        return self._members.pop(name, None)
+
+    def free_name(self, role: str) -> str:
+        """Return ``role-N`` with the lowest free N."""
+        taken = {member.index for member in self.of_role(role)}
+        return f"{role}-{next(n for n in range(len(taken) + 1) if n not in taken)}"
+
+    def of_role(self, role: str) -> list[Member]:
+        """Return all members of a role, in any stage."""
+        return [member for member in self if member.role == role]
+
+    def active(self, role: str) -> list[Member]:
+        """Return the members that count for the size of a pool."""
+        return [member for member in self.of_role(role) if member.active]
+
+    def leaving(self, role: str) -> list[Member]:
+        """Return the draining and stopping members of a role."""
+        return [member for member in self.of_role(role) if not member.active]
+
+    def workers(self) -> list[Member]:
+        """Return all members except routers."""
+        return [member for member in self if member.role != ROUTER]
+
+    def seen_ready(self, worker: Member) -> bool:
+        """Whether every router reports this worker as ready."""
+        routers = self.of_role(ROUTER)
+        views = [self.views.get(router.name) for router in routers]
+        return bool(views) and all(v is not None and v.state(worker) == "ready" for v in views)
+
+    def sees_all(self, router: Member) -> bool:
+        """Whether a router reports every ready worker as ready."""
+        view = self.views.get(router.name)
+        ready = [member for member in self.workers() if member.stage is Stage.READY]
+        return view is not None and all(view.state(member) == "ready" for member in ready)
+
+    def states(self, worker: Member) -> set[str]:
+        """Return the states of this worker in the routers' reports."""
+        return {view.state(worker) for view in self.views.values()} - {""}

@@ -1,0 +1,248 @@
+"""The actual and target state of the pools, and the next steps from one to the other.
+
+Invariants: a member is started only with an unused name. A ready worker is drained, never stopped,
+and only if the others meet the target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ..supervise.core import Say
+from ..supervise.restart import RestartPolicy
+from .backend import POOLS, ROUTER
+from .events import Action, DrainMember, StartMember, StopMember
+from .members import Member, Members, Stage
+
+
+class ControllerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Durations in seconds.
+
+    ``replace``: replace a worker after its process ended ``tries`` times in a row, because other
+    hosts exist. Otherwise the worker is restarted forever.
+    """
+
+    grace: float = 30.0
+    """Time for running requests to finish in a drain, and after the first Down."""
+    stop_timeout: float = 5.0
+    """Time for a process without requests to exit."""
+    ready_timeout: float = 600.0
+    """Time for an added member to become ready. Also the time for a crashed member to come back
+    before a rollout or a scale order fails."""
+    drain_repeat: float = 1.0
+    """Interval for repeating a drain that no router has confirmed."""
+    replace: bool = False
+    tries: int = 6
+    """Ends in a row after which a member is given up, if the cluster or the member never served."""
+
+
+@dataclass
+class Pools:
+    """Members and targets of one cluster.
+
+    ``revision``: number of the settings for new members. ``surge``: the pool that may have one
+    extra worker for a rollout. ``in_place``: a rollout starts each replacement only after the old
+    worker has ended, because there is no room for an extra worker.
+    """
+
+    routers: tuple[str, ...]
+    targets: dict[str, int]
+    limits: ControllerLimits
+    members: Members = field(default_factory=Members)
+    revision: int = 0
+    surge: str = ""
+    in_place: bool = False
+
+    def __post_init__(self) -> None:
+        self._losses: dict[str, tuple[RestartPolicy, float]] = {}  # with the time of the last loss
+        self._hold: dict[str, float] = {}  # by role: earliest time of the next start
+
+    # ------------------------------------------------------------- one member
+
+    def start(self, name: str, role: str, revision: int, now: float) -> StartMember:
+        """Start a member with an unused name."""
+        self.members.add(name, role, revision, now)
+        return StartMember(name, role, revision)
+
+    def stop(self, member: Member, grace: float, now: float) -> StopMember:
+        """Stop a member within ``grace`` seconds."""
+        member.enter(Stage.STOPPING, now)
+        return StopMember(member.name, grace)
+
+    def let_go(self, member: Member, now: float) -> Action:
+        """Drain a ready worker. Stop other workers: they have no requests, or drain on SIGTERM."""
+        if member.stage is not Stage.READY and not member.unseen:
+            return self.stop(member, self.limits.grace, now)
+        member.enter(Stage.DRAINING, now)
+        member.drain_said_at = now
+        return DrainMember(member.name)
+
+    def shrink(self, role: str, others: int) -> None:
+        """Lower a pool's target by one, because a worker leaves and ``others`` remain.
+
+        The target stays if the pool exceeds it, as after a scale order with pending drains.
+        """
+        if others < self.targets[role] + (role == self.surge):
+            self.targets[role] = max(0, self.targets[role] - 1)
+
+    def hold(self, role: str, now: float) -> float:
+        """Record a loss. Returns the delay in seconds before the next start of this role."""
+        policy, last = self._losses.get(role, (RestartPolicy(), now))
+        if now - last > 2 * policy.limits.max_delay:
+            policy = RestartPolicy()
+        self._losses[role] = policy, now
+        wait = policy.delay(None)
+        self._hold[role] = now + wait
+        return wait
+
+    def held(self, role: str, now: float) -> float:
+        """Seconds until the next start of this role."""
+        return max(0.0, self._hold.get(role, now) - now)
+
+    def change_grace(self, grace: float | None) -> None:
+        """Change the grace in seconds; None: unchanged."""
+        if grace is not None:
+            self.limits = msgspec.structs.replace(self.limits, grace=grace)
+
+    def ready(self, role: str) -> int:
+        """Number of ready members of a role."""
+        return sum(member.stage is Stage.READY for member in self.members.of_role(role))
+
+    def serves(self, member: Member) -> bool:
+        """Whether a worker accepts requests, by the last reports of all routers."""
+        return member.stage is Stage.READY and self.members.seen_ready(member)
+
+    # ------------------------------------------------------------- all of them
+
+    def fill(self, now: float) -> list[Action]:
+        """Start missing members, except of roles with a delay after a loss."""
+        actions: list[Action] = []
+        if now >= self._hold.get(ROUTER, now):
+            missing = [name for name in self.routers if self.members.get(name) is None]
+            actions += [self.start(name, ROUTER, self.revision, now) for name in missing]
+        for role in POOLS:
+            if now < self._hold.get(role, now):
+                continue
+            there = len(self.members.active(role))
+            there += len(self.members.leaving(role)) if self.in_place else 0
+            for _ in range(self.targets[role] - there):
+                name = self.members.free_name(role)
+                actions.append(self.start(name, role, self.revision, now))
+        return actions
+
+    def shed(self, now: float) -> list[Action]:
+        """Drain or stop excess workers. A rollout's extra worker is not excess."""
+        actions: list[Action] = []
+        for role in POOLS:
+            active = self.members.active(role)
+            while len(active) > self.targets[role] + (role == self.surge):
+                victim = self.victim(active, self.targets[role])
+                if victim is None:
+                    break
+                active.remove(victim)
+                actions.append(self.let_go(victim, now))
+        return actions
+
+    def victim(self, active: list[Member], target: int) -> Member | None:
+        """Choose a worker to remove: old settings first, then not ready, then the highest number.
+
+        Returns None if only ready workers remain and fewer than ``target`` others serve. Members
+        of a previous controller that are not found yet are never chosen: they may still serve.
+        """
+        spare = sum(self.serves(member) for member in active) > target
+        able = [
+            member
+            for member in active
+            if not member.unseen and (spare or member.stage is not Stage.READY)
+        ]
+
+        def rank(member: Member) -> tuple[bool, bool, int]:
+            old = member.revision != self.revision
+            return old, member.stage is not Stage.READY, member.index
+
+        return max(able, key=rank, default=None)
+
+    def drains(self, now: float) -> list[Action]:
+        """Stop drained workers, stop drains beyond the grace, and repeat unconfirmed drains."""
+        actions: list[Action] = []
+        for member in self.members.workers():
+            if member.stage is not Stage.DRAINING:
+                continue
+            states = self.members.states(member)
+            if "left" in states:
+                member.left = True
+                actions.append(self.stop(member, self.limits.stop_timeout, now))
+            elif now - member.since >= self.limits.grace:
+                actions.append(Say("drain_over", member.name))
+                actions.append(self.stop(member, self.limits.stop_timeout, now))
+            elif now - member.drain_said_at >= self.limits.drain_repeat:
+                member.drain_said_at = now
+                if "draining" not in states:
+                    actions.append(DrainMember(member.name))
+        return actions
+
+    def overdue(self, now: float) -> list[Member]:
+        """Return added members that did not become ready within ``ready_timeout``."""
+        return [
+            member
+            for member in self.members
+            if member.stage is Stage.STARTING
+            and not member.was_ready
+            and now - member.since >= self.limits.ready_timeout
+        ]
+
+    def held_up_by(self, now: float) -> list[Member]:
+        """Return members that were ready, ended, and did not come back in time.
+
+        Empty while any other member is still starting or leaving.
+        """
+        missing = [member for member in self.members if member.stage is not Stage.READY]
+        gone = [
+            member
+            for member in missing
+            if member.stage is Stage.STARTING
+            and member.was_ready
+            and now - member.since >= self.limits.ready_timeout
+        ]
+        return gone if len(gone) == len(missing) else []
+
+    def observe(self, now: float) -> list[Action]:
+        """Update the members' stages from the routers' reports. Reports members that are back."""
+        back: list[str] = []
+        for member in self.members:
+            if member.stage is Stage.STARTING:
+                see = self.members.sees_all if member.role == ROUTER else self.members.seen_ready
+                if see(member):
+                    member.enter(Stage.READY, now)
+                    member.was_ready = True
+                    back += [member.name] if member.cause else []
+                    member.cause = ""
+            elif member.stage is Stage.READY and "draining" in self.members.states(member):
+                member.enter(Stage.DRAINING, now)  # an operator's order went directly to a router
+                self.shrink(member.role, len(self.members.active(member.role)))
+        return [Say("back", name) for name in back]
+
+    # ------------------------------------------------------------- progress
+
+    def settled(self) -> bool:
+        """Whether exactly the target members exist, and all are ready."""
+        size = len(self.routers) + sum(self.targets.values())
+        members = list(self.members)
+        return len(members) == size and all(m.stage is Stage.READY for m in members)
+
+    def reached(self) -> bool:
+        """Whether the pools have their target sizes, apart from a rollout's extra worker."""
+        return all(
+            self.ready(role) >= count
+            and len(self.members.of_role(role)) <= count + (role == self.surge)
+            for role, count in self.targets.items()
+        )
+
+    def wanted(self) -> dict[str, int]:
+        """Number of members that need room, including extra and draining workers."""
+        wanted = {ROUTER: len(self.routers)}
+        for role, count in self.targets.items():
+            wanted[role] = max(count, len(self.members.of_role(role)))
+        return wanted

@@ -1,0 +1,340 @@
+"""Sockets and clock around :class:`.core.ControllerCore`, for any process manager.
+
+The shell polls every router's status, forwards drains, answers operators at the admin socket, and
+orders the process manager (backend) to start and stop members. All code runs on the loop's thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+
+from ...proto.errors import BatonError, ConfigError, InputError, RequestFailed
+from ...runtime.allowed_keys import OPERATOR
+from ...runtime.keyring import KeyRing
+from ...runtime.log import get_logger
+from ...runtime.loop import Loop
+from ...runtime.sockets import Context
+from ...runtime.zap import Doorkeeper, door
+from ..autoscale.pilot import Pilot
+from ..config import ServeSettings
+from ..plan.bounds import scale_refusal
+from ..report import ClusterReport
+from ..supervise.core import Phase, Say
+from .admin import (
+    AdminServer,
+    Ask,
+    DrainWorker,
+    GoDown,
+    MemberLine,
+    Overview,
+    Progress,
+    Requests,
+    Result,
+    RollOut,
+    ScalePools,
+)
+from .backend import Backend, MemberEnded, MemberEvent, MemberSpec
+from .core import ControllerCore
+from .events import (
+    Action,
+    Answer,
+    Begin,
+    Down,
+    Drain,
+    DrainMember,
+    End,
+    Event,
+    KillMember,
+    Measured,
+    Outcome,
+    Reported,
+    RequestResources,
+    Rollout,
+    Scale,
+    StartMember,
+    StopMember,
+    Tick,
+)
+from .health import DEGRADED, OK, problems
+from .monitor import StatusMonitor
+
+TICK = 0.1
+"""Seconds between Tick events."""
+_log = get_logger()
+
+
+class Revisions(Protocol):
+    """Settings and specifications of members; on one machine :class:`..plan.revisions.Roster`."""
+
+    def settings(self, revision: int) -> ServeSettings:
+        """Settings of a revision."""
+        ...
+
+    def add(self, current: int, changes: Mapping[str, Any]) -> int:
+        """Add a revision: ``current`` with changes. Raises BatonError for wrong changes."""
+        ...
+
+    def spec(self, name: str, role: str, revision: int) -> MemberSpec:
+        """Make the specification to start a member. Raises BatonError, OSError."""
+        ...
+
+    def release(self, name: str) -> None:
+        """Release the resources of an ended member."""
+
+
+class ControllerShell:
+    """A running controller.
+
+    ``clients``: client address of each router by name. ``facts``: the constant fields of an
+    Overview (backend, address, log, paths). ``on_say``: receives messages for the operator's
+    terminal. ``keys``: keys of role operator, for tcp. ``pilot``: the autoscaler. After End,
+    ``exit_code`` is set and the loop is stopped.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        context: Context,
+        core: ControllerCore,
+        revisions: Revisions,
+        make_backend: Callable[[Callable[[MemberEvent], None]], Backend],
+        clients: Mapping[str, str],
+        facts: Overview,
+        on_say: Callable[[Say], object],
+        keys: KeyRing | None = None,
+        pilot: Pilot | None = None,
+    ) -> None:
+        self.core = core
+        self.backend = make_backend(self._on_member)
+        self.report = ClusterReport()
+        """The latest report of any router."""
+        self.exit_code: int | None = None
+        self._loop = loop
+        self._context = context
+        self._revisions = revisions
+        self._clients = dict(clients)
+        self._facts = facts
+        self._on_say = on_say
+        self._keys = keys
+        self._pilot = pilot
+        self._doors = None if keys is None else Doorkeeper(context, keys)
+        self._monitors: list[StatusMonitor] = []
+        self._admin: AdminServer | None = None
+        self._events: list[Event] = []
+
+    def listen(self, address: str) -> str:
+        """Open the admin socket and return its address. Raises ConfigError."""
+        keys = door(self._doors, "admin", OPERATOR)
+        self._admin = AdminServer(self._loop, self._context, address, self._on_request, keys)
+        return self._admin.endpoint
+
+    def start(self) -> None:
+        """Connect to the routers, and start the members after the loop runs."""
+        if self._doors is not None:
+            self._doors.attach(self._loop)
+        for name, address in self._clients.items():
+            hear = self._hearer(name)
+            monitor = StatusMonitor(self._loop, self._context, address, hear, self._keys)
+            self._monitors.append(monitor)
+        self._loop.call_later(0.0, lambda: self.feed(Begin()))
+        self._loop.call_later(TICK, self._tick)
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for monitor in self._monitors:
+            monitor.close()
+        if self._admin is not None:
+            self._admin.close()
+        if self._doors is not None:
+            self._doors.close()
+
+    def feed(self, event: Event) -> None:
+        """Pass an event to the core and carry out its actions.
+
+        An event from inside an action is handled afterwards. A failed action is logged, and the
+        following actions and events are still handled.
+        """
+        self._events.append(event)
+        if len(self._events) > 1:
+            return
+        while self._events:
+            try:
+                actions = self.core.handle(self._events[0], self._loop.now())
+                for action in actions:
+                    self._loop.guarded(partial(self._carry_out, action))
+            finally:
+                self._events.pop(0)
+
+    # ------------------------------------------------------------- events
+
+    def _tick(self) -> None:
+        self._loop.call_later(TICK, self._tick)
+        if self._pilot is not None:
+            self._steer(self._pilot, self._loop.now())
+        self.feed(Tick())
+
+    def _steer(self, pilot: Pilot, now: float) -> None:
+        """Run the autoscaler, unless another operation changes the cluster."""
+        core = self.core
+        if core.phase is not Phase.SERVING or core.rollout is not None:
+            pilot.pause(now)
+            return
+        targets = pilot.decide(core.pools.targets, now)
+        if targets is not None and not self.backend.refusal({**core.pools.targets, **targets}):
+            self.feed(Measured(targets))
+
+    def _hearer(self, router: str) -> Callable[[ClusterReport], None]:
+        def hear(report: ClusterReport) -> None:
+            self.report = report
+            self.backend.heard(router, report)
+            if self._pilot is not None:
+                self._pilot.heard(router, report, self._loop.now())
+            self.feed(Reported(router, report))
+
+        return hear
+
+    def _on_member(self, event: MemberEvent) -> None:
+        if isinstance(event, MemberEnded):
+            self._revisions.release(event.name)
+        self.feed(event)
+
+    # ------------------------------------------------------------- operators
+
+    def _on_request(self, sender: bytes, request: Requests) -> None:
+        ticket = (sender, request.number)
+        try:
+            self._obey(ticket, request)
+        except BatonError as problem:
+            self._fail(ticket, problem)
+
+    def _obey(self, ticket: tuple[bytes, int], request: Requests) -> None:
+        match request:
+            case Ask():
+                if self._admin is not None:
+                    self._admin.answer(ticket[0], self.overview(request.number))
+            case ScalePools(targets=targets):
+                self._check_size(targets)
+                self.feed(Scale(ticket, targets))
+            case DrainWorker(worker=worker, force=force):
+                self.feed(Drain(ticket, self._named(worker), force=force))
+            case RollOut():
+                self._roll_out(ticket, request)
+            case GoDown(at_once=at_once):
+                self.feed(Down(ticket))
+                if at_once:
+                    self.feed(Down())
+
+    def _check_size(self, targets: dict[str, int]) -> None:
+        problem = scale_refusal(targets, self.core.bounds)
+        problem = problem or self.backend.refusal({**self.core.pools.targets, **targets})
+        if problem:
+            raise InputError(problem)
+
+    def _named(self, worker: str) -> str:
+        """Return a worker's name, given its name or endpoint."""
+        return next((w.id for w in self.report.workers if w.alive and worker == w.endpoint), worker)
+
+    def _roll_out(self, ticket: tuple[bytes, int], request: RollOut) -> None:
+        problem = self.core.rollout_refusal() or ("" if request.in_place else self._no_room())
+        if problem:
+            raise RequestFailed(problem)
+        revision = self._revisions.add(self.core.pools.revision, request.changes)
+        grace = self._revisions.settings(revision).grace
+        self.feed(Rollout(ticket, revision, grace, in_place=request.in_place))
+
+    def _no_room(self) -> str:
+        """Return which pool has no room for a rollout's extra worker, or an empty text."""
+        targets = self.core.pools.targets
+        for role, count in targets.items():
+            more = {**targets, role: count + 1}
+            problem = count and (self.backend.refusal(more) or self.backend.full(more))
+            if problem:
+                return (
+                    f"no room for one more {role} worker, which a rollout starts before it drains "
+                    f"an old one: {problem}. Add a host, or replace workers in place: --in-place"
+                )
+        return ""
+
+    def _answer(self, answer: Answer) -> None:
+        if self._admin is None or not isinstance(answer.ticket, tuple):
+            return
+        sender, number = answer.ticket
+        match answer.outcome:
+            case Outcome.FAILED:
+                self._fail(answer.ticket, RequestFailed(answer.text))
+            case Outcome.DONE:
+                self._admin.answer(sender, Result(number=number, text=answer.text))
+            case outcome:
+                accepted = outcome is Outcome.ACCEPTED
+                word = Progress(number=number, text=answer.text, accepted=accepted)
+                self._admin.answer(sender, word)
+
+    def _fail(self, ticket: tuple[bytes, int], problem: BatonError) -> None:
+        if self._admin is not None:
+            result = Result(number=ticket[1], text=str(problem), code=problem.code)
+            self._admin.answer(ticket[0], result)
+
+    def overview(self, number: int = 0) -> Overview:
+        """Return the target and actual state of the cluster."""
+        core, pools = self.core, self.core.pools
+        served = core.rollout.before if core.rollout else pools.revision
+        running = core.rollout and f"running: {core.rollout.progress(pools)}"
+        members = [
+            MemberLine(
+                name=m.name, role=m.role, stage=m.stage.value, revision=m.revision,
+                pid=m.pid, host=m.host, note=m.waits_for, restarts=m.restarts,
+            )
+            for m in pools.members
+        ]  # fmt: skip
+        found = problems(pools, self._loop.now()) if core.phase is Phase.SERVING else []
+        return msgspec.structs.replace(
+            self._facts,
+            number=number,
+            phase=core.phase.value,
+            health=DEGRADED if found else OK,
+            problems=found,
+            pid=os.getpid(),
+            revision=served,
+            rollout=running or core.last_rollout,
+            targets=dict(pools.targets),
+            members=members,
+            settings=msgspec.to_builtins(self._revisions.settings(served)),
+            launched=msgspec.to_builtins(self._revisions.settings(0)),
+        )
+
+    # ------------------------------------------------------------- actions
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case StartMember():
+                self._start(action)
+            case DrainMember(name):
+                for monitor in self._monitors:
+                    monitor.drain(name)
+            case StopMember(name, grace):
+                self.backend.stop(name, grace)
+            case KillMember(name):
+                self.backend.kill(name)
+            case RequestResources(bundles):
+                self.backend.request(bundles)
+            case Answer():
+                self._answer(action)
+            case End(code):
+                self.exit_code = code
+                self._loop.stop()
+            case Say():
+                self._on_say(action)
+
+    def _start(self, action: StartMember) -> None:
+        try:
+            spec = self._revisions.spec(action.name, action.role, action.revision)
+        except (BatonError, OSError) as problem:
+            why = problem if isinstance(problem, ConfigError) else f"cannot be started: {problem}"
+            self.feed(MemberEnded(action.name, 1, str(why), refused=True))
+            return
+        self.backend.start(spec)

@@ -1,0 +1,244 @@
+"""All output of the supervisor on the terminal, as pure functions from facts to lines."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import msgspec
+
+from baton import __version__
+
+from ...engine.kernels import (
+    BUILD_KERNELS,
+    compiled_kernels_problem,
+    kernels_title,
+    weights_dtype,
+)
+from ...engine.loading.embedding_config import EMBED
+from ...kv_transfer.shared_pool import can_share
+from ...proto.errors import BatonError
+from ...proto.limits import MAX_DESCRIBED_BYTES
+from ...router.describe import read_text_files
+from ...text.model_files import TokenizerSettings
+from ..config import ServeSettings, kv_size, shares_memory
+from ..plan.plan import ClusterPlan
+from ..report import ClusterReport, WorkerReport
+from ..supervise.core import Say
+
+_SENTENCES = {
+    "ready": "ready: all workers have registered",
+    "restarting": "{name} ended ({detail}); restarting in {seconds:.1f} s",
+    "back": "{name} serves again",
+    "retired": "{name} finished its requests and was not restarted",
+    "declared_dead": "{name} was declared dead: {detail} (--worker-timeout {seconds:g})",
+    "hung": "{name} hangs ({detail}); killing it",
+    "cannot_run": "{name} cannot run: {detail}",
+    "gave_up": "{name} ended repeatedly before the cluster was ready; stopping. "
+    "Last message: {detail}",
+    "replacing": "{name} cannot run ({detail}); a replacement starts in {seconds:.1f} s",
+    "not_added": "{name} cannot run and was not added: {detail}",
+    "unplaced": "{name} waits for a host: {detail}",
+    "drain_over": "{name} has not finished within the grace period; its requests move elsewhere",
+    "rolled_out": "rollout finished: {detail}",
+    "rollout_stopped": "rollout {detail}",
+    "draining": "draining: running requests have {seconds:.0f} s to finish "
+    "(interrupt again to stop at once)",
+    "grace_over": "the grace period is over; stopping with requests unfinished",
+}
+
+FAILURES = frozenset({"cannot_run", "gave_up"})
+"""Messages about the end of the cluster. They are printed last, on standard error."""
+
+
+def sentence(say: Say) -> str:
+    """Return the line for a :class:`Say` of the core."""
+    return _SENTENCES[say.what].format(
+        name=say.name, detail=say.detail or "no message", seconds=say.seconds
+    )
+
+
+class BannerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of the start-up banner."""
+
+    version: str
+    model: str
+    address: str
+    transport: str
+    security: str
+    context: int = 0
+    """Maximum context length in tokens; 0 if unknown."""
+    block_size: int = 0
+    kv_memory: str = ""
+    warning: str = ""
+    """Why the workers compute slower than possible; empty if they do not."""
+    hint: str = ""
+
+
+def facts(plan: ClusterPlan, *, hint: bool, context: int = 0) -> BannerFacts:
+    """Make the contents of the banner from a plan.
+
+    ``hint``: show a command to try. ``context``: maximum context length in tokens.
+    """
+    embeds = plan.settings.task == EMBED
+    return BannerFacts(
+        version=__version__,
+        model=plan.model,
+        address=plan.address,
+        transport=_transport(plan.settings),
+        security=_security(plan),
+        context=context,
+        block_size=plan.settings.block_size,
+        kv_memory="" if embeds else _kv_memory(plan),
+        warning=kernels_warning(plan.settings),
+        hint=_hint(plan) if hint else "",
+    )
+
+
+def kernels_warning(settings: ServeSettings) -> str:
+    """Warning that the slow NumPy kernels are used, and how to build the compiled kernels.
+
+    Empty if the compiled kernels work, and if the settings choose other kernels.
+    """
+    if settings.device != "cpu" or settings.kernels != "auto":
+        return ""
+    problem = compiled_kernels_problem()
+    return problem and (
+        f"the slow NumPy kernels are used, because the compiled ones are missing ({problem}). "
+        f"To be up to 4 times faster, {BUILD_KERNELS}"
+    )
+
+
+def _security(plan: ClusterPlan) -> str:
+    """Describe which users and hosts can connect to the sockets."""
+    if not plan.address.startswith("tcp://") and plan.settings.transport != "tcp":
+        return "this user only (ipc socket files, mode 0600)"
+    if plan.settings.keys:
+        return f"holders of listed keys (CURVE on every tcp socket, {plan.settings.keys})"
+    return "this machine only (loopback, no keys)"
+
+
+def _transport(settings: ServeSettings) -> str:
+    streamed = f"zmq over {settings.transport}"
+    shared = shares_memory(settings) and can_share()
+    return f"shared memory, or {streamed} where that fails" if shared else streamed
+
+
+def _hint(plan: ClusterPlan) -> str:
+    """Return a command to try, suited to the model: without a tokenizer, text is impossible."""
+    verb, rest = "status", ""
+    with contextlib.suppress(BatonError):
+        files = read_text_files(plan.model, MAX_DESCRIBED_BYTES)
+        if plan.settings.task == EMBED and "tokenizer.json" in files:
+            verb, rest = "embed", " 'Who are you?'"
+        elif "tokenizer.json" in files:
+            chats = "default" in TokenizerSettings(files, plan.model).templates
+            verb, rest = "generate", " --chat 'Who are you?'" if chats else " 'Once upon a time'"
+    keys = f" --keys {plan.settings.keys}" if plan.settings.keys else ""
+    return f"baton {verb} --address {plan.address}{keys}{rest}"
+
+
+def _kv_memory(plan: ClusterPlan) -> str:
+    """Describe the KV memory per worker of both pools."""
+    parts = []
+    for role in ("prefill", "decode"):
+        blocks, memory = kv_size(plan.settings, role)
+        size = f"{blocks} blocks" if blocks else mebibytes(memory or plan.kv_default)
+        chosen = "" if blocks or memory else ", from free memory"
+        parts.append(f"{size} per {role} worker{chosen}")
+    return "; ".join(parts)
+
+
+def startup(facts: BannerFacts, report: ClusterReport) -> list[str]:
+    """Return the lines of the banner, shown after every worker is ready."""
+    lines = [
+        f"baton {facts.version}",
+        f"  model      {facts.model}",
+        *_engine_lines(report),
+        f"  address    {facts.address}",
+        f"  security   {facts.security}",
+        f"  handoff    {facts.transport}",
+    ]
+    if facts.kv_memory:
+        lines.append(f"  KV memory  {facts.kv_memory}")
+    for role in ("prefill", "decode"):
+        lines += [_pool_line(role, worker) for worker in report.of_role(role)]
+    lines += _short_memory(facts, report)
+    if facts.warning:
+        lines.append(f"  warning    {facts.warning}")
+    return [*lines, f"  try        {facts.hint}"] if facts.hint else lines
+
+
+def _engine_lines(report: ClusterReport) -> list[str]:
+    """Lines about the model and the kernels; empty for a router without these fields."""
+    router = report.router
+    if not router.numerics:
+        return []
+    cached = f", KV cache {router.kv_dtype}" if router.task != EMBED else ""
+    title = kernels_title(router.numerics)
+    threads = "" if title.startswith("CUDA") else "; one compute thread per worker"
+    return [
+        f"  engine     {router.architecture}, weights {weights_dtype(router.numerics)}{cached}",
+        f"  kernels    {title}{threads}",
+    ]
+
+
+def _short_memory(facts: BannerFacts, report: ClusterReport) -> list[str]:
+    """Warn if the KV memory of a worker is smaller than one context of maximum length."""
+    blocks = min((worker.kv_blocks_total for worker in report.workers), default=0)
+    tokens = blocks * facts.block_size
+    if not 0 < tokens < facts.context:
+        return []
+    limit = f"contexts are limited to {tokens} tokens, the KV memory of one worker"
+    return [f"  warning    {limit}; for all {facts.context} give more --kv-memory"]
+
+
+def _pool_line(role: str, worker: WorkerReport) -> str:
+    return (
+        f"  {role:<10} {worker.id}  pid {worker.pid}  "
+        f"{worker.kv_blocks_total} KV blocks  {worker.endpoint}"
+    )
+
+
+def throughput(before: ClusterReport, after: ClusterReport, seconds: float) -> str:
+    """Return one line of metrics for the ``seconds`` between two reports.
+
+    Counters are compared per incarnation, because a restarted worker counts from zero.
+    """
+    prompt = _grown("prompt_tokens", before, after)
+    generated = _grown("generated_tokens", before, after)
+    hits = _grown("prefix_hit_tokens", before, after)
+    total = sum(worker.kv_blocks_total for worker in after.workers)
+    used = sum(worker.kv_blocks_used for worker in after.workers)
+    running = sum(worker.requests_running for worker in after.workers)
+    waiting = sum(worker.requests_waiting for worker in after.workers)
+    return (
+        f"prompt {prompt / seconds:.1f} tok/s, generation {generated / seconds:.1f} tok/s, "
+        f"running {running}, waiting {waiting}, "
+        f"KV {_percent(used, total)}, prefix hit {_percent(hits, hits + prompt)}"
+    )
+
+
+def _grown(counter: str, before: ClusterReport, after: ClusterReport) -> int:
+    base = {(w.id, w.incarnation): getattr(w, counter) for w in before.workers}
+    return sum(getattr(w, counter) - base.get((w.id, w.incarnation), 0) for w in after.workers)
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100.0 * part / whole if whole else 0.0:.1f} %"
+
+
+def load_progress(progress: Sequence[tuple[str, int, int]]) -> str:
+    """Return one progress bar for all ``(process, bytes done, bytes total)``."""
+    done, total = (sum(sizes) for sizes in ([p[1] for p in progress], [p[2] for p in progress]))
+    return f"loading  {_bar(done, total)}  {', '.join(name for name, _, _ in progress)}"
+
+
+def _bar(done: int, total: int, width: int = 12) -> str:
+    filled = min(width, width * done // total) if total else 0
+    return f"[{'#' * filled}{'.' * (width - filled)}] {mebibytes(done)}/{mebibytes(total)}"
+
+
+def mebibytes(size: int) -> str:
+    """Format a byte count in KiB or MiB."""
+    return f"{size / (1 << 20):.1f} MiB" if size >= 1 << 20 else f"{size / 1024:.1f} KiB"

@@ -1,0 +1,1 @@
+"""The plan of a cluster: processes, addresses, memory and revisions."""

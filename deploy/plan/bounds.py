@@ -1,0 +1,76 @@
+"""The bounds of the pools' sizes, and the check of requested sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from ...engine.loading.embedding_config import EMBED
+from ..config import MAX_MEMBERS, ServeSettings
+from ..controller.backend import DECODE, POOLS, PREFILL
+
+
+class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Minimum and maximum workers of each pool; 0: no bound. ``embeds``: no decode workers."""
+
+    prefill_min: int = 0
+    prefill_max: int = 0
+    decode_min: int = 0
+    decode_max: int = 0
+    embeds: bool = False
+
+    @classmethod
+    def of(cls, settings: ServeSettings) -> Bounds:
+        """Take the bounds from settings."""
+        return cls(
+            prefill_min=settings.prefill_min,
+            prefill_max=settings.prefill_max,
+            decode_min=settings.decode_min,
+            decode_max=settings.decode_max,
+            embeds=settings.task == EMBED,
+        )
+
+    def least(self, role: str) -> int:
+        """Minimum workers of a pool."""
+        if role == DECODE and self.embeds:
+            return 0
+        return max(1, self.prefill_min if role == PREFILL else self.decode_min)
+
+    def most(self, role: str) -> int:
+        """Maximum workers of a pool."""
+        if role == DECODE and self.embeds:
+            return 0
+        return (self.prefill_max if role == PREFILL else self.decode_max) or MAX_MEMBERS
+
+
+def scale_refusal(targets: Mapping[str, int], bounds: Bounds) -> str:
+    """Return why the pools cannot have these sizes, in one sentence, or an empty text."""
+    if not targets:
+        return "name a pool and its size, such as decode=2"
+    for role, count in targets.items():
+        if role not in POOLS:
+            return f"no pool {role[:40]!r}; the pools are {' and '.join(POOLS)}"
+        if role == DECODE and bounds.embeds:
+            return "an embedding model has no decode workers; scale prefill only"
+        if count < bounds.least(role):
+            rule = f" ({role}_min)" if bounds.least(role) > 1 else ""
+            return f"{role} must be at least {bounds.least(role)}{rule}, not {count}"
+        if count > bounds.most(role):
+            rule = f" ({role}_max)" if bounds.most(role) < MAX_MEMBERS else ""
+            return f"{role} must be at most {bounds.most(role)}{rule}, not {count}"
+    return ""
+
+
+def clamped(targets: Mapping[str, int], bounds: Bounds) -> dict[str, int]:
+    """Move sizes into the bounds. Roles other than the pools are left out."""
+    return {
+        role: min(max(targets[role], bounds.least(role)), bounds.most(role))
+        for role in POOLS
+        if role in targets
+    }
+
+
+def describe_targets(targets: Mapping[str, int]) -> str:
+    """Format sizes as in ``baton scale``: ``prefill=2 decode=3``."""
+    return " ".join(f"{role}={count}" for role, count in targets.items())

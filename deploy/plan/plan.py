@@ -1,0 +1,276 @@
+"""The resolved plan: the processes of a cluster on this machine.
+
+The inputs are settings, addresses and the cluster key; the result is a :class:`ClusterPlan`. A
+member keeps its addresses over restarts, so that the other processes can reach it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from ...decode_worker.config import DecodeWorkerConfig
+from ...engine.loading.loader import DEFAULT_KV_BYTES, RunnerConfig
+from ...prefill_worker.config import PrefillWorkerConfig
+from ...router.config import PolicyConfig, RouterConfig
+from ..config import ServeSettings, demo_model_folder, kv_size, shares_memory
+from ..controller.backend import PREFILL, ROUTER
+from ..supervise.process import ProcessSpec
+
+if TYPE_CHECKING:
+    from ...runtime.log import Level
+
+
+class AddressBook:
+    """Addresses of all processes. A worker's addresses are chosen on first use.
+
+    ``clients`` and ``workers``: the two sockets of each router, by the router's name. ``place``:
+    makes an address from a stem such as ``decode-3.data``.
+    """
+
+    def __init__(
+        self, clients: dict[str, str], workers: dict[str, str], place: Callable[[str], str]
+    ) -> None:
+        self.clients, self.workers = clients, workers
+        self._place = place
+        self._known: dict[str, str] = {}
+
+    def control(self, name: str) -> str:
+        """Return a worker's control address. It is constant until :meth:`release`."""
+        return self._address(name)
+
+    def data(self, name: str) -> str:
+        """Return a decode worker's address for KV frames."""
+        return self._address(f"{name}.data")
+
+    def release(self, name: str) -> None:
+        """Drop an ended worker's addresses. The next worker with its name may get others."""
+        for stem in (name, f"{name}.data"):
+            self._known.pop(stem, None)
+
+    def _address(self, stem: str) -> str:
+        if stem not in self._known:
+            self._known[stem] = self._place(stem)
+        return self._known[stem]
+
+
+class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Processes in start order: the routers, then the workers.
+
+    ``address``: client addresses of the routers, separated by commas. ``kv_default``: bytes of KV
+    memory per worker if the settings give no size.
+    """
+
+    settings: ServeSettings
+    model: str
+    address: str
+    processes: list[ProcessSpec]
+    book: AddressBook
+    cluster_key: str
+    kv_default: int = DEFAULT_KV_BYTES
+
+    @property
+    def worker_names(self) -> tuple[str, ...]:
+        """Names of all workers."""
+        return tuple(spec.name for spec in self.processes if spec.role != ROUTER)
+
+
+def router_names(settings: ServeSettings) -> list[str]:
+    """Return ``router``, or ``router-0``, ``router-1`` ... for several routers."""
+    if settings.routers == 1:
+        return [ROUTER]
+    return [f"{ROUTER}-{index}" for index in range(settings.routers)]
+
+
+def worker_names(settings: ServeSettings, role: str) -> list[str]:
+    """Return the names of a pool's workers: ``prefill-0``, ``prefill-1`` ..."""
+    return [f"{role}-{index}" for index in range(getattr(settings, role))]
+
+
+def all_worker_names(settings: ServeSettings) -> list[str]:
+    """Names of both pools' workers."""
+    return [*worker_names(settings, "prefill"), *worker_names(settings, "decode")]
+
+
+def model_folder(settings: ServeSettings) -> str:
+    """Return the absolute path of the model folder."""
+    return str(Path(settings.model).resolve() if settings.model else demo_model_folder())
+
+
+def key_folder(settings: ServeSettings) -> str:
+    """Return the absolute key folder, or ''. Absolute, because children run in other folders."""
+    return str(Path(settings.keys).absolute()) if settings.keys else ""
+
+
+def ipc_addresses(clients: dict[str, str], folder: str) -> AddressBook:
+    """Make addresses of socket files in ``folder``. ``clients``: client addresses by router."""
+
+    def place(stem: str) -> str:
+        return f"ipc://{folder}/{stem}.sock"
+
+    return AddressBook(clients, {name: place(name) for name in clients}, place)
+
+
+def tcp_addresses(clients: dict[str, str], take_port: Callable[[], int]) -> AddressBook:
+    """Make addresses on 127.0.0.1. ``take_port``: returns a different free port at each call."""
+
+    def place(_stem: str) -> str:
+        return f"tcp://127.0.0.1:{take_port()}"
+
+    return AddressBook(clients, {name: place(name) for name in clients}, place)
+
+
+def resolve_plan(
+    settings: ServeSettings,
+    book: AddressBook,
+    cluster_key: str,
+    kv_default: int = DEFAULT_KV_BYTES,
+) -> ClusterPlan:
+    """Make the plan for checked settings.
+
+    ``cluster_key``: hex text, constant over restarts. ``kv_default``: bytes of KV memory per
+    worker if the settings give no size.
+    """
+    names = [*router_names(settings), *all_worker_names(settings)]
+    return ClusterPlan(
+        settings=settings,
+        model=model_folder(settings),
+        address=",".join(book.clients.values()),
+        processes=[process_of(name, settings, book, cluster_key, kv_default) for name in names],
+        book=book,
+        cluster_key=cluster_key,
+        kv_default=kv_default,
+    )
+
+
+def process_of(
+    name: str, settings: ServeSettings, book: AddressBook, cluster_key: str, kv_default: int
+) -> ProcessSpec:
+    """Make the process specification of a member. The name's prefix is the role."""
+    role = role_of(name)
+    if role == ROUTER:
+        return _router(settings, book, cluster_key, name)
+    runner = _runner(settings, role, kv_default)
+    return (_prefill if role == PREFILL else _decode)(settings, book, runner, name)
+
+
+def role_of(name: str) -> str:
+    """Return the role of a member, which is the prefix of its name."""
+    return name.partition("-")[0]
+
+
+def _router(settings: ServeSettings, book: AddressBook, cluster_key: str, name: str) -> ProcessSpec:
+    config = RouterConfig(
+        client_address=book.clients[name],
+        worker_address=book.workers[name],
+        name=name,
+        cluster_key=cluster_key,
+        model_folder=model_folder(settings),
+        policy=PolicyConfig(name=settings.policy),
+        worker_timeout_s=settings.worker_timeout,
+        keys=key_folder(settings),
+        log_level=cast("Level", settings.log_level),
+    )
+    return ProcessSpec(name=name, role=ROUTER, module="baton.router", config=config)
+
+
+def _prefill(
+    settings: ServeSettings, book: AddressBook, runner: RunnerConfig, name: str
+) -> ProcessSpec:
+    config = PrefillWorkerConfig(
+        worker_id=name,
+        endpoint=book.control(name),
+        routers=dict(book.workers),
+        runner=runner,
+        token_budget=settings.max_num_batched_tokens,
+        step_seconds=settings.step_time,
+        slo_ttft=first_token_limit(settings),
+        max_active=settings.prefill_max_num_seqs,
+        share_pool=shares_memory(settings),
+        handoff_timeout_s=settings.handoff_timeout,
+        keys=key_folder(settings),
+        drain_grace_s=settings.grace,
+        worker_timeout_s=settings.worker_timeout,
+        log_level=cast("Level", settings.log_level),
+    )
+    return ProcessSpec(name=name, role="prefill", module="baton.prefill_worker", config=config)
+
+
+def _decode(
+    settings: ServeSettings, book: AddressBook, runner: RunnerConfig, name: str
+) -> ProcessSpec:
+    config = DecodeWorkerConfig(
+        worker_id=name,
+        endpoint=book.control(name),
+        data_endpoint=book.data(name),
+        routers=dict(book.workers),
+        runner=runner,
+        max_batch=settings.max_num_seqs,
+        token_budget=settings.decode_max_num_batched_tokens,
+        step_seconds=settings.step_time,
+        handoff_timeout_s=settings.handoff_timeout,
+        keys=key_folder(settings),
+        drain_grace_s=settings.grace,
+        worker_timeout_s=settings.worker_timeout,
+        log_level=cast("Level", settings.log_level),
+    )
+    return ProcessSpec(name=name, role="decode", module="baton.decode_worker", config=config)
+
+
+def first_token_limit(settings: ServeSettings) -> float:
+    """Target TTFT in seconds by which prefill workers order prompts; 0: order of arrival."""
+    order = settings.prefill_order
+    by_deadline = order == "edf" or (order == "auto" and settings.autoscale == "on")
+    return settings.slo_ttft if by_deadline else 0.0
+
+
+def sized_for(settings: ServeSettings) -> int:
+    """Number of workers that share the machine's memory: the maximum of both pools.
+
+    A pool without a maximum counts with its size at the start.
+    """
+    prefill = max(settings.prefill, settings.prefill_max)
+    return prefill + (max(settings.decode, settings.decode_max) if settings.decode else 0)
+
+
+_DEVICE_SHARE = 0.9
+"""Share of a GPU's memory for workers. The rest is for driver contexts and kernel workspaces."""
+
+
+def _runner(settings: ServeSettings, role: str, kv_default: int) -> RunnerConfig:
+    blocks, memory = kv_size(settings, role)
+    on_gpu = settings.device == "cuda"
+    return RunnerConfig(
+        model=model_folder(settings),
+        backend="cuda" if on_gpu else settings.kernels,
+        block_size=settings.block_size,
+        num_blocks=blocks,
+        kv_bytes=memory or (0 if on_gpu else kv_default),
+        device_share=_DEVICE_SHARE / sized_for(settings),
+        max_length=settings.max_model_len,
+        task=settings.task,
+    )
+
+
+def describe_plan(plan: ClusterPlan) -> dict[str, Any]:
+    """Return the plan for the output of ``--dry-run``, without the cluster key."""
+    processes = [
+        {"name": spec.name, "role": spec.role, "module": spec.module, "config": _shown(spec)}
+        for spec in plan.processes
+    ]
+    return {
+        "model": plan.model,
+        "address": plan.address,
+        "settings": msgspec.to_builtins(plan.settings),
+        "processes": processes,
+    }
+
+
+def _shown(spec: ProcessSpec) -> dict[str, Any]:
+    config: dict[str, Any] = msgspec.to_builtins(spec.config)
+    if config.get("cluster_key"):
+        config["cluster_key"] = "(secret)"
+    return config

@@ -1,0 +1,227 @@
+"""Makes a plan from settings: checks the model, chooses addresses, divides the memory."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from ...engine.kernels import BUILD_KERNELS, compiled_kernels_problem
+from ...engine.kernels.cuda.cupy_device import INSTALL_CUPY, cupy_is_installed
+from ...engine.loading.checkpoint import Checkpoint, load_checkpoint
+from ...engine.loading.embedding_config import EMBED
+from ...engine.loading.loader import DEFAULT_KV_BYTES, model_task
+from ...proto.errors import BatonError, CheckpointError, ConfigError
+from ...runtime.allowed_keys import OPERATOR
+from ...runtime.keyring import CONTROLLER, load_keys
+from ..config import ServeSettings, kv_size
+from ..local.banner import mebibytes
+from ..local.run_folder import RunFolder
+from ..supervise.core import describe_exit
+from ..supervise.process import child_environment
+from .addresses import client_addresses, free_ports
+from .memory import PROCESS_BYTES, free_memory, kv_share, model_memory, total_memory
+from .plan import (
+    ClusterPlan,
+    ipc_addresses,
+    key_folder,
+    model_folder,
+    resolve_plan,
+    router_names,
+    sized_for,
+    tcp_addresses,
+)
+
+_TOKENIZER_S = 60.0
+
+
+def check_start(settings: ServeSettings) -> None:
+    """Check this machine and the model folder before any process is started.
+
+    Raises ConfigError for a wrong setting, CheckpointError for the folder's files.
+    """
+    check_model(settings)
+    check_kernels(settings)
+    check_tokenizer(settings)
+
+
+def check_model(settings: ServeSettings) -> None:
+    """Check the model folder once here, instead of in every worker.
+
+    Raises ConfigError if the folder does not exist, CheckpointError for its files. A tokenizer is
+    optional: without it, prompts must be token ids, and clients get an error for text.
+    """
+    if not Path(model_folder(settings)).is_dir():
+        raise ConfigError(f"no model folder {model_folder(settings)}")
+    model_task(load_checkpoint(model_folder(settings)), settings.task)
+
+
+def check_tokenizer(settings: ServeSettings) -> None:
+    """Load the folder's tokenizer once, in another process. Raises CheckpointError.
+
+    Only clients load the tokenizer. Without this check, a damaged tokenizer would fail in every
+    client and in no process of the cluster.
+    """
+    folder = model_folder(settings)
+    command = [sys.executable, "-P", "-m", "baton.text.check", folder]
+    if not (Path(folder) / "tokenizer.json").is_file():
+        return
+    try:
+        ended = subprocess.run(  # noqa: S603 -- our own interpreter and module
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_TOKENIZER_S,
+            env=child_environment(os.environ),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise CheckpointError(
+            f"{folder}: tokenizer.json did not load within {_TOKENIZER_S:g} s"
+        ) from None
+    if ended.returncode:
+        said = ended.stdout.decode("utf-8", "replace").strip().replace("\n", " ")
+        how = f"{folder}: tokenizer.json cannot be loaded ({describe_exit(ended.returncode)})"
+        raise CheckpointError(said or how)
+
+
+def check_kernels(settings: ServeSettings) -> None:
+    """Raise ConfigError if the settings choose kernels that this machine cannot load."""
+    if settings.device == "cuda" and not cupy_is_installed():
+        raise ConfigError(f"device cuda needs CuPy: {INSTALL_CUPY}")
+    if settings.kernels == "cpu" and (problem := compiled_kernels_problem()):
+        raise ConfigError(f"the compiled kernels are missing ({problem}): {BUILD_KERNELS}")
+
+
+def with_task(settings: ServeSettings) -> ServeSettings:
+    """Adapt settings to the model's task: an embedding model has no decode workers."""
+    try:
+        task = model_task(load_checkpoint(model_folder(settings)), settings.task)
+    except BatonError:
+        return settings  # the workers report the error
+    return settings if task != EMBED else msgspec.structs.replace(settings, task=task, decode=0)
+
+
+def served_context(settings: ServeSettings) -> int:
+    """Maximum context length in tokens, by the settings or the model; 0 for a wrong folder."""
+    try:
+        rope = load_checkpoint(model_folder(settings)).config.rope
+    except BatonError:
+        return 0  # the workers report the error
+    return settings.max_model_len or rope.default_length()
+
+
+def default_kv_bytes(settings: ServeSettings) -> int:
+    """Default KV memory per worker in bytes, from the free memory.
+
+    The free memory is divided among the maximum number of workers. A worker added later gets the
+    same size, so that the maximum context length does not change.
+    """
+    free = free_memory()
+    if free is None:
+        return DEFAULT_KV_BYTES
+    try:
+        model = model_memory(load_checkpoint(model_folder(settings)), settings.max_model_len)
+    except BatonError:
+        return DEFAULT_KV_BYTES  # the workers report the error
+    batch = max(settings.max_num_seqs, settings.prefill_max_num_seqs)
+    return kv_share(free, sized_for(settings), batch, model)
+
+
+def make_plan(settings: ServeSettings, folder: RunFolder | None) -> ClusterPlan:
+    """Choose addresses and resolve the plan. Without a folder (``--dry-run``), use a placeholder.
+
+    Raises ConfigError for an unusable address, and for more workers than the memory can hold.
+    """
+    settings = with_task(settings)
+    kv_default = default_kv_bytes(settings)
+    problem = memory_refusal(settings, kv_default, {})
+    if problem:
+        raise ConfigError(f"{problem}; give fewer workers or a smaller kv_memory")
+    clients = client_addresses(
+        settings.address,
+        router_names(settings),
+        claim=folder is not None,
+        keyed=bool(settings.keys),
+    )
+    if settings.transport == "tcp":
+        book = tcp_addresses(clients, _port_taker())
+    else:
+        path = folder.path if folder is not None else Path("RUN_FOLDER")
+        book = ipc_addresses(clients, str(path))
+    return resolve_plan(settings, book, secrets.token_hex(32), kv_default)
+
+
+def check_keys(plan: ClusterPlan, *roles: str) -> None:
+    """Read the keys of all processes once here, instead of in every process. Raises ConfigError.
+
+    ``roles``: the roles on this host; default: all.
+    """
+    folder = key_folder(plan.settings)
+    for spec in plan.processes:
+        if not roles or spec.role in roles:
+            load_keys(folder, spec.role, spec.name)
+    load_keys(folder, OPERATOR, CONTROLLER)
+
+
+class _port_taker:  # noqa: N801 -- a function with state
+    """Returns a free port of 127.0.0.1, at each call another."""
+
+    def __init__(self) -> None:
+        self._taken: set[int] = set()
+
+    def __call__(self) -> int:
+        while (port := free_ports(1)[0]) in self._taken:
+            pass
+        self._taken.add(port)
+        return port
+
+
+def memory_refusal(settings: ServeSettings, kv_default: int, targets: dict[str, int]) -> str:
+    """Return why this machine has too little memory for pools of this size, or an empty text.
+
+    All workers together, with full KV memory, may use the total memory of the machine or its
+    control group.
+    """
+    total = total_memory()
+    counts = {"prefill": settings.prefill, "decode": settings.decode, **targets}
+    if settings.device != "cpu":
+        room = sized_for(settings)
+        if sum(counts.values()) <= room:
+            return ""
+        return (
+            f"the GPU's memory is divided among {room} workers; launch with a larger "
+            "--prefill-max or --decode-max"
+        )
+    if total is None:
+        return ""
+    try:
+        checkpoint = load_checkpoint(model_folder(settings))
+    except BatonError:
+        return ""  # the workers report the error
+    needs = {
+        role: count * _worker_bytes(settings, role, kv_default, checkpoint)
+        for role, count in counts.items()
+    }
+    if sum(needs.values()) <= total:
+        return ""
+    workers = " and ".join(f"{count} {role}" for role, count in counts.items() if count)
+    return (
+        f"{workers} workers need {mebibytes(sum(needs.values()))} of memory, "
+        f"this machine has {mebibytes(total)}"
+    )
+
+
+def _worker_bytes(
+    settings: ServeSettings, role: str, kv_default: int, checkpoint: Checkpoint
+) -> int:
+    model = model_memory(checkpoint, 1)  # of one token
+    if settings.task == EMBED:
+        return PROCESS_BYTES + model.weights
+    blocks, memory = kv_size(settings, role)
+    kv = blocks * settings.block_size * model.context or memory or kv_default
+    return PROCESS_BYTES + model.weights + kv

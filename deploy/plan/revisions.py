@@ -1,0 +1,84 @@
+"""The settings of each revision, and the members made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ...proto.errors import ConfigError
+from ..config import ServeSettings, check, convert, with_present_names
+from ..controller.backend import MemberSpec
+from .plan import ClusterPlan, process_of
+from .prepare import check_model
+
+FIXED = (
+    "task", "routers", "address", "transport", "run_dir", "keys", "admin", "device",
+    "prefill", "decode", "prefill_min", "prefill_max", "decode_min", "decode_max",
+)  # fmt: skip
+"""Settings that a rollout cannot change: addresses, and settings with a separate command."""
+
+
+class Roster:
+    """The revisions of one cluster on this machine."""
+
+    def __init__(self, plan: ClusterPlan) -> None:
+        self._plan = plan
+        self._settings = {0: plan.settings}
+        self.kv_default = plan.kv_default
+        """KV memory per worker, the same in all revisions, so that all workers have one size."""
+
+    @property
+    def newest(self) -> int:
+        """The latest revision."""
+        return max(self._settings)
+
+    def settings(self, revision: int) -> ServeSettings:
+        """Return the settings of a revision."""
+        return self._settings[revision]
+
+    def add(self, current: int, changes: Mapping[str, Any]) -> int:
+        """Add settings for a rollout: those of ``current`` with ``changes``. Returns the revision.
+
+        Raises ConfigError or CheckpointError, and then adds no revision.
+        """
+        settings = changed(self._settings[current], changes)
+        check_model(settings)
+        revision = self.newest + 1
+        # Make one process of each role here, so that wrong settings raise before the rollout.
+        for name in ("prefill-0", "decode-0", *self._plan.book.clients):
+            process_of(name, settings, self._plan.book, self._plan.cluster_key, self.kv_default)
+        self._settings[revision] = settings
+        return revision
+
+    def spec(self, name: str, role: str, revision: int) -> MemberSpec:
+        """Make the specification to start a member."""
+        plan = self._plan
+        settings = self._settings[revision]
+        process = process_of(name, settings, plan.book, plan.cluster_key, self.kv_default)
+        return MemberSpec(name=name, role=role, revision=revision, process=process)
+
+    def release(self, name: str) -> None:
+        """Release the addresses of an ended member."""
+        self._plan.book.release(name)
+
+
+def changed(settings: ServeSettings, changes: Mapping[str, Any]) -> ServeSettings:
+    """Replace some settings and check the result. Raises ConfigError."""
+    changes = with_present_names(changes)  # an older command may send old names
+    before = msgspec.to_builtins(settings)
+    after = convert({**before, **changes})
+    for name in FIXED:
+        if getattr(after, name) != getattr(settings, name):
+            how = "use baton scale" if name in ("prefill", "decode") else "launch a new cluster"
+            raise ConfigError(f"a rollout cannot change {name}; {how}")
+    for role in ("", "prefill_", "decode_"):  # blocks and memory replace each other
+        for one, other in (("kv_blocks", "kv_memory"), ("kv_memory", "kv_blocks")):
+            if changes.get(role + one) and role + other not in changes:
+                default = getattr(ServeSettings(), role + other)
+                after = msgspec.structs.replace(after, **{role + other: default})
+    # An embedding model has 0 decode workers, which check() would reject.
+    least = max(1, after.decode_min)
+    check(after if after.decode else msgspec.structs.replace(after, decode=least))
+    return after

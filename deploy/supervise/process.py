@@ -1,0 +1,158 @@
+"""One child process: its start, its log lines, its end.
+
+Each child leads a separate process group. So Ctrl-C at the terminal reaches only the supervisor,
+and a kill also reaches the child's own children. All children stay in the supervisor's session:
+Linux divides processor time among sessions first (autogroups). With a session per process, a router
+on busy processors waited up to 100 ms before it could read a message. The kernel kills a child
+when its parent dies (``runtime.lifecycle``). A child's standard error is a pipe of JSON lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..controller.backend import ROUTER
+from .oom import let_die_first
+
+_READ = 1 << 16
+_MAX_LINE = 1 << 20
+_ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A process to run: ``python -P -m module --config FILE --parent PID``."""
+
+    name: str
+    role: str
+    module: str
+    config: msgspec.Struct
+
+    def config_json(self) -> bytes:
+        """The config file's content."""
+        return msgspec.json.format(msgspec.json.encode(self.config), indent=2)
+
+
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a child.
+
+    One BLAS thread per process, because the processes share the machine. PYTHONSAFEPATH, because
+    the working directory may contain a folder with the name of a package.
+    """
+    fixed = dict.fromkeys(_ONE_THREAD, "1")
+    return {**environment, **fixed, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def not_started(problem: Exception, folder: Path) -> str:
+    """Describe why a process could not be started. ``folder``: folder of its config file."""
+    if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"cannot be started: the disk of {folder} on {socket.gethostname()} is full "
+            f"({problem.strerror}); see df -h {folder.parent}"
+        )
+    return f"cannot be started: {problem}"
+
+
+class Child:
+    """A started process. ``stderr_fd`` is readable after a log line and at the end."""
+
+    def __init__(self, spec: ProcessSpec, config_path: Path) -> None:
+        self.spec = spec
+        self._popen = subprocess.Popen(  # noqa: S603 -- our own interpreter and module
+            [
+                *(sys.executable, "-P", "-m", spec.module),
+                *("--config", str(config_path), "--parent", str(os.getpid())),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=child_environment(os.environ),
+            process_group=0,
+        )
+        if spec.role != ROUTER:
+            let_die_first(self.pid)
+        if self._popen.stderr is None:
+            raise OSError("no pipe to the child's standard error")
+        self._pipe = self._popen.stderr
+        os.set_blocking(self._pipe.fileno(), False)
+        self._buffer = b""
+        self.exit_fd = os.pidfd_open(self.pid)
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also the id of the process group."""
+        return self._popen.pid
+
+    @property
+    def stderr_fd(self) -> int:
+        """Descriptor of the log pipe."""
+        return self._pipe.fileno()
+
+    def exit_code(self) -> int | None:
+        """Return the exit code, negative for a signal; None while the process runs."""
+        return self._popen.poll()
+
+    def wait(self) -> None:
+        """Block until the process has ended."""
+        self._popen.wait()
+
+    def terminate(self) -> None:
+        """Send SIGTERM for an orderly exit."""
+        with contextlib.suppress(ProcessLookupError):
+            self._popen.terminate()
+
+    def kill(self) -> None:
+        """Kill the whole process group with SIGKILL."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def read_log(self) -> list[dict[str, Any]]:
+        """Return the log events that arrived. A line that is not JSON becomes a warning."""
+        try:
+            data = os.read(self.stderr_fd, _READ)
+        except BlockingIOError:
+            return []
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if len(self._buffer) > _MAX_LINE or not data:
+            lines, self._buffer = [*lines, self._buffer], b""
+        return [parse_log_line(line) for line in lines if line.strip()]
+
+    def drain_log(self) -> list[dict[str, Any]]:
+        """Return the remaining log events of an ended child."""
+        events: list[dict[str, Any]] = []
+        while more := self.read_log():
+            events += more
+        return events
+
+    def close(self) -> None:
+        """Close the descriptors. The process must have ended."""
+        self._pipe.close()
+        os.close(self.exit_fd)
+
+
+def parse_log_line(line: bytes) -> dict[str, Any]:
+    """Parse a log event of ``runtime.log``. Other text becomes a warning with the key ``raw``.
+
+    Other text is, for example, the traceback of an interpreter that crashed.
+    """
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {"level": "warning", "event": line.decode("utf-8", "replace").rstrip(), "raw": True}
+
+
+def describe_log(event: dict[str, Any]) -> str:
+    """Format a log event as one line for the terminal."""
+    hidden = {"event", "level", "timestamp", "role", "process", "traceback", "raw"}
+    keys = " ".join(f"{key}={value}" for key, value in event.items() if key not in hidden)
+    return f"{event.get('event', '')} {keys}".strip()

@@ -1,0 +1,1 @@
+"""Programs for maintainers, which no cluster needs."""

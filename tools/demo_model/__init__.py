@@ -1,0 +1,1 @@
+"""The texts and the training of the demo model in ``deploy/demo_model``."""
