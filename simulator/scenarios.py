@@ -115,6 +115,7 @@ _ALL = Scenario(
 """All kinds of faults together."""
 _FAILOVER = Scenario(wait_s=PATIENT_S, shape=TWO, victims=("router",), cancels=0.1)
 _MOVES = Scenario(prompt=120, shape=Shape(sizes=MOVES), cancels=0.6, crashes=1, allowed=UNLUCKY)
+_CUT = Scenario(requests=30, load_s=8.0, wait_s=CUT_WAIT_S, shape=CUT_ROOM, cuts=1, cancels=0.1)
 
 SCENARIOS: dict[str, Scenario] = {
     "plain": Scenario(),
@@ -319,31 +320,15 @@ SCENARIOS: dict[str, Scenario] = {
         answer=200,
         allowed=UNLUCKY,
     ),
-    "cut": Scenario(
-        requests=30,
-        load_s=8.0,
-        wait_s=CUT_WAIT_S,
-        shape=CUT_ROOM,
-        cuts=1,
-        cancels=0.1,
-        pins=0.3,
-        answer=16,
-    ),
-    "cut-narrow": Scenario(
-        requests=30,
-        load_s=8.0,
-        wait_s=CUT_WAIT_S,
+    "cut": replace(_CUT, pins=0.3, answer=16),
+    "cut-narrow": replace(
+        _CUT,
         shape=replace(CUT_ROOM, sizes=replace(NARROW, decode_blocks=400, prefill_blocks=400)),
-        cuts=1,
         prompt=100,
-        cancels=0.1,
     ),
-    "cut-in-place": Scenario(
-        requests=30,
-        load_s=8.0,
-        wait_s=CUT_WAIT_S,
+    "cut-in-place": replace(
+        _CUT,
         shape=replace(CUT_ROOM, sizes=replace(IN_PLACE, decode_blocks=400, prefill_blocks=400)),
-        cuts=1,
         prompt=120,
         cancels=0.3,
     ),

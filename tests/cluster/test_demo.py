@@ -17,6 +17,18 @@ def shape(line):
     return re.sub(r"\d+(\.\d+)?", "N", re.sub(r'"[^"]*"', "TEXT", line))
 
 
+def start_demo(folder):
+    """Start the demo with its files in ``folder``."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "baton.cli", "demo"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=command_environment(folder),
+    )
+
+
 def test_demo_answers_prompts_through_a_whole_cluster_and_leaves_nothing(tmp_path_factory):
     folder = tmp_path_factory.mktemp("d")
     done = subprocess.run(
@@ -55,15 +67,7 @@ def test_demo_answers_prompts_through_a_whole_cluster_and_leaves_nothing(tmp_pat
 @pytest.mark.parametrize("moment", ["starting", "> ", "tokens/s"])
 def test_an_interrupted_demo_is_silent_and_leaves_nothing(tmp_path_factory, moment):
     folder = tmp_path_factory.mktemp("d")
-    demo = subprocess.Popen(
-        [sys.executable, "-P", "-m", "baton.cli", "demo"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=command_environment(folder),
-    )
-    with demo:
+    with start_demo(folder) as demo:
         next(line for line in demo.stdout if moment in line)
         demo.send_signal(signal.SIGINT)
         _, said = demo.communicate(timeout=60)
@@ -73,15 +77,7 @@ def test_an_interrupted_demo_is_silent_and_leaves_nothing(tmp_path_factory, mome
 
 def test_a_demo_whose_output_nobody_reads_any_more_ends_in_silence(tmp_path_factory):
     folder = tmp_path_factory.mktemp("d")
-    demo = subprocess.Popen(
-        [sys.executable, "-P", "-m", "baton.cli", "demo"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=command_environment(folder),
-    )
-    with demo:
+    with start_demo(folder) as demo:
         next(line for line in demo.stdout if "starting" in line)
         demo.stdout.close()
         said = demo.stderr.read()
