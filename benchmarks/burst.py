@@ -24,7 +24,7 @@ from ..proto.ids import request_key
 from ..proto.layout import ModelCard
 from ..proto.messages import FinalAck, Submit, Terminal, Tokens
 from ..proto.wire import WireContext, WireSampling, WireTokens
-from ..runtime.lifecycle import limit_blas_threads
+from ..runtime.process.os_settings import limit_blas_threads
 from .cancel import Peer, served_card
 from .checkpoints import SHAPES, write_checkpoint
 from .scratch import scratch_folder

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from ..engine.llm import LLMEngine
 from ..engine.loading.loader import RunnerConfig, load_runner
 from ..proto.sampling import SamplingParams
-from ..runtime.lifecycle import limit_blas_threads
+from ..runtime.process.os_settings import limit_blas_threads
 from .checkpoints import SHAPES, write_checkpoint
 from .scratch import scratch_folder
 from .served import Served

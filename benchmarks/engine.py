@@ -26,7 +26,7 @@ import numpy.typing as npt
 from ..engine.loading.loader import RunnerConfig, load_runner
 from ..engine.scheduling.plan import Chunk, SampleSpec, StepPlan
 from ..proto.sampling import SamplingParams
-from ..runtime.lifecycle import limit_blas_threads
+from ..runtime.process.os_settings import limit_blas_threads
 from .checkpoints import SHAPES, Shape, write_checkpoint
 from .scratch import scratch_folder
 

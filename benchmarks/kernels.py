@@ -22,7 +22,7 @@ from ..engine.kernels import load_backend
 from ..engine.kernels.backend import F32, Backend
 from ..engine.pipeline.model import make_pool
 from ..proto.layout import KVLayout
-from ..runtime.lifecycle import limit_blas_threads
+from ..runtime.process.os_settings import limit_blas_threads
 
 Call = Callable[[], object]
 

@@ -17,8 +17,8 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from ..runtime.loop import Loop
-from ..runtime.sockets import DealerChannel, RouterChannel
+from ..runtime.net.loop import Loop
+from ..runtime.net.sockets import DealerChannel, RouterChannel
 from .scratch import scratch_folder
 
 ROUNDS = 3000

@@ -11,7 +11,7 @@ from typing import Self
 
 from ..client import Client
 from ..proto.errors import BatonError
-from ..runtime.lifecycle import die_with_parent
+from ..runtime.process.os_settings import die_with_parent
 
 READY_S = 120.0
 END_S = 30.0

@@ -18,7 +18,7 @@ from ..proto.limits import PROTOCOL_VERSION
 from ..proto.messages import Hello, Message, RouterToWorker, Submit
 from ..proto.wire import WireContext, WireSampling, WireTokens
 from ..router.config import AdmissionConfig, RouterConfig
-from ..runtime.config import dump
+from ..runtime.process.config import dump
 
 PROMPT = 32
 CARD = ModelCard(

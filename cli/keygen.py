@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 
 from ..proto.errors import ConfigError
-from ..runtime import keyfiles
-from ..runtime.allowed_keys import ROLES, KeyEntry
-from ..runtime.keyring import KEY_SUFFIX
-from ..runtime.keyshares import write_share
+from ..runtime.keys import files as keyfiles
+from ..runtime.keys.allowed import ROLES, KeyEntry
+from ..runtime.keys.keyring import KEY_SUFFIX
+from ..runtime.keys.shares import write_share
 from .parser import one_of, shown
 
 _EPILOG = """\

@@ -19,7 +19,7 @@ from ..deploy.ray.connect import INSTALL_RAY
 from ..deploy.ray.firewall import firewall_rules
 from ..deploy.ray.key_copies import HEAD_ROLES
 from ..proto.errors import ConfigError
-from ..runtime.keyshares import check_share
+from ..runtime.keys.shares import check_share
 from .numbers import count, number
 
 _EPILOG = """\

@@ -22,8 +22,8 @@ from ..proto.contexts import TextContext
 from ..proto.errors import BatonError, ConnectionLost, InputError, InternalError
 from ..proto.ids import RequestID
 from ..proto.messages import Describe, Described, Drained, Message, StatusReport
-from ..runtime.keyring import GivenKeys, client_keys
-from ..runtime.loop import Loop
+from ..runtime.keys.keyring import GivenKeys, client_keys
+from ..runtime.net.loop import Loop
 from .connection import Connection
 from .embedding import Embedding, embed_specs
 from .events import Ended, NewTokens

@@ -21,8 +21,8 @@ import numpy.typing as npt
 from ..proto.contexts import TextContext
 from ..proto.errors import BatonError, ConnectionLost, InternalError
 from ..proto.messages import Describe, Described, Drained, Message, StatusReport
-from ..runtime.keyring import GivenKeys, Keys, client_keys
-from ..runtime.loop import Loop
+from ..runtime.keys.keyring import GivenKeys, Keys, client_keys
+from ..runtime.net.loop import Loop
 from .connection import Connection
 from .embedding import Embedding, embed_specs
 from .events import Ended, NewTokens, RequestSpec

@@ -15,12 +15,12 @@ from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
 from ..proto.errors import BatonError, ConnectionLost, ProtocolError
 from ..proto.limits import MAX_DESCRIBED_BYTES
 from ..proto.messages import Message, Ping, RouterToClient
-from ..runtime.allowed_keys import ROUTER
-from ..runtime.channel import Buffers, ChannelOptions, Frames, SendResult
-from ..runtime.keyring import Keys, keys_for
-from ..runtime.loop import Loop, Timer
-from ..runtime.outbox import Outbox
-from ..runtime.sockets import Context, DealerChannel
+from ..runtime.keys.allowed import ROUTER
+from ..runtime.keys.keyring import Keys, keys_for
+from ..runtime.net.channel import Buffers, ChannelOptions, Frames, SendResult
+from ..runtime.net.loop import Loop, Timer
+from ..runtime.net.outbox import Outbox
+from ..runtime.net.sockets import Context, DealerChannel
 from .core import ClientCore
 from .events import (
     Action,

@@ -7,15 +7,15 @@ import os
 from ..engine.loading.loader import Runner, load_runner
 from ..proto.ids import new_incarnation
 from ..proto.limits import MAX_KV_FRAME_BYTES
-from ..runtime.allowed_keys import DECODE, OPERATOR, PREFILL, ROUTER
-from ..runtime.channel import ChannelOptions
-from ..runtime.keyring import load_keys
-from ..runtime.log import get_logger
-from ..runtime.loop import Loop
-from ..runtime.membership import Membership, WorkerIdentity
-from ..runtime.process import LoadProgress, leave, run_incarnations, run_process
-from ..runtime.sockets import Context, RouterChannel
-from ..runtime.zap import Doorkeeper, door
+from ..runtime.keys.allowed import DECODE, OPERATOR, PREFILL, ROUTER
+from ..runtime.keys.keyring import load_keys
+from ..runtime.keys.zap import Doorkeeper, door
+from ..runtime.net.channel import ChannelOptions
+from ..runtime.net.loop import Loop
+from ..runtime.net.sockets import Context, RouterChannel
+from ..runtime.process.log import get_logger
+from ..runtime.process.main import LoadProgress, leave, run_incarnations, run_process
+from ..worker.membership import Membership, WorkerIdentity
 from .config import DecodeWorkerConfig
 from .shell import DecodeShell
 

@@ -7,7 +7,7 @@ import msgspec
 from ..engine.loading.loader import RunnerConfig
 from ..kv_transfer.timeout import HANDOFF_TIMEOUT_S
 from ..runtime.liveness import DEFAULT_WORKER_TIMEOUT_S
-from ..runtime.log import Level
+from ..runtime.process.log import Level
 
 
 class DecodeWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -62,12 +62,12 @@ from ..proto.messages import (
 from ..proto.outputs import TokenLogProbs
 from ..proto.requests import check_continued
 from ..proto.versions import check_version
-from ..runtime.actions import Fault, Note, Tick, ToRouter
-from ..runtime.agenda import Agenda
-from ..runtime.attempts import Attempts, Key
-from ..runtime.membership import EngineState, Membership, left_alone, moved_to, other_owner
-from ..runtime.runs import LOGPROBS_KEPT, runs_again
-from ..runtime.worker import Handler, WorkerCore
+from ..runtime.keyed_heap import Agenda
+from ..worker.attempts import Attempts, Key
+from ..worker.base_core import Handler, WorkerCore
+from ..worker.events import Fault, Note, Tick, ToRouter
+from ..worker.membership import EngineState, Membership, left_alone, moved_to, other_owner
+from ..worker.token_replay import LOGPROBS_KEPT, runs_again
 from .blocks import GrantStore as GrantStore
 from .events import (
     AbandonStep,

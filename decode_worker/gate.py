@@ -24,8 +24,8 @@ from ..proto.messages import (
     Release,
     Reserve,
 )
-from ..runtime.allowed_keys import PREFILL, AllowedKeys, KeyEntry
-from ..runtime.claims import Claims
+from ..runtime.keys.allowed import PREFILL, AllowedKeys, KeyEntry
+from ..runtime.keys.name_owners import Claims
 
 _ANYBODY = (Probe, Ping, Pong)
 

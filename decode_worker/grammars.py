@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarTask, follow
 from ..proto.errors import BatonError
 from ..proto.matching import Matcher
-from ..runtime.attempts import Key
+from ..worker.attempts import Key
 
 
 @dataclass(slots=True)

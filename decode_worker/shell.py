@@ -33,20 +33,20 @@ from ..proto.codec import EnvelopeDecoder, decode_kv_header
 from ..proto.errors import AccessDenied, EnvelopeDamaged, ProtocolError
 from ..proto.limits import MAX_KV_FRAME_BYTES
 from ..proto.messages import KVFrame, PrefillToDecode, Rejected
-from ..runtime.actions import DrainRequested, Exit, Fault, Note, Tick, ToRouter
-from ..runtime.callers import Callers
-from ..runtime.channel import Frames
-from ..runtime.compute import ComputeThread
-from ..runtime.keyring import KeyRing
-from ..runtime.limited_log import LimitedLog
-from ..runtime.links import RouterLinks, routing_identity
-from ..runtime.log import get_logger
-from ..runtime.loop import Loop
-from ..runtime.membership import Membership
-from ..runtime.outbox import Outbox
-from ..runtime.process import EXIT_RESTART, TICK_S
-from ..runtime.sockets import Context, RouterChannel
-from ..runtime.time_limit import TimeLimited
+from ..runtime.keys.identity_owners import Callers
+from ..runtime.keys.keyring import KeyRing
+from ..runtime.net.channel import Frames
+from ..runtime.net.loop import Loop
+from ..runtime.net.outbox import Outbox
+from ..runtime.net.sockets import Context, RouterChannel
+from ..runtime.process.compute import ComputeThread
+from ..runtime.process.limited_log import LimitedLog
+from ..runtime.process.log import get_logger
+from ..runtime.process.main import EXIT_RESTART, TICK_S
+from ..runtime.process.time_limit import TimeLimited
+from ..worker.events import DrainRequested, Exit, Fault, Note, Tick, ToRouter
+from ..worker.membership import Membership
+from ..worker.router_links import RouterLinks, routing_identity
 from . import events
 from .config import DecodeWorkerConfig
 from .core import DecodeCore, GrantStore

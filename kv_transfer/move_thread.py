@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..runtime.compute import ComputeThread
-from ..runtime.log import get_logger
-from ..runtime.loop import Loop
+from ..runtime.net.loop import Loop
+from ..runtime.process.compute import ComputeThread
+from ..runtime.process.log import get_logger
 from .moves import Move, Moves
 
 _log = get_logger()

@@ -16,20 +16,20 @@ from ..kv_transfer.shared_pool import PoolOwner, can_share
 from ..proto.ids import new_incarnation
 from ..proto.layout import ModelCard
 from ..proto.messages import DeviceTicket
-from ..runtime.allowed_keys import OPERATOR, PREFILL, ROUTER
-from ..runtime.keyring import load_keys
-from ..runtime.log import get_logger
-from ..runtime.loop import Loop
-from ..runtime.membership import Membership, WorkerIdentity
-from ..runtime.process import (
+from ..runtime.keys.allowed import OPERATOR, PREFILL, ROUTER
+from ..runtime.keys.keyring import load_keys
+from ..runtime.keys.zap import Doorkeeper, door
+from ..runtime.net.loop import Loop
+from ..runtime.net.sockets import Context, RouterChannel
+from ..runtime.process.log import get_logger
+from ..runtime.process.main import (
     LoadProgress,
     MakeShell,
     leave,
     run_incarnations,
     run_process,
 )
-from ..runtime.sockets import Context, RouterChannel
-from ..runtime.zap import Doorkeeper, door
+from ..worker.membership import Membership, WorkerIdentity
 from .config import PrefillWorkerConfig
 from .embed_shell import EmbedShell
 from .shell import PrefillShell

@@ -58,11 +58,11 @@ from ..proto.messages import (
     Tokens,
     WorkerLoad,
 )
-from ..runtime.actions import Note, Tick, ToRouter
 from ..runtime.expiry import Expiring
-from ..runtime.membership import EngineState, Membership, left_alone, moved_to, other_owner
-from ..runtime.runs import runs_again
-from ..runtime.worker import Handler, WorkerCore
+from ..worker.base_core import Handler, WorkerCore
+from ..worker.events import Note, Tick, ToRouter
+from ..worker.membership import EngineState, Membership, left_alone, moved_to, other_owner
+from ..worker.token_replay import runs_again
 from .events import (
     AbandonStep,
     Action,

@@ -36,7 +36,11 @@ from ..proto.messages import (
 )
 from ..proto.requests import check_wire_context
 from ..proto.status import GenerationStatus
-from ..runtime.actions import (
+from ..runtime.expiry import Expiring
+from ..runtime.keyed_heap import Agenda
+from ..worker.attempts import Attempts, Key
+from ..worker.base_core import Handler, WorkerCore
+from ..worker.events import (
     DrainRequested,
     Exit,
     FromRouter,
@@ -46,11 +50,7 @@ from ..runtime.actions import (
     Tick,
     ToRouter,
 )
-from ..runtime.agenda import Agenda
-from ..runtime.attempts import Attempts, Key
-from ..runtime.expiry import Expiring
-from ..runtime.membership import EngineState, Membership, left_alone, moved_to, other_owner
-from ..runtime.worker import Handler, WorkerCore
+from ..worker.membership import EngineState, Membership, left_alone, moved_to, other_owner
 from .job import sequence_key
 
 F32 = npt.NDArray[np.float32]

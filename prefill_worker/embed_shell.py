@@ -15,15 +15,15 @@ from ..engine.scheduling.step_time import StepTime
 from ..proto.contexts import TextContext
 from ..proto.ids import RequestID
 from ..proto.tokens import TokenBuffer
-from ..runtime.actions import DrainRequested, Exit, Note, Tick, ToRouter
-from ..runtime.compute import ComputeThread
-from ..runtime.keyring import KeyRing
-from ..runtime.links import RouterLinks, routing_identity
-from ..runtime.log import get_logger
-from ..runtime.loop import Loop
-from ..runtime.membership import Membership
-from ..runtime.process import EXIT_RESTART, TICK_S
-from ..runtime.sockets import Context, RouterChannel
+from ..runtime.keys.keyring import KeyRing
+from ..runtime.net.loop import Loop
+from ..runtime.net.sockets import Context, RouterChannel
+from ..runtime.process.compute import ComputeThread
+from ..runtime.process.log import get_logger
+from ..runtime.process.main import EXIT_RESTART, TICK_S
+from ..worker.events import DrainRequested, Exit, Note, Tick, ToRouter
+from ..worker.membership import Membership
+from ..worker.router_links import RouterLinks, routing_identity
 from .config import PrefillWorkerConfig
 from .embed_core import Action, BatchDone, EmbedCore, EmbedLimits, Event, RunBatch
 from .endpoint import Endpoint

@@ -11,12 +11,12 @@ from ..proto.codec import EnvelopeDecoder
 from ..proto.errors import ProtocolError
 from ..proto.limits import PROTOCOL_VERSION
 from ..proto.messages import Message, Ping, Pong, PrefillToDecode, Probe, ProbeReply, Rejected
-from ..runtime.channel import Frames
-from ..runtime.limited_log import LimitedLog
-from ..runtime.loop import Loop
-from ..runtime.membership import Membership, WorkerIdentity
-from ..runtime.outbox import Outbox
-from ..runtime.sockets import RouterChannel
+from ..runtime.net.channel import Frames
+from ..runtime.net.loop import Loop
+from ..runtime.net.outbox import Outbox
+from ..runtime.net.sockets import RouterChannel
+from ..runtime.process.limited_log import LimitedLog
+from ..worker.membership import Membership, WorkerIdentity
 
 
 def answer(me: WorkerIdentity, message: Message) -> Message | None:

@@ -9,7 +9,7 @@ from ..engine.scheduling.plan import Int32, StepPlan, StepResult
 from ..kv_transfer import sender as handoff
 from ..kv_transfer.sender import Key
 from ..proto.messages import Message
-from ..runtime.actions import (
+from ..worker.events import (
     DrainRequested,
     Exit,
     FromRouter,

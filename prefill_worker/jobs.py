@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 
 from ..kv_transfer.sender import Key
 from ..proto.errors import InternalError
-from ..runtime.agenda import Agenda
-from ..runtime.attempts import Attempts
-from ..runtime.shares import Shares
+from ..runtime.keyed_heap import Agenda
+from ..worker.attempts import Attempts
+from ..worker.load_by_router import Shares
 from .job import Job, JobState
 from .start_order import StartOrder
 

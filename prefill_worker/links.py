@@ -23,8 +23,8 @@ from ..proto.messages import (
     Ping,
     PoolTicket,
 )
-from ..runtime.actions import Note
-from ..runtime.membership import WorkerIdentity
+from ..worker.events import Note
+from ..worker.membership import WorkerIdentity
 from .events import Action, Connect, ToPeer
 from .link import OPEN_REPEAT_S, Link, LinkState
 

@@ -23,14 +23,14 @@ from ..proto.errors import (
     VersionMismatch,
 )
 from ..proto.messages import DecodeToPrefill, KVFrame, Message, Rejected
-from ..runtime.allowed_keys import DECODE
-from ..runtime.channel import Buffers, ChannelOptions, Frames, SendResult
-from ..runtime.keyring import KeyRing, keys_for
-from ..runtime.limited_log import LimitedLog
-from ..runtime.log import get_logger
-from ..runtime.loop import Loop
-from ..runtime.outbox import Outbox
-from ..runtime.sockets import Context, DealerChannel
+from ..runtime.keys.allowed import DECODE
+from ..runtime.keys.keyring import KeyRing, keys_for
+from ..runtime.net.channel import Buffers, ChannelOptions, Frames, SendResult
+from ..runtime.net.loop import Loop
+from ..runtime.net.outbox import Outbox
+from ..runtime.net.sockets import Context, DealerChannel
+from ..runtime.process.limited_log import LimitedLog
+from ..runtime.process.log import get_logger
 
 _log = get_logger()
 _CONTROL_OPTIONS = ChannelOptions()

@@ -23,16 +23,16 @@ from ..kv_transfer.move_thread import MoveThread
 from ..kv_transfer.moves import Give, MovingPacker
 from ..kv_transfer.sender import Sender, SenderConfig
 from ..proto.messages import DeviceTicket, KVFrame, Message, PoolTicket
-from ..runtime.actions import DrainRequested, Exit, Note, Tick, ToRouter
-from ..runtime.compute import ComputeThread
-from ..runtime.keyring import KeyRing
-from ..runtime.links import RouterLinks, routing_identity
-from ..runtime.log import get_logger
-from ..runtime.loop import Loop
-from ..runtime.membership import Membership
-from ..runtime.process import EXIT_RESTART, TICK_S
-from ..runtime.sockets import Context, RouterChannel
-from ..runtime.time_limit import TimeLimited
+from ..runtime.keys.keyring import KeyRing
+from ..runtime.net.loop import Loop
+from ..runtime.net.sockets import Context, RouterChannel
+from ..runtime.process.compute import ComputeThread
+from ..runtime.process.log import get_logger
+from ..runtime.process.main import EXIT_RESTART, TICK_S
+from ..runtime.process.time_limit import TimeLimited
+from ..worker.events import DrainRequested, Exit, Note, Tick, ToRouter
+from ..worker.membership import Membership
+from ..worker.router_links import RouterLinks, routing_identity
 from . import events
 from .config import PrefillWorkerConfig, kv_frame_bytes
 from .core import PrefillCore, PrefillLimits

@@ -6,8 +6,8 @@ proofs from the cluster key. So a router that was restarted, or that does not kn
 check a worker's claim without stored state. A prefill worker also gets a *ticket*, which proves to
 the decode worker that a router chose this sender (docs/decisions/0022-proofs-of-assignment.md).
 
-:mod:`baton.runtime.claims` binds an incarnation to the key of its connection, so proofs and tickets
-are useless to other processes.
+:mod:`baton.runtime.keys.name_owners` binds an incarnation to the key of its connection, so proofs
+and tickets are useless to other processes.
 """
 
 from __future__ import annotations

@@ -8,13 +8,13 @@ import sys
 import zmq
 
 from ..proto.ids import new_incarnation
-from ..runtime.allowed_keys import ROUTER
-from ..runtime.keyring import load_keys
-from ..runtime.lifecycle import on_stop_signal
-from ..runtime.log import get_logger
-from ..runtime.loop import Loop
-from ..runtime.process import run_process, settle, show_life
-from ..runtime.zap import Doorkeeper
+from ..runtime.keys.allowed import ROUTER
+from ..runtime.keys.keyring import load_keys
+from ..runtime.keys.zap import Doorkeeper
+from ..runtime.net.loop import Loop
+from ..runtime.process.log import get_logger
+from ..runtime.process.main import run_process, settle, show_life
+from ..runtime.process.os_settings import on_stop_signal
 from .config import RouterConfig
 from .describe import read_text_files
 from .shell import RouterShell

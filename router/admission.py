@@ -11,7 +11,7 @@ import math
 
 from ..proto.errors import CapacityError, DeadlineExceeded, InputError
 from .config import AdmissionConfig
-from .request import Request, context_bytes
+from .requests import Request, context_bytes
 
 
 class Meter:

@@ -7,7 +7,7 @@ records keep its tokens, so a slow client loses nothing and costs no further mem
 from __future__ import annotations
 
 from ..proto.messages import TokenRun
-from .request import Request
+from .requests import Request
 
 
 class Client:

@@ -15,7 +15,7 @@ from ..proto.limits import (
     MAX_DESCRIBED_BYTES,
 )
 from ..runtime.liveness import DEFAULT_WORKER_TIMEOUT_S
-from ..runtime.log import Level
+from ..runtime.process.log import Level
 
 POLICIES = ("round_robin", "least_loaded", "prefix_aware")
 

@@ -8,8 +8,8 @@ order and once, on any sequence of workers. All records together stay below the 
 :mod:`.admission`.
 
 The core does not track KV blocks: only the decode worker's grant decides about its memory.
-Modules: :mod:`.client_side` and :mod:`.worker_side` handle messages, :mod:`.lifecycle` places and
-ends requests, :mod:`.recovery` replays them, :mod:`.timers` handles timeouts.
+Modules: :mod:`.client_messages` and :mod:`.worker_messages` handle messages, :mod:`.lifecycle`
+places and ends requests, :mod:`.recovery` replays them, :mod:`.timers` handles timeouts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import ClassVar
 
 from ..proto.errors import BatonError, LimitExceeded
 from ..proto.messages import Assign, Message, Rejected
-from .client_side import ClientSide, merge_queries
+from .authorization import ANYBODY, Caller
+from .client_messages import ClientSide, merge_queries
 from .config import RouterConfig
 from .events import (
     Action,
@@ -32,12 +33,11 @@ from .events import (
     ToWorker,
     WorkerGone,
 )
-from .gate import ANYBODY, Caller
 from .lifecycle import Lifecycle
 from .recovery import Recovery
 from .status import Handoffs, Reporter
 from .timers import Timers
-from .worker_side import WorkerSide
+from .worker_messages import WorkerSide
 
 
 class RouterCore:

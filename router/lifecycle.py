@@ -5,7 +5,7 @@ and the router repeats an Abort of the lower attempt at each live worker until t
 A request ends with exactly one terminal. Its record stays until the terminal is acknowledged or
 expires.
 
-:mod:`.client_side` and :mod:`.worker_side` receive the messages and call this module.
+:mod:`.client_messages` and :mod:`.worker_messages` receive the messages and call this module.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .latency import Latency
 from .placement import Placement
 from .policy import make_policy
 from .recent import Recent
-from .registry import Registry, Worker
-from .request import NEVER, Request, State, Step
+from .requests import NEVER, Request, State, Step
+from .timer_wheel import Wheel
 from .tombstones import Tombstones
-from .wheel import Wheel
+from .workers import Registry, Worker
 
 ENDED_KEEP_S = 5.0
 """Minimum seconds for which a terminal is kept, also after the deadline."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .registry import Worker
+    from .workers import Worker
 
 FIRST_S = 2.0
 """Pause in seconds after the first failure."""

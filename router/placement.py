@@ -14,8 +14,8 @@ from ..proto.hashing import block_hashes
 from .config import PolicyConfig
 from .pairs import FailedPairs
 from .policy import NO_HASHES, Policy
-from .registry import Registry, Worker
-from .request import Request
+from .requests import Request
+from .workers import Registry, Worker
 
 Pair = tuple[Worker, Worker | None]
 """Prefill worker and decode worker; a request for embeddings has no decode worker."""

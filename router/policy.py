@@ -17,7 +17,7 @@ from typing import Protocol
 
 from ..proto.errors import ConfigError
 from .config import PolicyConfig
-from .registry import Worker
+from .workers import Worker
 
 NO_HASHES: Sequence[bytes] = ()
 

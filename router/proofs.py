@@ -15,8 +15,8 @@ from ..proto.messages import Hello
 from ..proto.proofs import assignment_proof, same
 from .lifecycle import Lifecycle
 from .recent import Recent
-from .registry import Worker
-from .request import Request
+from .requests import Request
+from .workers import Worker
 
 REMEMBER_ASKED = 4096
 

@@ -14,10 +14,10 @@ from ..proto.errors import RequestPoisoned, WorkerLost
 from ..proto.messages import Abort, Adopt, Moved, PeerDead, RequestState
 from .events import ToClient, ToWorker
 from .lifecycle import Lifecycle
-from .orphans import Orphans
-from .registry import Worker, WorkerState
-from .request import NEVER, Request, State, Step
-from .search import Search
+from .requests import NEVER, Request, State, Step
+from .takeover import Search
+from .unclaimed import Orphans
+from .workers import Worker, WorkerState
 
 POISON_BLAME = 1.5
 """A request with more blame than this is poisoned.

@@ -25,16 +25,17 @@ from ..proto.messages import (
     WorkerToRouter,
 )
 from ..proto.salvage import SalvagingDecoder
-from ..runtime.allowed_keys import CLIENT, DECODE, OPERATOR, PREFILL
-from ..runtime.callers import Callers
-from ..runtime.channel import ChannelOptions, Frames, SendResult
+from ..runtime.keys.allowed import CLIENT, DECODE, OPERATOR, PREFILL
+from ..runtime.keys.identity_owners import Callers
+from ..runtime.keys.zap import Doorkeeper, door
 from ..runtime.liveness import connection_timeout
-from ..runtime.log import get_logger
-from ..runtime.log_limit import LogLimit
-from ..runtime.loop import Loop, Timer
-from ..runtime.outbox import Outbox
-from ..runtime.sockets import Context, RouterChannel
-from ..runtime.zap import Doorkeeper, door
+from ..runtime.net.channel import ChannelOptions, Frames, SendResult
+from ..runtime.net.loop import Loop, Timer
+from ..runtime.net.outbox import Outbox
+from ..runtime.net.sockets import Context, RouterChannel
+from ..runtime.process.log import get_logger
+from ..runtime.process.log_limit import LogLimit
+from .authorization import ANYBODY, Caller, WorkerGate, client_refusals, without_drains
 from .config import RouterConfig
 from .core import RouterCore
 from .events import (
@@ -49,7 +50,6 @@ from .events import (
     ToWorker,
     WorkerGone,
 )
-from .gate import ANYBODY, Caller, WorkerGate, client_refusals, without_drains
 
 CLIENT_QUEUE = 64
 """Maximum envelopes in ZeroMQ's queue for one client; low, since an envelope may be large."""

@@ -10,11 +10,11 @@ from collections import deque
 import msgspec
 
 from ..proto.messages import HandoffReport
-from .gate import ANYBODY, Caller
+from .authorization import ANYBODY, Caller
 from .lifecycle import Lifecycle
 from .pairs import FailedPair
-from .registry import Worker
-from .request import State
+from .requests import State
+from .workers import Worker
 
 KEEP_HANDOFFS = 256
 

@@ -11,8 +11,8 @@ from ..proto.messages import Abort, Drain
 from .events import ToWorker
 from .lifecycle import Lifecycle
 from .recovery import Recovery
-from .registry import Worker
-from .request import NEVER, Request, State
+from .requests import NEVER, Request, State
+from .workers import Worker
 
 WORKERS_EVERY_S = 0.05
 """Seconds between checks of all workers."""

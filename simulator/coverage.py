@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from ..kv_transfer import grants, sender
-from ..router import registry, request
+from ..router import requests, workers
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -37,14 +37,14 @@ class _Noting(dict[K, V], Generic[K, V]):
         return {_label(name, key) for key in self.used}, {_label(name, key) for key in self}
 
 
-class _NotingSet(frozenset[registry.WorkerState]):
+class _NotingSet(frozenset[workers.WorkerState]):
     """A set that records which of its members are looked up."""
 
-    used: set[registry.WorkerState]
+    used: set[workers.WorkerState]
 
     def __contains__(self, member: object) -> bool:
         found = super().__contains__(member)
-        if found and isinstance(member, registry.WorkerState):
+        if found and isinstance(member, workers.WorkerState):
             self.used.add(member)
         return found
 
@@ -56,10 +56,10 @@ class Coverage:
         self._tables: dict[str, _Noting[Any, Any]] = {
             "receiver": _Noting(grants.TRANSITIONS),
             "sender": _Noting(sender.TRANSITIONS),
-            "request": _Noting(request.TRANSITIONS),
+            "request": _Noting(requests.TRANSITIONS),
         }
-        self._workers: dict[registry.WorkerState, _NotingSet] = {}
-        for state, targets in registry.WORKER_TRANSITIONS.items():
+        self._workers: dict[workers.WorkerState, _NotingSet] = {}
+        for state, targets in workers.WORKER_TRANSITIONS.items():
             self._workers[state] = _NotingSet(targets)
             self._workers[state].used = set()
 
@@ -67,8 +67,8 @@ class Coverage:
         """Replace the tables of the state machines by the recording tables."""
         grants.TRANSITIONS = self._tables["receiver"]
         sender.TRANSITIONS = self._tables["sender"]
-        request.TRANSITIONS = self._tables["request"]
-        registry.WORKER_TRANSITIONS = dict(self._workers)
+        requests.TRANSITIONS = self._tables["request"]
+        workers.WORKER_TRANSITIONS = dict(self._workers)
 
     def report(self) -> tuple[set[str], set[str]]:
         """Return the names of the taken steps and of the missing steps."""
@@ -90,8 +90,8 @@ def observed() -> Iterator[Coverage]:
     before = (
         grants.TRANSITIONS,
         sender.TRANSITIONS,
-        request.TRANSITIONS,
-        registry.WORKER_TRANSITIONS,
+        requests.TRANSITIONS,
+        workers.WORKER_TRANSITIONS,
     )
     coverage = Coverage()
     coverage.install()
@@ -99,7 +99,7 @@ def observed() -> Iterator[Coverage]:
         yield coverage
     finally:
         grants.TRANSITIONS, sender.TRANSITIONS = before[0], before[1]
-        request.TRANSITIONS, registry.WORKER_TRANSITIONS = before[2], before[3]
+        requests.TRANSITIONS, workers.WORKER_TRANSITIONS = before[2], before[3]
 
 
 def _label(name: str, key: object) -> str:

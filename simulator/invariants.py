@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..client import events as client
 from ..proto.messages import Message, Reserve, TokenRun, Tokens
-from ..router.registry import WorkerState
-from ..router.request import Request, State
+from ..router.requests import Request, State
+from ..router.workers import WorkerState
 from .toy_model import expected_tokens, expected_vector
 
 if TYPE_CHECKING:

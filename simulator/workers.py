@@ -41,7 +41,8 @@ from ..proto.messages import (
     PeerDead,
     PrefillToDecode,
 )
-from ..runtime.actions import (
+from ..worker.attempts import Key
+from ..worker.events import (
     DrainRequested,
     Exit,
     Fault,
@@ -51,8 +52,7 @@ from ..runtime.actions import (
     Tick,
     ToRouter,
 )
-from ..runtime.attempts import Key
-from ..runtime.membership import Membership, WorkerIdentity
+from ..worker.membership import Membership, WorkerIdentity
 from .invariants import Violation
 from .nodes import DETECT_S, Node, RouterNode
 from .toy_model import KILLS_DECODE, KILLS_PREFILL, Poisoned, ToyExecutor, ToyMatcher, toy_card

@@ -26,7 +26,7 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
-from ...runtime.lifecycle import limit_blas_threads, recycle_large_buffers
+from ...runtime.process.os_settings import limit_blas_threads, recycle_large_buffers
 from ..scratch import scratch_folder
 from .decode_side import Decode
 from .prefill_side import Prefill

@@ -18,7 +18,7 @@ from ...prefill_worker.start_order import StartOrder, latest_start
 from ...proto.layout import KVLayout, ModelCard
 from ...proto.messages import Hello, WorkerLoad
 from ...router.policy import PrefixIndex
-from ...router.registry import Worker, WorkerState
+from ...router.workers import Worker, WorkerState
 from .service import ServiceModel
 from .traces import BLOCK_TOKENS, Arrival
 

@@ -14,11 +14,11 @@ import msgspec
 from msgspec import Meta
 
 from ...proto.errors import BatonError, DecodeFailed, VersionMismatch
-from ...runtime.channel import ChannelOptions, Frames
-from ...runtime.limited_log import LimitedLog
-from ...runtime.loop import Loop
-from ...runtime.sockets import Context, RouterChannel
-from ...runtime.zap import ServerKeys
+from ...runtime.keys.zap import ServerKeys
+from ...runtime.net.channel import ChannelOptions, Frames
+from ...runtime.net.loop import Loop
+from ...runtime.net.sockets import Context, RouterChannel
+from ...runtime.process.limited_log import LimitedLog
 
 ADMIN_VERSION = 1
 MAGIC = b"BA"

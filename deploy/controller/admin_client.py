@@ -16,11 +16,11 @@ import msgspec
 import zmq
 
 from ...proto.errors import AccessDenied, ConfigError, ConnectionLost, error_from_code
-from ...runtime.allowed_keys import OPERATOR
-from ...runtime.dealer import refusal
-from ...runtime.keyring import CONTROLLER, GivenKeys, client_keys, keys_to
-from ...runtime.monitor import HANDSHAKE_FAILURES, Monitor
-from ...runtime.security import apply_client_keys, check_address, is_tcp
+from ...runtime.keys.allowed import OPERATOR
+from ...runtime.keys.curve import apply_client_keys, check_address, is_tcp
+from ...runtime.keys.keyring import CONTROLLER, GivenKeys, client_keys, keys_to
+from ...runtime.net.dealer import refusal
+from ...runtime.net.monitor import HANDSHAKE_FAILURES, Monitor
 from ..local.run_folder import socket_in_use
 from ..plan.addresses import ipc_path
 from .admin import MAGIC, Answers, Ask, Overview, Progress, Request, Result, decode_answer, encode

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from ...proto.codec import EnvelopeDecoder, EnvelopeEncoder
 from ...proto.errors import BatonError
 from ...proto.messages import Drain, Message, RouterToClient, Status, StatusReport
-from ...runtime.allowed_keys import ROUTER
-from ...runtime.channel import Frames
-from ...runtime.keyring import Keys, keys_for
-from ...runtime.log import get_logger
-from ...runtime.loop import Loop
-from ...runtime.sockets import Context, DealerChannel
+from ...runtime.keys.allowed import ROUTER
+from ...runtime.keys.keyring import Keys, keys_for
+from ...runtime.net.channel import Frames
+from ...runtime.net.loop import Loop
+from ...runtime.net.sockets import Context, DealerChannel
+from ...runtime.process.log import get_logger
 from ..report import ClusterReport, parse_report
 
 INTERVAL = 0.2

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import msgspec
 
 from ...proto.errors import BatonError, ConfigError, InputError, RequestFailed
-from ...runtime.allowed_keys import OPERATOR
-from ...runtime.keyring import KeyRing
-from ...runtime.log import get_logger
-from ...runtime.loop import Loop
-from ...runtime.sockets import Context
-from ...runtime.zap import Doorkeeper, door
+from ...runtime.keys.allowed import OPERATOR
+from ...runtime.keys.keyring import KeyRing
+from ...runtime.keys.zap import Doorkeeper, door
+from ...runtime.net.loop import Loop
+from ...runtime.net.sockets import Context
+from ...runtime.process.log import get_logger
 from ..autoscale.pilot import Pilot
 from ..config import ServeSettings
 from ..plan.bounds import scale_refusal

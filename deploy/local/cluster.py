@@ -18,10 +18,10 @@ import msgspec
 import zmq
 
 from ...proto.errors import BatonError
-from ...runtime.allowed_keys import OPERATOR
-from ...runtime.keyring import CONTROLLER, load_keys
-from ...runtime.lifecycle import hold_signals, on_stop_signal
-from ...runtime.loop import Loop
+from ...runtime.keys.allowed import OPERATOR
+from ...runtime.keys.keyring import CONTROLLER, load_keys
+from ...runtime.net.loop import Loop
+from ...runtime.process.os_settings import hold_signals, on_stop_signal
 from ..autoscale.pilot import pilot_of
 from ..config import ServeSettings
 from ..controller.admin import Overview

@@ -19,7 +19,7 @@ from typing import BinaryIO
 import msgspec
 
 from ...proto.errors import BatonError, ConfigError, RequestFailed
-from ...runtime.lifecycle import die_with_parent, outlive_parent
+from ...runtime.process.os_settings import die_with_parent, outlive_parent
 from ..config import ServeSettings
 from .cluster import LocalCluster
 from .terminal import terminal

@@ -17,7 +17,7 @@ from pathlib import Path
 from ...client.routers import separated
 from ...proto.endpoints import MAX_IPC_PATH_BYTES, check_endpoint
 from ...proto.errors import ConfigError, InputError
-from ...runtime.security import check_bind
+from ...runtime.keys.curve import check_bind
 from ..local.run_folder import socket_in_use
 
 _THIS_MACHINE = ("0.0.0.0", "127.0.0.1", "localhost", "*", "[::]", "[::1]")  # noqa: S104 -- compared

@@ -21,7 +21,7 @@ from ..controller.backend import PREFILL, ROUTER
 from ..supervise.process import ProcessSpec
 
 if TYPE_CHECKING:
-    from ...runtime.log import Level
+    from ...runtime.process.log import Level
 
 
 class AddressBook:

@@ -16,8 +16,8 @@ from ...engine.loading.checkpoint import Checkpoint, load_checkpoint
 from ...engine.loading.embedding_config import EMBED
 from ...engine.loading.loader import DEFAULT_KV_BYTES, model_task
 from ...proto.errors import BatonError, CheckpointError, ConfigError
-from ...runtime.allowed_keys import OPERATOR
-from ...runtime.keyring import CONTROLLER, load_keys
+from ...runtime.keys.allowed import OPERATOR
+from ...runtime.keys.keyring import CONTROLLER, load_keys
 from ..config import ServeSettings, kv_size
 from ..local.banner import mebibytes
 from ..local.run_folder import RunFolder

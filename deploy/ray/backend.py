@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from ...runtime.log import get_logger
-from ...runtime.loop import Loop
+from ...runtime.net.loop import Loop
+from ...runtime.process.log import get_logger
 from ..controller.backend import (
     ROUTER,
     MemberDown,

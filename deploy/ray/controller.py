@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from ...runtime.allowed_keys import OPERATOR
-from ...runtime.keyring import CONTROLLER, load_keys
-from ...runtime.loop import Loop
+from ...runtime.keys.allowed import OPERATOR
+from ...runtime.keys.keyring import CONTROLLER, load_keys
+from ...runtime.net.loop import Loop
 from ..autoscale.pilot import pilot_of
 from ..config import ServeSettings
 from ..controller.admin import Overview

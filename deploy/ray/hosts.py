@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from ...proto.errors import ConfigError
-from ...runtime.keyring import ALLOWED_FILE, KEY_SUFFIX
-from ...runtime.keyshares import check_share
+from ...runtime.keys.keyring import ALLOWED_FILE, KEY_SUFFIX
+from ...runtime.keys.shares import check_share
 from .certificates import check_certificates, holds_certificates
 from .key_copies import HEAD_ROLES
 

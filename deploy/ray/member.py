@@ -22,8 +22,8 @@ from typing import Any
 import msgspec
 
 from ...proto.errors import BatonError
-from ...runtime.loop import Loop
-from ...runtime.process import SIGN_OF_LIFE
+from ...runtime.net.loop import Loop
+from ...runtime.process.main import SIGN_OF_LIFE
 from ..local.run_folder import RunFolder, sweep
 from ..supervise.core import describe_end
 from ..supervise.oom_kills import LOOK_EVERY_S, OomWatch

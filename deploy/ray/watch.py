@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...proto.errors import BatonError
-from ...runtime.log import get_logger
+from ...runtime.process.log import get_logger
 from ..controller.backend import (
     MemberDown,
     MemberEnded,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...runtime.process import SIGN_OF_LIFE
+from ...runtime.process.main import SIGN_OF_LIFE
 from .process import describe_log
 from .progress import LoadProgress
 

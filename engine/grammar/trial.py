@@ -29,7 +29,7 @@ from typing import IO, TYPE_CHECKING
 import msgspec
 
 from ...proto.errors import BatonError, CapacityError, InputError, SchemaTooComplex
-from ...runtime.lifecycle import die_with_parent
+from ...runtime.process.os_settings import die_with_parent
 from .compiler import compile_schema, load_tokenizer
 
 if TYPE_CHECKING:

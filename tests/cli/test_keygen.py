@@ -6,7 +6,7 @@ import stat
 import pytest
 
 from baton.cli.command import main
-from baton.runtime.keyring import KeyRing
+from baton.runtime.keys.keyring import KeyRing
 
 
 @pytest.fixture

@@ -40,9 +40,9 @@ from baton.proto.outputs import TokenLogProbs
 from baton.router.config import RouterConfig
 from baton.router.describe import read_text_files
 from baton.router.shell import RouterShell
-from baton.runtime.loop import Loop
-from baton.runtime.outbox import Outbox
-from baton.runtime.sockets import DealerChannel
+from baton.runtime.net.loop import Loop
+from baton.runtime.net.outbox import Outbox
+from baton.runtime.net.sockets import DealerChannel
 from baton.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo_model"

@@ -28,7 +28,7 @@ from baton.proto import (
     TextContext,
 )
 from baton.proto.messages import Terminal
-from baton.runtime.sockets import RouterChannel
+from baton.runtime.net.sockets import RouterChannel
 
 pytestmark = pytest.mark.integration
 

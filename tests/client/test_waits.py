@@ -19,7 +19,7 @@ from baton.proto.codec import EnvelopeDecoder, EnvelopeEncoder
 from baton.proto.errors import DecodeFailed
 from baton.proto.messages import ClientToRouter, Ping, Pong, Rejected
 from baton.proto.wire import WireContext, WireSampling, WireTokens
-from baton.runtime.sockets import RouterChannel
+from baton.runtime.net.sockets import RouterChannel
 
 UNREADABLE = {
     "top_k": [0.7, "5", None, 1 << 60],

@@ -13,7 +13,7 @@ import zmq
 
 from baton.proto.codec import EnvelopeEncoder
 from baton.proto.limits import PROTOCOL_VERSION
-from baton.runtime.security import CurveKeys, apply_client_keys
+from baton.runtime.keys.curve import CurveKeys, apply_client_keys
 
 PREFIX, SEALED = b"BT\x03", b"BS\x03"
 GOLDEN = Path(__file__).resolve().parents[1] / "proto" / "golden" / "envelopes.json"

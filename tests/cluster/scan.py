@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from baton.runtime.keyring import read_pair
-from baton.runtime.security import CurveKeys
+from baton.runtime.keys.curve import CurveKeys
+from baton.runtime.keys.keyring import read_pair
 
 from .conftest import wait_until
 from .listening import replies

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from baton.runtime.keyfiles import make_folder
-from baton.runtime.keyring import read_pair
-from baton.runtime.security import CurveKeys, apply_client_keys
+from baton.runtime.keys.curve import CurveKeys, apply_client_keys
+from baton.runtime.keys.files import make_folder
+from baton.runtime.keys.keyring import read_pair
 
 from .conftest import wait_until
 from .driver import Job, ask, greedy

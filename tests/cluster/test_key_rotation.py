@@ -14,8 +14,8 @@ import pytest
 from baton.cli.command import main
 from baton.client import Client
 from baton.proto.errors import ConfigError
-from baton.runtime.keyfiles import add_key, make_folder
-from baton.runtime.keyring import read_pair
+from baton.runtime.keys.files import add_key, make_folder
+from baton.runtime.keys.keyring import read_pair
 
 from .conftest import wait_until
 from .driver import Job, ask, collect, greedy

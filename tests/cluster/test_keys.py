@@ -32,8 +32,8 @@ from baton.proto.messages import (
 from baton.proto.proofs import reserve_ticket, worker_key
 from baton.proto.sampling import SamplingParams
 from baton.proto.wire import WireContext, WireTokens
-from baton.runtime.keyfiles import add_key, make_folder
-from baton.runtime.keyring import KeyRing, read_pair
+from baton.runtime.keys.files import add_key, make_folder
+from baton.runtime.keys.keyring import KeyRing, read_pair
 
 from .conftest import wait_until
 from .driver import Job, ask, ask_all, collect, greedy

@@ -31,7 +31,7 @@ from baton.proto.messages import (
     Tokens,
     WorkerToRouter,
 )
-from baton.runtime.keyfiles import add_key, make_folder
+from baton.runtime.keys.files import add_key, make_folder
 
 from .conftest import wait_until
 from .driver import Job, collect, greedy

@@ -10,13 +10,14 @@ import msgspec
 import pytest
 import zmq
 
-from baton.runtime import callers, sockets, zap
-from baton.runtime.allowed_keys import CLIENT, OPERATOR, ROLES
-from baton.runtime.keyfiles import add_key, make_folder
-from baton.runtime.keyring import KeyRing, read_pair
-from baton.runtime.loop import Loop
-from baton.runtime.sockets import RouterChannel
-from baton.runtime.zap import Doorkeeper
+from baton.runtime.keys import identity_owners, zap
+from baton.runtime.keys.allowed import CLIENT, OPERATOR, ROLES
+from baton.runtime.keys.files import add_key, make_folder
+from baton.runtime.keys.keyring import KeyRing, read_pair
+from baton.runtime.keys.zap import Doorkeeper
+from baton.runtime.net import sockets
+from baton.runtime.net.loop import Loop
+from baton.runtime.net.sockets import RouterChannel
 
 from .raw import RawPeer, envelope
 from .scan import (
@@ -131,7 +132,7 @@ def with_free_names(patch) -> None:
         self._key_of[peer] = key
         return ""
 
-    patch.setattr(callers.Callers, "heard", heard)
+    patch.setattr(identity_owners.Callers, "heard", heard)
 
 
 CHECKS: dict[str, Callable] = {c.__name__: c for c in (garbage, strangers, roles, identity)}

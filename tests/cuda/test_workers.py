@@ -24,10 +24,10 @@ from baton.proto.messages import Assign, Message, PoolTicket, Terminal, Tokens, 
 from baton.proto.proofs import reserve_ticket
 from baton.proto.sampling import SamplingParams
 from baton.proto.wire import WireContext, WireSampling, WireTokens
-from baton.runtime.actions import FromRouter
-from baton.runtime.loop import Loop
-from baton.runtime.membership import Membership, WorkerIdentity
-from baton.runtime.sockets import RouterChannel
+from baton.runtime.net.loop import Loop
+from baton.runtime.net.sockets import RouterChannel
+from baton.worker.events import FromRouter
+from baton.worker.membership import Membership, WorkerIdentity
 
 from .conftest import SHAPE
 from .host_device import HostDevice

@@ -25,8 +25,8 @@ from baton.proto.messages import (
 )
 from baton.proto.proofs import reserve_ticket
 from baton.proto.wire import WireContext, WireSampling, WireTokens
-from baton.runtime.actions import Fault, FromRouter, RouterUp, ToRouter
-from baton.runtime.membership import Membership, WorkerIdentity
+from baton.worker.events import Fault, FromRouter, RouterUp, ToRouter
+from baton.worker.membership import Membership, WorkerIdentity
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=4)
 CARD = ModelCard(

@@ -41,12 +41,12 @@ from baton.proto.errors import (
     ProtocolError,
     VersionMismatch,
 )
-from baton.runtime.allowed_keys import OPERATOR
-from baton.runtime.keyfiles import make_folder, retire, rotate
-from baton.runtime.keyring import CONTROLLER, KeyRing
-from baton.runtime.keyshares import write_share
-from baton.runtime.loop import Loop
-from baton.runtime.zap import Doorkeeper, door
+from baton.runtime.keys.allowed import OPERATOR
+from baton.runtime.keys.files import make_folder, retire, rotate
+from baton.runtime.keys.keyring import CONTROLLER, KeyRing
+from baton.runtime.keys.shares import write_share
+from baton.runtime.keys.zap import Doorkeeper, door
+from baton.runtime.net.loop import Loop
 
 
 @pytest.mark.parametrize(

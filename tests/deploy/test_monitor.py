@@ -17,7 +17,7 @@ from baton.deploy.config import demo_model_folder
 from baton.deploy.controller.monitor import StatusMonitor
 from baton.deploy.plan.addresses import free_ports
 from baton.router.config import RouterConfig
-from baton.runtime.loop import Loop
+from baton.runtime.net.loop import Loop
 
 pytestmark = pytest.mark.integration
 

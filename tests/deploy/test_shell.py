@@ -11,7 +11,7 @@ from baton.deploy.controller.events import Begin, Down
 from baton.deploy.controller.pools import ControllerLimits
 from baton.deploy.controller.shell import ControllerShell
 from baton.deploy.plan.bounds import Bounds
-from baton.runtime.loop import Loop
+from baton.runtime.net.loop import Loop
 
 
 class Clumsy:

@@ -12,7 +12,7 @@ import msgspec
 
 from baton.deploy.config import ServeSettings
 from baton.deploy.plan.plan import AddressBook, resolve_plan
-from baton.runtime import keyfiles
+from baton.runtime.keys import files as keyfiles
 
 from .cluster import wait_until
 from .hosts import Lab

@@ -81,7 +81,7 @@ from baton.proto.messages import (
 )
 from baton.proto.outputs import TokenLogProbs
 from baton.proto.wire import WireContext, WireSampling, WireTokens
-from baton.runtime.actions import (
+from baton.worker.events import (
     DrainRequested,
     Exit,
     FromRouter,
@@ -91,7 +91,7 @@ from baton.runtime.actions import (
     Tick,
     ToRouter,
 )
-from baton.runtime.membership import Membership, WorkerIdentity
+from baton.worker.membership import Membership, WorkerIdentity
 
 M = TypeVar("M", bound=Message)
 

@@ -26,8 +26,8 @@ from baton.proto.messages import (
     Tokens,
 )
 from baton.proto.wire import WireContext, WireTokens
-from baton.runtime.actions import DrainRequested, FromRouter, RouterDown, RouterUp, Tick, ToRouter
-from baton.runtime.membership import Membership, WorkerIdentity
+from baton.worker.events import DrainRequested, FromRouter, RouterDown, RouterUp, Tick, ToRouter
+from baton.worker.membership import Membership, WorkerIdentity
 
 CARD = ModelCard(
     name="toy", architecture="BertModel", fingerprint="f", numerics="n", vocab_size=100,

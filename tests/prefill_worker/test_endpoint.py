@@ -13,7 +13,7 @@ from baton.proto.messages import (
     Rejected,
     Release,
 )
-from baton.runtime.membership import WorkerIdentity
+from baton.worker.membership import WorkerIdentity
 
 from .test_core import CARD
 

@@ -8,7 +8,7 @@ import pytest
 
 from baton.proto.errors import InternalError
 from baton.proto.messages import Abort, Adopt, Assign, Busy
-from baton.runtime.actions import FromRouter, Tick
+from baton.worker.events import FromRouter, Tick
 
 from .test_core import DECODE, ROUTER, Bench, make_context
 

@@ -9,8 +9,8 @@ from baton.prefill_worker.peers import PeerLinks
 from baton.proto.codec import EnvelopeDecoder
 from baton.proto.limits import MAX_JSON_SCHEMA_CHARS
 from baton.proto.messages import GrammarSpec, Ping, PrefillToDecode, Reserve
-from baton.runtime.channel import ChannelOptions
-from baton.runtime.sockets import RouterChannel
+from baton.runtime.net.channel import ChannelOptions
+from baton.runtime.net.sockets import RouterChannel
 
 pytestmark = pytest.mark.integration
 

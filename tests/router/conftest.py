@@ -44,7 +44,7 @@ from baton.router.events import (
     ToWorker,
     WorkerGone,
 )
-from baton.router.request import State
+from baton.router.requests import State
 
 M = TypeVar("M", bound=Message)
 

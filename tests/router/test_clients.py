@@ -27,9 +27,9 @@ from baton.proto.messages import (
 )
 from baton.proto.outputs import TokenLogProbs
 from baton.proto.wire import WireSampling, WireTokens
+from baton.router.authorization import Caller
 from baton.router.core import RouterCore
 from baton.router.events import ClientFull, ClientWritable
-from baton.router.gate import Caller
 from baton.router.lifecycle import TAKEOVER
 
 

@@ -24,7 +24,7 @@ from baton.proto.messages import (
     Tokens,
 )
 from baton.proto.wire import WireContext, WireTokens
-from baton.router.request import context_bytes
+from baton.router.requests import context_bytes
 
 
 @pytest.fixture

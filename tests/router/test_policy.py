@@ -11,7 +11,7 @@ from baton.proto.limits import PROTOCOL_VERSION
 from baton.proto.messages import Assign, Hello
 from baton.router.config import POLICIES, PolicyConfig
 from baton.router.policy import LeastLoaded, PrefixAware, PrefixIndex, RoundRobin, make_policy
-from baton.router.registry import Worker
+from baton.router.workers import Worker
 
 BLOCK = 64
 

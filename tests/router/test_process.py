@@ -48,7 +48,7 @@ from baton.proto.messages import (
 )
 from baton.proto.proofs import assignment_proof
 from baton.proto.wire import WireContext, WireTokens
-from baton.runtime.config import dump
+from baton.runtime.process.config import dump
 
 pytestmark = pytest.mark.integration
 

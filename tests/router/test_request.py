@@ -12,8 +12,8 @@ import pytest
 from baton.proto.errors import InternalError
 from baton.proto.messages import TokenRun
 from baton.proto.outputs import TokenLogProbs
-from baton.router.request import TRANSITIONS, Request, State, Step, context_bytes, new_tokens
-from baton.router.wheel import SLOT_S, Wheel
+from baton.router.requests import TRANSITIONS, Request, State, Step, context_bytes, new_tokens
+from baton.router.timer_wheel import SLOT_S, Wheel
 
 
 @pytest.mark.parametrize(("state", "step"), list(itertools.product(State, Step)))

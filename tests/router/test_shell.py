@@ -9,7 +9,7 @@ from baton.proto.codec import EnvelopeDecoder
 from baton.proto.messages import RouterToClient, Submitted, TerminalAck, TokenRun, Tokens
 from baton.router.events import ToClient, ToWorker
 from baton.router.shell import RouterShell
-from baton.runtime.loop import Loop
+from baton.runtime.net.loop import Loop
 
 KEY = bytes(16)
 SUBMITTED = ToClient(b"client", Submitted(request_id="r", request=KEY, secret=KEY))

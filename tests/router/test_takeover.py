@@ -24,7 +24,7 @@ from baton.proto.messages import (
     Welcome,
 )
 from baton.router.lifecycle import TAKEOVER
-from baton.router.request import State
+from baton.router.requests import State
 
 KEY = request_key(b"client", "r")
 SECOND = b"second"

@@ -13,7 +13,7 @@ import pytest
 
 from baton.proto.messages import Heartbeat, PeerDead, Rejected, RequestState
 from baton.router.events import Tick, WorkerGone
-from baton.router.registry import WorkerState
+from baton.router.workers import WorkerState
 
 from .conftest import Bench, make_config
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from baton.runtime.loop import Loop
+from baton.runtime.net.loop import Loop
 
 PEER = """
 import sys, zmq

@@ -3,7 +3,7 @@ from collections import Counter
 import hypothesis.strategies as st
 from hypothesis import given
 
-from baton.runtime.admissions import HANDSHAKE_S, Admissions, Stage
+from baton.runtime.net.admissions import HANDSHAKE_S, Admissions, Stage
 
 
 def silent(fd: int) -> Stage:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from baton.runtime.compute import ComputeThread
+from baton.runtime.process.compute import ComputeThread
 
 
 def test_results_come_in_order_on_the_loop_thread(loop, drive):

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from baton.proto.errors import ConfigError
-from baton.runtime import config
+from baton.runtime.process import config
 
 
 class Inner(msgspec.Struct, frozen=True):

@@ -13,18 +13,19 @@ from hypothesis import strategies as st
 from zmq.utils import z85
 
 from baton.proto.errors import ConfigError
-from baton.runtime import dealer, keyring, zap
-from baton.runtime.admissions import Admissions
-from baton.runtime.allowed_keys import AllowedKeys, KeyEntry
-from baton.runtime.callers import Callers
-from baton.runtime.channel import SendResult
-from baton.runtime.descriptors import handshake_stage, raise_open_files
-from baton.runtime.keyfiles import add_key, make_folder, retire, revoke, rotate
-from baton.runtime.keyring import KeyRing
-from baton.runtime.monitor import HANDSHAKE_FAILURES, MAX_WAITING
-from baton.runtime.security import CurveKeys
-from baton.runtime.sockets import DealerChannel, RouterChannel
-from baton.runtime.zap import Doorkeeper, answer
+from baton.runtime.keys import keyring, zap
+from baton.runtime.keys.allowed import AllowedKeys, KeyEntry
+from baton.runtime.keys.curve import CurveKeys
+from baton.runtime.keys.files import add_key, make_folder, retire, revoke, rotate
+from baton.runtime.keys.identity_owners import Callers
+from baton.runtime.keys.keyring import KeyRing
+from baton.runtime.keys.zap import Doorkeeper, answer
+from baton.runtime.net import dealer
+from baton.runtime.net.admissions import Admissions
+from baton.runtime.net.channel import SendResult
+from baton.runtime.net.descriptors import handshake_stage, raise_open_files
+from baton.runtime.net.monitor import HANDSHAKE_FAILURES, MAX_WAITING
+from baton.runtime.net.sockets import DealerChannel, RouterChannel
 
 pytestmark = pytest.mark.integration
 

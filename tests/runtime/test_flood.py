@@ -9,19 +9,19 @@ import time
 import pytest
 import zmq
 
-from baton.runtime.keyfiles import make_folder
-from baton.runtime.keyring import KeyRing
-from baton.runtime.security import apply_client_keys
+from baton.runtime.keys.curve import apply_client_keys
+from baton.runtime.keys.files import make_folder
+from baton.runtime.keys.keyring import KeyRing
 
 pytestmark = pytest.mark.integration
 
 SERVER = """
 import resource, sys, zmq
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
-from baton.runtime.keyring import KeyRing
-from baton.runtime.loop import Loop
-from baton.runtime.sockets import RouterChannel
-from baton.runtime.zap import Doorkeeper
+from baton.runtime.keys.keyring import KeyRing
+from baton.runtime.net.loop import Loop
+from baton.runtime.net.sockets import RouterChannel
+from baton.runtime.keys.zap import Doorkeeper
 
 loop, context = Loop(), zmq.Context()
 doors = Doorkeeper(context, KeyRing(sys.argv[1], "router"))

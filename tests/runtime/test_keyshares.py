@@ -6,9 +6,9 @@ import pytest
 
 from baton.cli.command import main
 from baton.proto.errors import ConfigError
-from baton.runtime.keyfiles import add_key, make_folder, revoke
-from baton.runtime.keyring import KeyRing
-from baton.runtime.keyshares import secrets_for, write_share
+from baton.runtime.keys.files import add_key, make_folder, revoke
+from baton.runtime.keys.keyring import KeyRing
+from baton.runtime.keys.shares import secrets_for, write_share
 
 
 @pytest.fixture

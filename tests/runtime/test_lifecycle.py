@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.runtime.lifecycle import die_with_parent, recycle_large_buffers
+from baton.runtime.process.os_settings import die_with_parent, recycle_large_buffers
 
 
 def python(code: str, *args: str, **kwargs) -> subprocess.Popen[str]:
@@ -24,8 +24,8 @@ def python(code: str, *args: str, **kwargs) -> subprocess.Popen[str]:
 def test_signals_reach_the_loop_and_count():
     child = python(
         """
-        from baton.runtime.lifecycle import on_stop_signal
-        from baton.runtime.loop import Loop
+        from baton.runtime.process.os_settings import on_stop_signal
+        from baton.runtime.net.loop import Loop
         loop = Loop()
         def stop(times):
             print("signal", times, flush=True)
@@ -49,8 +49,8 @@ def test_a_signal_before_the_loop_runs_is_not_lost():
     child = python(
         """
         import os, signal
-        from baton.runtime.lifecycle import on_stop_signal
-        from baton.runtime.loop import Loop
+        from baton.runtime.process.os_settings import on_stop_signal
+        from baton.runtime.net.loop import Loop
         loop = Loop()
         on_stop_signal(loop, lambda times: (print("signal", times), loop.stop()))
         os.kill(os.getpid(), signal.SIGTERM)
@@ -69,7 +69,7 @@ def test_a_child_dies_with_its_parent():
         import os, subprocess, sys, time
         code = (
             "import os, sys, time;"
-            "from baton.runtime.lifecycle import die_with_parent;"
+            "from baton.runtime.process.os_settings import die_with_parent;"
             "die_with_parent(int(sys.argv[1]), 9); print(os.getpid(), flush=True); time.sleep(60)"
         )
         child = subprocess.Popen([sys.executable, "-c", code, str(os.getpid())])
@@ -114,7 +114,7 @@ def test_blas_threads_are_limited_after_numpy_was_loaded():
         """
         import ctypes, os
         import numpy as np
-        from baton.runtime.lifecycle import _loaded_libraries, limit_blas_threads
+        from baton.runtime.process.os_settings import _loaded_libraries, limit_blas_threads
         limit_blas_threads()
         counts = []
         for path in _loaded_libraries("openblas"):

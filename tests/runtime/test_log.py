@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from baton.runtime import log
+from baton.runtime.process import log
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_a_closed_stderr_is_survived(monkeypatch):
 
 LOG_A_LOT = """
 import sys
-from baton.runtime import log
+from baton.runtime.process import log as log
 log.configure("decode", "d0")
 log.never_block()
 for number in range(20_000):

@@ -8,7 +8,7 @@ import threading
 import pytest
 import zmq
 
-from baton.runtime.loop import Loop
+from baton.runtime.net.loop import Loop
 
 
 def pair(context):

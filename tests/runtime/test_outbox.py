@@ -9,8 +9,8 @@ from baton.proto.codec import EnvelopeDecoder
 from baton.proto.errors import LimitExceeded
 from baton.proto.messages import Cancel, ClientToRouter, Ping, Submit
 from baton.proto.wire import WireContext, WireTokens
-from baton.runtime.channel import SendResult
-from baton.runtime.outbox import CONTEXTS_PER_ENVELOPE, Outbox
+from baton.runtime.net.channel import SendResult
+from baton.runtime.net.outbox import CONTEXTS_PER_ENVELOPE, Outbox
 
 DECODER = EnvelopeDecoder(ClientToRouter)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from baton.runtime.process import EXIT_RESTART, run_incarnations
+from baton.runtime.process.main import EXIT_RESTART, run_incarnations
 
 
 class Shell:

@@ -16,11 +16,11 @@ import pytest
 import zmq
 
 from baton.proto.errors import ConfigError, InternalError
-from baton.runtime import sockets
-from baton.runtime.binding import bind
-from baton.runtime.channel import ChannelOptions, SendResult
-from baton.runtime.security import is_local
-from baton.runtime.sockets import DealerChannel, RouterChannel
+from baton.runtime.keys.curve import is_local
+from baton.runtime.net import sockets
+from baton.runtime.net.binding import bind
+from baton.runtime.net.channel import ChannelOptions, SendResult
+from baton.runtime.net.sockets import DealerChannel, RouterChannel
 
 pytestmark = pytest.mark.integration
 

@@ -19,19 +19,19 @@ from baton.kv_transfer.sender import HandoffState, Sender
 from baton.prefill_worker.embed_core import BatchDone, EmbedCore
 from baton.proto.codec import EnvelopeDecoder
 from baton.proto.messages import Committed, Drain, TokenRun, Tokens
-from baton.router.client_side import ClientSide
+from baton.router.client_messages import ClientSide
 from baton.router.lifecycle import Lifecycle
-from baton.router.orphans import Orphans
 from baton.router.recovery import Recovery
-from baton.router.registry import Registry
-from baton.router.request import NEVER, State
-from baton.router.worker_side import WorkerSide
-from baton.runtime.membership import Membership
+from baton.router.requests import NEVER, State
+from baton.router.unclaimed import Orphans
+from baton.router.worker_messages import WorkerSide
+from baton.router.workers import Registry
 from baton.simulator.cluster import Shape
 from baton.simulator.invariants import Violation
 from baton.simulator.network import Faults
 from baton.simulator.run import run
 from baton.simulator.scenarios import NARROW, SCENARIOS, Scenario
+from baton.worker.membership import Membership
 
 
 def around(monkeypatch, owner, name, make):

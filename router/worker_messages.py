@@ -1,0 +1,552 @@
+"""Messages from workers: registration, heartbeats, tokens, terminals, and answers to Assign.
+
+Invariant: the router relays only tokens of the current attempt at exactly the next position, even
+if workers repeat, lose or reorder messages. It answers messages of a lower attempt with an Abort.
+One message carries a step's tokens for one client, with the runs as received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from ..proto.errors import AccessDenied, BatonError, HandoffFailed, InternalError
+from ..proto.messages import (
+    Aborted,
+    Accepted,
+    Adopt,
+    Busy,
+    Drained,
+    HandoffReport,
+    Heartbeat,
+    Hello,
+    Message,
+    Moved,
+    PeerLost,
+    Ping,
+    Pong,
+    Rejected,
+    Terminal,
+    TerminalAck,
+    TokenRun,
+    Tokens,
+    Welcome,
+)
+from ..proto.proofs import worker_key
+from .clients import Client
+from .events import ToClient, ToWorker
+from .latency import bucket
+from .lifecycle import Lifecycle
+from .proofs import Proofs
+from .recent import Recent
+from .recovery import Recovery
+from .requests import NEVER, Request, State
+from .status import Handoffs
+from .workers import Worker, WorkerState
+
+_RUNNING = State.RUNNING
+_ASSIGNED = State.ASSIGNED
+_QUEUED = State.QUEUED
+REMEMBER_REPORTS = 4096
+REMEMBER_REFUSED = 256
+
+
+class WorkerSide:
+    """Handles every message of WorkerToRouter."""
+
+    def __init__(
+        self,
+        life: Lifecycle,
+        recovery: Recovery,
+        handoffs: Handoffs,
+        drained: Callable[[str], None],
+        incarnation: int,
+    ) -> None:
+        self._life = life
+        self._recovery = recovery
+        self._handoffs = handoffs
+        self._drained = drained
+        self._incarnation = incarnation
+        self._reported: Recent[bytes, int] = Recent(REMEMBER_REPORTS)
+        self._refused: Recent[int, str] = Recent(REMEMBER_REFUSED)  # logged, by incarnation
+        self._proofs = Proofs(life)
+        self._acknowledged: dict[bytes, list[tuple[bytes, int]]] = {}  # of this envelope
+
+    def handle(self, identity: bytes, messages: Sequence[Message], now: float) -> None:
+        """Handle the messages of one envelope."""
+        by_identity = self._life.registry.by_identity
+        worker = by_identity(identity)
+        if worker is not None:
+            worker.seen_at = now
+        for message in messages:
+            if type(message) is Hello:
+                self._join(identity, self._proofs.proven(message), now)
+                worker = by_identity(identity)
+            elif worker is not None:
+                self._handlers[type(message)](self, worker, message, now)
+            else:
+                self._drop("unknown_worker")
+                text = "not registered: send Hello first"
+                self._send(identity, Rejected(code="endpoint_unknown", message=text))
+        self._acknowledged.clear()
+
+    def gone(self, identity: bytes, now: float) -> None:
+        """Handle a closed connection of a worker."""
+        worker = self._life.registry.by_identity(identity)
+        if worker is None:
+            return
+        if worker.finished:
+            self._recovery.lose(worker, "drained", now)
+        else:
+            self._recovery.disconnected(worker, now)
+
+    # ------------------------------------------------------------------ membership
+
+    def _join(self, identity: bytes, hello: Hello, now: float) -> None:
+        """Register a new worker, a known one again, or a successor.
+
+        All checks precede all changes: a rejected Hello has no effect on other workers.
+        """
+        registry, life = self._life.registry, self._life
+        known = registry.known(hello.incarnation)
+        try:
+            if known is not None:
+                self._check_known(known, hello)
+                self._rejoin(known, identity, hello, now)
+                return
+            replaced = registry.check_join(hello, now, idle=not life.admission.requests)
+        except BatonError as error:
+            if self._refused.get(hello.incarnation, "") != error.code:  # it retries
+                self._refused.put(hello.incarnation, error.code)
+                life.log("worker.refused", worker=hello.worker, reason=str(error))
+            self._drop("refused_worker")
+            self._send(identity, Rejected(code=error.code, message=str(error)))
+            return
+        for old in replaced:
+            self._recovery.lose(old, f"replaced by process {hello.pid}", now)
+        returned = registry.is_dead(hello.incarnation)
+        worker = registry.join(identity, hello, now)
+        life.log("worker.joined", worker=worker.id, role=worker.role, pid=worker.pid)
+        self._welcome(identity)
+        self._recovery.registered(worker, now, joined=not returned)
+        self._recovery.ready(now)
+
+    @staticmethod
+    def _check_known(known: Worker, hello: Hello) -> None:
+        """Raise AccessDenied if a different worker uses a known incarnation.
+
+        It would receive the messages for the worker with that incarnation.
+        """
+        if (known.id, known.role, known.endpoint) != (hello.worker, hello.role, hello.endpoint):
+            raise AccessDenied(f"this incarnation is {known.role} {known.id!r} at {known.endpoint}")
+
+    def _rejoin(self, worker: Worker, identity: bytes, hello: Hello, now: float) -> None:
+        returned = worker.state is WorkerState.SUSPECT
+        self._life.registry.rejoin(worker, identity, hello, now)
+        self._welcome(identity)
+        self._recovery.registered_again(worker, now)
+        if returned:
+            self._recovery.returned(worker, now)
+
+    def _welcome(self, identity: bytes) -> None:
+        name = self._life.config.name
+        worker = self._life.registry.by_identity(identity)
+        key = worker_key(self._life.config.key, worker.incarnation) if worker else b""
+        self._send(identity, Welcome(router=name, incarnation=self._incarnation, key=key))
+
+    def _heartbeat(self, worker: Worker, beat: Heartbeat, now: float) -> None:
+        if beat.incarnation == worker.incarnation and self._life.registry.beat(worker, beat, now):
+            self._recovery.returned(worker, now)
+
+    def _on_drained(self, worker: Worker, message: Drained, _now: float) -> None:
+        self._life.registry.drain(worker)
+        worker.drain_at = NEVER
+        worker.finished = True
+        self._drained(worker.id)
+
+    # ------------------------------------------------------------------ tokens
+
+    def _tokens(self, worker: Worker, message: Tokens, now: float) -> None:
+        """Relay tokens. Hot path: one dictionary look-up and a few comparisons per run."""
+        requests = self._life.requests
+        touched: list[Client] = []
+        total = same = 0
+        since = NEVER
+        for run in message.runs:
+            request = requests.get(run.request)
+            if (
+                request is None
+                or run.position != request.next
+                or run.attempt != request.attempt
+                or request.server is not worker
+                or request.state is not _RUNNING
+            ):
+                checked = self._irregular(worker, request, run, now)
+                if checked is None or request is None:
+                    continue
+                run = checked
+            total += len(run.tokens)
+            request.keep(run)
+            # Most runs of a step have the same previous step; their equal gaps are counted at once.
+            if request.token_at != since:
+                if since != NEVER:
+                    self._waited(worker, since, same, now)
+                since, same = request.token_at, 0
+            same += 1
+            request.token_at = now
+            client = request.client
+            if client is not None:
+                if client.behind:
+                    if request.sent < 0:
+                        request.sent = run.position
+                else:
+                    if not client.runs:
+                        touched.append(client)
+                    client.runs.append(run)
+            if not request.heard or request.pending is not None or not request.started:
+                self._first_heard(worker, request, touched, now)
+        if since != NEVER:
+            self._waited(worker, since, same, now)
+        self._life.admission.tokens.add(total)
+        self._flush(touched)
+
+    def _waited(self, worker: Worker, since: float, runs: int, now: float) -> None:
+        """Add the ITL of ``runs`` requests whose previous tokens arrived at ``since``."""
+        index = bucket(now - since)
+        worker.latency.add_to_bucket(index, now, runs)
+        self._life.between_tokens.add_to_bucket(index, now, runs)
+
+    def _flush(self, touched: list[Client]) -> None:
+        out = self._life.out
+        for client in touched:
+            if client.runs:
+                out.append(ToClient(client.identity, Tokens(runs=client.runs)))
+                client.runs = []
+
+    def _first_heard(
+        self, worker: Worker, request: Request, touched: list[Client], now: float
+    ) -> None:
+        """Handle a run that is the first, answers an Adopt, or completes a pending terminal."""
+        request.heard = request.heard or request.server is worker
+        if not request.started:
+            self._started(request, now)
+        pending = request.pending
+        if pending is not None and request.next >= pending.position:
+            self._flush(touched)
+            self._finish(request, pending, now)
+
+    def _started(self, request: Request, now: float) -> None:
+        """Note that the prompt is computed: the first token or the embedding has arrived."""
+        request.started = True
+        life = self._life
+        life.admission.started(request, life.registry.prefills, now)
+        if request.submitted_at != NEVER:
+            index = bucket(now - request.submitted_at)
+            life.first_tokens.add_to_bucket(index, now)
+            if request.prefill is not None:
+                request.prefill.latency.add_to_bucket(index, now)
+
+    def _irregular(
+        self, worker: Worker, request: Request | None, run: TokenRun, now: float
+    ) -> TokenRun | None:
+        """Handle a run that is not the expected next one; return its part to relay, or None."""
+        if not self._current(worker, request, run.request, run.attempt, now) or request is None:
+            return None
+        if request.state is _ASSIGNED:
+            self._life.accepted(request)
+        # After the handoff, a late first token may still arrive from the prefill worker.
+        if request.server is not worker and not (request.handed and worker.role == "prefill"):
+            self._recovery.served_by(request, worker)
+        if run.position > request.next:
+            self._drop("tokens_ahead")
+            self._recovery.ask_again(request, now)
+            return None
+        skip = request.next - run.position
+        request.heard = request.heard or request.server is worker
+        if skip >= len(run.tokens):
+            self._drop("repeated_tokens")
+            return None
+        if not skip:
+            return run
+        logprobs = None if run.logprobs is None else run.logprobs[skip:]
+        return TokenRun(run.request, run.attempt, request.next, run.tokens[skip:], logprobs)
+
+    def _current(
+        self,
+        worker: Worker,
+        request: Request | None,
+        key: bytes,
+        attempt: int,
+        now: float,
+        proof: bytes = b"",
+    ) -> bool:
+        """True if a worker's message is about the current attempt; abort a lower attempt there."""
+        life = self._life
+        if request is None:
+            self._drop("unknown_request")
+            self._recovery.orphans.unknown(worker, key, attempt, now)
+            return False
+        if self._is_foreign(worker, request, attempt, now, proof):
+            return False
+        if request.state is State.RECOVERING and attempt >= request.attempt:
+            if worker.aborts.get(key, (0,))[0] >= attempt:
+                self._drop("late_attempt")  # sent before our Abort arrived, which releases it
+                return False
+            self._recovery.found(request, worker, attempt, now)
+            return True
+        if request.state is _QUEUED and attempt >= request.attempt:
+            request.attempt = attempt + 1  # from before this router's start
+        if request.state is not _RUNNING and request.state is not _ASSIGNED:
+            last = request.attempt if request.done else request.attempt - 1
+            if attempt <= last:
+                self._drop("late_attempt")
+                life.abort_on(worker, key, attempt, request.deadline, "over")
+                if request.state is State.RECOVERING:
+                    self._recovery.denied(request, worker, now)  # it holds only an old attempt
+            return False
+        if attempt < request.attempt:
+            self._drop("late_attempt")
+            life.abort_on(worker, key, attempt, request.deadline, "superseded")
+            return False
+        request.attempt = attempt  # a higher attempt: assigned by another router
+        return True
+
+    def _is_foreign(
+        self, worker: Worker, request: Request, attempt: int, now: float, proof: bytes = b""
+    ) -> bool:
+        """True if the worker must first prove its assignment; it is asked with Adopt.
+
+        A message of a lower attempt has no effect on the request, so it needs no proof.
+        """
+        if worker is request.server or worker is request.prefill or worker is request.decode:
+            return False
+        if request.done or attempt < request.attempt:
+            return False
+        if self._proofs.shown(worker, request, attempt, proof):
+            return False
+        self._drop("unproven")
+        if self._proofs.may_ask(worker, request, now):
+            self._send(worker.identity, Adopt(request=request.key, position=request.next))
+        return True
+
+    # ------------------------------------------------------------------ ends
+
+    def _terminal(self, worker: Worker, message: Terminal, now: float) -> None:
+        key, attempt = message.request, message.attempt
+        request = self._life.requests.get(key)
+        if (
+            request is not None
+            and request.server is not worker
+            and self._is_foreign(worker, request, attempt, now)
+        ):
+            return
+        running = request is not None and (request.state is _RUNNING or request.state is _ASSIGNED)
+        if request is None or not running or attempt < request.attempt:
+            if not self._may_be_wanted(worker, request, key, attempt, now):
+                self._acknowledge(worker, message)
+            return
+        if request.handed and worker.role == "prefill":
+            self._acknowledge(worker, message)  # the decode worker decides about the end
+            return
+        request.attempt = attempt
+        if request.state is _ASSIGNED:
+            self._life.accepted(request)
+        if request.server is not worker:
+            self._recovery.served_by(request, worker)
+        if message.position > request.next and message.code is None:
+            request.pending = message  # not acknowledged: the worker keeps the tokens
+            self._recovery.ask_again(request, now)
+            return
+        self._finish(request, message, now)
+
+    def _may_be_wanted(
+        self, worker: Worker, request: Request | None, key: bytes, attempt: int, now: float
+    ) -> bool:
+        """True if a worker should keep the terminal and tokens of a request that may be resumed."""
+        if request is None:
+            return self._recovery.orphans.expected(worker, key, attempt, now)
+        return request.state is State.RECOVERING
+
+    def _finish(self, request: Request, message: Terminal, now: float) -> None:
+        """Acknowledge a terminal after its last token, and end or replay the request."""
+        worker = request.server
+        if worker is not None:
+            self._acknowledge(worker, message)
+        if message.code == HandoffFailed.code:
+            self._recovery.lost(request, message.message or "the handoff failed", now)
+            return
+        if request.embeds and message.code is None:
+            if message.embedding is None:
+                error = InternalError("the worker ended the request without an embedding")
+                self._life.fail(request, error, now)
+                return
+            if not request.started:
+                self._started(request, now)
+        self._life.end(request, message, now)
+
+    def _acknowledge(self, worker: Worker, message: Terminal) -> None:
+        """Acknowledge a terminal; one TerminalAck serves all terminals of an envelope."""
+        ends = self._acknowledged.get(worker.identity)
+        if ends is None:
+            ends = self._acknowledged[worker.identity] = []
+            self._send(worker.identity, TerminalAck(requests=ends))
+        ends.append((message.request, message.attempt))
+
+    # ------------------------------------------------------------------ answers to Assign
+
+    def _accepted(self, worker: Worker, message: Accepted, now: float) -> None:
+        request = self._life.requests.get(message.request)
+        key, attempt = message.request, message.attempt
+        if request is not None:
+            expected = worker is request.prefill and attempt == request.attempt
+            if expected and request.state is _ASSIGNED:
+                self._life.accepted(request)
+                return
+            if request.done:
+                return  # it ended before this message arrived
+        assigned = request is not None and worker in (request.prefill, request.decode)
+        if self._current(worker, request, key, attempt, now, message.proof) and request:
+            self._life.accepted(request)
+            if not assigned:
+                self._recovery.claimed(request, worker, now)
+
+    def _busy(self, worker: Worker, message: Busy, now: float) -> None:
+        """Place the request elsewhere; back off after every few refusals by decode workers."""
+        key, attempt = message.request, message.attempt
+        request = self._given_back(worker, key, attempt, now, message.proof)
+        if request is None:
+            return
+        full = request.decode if message.decode_full else worker
+        avoid = request.avoid = request.avoid or set()
+        if full is not None:
+            avoid.add(full.incarnation)
+        request.decode_tries += message.decode_full
+        tries = self._life.config.decode_tries
+        delay = 0.0
+        if message.decode_full and request.decode_tries % tries == 0:
+            request.avoid = None
+            delay = self._life.back_off(request, message.retry_after, now)
+        self._life.requeue(request, now, delay)
+
+    def _given_back(
+        self, worker: Worker, key: bytes, attempt: int, now: float, proof: bytes = b""
+    ) -> Request | None:
+        """Return the request that a prefill worker could not finish, or None.
+
+        None if the message is outdated, or if the handoff is already finished. The worker then
+        gets an Abort.
+        """
+        request = self._life.requests.get(key)
+        if not self._current(worker, request, key, attempt, now, proof) or request is None:
+            return None
+        if request.handed:
+            self._life.abort_on(worker, key, attempt, request.deadline, "handed over")
+            return None
+        return request
+
+    def _aborted(self, worker: Worker, message: Aborted, now: float) -> None:
+        """Handle a worker's report that it does not hold an attempt; replay a current one."""
+        key, attempt = message.request, message.attempt
+        waiting = worker.aborts.get(key)
+        if waiting is not None and attempt >= waiting[0]:
+            del worker.aborts[key]
+            if attempt == waiting[0]:
+                return
+        request = self._life.requests.get(key)
+        if request is not None and request.state is State.RECOVERING and not attempt:
+            self._recovery.denied(request, worker, now)
+            return
+        if request is None or worker not in (request.prefill, request.server):
+            return
+        asked = not request.heard or request.followed
+        unknown_there = not attempt and asked and request.server is worker
+        if unknown_there or attempt >= request.attempt:
+            if request.handed and worker is request.prefill:
+                return
+            request.attempt = max(request.attempt, attempt)
+            self._recovery.lost(request, f"worker {worker.id} does not have it", now)
+
+    def _peer_lost(self, worker: Worker, message: PeerLost, now: float) -> None:
+        """Use another pair: the decode worker is unreachable from there, or incompatible."""
+        request = self._given_back(worker, message.request, message.attempt, now)
+        if request is None:
+            return
+        decode = request.decode
+        reason = f"worker {worker.id} cannot reach {message.endpoint}: {message.reason}"
+        if message.refused or decode is None:
+            avoid = request.avoid = request.avoid or set()
+            if decode is not None:
+                avoid.add(decode.incarnation)
+            self._recovery.lost(request, reason, now)
+            return
+        self._life.placement.failed_pairs.failed(worker, decode, message.reason, now)
+        if not {worker.incarnation, decode.incarnation} <= {*request.shunned}:
+            request.shunned += (worker.incarnation, decode.incarnation)
+        self._recovery.unreachable(request, reason, now)
+
+    def _handoff(self, worker: Worker, message: HandoffReport, now: float) -> None:
+        request = self._life.requests.get(message.request)
+        if request is not None and worker is not request.prefill:
+            self._drop("unproven")
+            return
+        if self._reported.get(message.request, 0) >= message.attempt:
+            return
+        self._reported.put(message.request, message.attempt)
+        self._handoffs.add(message, request.owner if request is not None else b"")
+        if self._life.placement.failed_pairs.known:
+            self._passed_on(worker, message)
+        if request is None or message.attempt != request.attempt or request.handed:
+            return
+        if request.state is _ASSIGNED:
+            self._life.accepted(request)
+        if request.state is not _RUNNING:
+            return
+        if request.decode is not None:
+            self._life.handed_over(request)
+        elif (decode := self._life.registry.find(message.decode)) is not None:
+            self._recovery.served_by(request, decode)  # its tokens went to another router
+            request.heard = True  # the last Adopt went to another worker
+            self._recovery.ask_again(request, now)
+
+    def _passed_on(self, worker: Worker, message: HandoffReport) -> None:
+        """Clear a failed pair after a finished handoff."""
+        decode = self._life.registry.find(message.decode)
+        if decode is not None:
+            self._life.placement.failed_pairs.handed_over(worker, decode)
+
+    def _moved(self, worker: Worker, message: Moved, _now: float) -> None:
+        """Drop the record of a request that another router serves."""
+        request = self._life.requests.get(message.request)
+        if request is None or request.done or request.state is State.RECOVERING:
+            return  # RECOVERING: the client resumed it here since
+        if worker in (request.prefill, request.decode, request.server):
+            self._recovery.moved(request, message.router)
+
+    # ------------------------------------------------------------------ keep-alive
+
+    def _ping(self, worker: Worker, message: Ping, _now: float) -> None:
+        self._send(worker.identity, Pong(nonce=message.nonce))
+
+    def _pong(self, worker: Worker, message: Pong, _now: float) -> None:
+        """Ignore: a Pong needs no answer."""
+
+    def _drop(self, reason: str) -> None:
+        self._life.counters.dropped[reason] += 1
+
+    def _send(self, identity: bytes, message: Message) -> None:
+        self._life.out.append(ToWorker(identity, message))
+
+    _handlers: ClassVar[dict[type, Callable[..., None]]] = {
+        Tokens: _tokens,
+        Heartbeat: _heartbeat,
+        Accepted: _accepted,
+        Terminal: _terminal,
+        HandoffReport: _handoff,
+        Busy: _busy,
+        Aborted: _aborted,
+        PeerLost: _peer_lost,
+        Drained: _on_drained,
+        Moved: _moved,
+        Ping: _ping,
+        Pong: _pong,
+    }

@@ -1,0 +1,1 @@
+"""Sockets, their event loop, and the batching of outgoing messages."""

@@ -1,0 +1,322 @@
+"""The two sides of every connection: a listening RouterChannel, a connecting DealerChannel.
+
+Invariant: a peer that sent a message and then disconnected is reported once: about 2 ms after
+its process ended, or :attr:`ChannelOptions.heartbeat_timeout_s` after it was paused or its network
+failed. A hung process still answers ZeroMQ's heartbeats; only Baton's own heartbeats detect it.
+"""
+
+from __future__ import annotations
+
+import errno
+
+import msgspec
+import zmq
+
+from ...proto.limits import PROTOCOL_VERSION
+from ...proto.messages import Ping
+from ..keys.curve import (
+    apply_server_keys,
+    check_bind,
+    is_tcp,
+)
+from ..keys.identity_owners import Callers
+from ..keys.zap import ServerKeys
+from ..process.log import get_logger
+from .admissions import MAX_PENDING, Admissions
+from .binding import bind, ipc_path
+from .channel import (
+    Buffers,
+    Channel,
+    ChannelOptions,
+    Frames,
+    OnPeer,
+    OnPeerMessage,
+    SendResult,
+)
+from .dealer import Context, DealerChannel
+from .descriptors import handshake_stage, open_files, remote_address, shut_down
+from .loop import Loop
+from .monitor import HANDSHAKE_FAILURES, MAX_WAITING, Monitor, describe_refusal
+from .peers import PeerTable
+
+VERIFY_DELAYS = (0.0, 0.002, 0.010, 0.050)
+"""Seconds after a disconnect at which a probe is sent to the peer. ZeroMQ may still accept a
+message to a dead peer in the first milliseconds."""
+COMPLAINT_S = 1.0
+"""Minimum seconds between two log lines about refused connections or messages; all are counted."""
+
+__all__ = ["Context", "DealerChannel", "RouterChannel"]
+
+_PROBE = b"BT" + bytes([PROTOCOL_VERSION]) + msgspec.msgpack.encode([Ping()])
+_log = get_logger()
+_DEFAULTS = ChannelOptions()
+
+
+class RouterChannel(Channel):
+    """A listening socket with many peers, each with its own routing identity.
+
+    Raises ConfigError if the address is in use or invalid, or if other machines could connect to
+    it without ``keys``.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        endpoint: str,
+        *,
+        keys: ServerKeys | None = None,
+        options: ChannelOptions = _DEFAULTS,
+    ) -> None:
+        guard = keys if is_tcp(endpoint) else None  # only this user can connect to an ipc file
+        check_bind(endpoint, keyed=guard is not None)
+        super().__init__(context, zmq.ROUTER, options)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if guard is not None:
+            apply_server_keys(self._socket, guard.pair, guard.domain)
+        try:
+            self.endpoint = bind(self._socket, endpoint)
+            check_bind(self.endpoint, keyed=guard is not None)  # now with the name resolved
+        except BaseException:
+            self._socket.close()
+            raise
+        self._monitor = Monitor(self._socket)
+        self._peers = PeerTable()
+        self._admissions = Admissions(min(MAX_PENDING, open_files() // 2), handshake_stage)
+        self.callers = None if guard is None else guard.callers
+        """Keys by peer identity; None for a socket without keys."""
+        self._complain_at = 0.0
+        self._ended: set[bytes] = set()  # identities disconnected but not reported yet
+        self._loop: Loop | None = None
+        self._on_disconnect: OnPeer | None = None
+        if guard is not None:
+            guard.watch(self._keys_changed)
+
+    def attach(
+        self, loop: Loop, on_message: OnPeerMessage, on_disconnect: OnPeer | None = None
+    ) -> None:
+        """Pass every message to ``on_message(identity, frames)`` on ``loop``.
+
+        ``on_disconnect(identity)`` is called once after a peer that sent a message disconnected.
+        """
+        self._loop = loop
+        self._on_disconnect = on_disconnect
+
+        def pump() -> bool:
+            message = self.recv()
+            if message is None:
+                return False
+            on_message(*message)
+            return True
+
+        loop.add_socket(self._socket, pump)
+        loop.add_socket(self._monitor.socket, self._read_monitor, sends=False)
+
+    def recv(self) -> tuple[bytes, Frames] | None:
+        """Return the next ``(identity, frames)``, or None; never blocks."""
+        self._own()
+        while True:
+            try:
+                head = self._socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return None
+            fd = _descriptor(head)
+            if fd is None:
+                self._read_frames()
+                self.stats.malformed += 1
+                continue
+            identity = head.bytes
+            if self.callers is not None and not self._admit(self.callers, identity, fd, head):
+                self._read_frames()
+                continue
+            self._heard(identity, fd)
+            frames = self._read_frames()
+            if frames is not None:
+                return identity, frames
+
+    def send(self, identity: bytes, frames: Buffers) -> SendResult:
+        """Send a message to a peer; never blocks."""
+        self._own()
+        if self.callers is not None and not self._is_owner_there(identity):
+            self.stats.unreachable += 1
+            return SendResult.UNREACHABLE
+        try:
+            self._put([identity, *frames])
+        except zmq.ZMQError as error:
+            return self._not_sent(error)
+        return SendResult.SENT
+
+    @property
+    def peers(self) -> int:
+        """Number of peers that sent a message and are not known to be disconnected."""
+        return len(self._peers)
+
+    def close(self) -> None:
+        """Stop listening; an ipc path is removed."""
+        if self._loop is not None:
+            self._loop.remove_socket(self._socket)
+            self._loop.remove_socket(self._monitor.socket)
+            self._loop = None
+        if not self._socket.closed:
+            self._monitor.close()
+            self._socket.close()
+            path = ipc_path(self.endpoint)
+            if path is not None:
+                path.unlink(missing_ok=True)
+
+    def _not_sent(self, error: zmq.ZMQError) -> SendResult:
+        if error.errno == errno.EHOSTUNREACH:
+            self.stats.unreachable += 1
+            return SendResult.UNREACHABLE
+        if error.errno == errno.EAGAIN:
+            self.stats.full += 1
+            return SendResult.FULL
+        raise error
+
+    # ------------------------------------------------------------------ disconnects
+
+    def _heard(self, identity: bytes, fd: int) -> None:
+        self._admissions.settled(fd)
+        if self._peers.heard(identity, fd, Loop.now()):
+            self._verify(identity)
+
+    def _read_monitor(self) -> bool:
+        report = self._monitor.read()
+        if report is None:
+            return False
+        event, value = report
+        if event == zmq.EVENT_ACCEPTED:
+            self._accepted(value)
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._admissions.settled(value)
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._admissions.settled(value)
+            for identity in self._peers.closed(value, Loop.now()):
+                if self.callers is None:
+                    self._verify(identity)
+                else:
+                    self._end(identity)
+        elif event & HANDSHAKE_FAILURES:
+            self.stats.refused += 1
+            reason = describe_refusal(event, value)
+            if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and not is_tcp(self.endpoint):
+                # A command of this user that probed the address or ended early: no warning.
+                _log.info("socket.handshake_failed", endpoint=self.endpoint, reason=reason)
+            else:
+                self._complain("socket.handshake_failed", reason)
+        return True
+
+    def _accepted(self, fd: int) -> None:
+        """Track a connection until its handshake ends; close one if too many are pending."""
+        if not is_tcp(self.endpoint):
+            return  # only this user can connect to an ipc file
+        crowded = self._admissions.accepted(fd, remote_address(fd), Loop.now())
+        if crowded is not None:
+            self.stats.crowded += 1
+            self._complain("socket.crowded", "too many connections without a handshake")
+            shut_down(crowded)
+
+    def _verify(self, identity: bytes, attempt: int = 0) -> None:
+        """Probe whether the peer of a closed connection is gone or has reconnected."""
+        if self._loop is None or identity not in self._peers:
+            return
+        if self.send(identity, [_PROBE]) is SendResult.UNREACHABLE:
+            self._lose(identity)
+        elif attempt + 1 < len(VERIFY_DELAYS):
+            pause = VERIFY_DELAYS[attempt + 1] - VERIFY_DELAYS[attempt]
+            self._loop.call_later(pause, lambda: self._verify(identity, attempt + 1))
+
+    def _lose(self, identity: bytes) -> None:
+        """Remove a disconnected peer and report it once."""
+        if identity not in self._peers:
+            return
+        self._peers.forget(identity)
+        self._ended.discard(identity)
+        if self.callers is not None:
+            self.callers.gone(identity)
+        if self._on_disconnect is not None:
+            self._on_disconnect(identity)
+
+    def _complain(self, event: str, reason: str) -> None:
+        """Log at most once per :data:`COMPLAINT_S`, so that strangers cannot fill the log."""
+        now = Loop.now()
+        if now >= self._complain_at:
+            self._complain_at = now + COMPLAINT_S
+            refused, intruders = self.stats.refused, self.stats.intruders
+            _log.warning(
+                event, endpoint=self.endpoint, reason=reason, refused=refused, intruders=intruders
+            )
+
+    # ------------------------------------------------------------------ with keys
+
+    def _admit(self, callers: Callers, identity: bytes, fd: int, head: zmq.Frame) -> bool:
+        """Whether the message's key owns its identity and is still allowed."""
+        refusal = callers.heard(identity, _user(head))
+        if not refusal:
+            if self._peers.descriptor(identity) != fd:
+                # This descriptor number may have been reused: first read the report about the
+                # end of its earlier connection.
+                self._read_reports()
+                self._ended.discard(identity)  # the peer has reconnected
+            return True
+        self.stats.intruders += 1
+        self._complain("socket.intruder", refusal)
+        # Messages to this identity would reach the intruder from now on.
+        self._lose(identity)
+        return False
+
+    def _is_owner_there(self, identity: bytes) -> bool:
+        """Whether the key that owns ``identity`` is still connected.
+
+        When a connection ends, another peer may take its identity at once, but libzmq reports the
+        end first. So a socket with keys reads the reports before each send, and never probes an
+        identity with a message, which another peer might receive.
+        """
+        self._read_reports()
+        return identity in self._peers and identity not in self._ended
+
+    def _read_reports(self) -> None:
+        """Handle the monitor's reports that are waiting now."""
+        # Bounded: during a flood of connections new reports arrive as fast as they are read, so
+        # reading until none is pending would last as long as the flood.
+        for _ in range(MAX_WAITING):
+            if not self._monitor.pending:
+                break
+            self._read_monitor()
+
+    def _end(self, identity: bytes) -> None:
+        """Block sends to a disconnected peer at once, and report it in the loop's next iteration.
+
+        The report is deferred because this may run within the caller's :meth:`send`.
+        """
+        if identity not in self._ended and self._loop is not None:
+            self._ended.add(identity)
+            self._loop.call_later(0.0, lambda: self._lose_ended(identity))
+
+    def _lose_ended(self, identity: bytes) -> None:
+        if identity in self._ended:
+            self._lose(identity)
+
+    def _keys_changed(self) -> None:
+        """Report peers as gone whose keys were removed from the list."""
+        if self.callers is not None:
+            for identity in self.callers.withdrawn():
+                self._lose(identity)
+
+
+def _user(head: zmq.Frame) -> bytes:
+    """Return the z85 key of the connection, as set by ZAP; empty without one."""
+    try:
+        return str(head.get("User-Id")).encode()
+    except zmq.ZMQError:
+        return b""
+
+
+def _descriptor(head: zmq.Frame) -> int | None:
+    """Return the descriptor of a message's connection; None for ZMTP 1 and 2, which have none.
+
+    ZMTP 1 has no greeting, so almost any bytes from a stranger parse as ZMTP 1 messages.
+    """
+    try:
+        return int(head.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return None

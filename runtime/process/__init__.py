@@ -1,0 +1,1 @@
+"""A process of the cluster: settings, logging, threads, operating system, exit code."""

@@ -1,0 +1,175 @@
+"""Lifecycle of router and worker processes, from settings to exit code.
+
+Exit codes: 0 drained or stopped; 1 invalid setting or model (a restart does not help);
+:data:`EXIT_RESTART` the incarnation ended and the process may be restarted. A paused worker that
+was declared dead starts its next incarnation itself, with its model still loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, TypeVar
+
+import msgspec
+import zmq
+
+from ...proto.errors import BatonError
+from ..keys.keyring import KeyRing
+from ..keys.zap import Doorkeeper
+from ..net.descriptors import raise_open_files
+from ..net.loop import Loop
+from ..net.sockets import Context
+from . import os_settings
+from .config import load
+from .log import configure, get_logger, never_block
+from .os_settings import on_stop_signal
+
+EXIT_RESTART = 4
+"""The incarnation ended; the process may start another one or be restarted."""
+TICK_S = 0.05
+"""Seconds between two timer evaluations of a worker's core."""
+SIGN_OF_LIFE = "process.alive"
+"""Log event of a supervised process, written once a second by the loop that serves its sockets. It
+shows the supervisor that the process runs, even if its connections are lost."""
+SIGN_EVERY_S = 1.0
+
+Config = TypeVar("Config", bound=msgspec.Struct)
+_log = get_logger()
+_supervised = False
+
+
+def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -> int:
+    """Parse ``--config FILE [--parent PID]``, prepare the process, call ``serve``.
+
+    Returns the exit code. A :class:`BatonError` or MemoryError gives one log line without a
+    traceback, and exit code 1.
+    """
+    global _supervised
+    os_settings.limit_blas_threads(1)
+    os_settings.recycle_large_buffers()
+    raise_open_files()
+    parser = argparse.ArgumentParser(prog=f"baton-{role}")
+    parser.add_argument("--config", required=True, help="settings file (JSON or TOML)")
+    parser.add_argument("--parent", type=int, default=0, help="end when this process ends")
+    options = parser.parse_args()
+    configure(role)
+    if options.parent:
+        # SIGKILL, not a drain: after the supervisor's death this process would be an orphan.
+        os_settings.die_with_parent(options.parent, signal.SIGKILL)
+        never_block()
+        _supervised = True
+    try:
+        config = load(options.config, kind)
+        process = str(getattr(config, "worker_id", getattr(config, "name", "")))
+        human = getattr(config, "log_format", "json") == "text"
+        configure(role, process, level=getattr(config, "log_level", "info"), human=human)
+        code = serve(config)
+    except BatonError as error:
+        _log.error("process.failed", code=error.code, error=str(error))
+        return 1
+    except MemoryError as error:
+        _log.error("process.failed", code="capacity", error=f"not enough memory: {error}")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def show_life(loop: Loop) -> None:
+    """Log :data:`SIGN_OF_LIFE` now and every second, if the process is supervised."""
+    if _supervised:
+        _log.report(SIGN_OF_LIFE)
+        loop.call_later(SIGN_EVERY_S, lambda: show_life(loop))
+
+
+class Shell(Protocol):
+    """One incarnation of a worker: its core, sockets and threads."""
+
+    exit_code: int
+
+    def start(self) -> None:
+        """Listen and start the timers."""
+        ...
+
+    def drain(self) -> None:
+        """Finish all requests, then stop the loop."""
+        ...
+
+    def close(self) -> bool:
+        """Close the sockets; return whether the compute thread ended and the model is unused."""
+        ...
+
+
+MakeShell = Callable[[Loop, Context, Doorkeeper | None], Shell]
+
+
+def run_incarnations(keys: KeyRing | None, make: MakeShell) -> int:
+    """Run a worker until it is drained, stopped or refused; return the exit code.
+
+    ``make`` creates a shell with a new incarnation on the loaded model. It is called again after
+    the routers declared an incarnation dead, unless a step still runs.
+    """
+    while True:
+        settle()  # also frees descriptors, maps and buffers of the last incarnation
+        code, ended = _run_one(keys, make)
+        if code != EXIT_RESTART or not ended:
+            return code
+        _log.warning("worker.registers_again")
+
+
+def _run_one(keys: KeyRing | None, make: MakeShell) -> tuple[int, bool]:
+    """Run one incarnation; return its exit code, and whether the model is unused now."""
+    loop, context = Loop(), zmq.Context[zmq.Socket[bytes]]()
+    doors = None if keys is None else Doorkeeper(context, keys)
+    shell = make(loop, context, doors)
+    on_stop_signal(loop, partial(_stop, loop, shell))
+    if doors is not None:
+        doors.attach(loop)
+    shell.start()
+    show_life(loop)
+    loop.run()
+    ended = shell.close()
+    context.destroy(linger=0)
+    return shell.exit_code, ended
+
+
+def _stop(loop: Loop, shell: Shell, times: int) -> None:
+    if times == 1:
+        shell.drain()
+    else:
+        loop.stop()
+
+
+class LoadProgress:
+    """Logs the loading progress of a checkpoint every ``interval`` seconds."""
+
+    def __init__(self, interval: float = 0.2) -> None:
+        self._interval = interval
+        self._next = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        """Report that ``done`` of ``total`` bytes are loaded."""
+        now = time.monotonic()
+        if now >= self._next or done == total:
+            self._next = now + self._interval
+            _log.report("load.progress", bytes_done=done, bytes_total=total)
+
+
+def settle() -> None:
+    """Exclude all current objects, which live long, from garbage collection. Call after loading."""
+    gc.collect()
+    gc.freeze()
+
+
+def leave(code: int) -> None:
+    """Exit the process without waiting for a compute thread that may hang."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

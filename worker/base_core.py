@@ -1,0 +1,234 @@
+"""Behaviour shared by prefill and decode cores: router connections, aborts, draining.
+
+Invariant: every Abort is answered, and a note is logged once the attempt's blocks are free; a
+worker sends Drained once, when it has no requests left.
+
+Pure. The core of each role derives from WorkerCore and adds its own handlers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from ..proto.messages import (
+    Abort,
+    Adopt,
+    Assign,
+    Drain,
+    Drained,
+    Message,
+    PeerDead,
+    Ping,
+    Pong,
+    Rejected,
+    RequestState,
+    Share,
+    Terminal,
+    TerminalAck,
+    Tokens,
+    Welcome,
+    WorkerLoad,
+)
+from .attempts import Key
+from .events import (
+    DrainRequested,
+    FromRouter,
+    Note,
+    RouterDown,
+    RouterUp,
+    ToRouter,
+    blocks_freed,
+)
+from .load_by_router import Shares
+from .membership import Membership
+
+Handler = Callable[..., list[Any]]
+"""``handler(core, event, now) -> actions``; actions may be common or specific to a role."""
+
+
+class WorkerCore(ABC):
+    """Base of the prefill and decode cores."""
+
+    HANDLERS: ClassVar[Mapping[type, Handler]]
+
+    def __init__(self, member: Membership) -> None:
+        self._member = member
+        self._drained_said = False
+        self._freed_later: list[tuple[Key, float, Sequence[Any]]] = []  # key, abort time, names
+
+    # ------------------------------------------------------------------ of the role
+
+    @abstractmethod
+    def load(self) -> WorkerLoad:
+        """Return the load that heartbeats report."""
+
+    @property
+    @abstractmethod
+    def is_drained(self) -> bool:
+        """Whether the worker is draining and has no requests left."""
+
+    @property
+    @abstractmethod
+    def _requests(self) -> int:
+        """Number of requests at this worker."""
+
+    @abstractmethod
+    def _held(self) -> list[RequestState]:
+        """Return all requests at this worker, for a Hello."""
+
+    @abstractmethod
+    def _abort(self, router: str, message: Abort, now: float) -> list[Any]:
+        """Abort attempts; blocks in use by a running step are freed later (:meth:`_freed`)."""
+
+    @abstractmethod
+    def _adopt(self, router: str, request: bytes, position: int) -> list[Any]:
+        """Resend tokens from ``position`` on, and route later ones to this router."""
+
+    @abstractmethod
+    def _peer_dead(self, endpoint: str, incarnation: int, now: float) -> list[Any]:
+        """Handle that a worker of the other role was declared dead."""
+
+    def _assigned(self, router: str, message: Message, now: float) -> list[Any]:
+        """Handle a router's message that is specific to this role."""
+        return []
+
+    def _shares(self, held: Iterable[tuple[str, int]]) -> dict[str, Share]:
+        """Sum requests and tokens per router; empty if there is only one router."""
+        if len(self._member.routers) < 2:
+            return {}
+        shares = Shares()
+        for router, tokens in held:
+            shares.add(router, tokens)
+        return shares.report()
+
+    # ------------------------------------------------------------------ routers
+
+    def _on_router_up(self, event: RouterUp, now: float) -> list[Any]:
+        return list(self._member.up(event.router, self.load(), self._held(), now))
+
+    def _unknown_there(self, router: str, now: float) -> list[Any]:
+        """Register again with a router that does not know us.
+
+        It may refuse many of our messages in a row, so Hellos are rate-limited.
+        """
+        if not self._member.may_introduce(now):
+            return []
+        return self._on_router_up(RouterUp(router), now)
+
+    def _on_router_down(self, event: RouterDown, now: float) -> list[Any]:
+        self._member.down(event.router)
+        return []
+
+    def _on_router(self, event: FromRouter, now: float) -> list[Any]:
+        router = event.router
+        match event.message:
+            case TerminalAck(requests=ended):
+                self._member.acknowledged(router, ended)
+                return self._maybe_drained()
+            case Abort() as message:
+                return self._abort(router, message, now)
+            case Adopt(request=request, position=position):
+                return self._claim(router, self._adopt(router, request, position), now)
+            case PeerDead(incarnation=incarnation, endpoint=endpoint):
+                return self._peer_dead(endpoint, incarnation, now)
+            case Drain():
+                return self._drain()
+            case Ping(nonce=nonce):
+                return [ToRouter(router, Pong(nonce=nonce))]
+            case Rejected(code="endpoint_unknown"):
+                return self._unknown_there(router, now)
+            case Rejected() as message:
+                return list(self._member.rejected(router, message, now))
+            case Welcome(key=key):
+                self._member.welcomed(router, key)
+                return []
+            case Assign() as message:
+                key_ = (message.request, message.attempt)
+                self._member.assigned(key_, message.proof, now + message.deadline)
+                return self._assigned(router, message, now)
+            case message:
+                return self._assigned(router, message, now)
+
+    def _claim(self, router: str, answer: list[Any], now: float) -> list[Any]:
+        """Prepend the proof of assignment to the answer to an Adopt."""
+        for action in answer:
+            if not isinstance(action, ToRouter) or action.router != router:
+                continue
+            said = action.message
+            if isinstance(said, Tokens) and said.runs:
+                said_of = (said.runs[0].request, said.runs[0].attempt)
+            elif isinstance(said, Terminal):
+                said_of = (said.request, said.attempt)
+            else:
+                continue
+            return [self._member.claim(router, said_of, now), *answer]
+        return answer
+
+    # ------------------------------------------------------------------ aborts
+
+    def _freed(self, key: Key, now: float, running: Sequence[Any]) -> list[Any]:
+        """Log that an aborted attempt's blocks are free, after the last step that uses them.
+
+        ``running``: the attempt's engine names that are part of a running step.
+        """
+        if not running:
+            return [blocks_freed(*key, now, now)]
+        self._freed_later.append((key, now, running))
+        return []
+
+    def _step_over(
+        self, now: float, is_out: Callable[[Any], bool] = lambda _name: False
+    ) -> list[Any]:
+        """Handle the end of a step; ``is_out(name)``: another running step uses its blocks."""
+        waiting, self._freed_later = self._freed_later, []
+        notes: list[Any] = []
+        for entry in waiting:
+            key, heard, running = entry
+            if any(is_out(name) for name in running):
+                self._freed_later.append(entry)
+            else:
+                notes.append(blocks_freed(*key, heard, now))
+        return notes
+
+    def _introduce_again(self, now: float) -> list[Any]:
+        """Repeat Hello to routers that have not answered it."""
+        actions: list[Any] = []
+        for router in self._member.unanswered(now):
+            actions += self._on_router_up(RouterUp(router), now)
+        return actions
+
+    def _deserted(self, now: float) -> list[Any]:
+        """Abort requests of routers that have been away too long and that no router adopted."""
+        gone = self._member.away(now)
+        actions: list[Any] = []
+        for held in self._held() if gone else ():
+            if held.router in gone:
+                abort = Abort(request=held.request, attempt=held.attempt, reason="deserted")
+                actions += self._abort(held.router, abort, now)
+        return [a for a in actions if not isinstance(a, ToRouter) or a.router not in gone]
+
+    # ------------------------------------------------------------------ drain
+
+    def _on_drain(self, event: DrainRequested, now: float) -> list[Any]:
+        return self._drain()
+
+    def _drain(self) -> list[Any]:
+        self._member.draining = True
+        return [Note("worker.draining", {"requests": self._requests}), *self._maybe_drained()]
+
+    def _maybe_drained(self) -> list[Any]:
+        if not self.is_drained or self._drained_said:
+            return []
+        self._drained_said = True
+        message = Drained(worker=self._member.identity.worker)
+        return [ToRouter(router, message) for router in self._member.routers]
+
+
+WorkerCore.HANDLERS = {
+    FromRouter: WorkerCore._on_router,
+    RouterUp: WorkerCore._on_router_up,
+    RouterDown: WorkerCore._on_router_down,
+    DrainRequested: WorkerCore._on_drain,
+}

@@ -1,0 +1,443 @@
+"""A worker's registration with its routers: Hello, Heartbeat, and unacknowledged terminals.
+
+Invariant: a terminal is repeated, and its tokens stay available, until the router that owns the
+request acknowledges it or the deadline passes. After a reconnect, Hello with all requests of this
+worker is the first message. State for a router is dropped after it was away for :data:`DESERTED_S`
+(:data:`DRAIN_ABSENT_S` while draining).
+
+Pure. The core of each role passes events to it and forwards its actions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from ..proto.layout import ModelCard
+from ..proto.limits import PROTOCOL_VERSION
+from ..proto.messages import (
+    Abort,
+    Aborted,
+    Accepted,
+    Busy,
+    Heartbeat,
+    Hello,
+    Message,
+    Moved,
+    Rejected,
+    RequestState,
+    Terminal,
+    Tokens,
+    WorkerLoad,
+)
+from ..proto.outputs import TokenLogProbs
+from ..proto.proofs import reserve_ticket, same
+from ..runtime.expiry import Expiring
+from ..runtime.liveness import HEARTBEAT_S
+from .attempts import Attempts, Key
+from .events import Exit, Note, ToRouter
+from .token_replay import runs_again
+
+HOPELESS = frozenset({"version_mismatch", "model_mismatch", "config", "access_denied"})
+"""Rejection codes that a restart does not fix."""
+DECLARED_DEAD = "endpoint_dead"
+"""Rejection code of an incarnation that was declared dead."""
+TERMINAL_REPEAT_S = 0.5
+PROOF_KEPT_S = 60.0
+"""Seconds to keep a proof after its attempt's deadline; a terminal may be unacknowledged then."""
+HELLO_PAUSE_S = 0.1
+HELLO_REPEAT_S = 1.0
+"""Seconds to wait for Welcome before Hello is repeated; without it no ticket can be checked."""
+DESERTED_S = 60.0
+"""Seconds to keep state for an unreachable router. Native clients give up after half of that, or
+resume at another router, which adopts their requests."""
+DRAIN_ABSENT_S = 5.0
+"""The same for ended requests while this worker drains; a supervised restart is faster."""
+NAME_TAKEN = "name_taken"
+NAME_PATIENCE_S = 30.0
+"""Seconds to retry while a healthy worker has this worker's name, before it exits to start a new
+incarnation."""
+REFUSED_PATIENCE_S = 3.0
+"""Seconds to wait for another router's Welcome after the first refusal."""
+
+
+@dataclass(slots=True, frozen=True)
+class WorkerIdentity:
+    """A worker's constant identity, as in its Hello."""
+
+    worker: str
+    role: str
+    incarnation: int
+    pid: int
+    endpoint: str
+    pool: str
+    model: ModelCard
+    max_batch: int
+
+
+@dataclass(slots=True, frozen=True)
+class EngineState:
+    """Progress of the compute thread, as heartbeats report it."""
+
+    progress: int
+    busy: bool
+    step_s: float
+
+
+class _Held(Protocol):
+    """A worker's record of a request."""
+
+    router: str
+
+
+@dataclass(slots=True)
+class _Notice:
+    """Messages that are repeated until the router aborts the attempt."""
+
+    router: str
+    messages: list[Message]
+    expires: float
+    repeat_at: float
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An unacknowledged terminal, with the tokens that a router may request again."""
+
+    router: str
+    terminal: Terminal
+    prompt_length: int
+    first: int  # position of tokens[0]
+    tokens: list[int]
+    logprobs: Collection[TokenLogProbs]  # of the last tokens
+    expires: float
+    repeat_at: float
+
+
+def moved_to(router: str, old: str, request: bytes) -> list[ToRouter]:
+    """Return the notice to the ``old`` router that ``router`` adopted the request."""
+    return [] if old == router else [ToRouter(old, Moved(request=request, router=router))]
+
+
+def other_owner(held: Iterable[_Held], router: str) -> str | None:
+    """Return the router that adopted one of these requests from ``router``, or None."""
+    return next((one.router for one in held if one.router != router), None)
+
+
+def left_alone(owner: str, router: str, message: Abort) -> list[ToRouter]:
+    """Return the answer to an Abort from ``router`` for a request that ``owner`` adopted."""
+    request, attempt = message.request, message.attempt
+    answer = Aborted(request=request, attempt=attempt)
+    return [ToRouter(router, Moved(request=request, router=owner)), ToRouter(router, answer)]
+
+
+class Membership:
+    """One worker's registration with all its routers."""
+
+    def __init__(self, identity: WorkerIdentity, routers: tuple[str, ...]) -> None:
+        self.identity = identity
+        self.routers = routers
+        self._up: dict[str, None] = {}  # ordered, so that simulated runs are reproducible
+        self._welcome: set[str] = set()  # routers that sent Welcome
+        self._refused: dict[str, tuple[float, str]] = {}  # routers that refused us: since, reason
+        self._taken: dict[str, float] = {}  # routers where another worker has our name: since
+        self._away: dict[str, float] = {}  # unreachable routers: since
+        self._pending: Attempts[_Pending] = Attempts()
+        self._notices: Attempts[_Notice] = Attempts()
+        self._beat_at = 0.0
+        self._introduced_at = float("-inf")
+        self._hello_at: dict[str, float] = {}  # by router: time of the last Hello
+        self._proofs: Expiring[Key, bytes] = Expiring()  # proofs of assignment of attempts
+        self._keys: dict[str, bytes] = {}  # by router: the key for reserve tickets
+        self.draining = False
+        self.dropped: Counter[str] = Counter()
+        """Messages this worker could not use, by reason; heartbeats report them."""
+
+    # ------------------------------------------------------------------ links
+
+    def up(
+        self, router: str, load: WorkerLoad, requests: list[RequestState], now: float
+    ) -> list[ToRouter]:
+        """Register with a router that became reachable, then repeat its terminals."""
+        self._up[router] = None
+        self._hello_at[router] = now
+        me = self.identity
+        ended = [
+            RequestState(*key, p.terminal.position, p.prompt_length, done=True, router=p.router)
+            for key, p in self._pending.items()
+        ]
+        hello = Hello(
+            version=PROTOCOL_VERSION,
+            worker=me.worker,
+            role=me.role,
+            incarnation=me.incarnation,
+            pid=me.pid,
+            endpoint=me.endpoint,
+            pool=me.pool,
+            model=me.model,
+            max_batch=me.max_batch,
+            load=load,
+            requests=[self._proven(held, now) for held in requests + ended],
+            draining=self.draining,
+            elsewhere=bool(self._welcome - {router}),
+        )
+        return [ToRouter(router, hello), *self._repeat(now, lambda p: p.router == router)]
+
+    def unanswered(self, now: float) -> list[str]:
+        """Return routers that have not answered Hello after :data:`HELLO_REPEAT_S`."""
+        return [
+            router
+            for router in self._up
+            if router not in self._welcome
+            and router not in self._refused
+            and now >= self._hello_at.get(router, now) + HELLO_REPEAT_S
+        ]
+
+    def may_introduce(self, now: float) -> bool:
+        """Whether a Hello that a router asks for may be sent; limited by :data:`HELLO_PAUSE_S`."""
+        if now < self._introduced_at + HELLO_PAUSE_S:
+            return False
+        self._introduced_at = now
+        return True
+
+    def down(self, router: str) -> None:
+        """Note a lost router; its requests continue until their deadlines."""
+        self._up.pop(router, None)
+        self._welcome.discard(router)
+        self._taken.pop(router, None)
+
+    def welcomed(self, router: str, key: bytes = b"") -> None:
+        """Note a router's Welcome; ``key`` authenticates the reserve tickets it issues."""
+        self._welcome.add(router)
+        self._refused.pop(router, None)
+        self._keys[router] = key
+        self._taken.pop(router, None)
+
+    @property
+    def connected(self) -> int:
+        """Number of reachable routers."""
+        return len(self._up)
+
+    def rejected(
+        self, router: str, message: Rejected, now: float = 0.0
+    ) -> list[ToRouter | Note | Exit]:
+        """Handle a router's refusal; some refusals end this incarnation.
+
+        If another worker has our name, retry with every heartbeat. A draining worker that was
+        declared dead needs no new incarnation: it finishes its requests of other routers.
+
+        During a rolling update, another router may accept a worker that this one refuses. So the
+        incarnation ends only after all routers refused it, or if none has accepted it
+        :data:`REFUSED_PATIENCE_S` after the first refusal.
+        """
+        reason = message.message or message.code
+        if message.code == NAME_TAKEN or (message.code == DECLARED_DEAD and self.draining):
+            if router in self._taken:
+                return []
+            self._taken[router] = now
+        elif message.code in HOPELESS:
+            self._refused.setdefault(router, (now, reason))
+            if len(self._refused) >= len(self.routers):
+                return [Exit(reason, restart=False)]
+        elif message.code == DECLARED_DEAD:
+            return [Exit(reason, restart=True)]
+        return [Note("router.rejected", {"router": router, "code": message.code, "reason": reason})]
+
+    def _given_up(self, now: float) -> list[Exit]:
+        if self._welcome:
+            return []
+        if self._taken and now >= min(self._taken.values()) + NAME_PATIENCE_S:
+            reason = f"another healthy worker has the name {self.identity.worker}"
+            return [Exit(reason, restart=True)]
+        if not self._refused:
+            return []
+        since, reason = next(iter(self._refused.values()))
+        return [Exit(reason, restart=False)] if now >= since + REFUSED_PATIENCE_S else []
+
+    # ------------------------------------------------------------------ proofs
+
+    def assigned(self, key: Key, proof: bytes, until: float) -> None:
+        """Keep an attempt's proof of assignment."""
+        if proof:
+            self._proofs.put(key, proof, until + PROOF_KEPT_S)
+
+    def claim(self, router: str, key: Key, now: float) -> ToRouter:
+        """Return the message that proves the assignment of this attempt to a router."""
+        proof = self._proofs.get(key, now) or b""
+        return ToRouter(router, Accepted(request=key[0], attempt=key[1], proof=proof))
+
+    def _proven(self, held: RequestState, now: float) -> RequestState:
+        proof = self._proofs.get((held.request, held.attempt), now)
+        return msgspec.structs.replace(held, proof=proof) if proof else held
+
+    def invited(self, request: bytes, attempt: int, incarnation: int, ticket: bytes) -> bool:
+        """Whether a router assigned this attempt to prefill worker ``incarnation`` and this worker.
+
+        True if a router of an earlier version is connected, because its tickets have no key.
+        """
+        keys = set(self._keys.values())
+        return b"" in keys or any(
+            same(ticket, reserve_ticket(key, request, attempt, incarnation)) for key in keys
+        )
+
+    @property
+    def can_check(self) -> bool:
+        """Whether a router has sent the key for tickets."""
+        return bool(self._keys)
+
+    # ------------------------------------------------------------------ terminals
+
+    def end(
+        self,
+        router: str,
+        terminal: Terminal,
+        now: float,
+        expires: float,
+        prompt_length: int = 0,
+        first: int = 0,
+        tokens: list[int] | None = None,
+        logprobs: Collection[TokenLogProbs] = (),
+    ) -> list[ToRouter]:
+        """Send a request's terminal, and keep it and its tokens until it is acknowledged.
+
+        ``first``: position of ``tokens[0]``. ``logprobs``: of the last tokens, as far as known.
+        """
+        key = (terminal.request, terminal.attempt)
+        # At least one repetition must fit even when the deadline has just passed.
+        keep = max(expires, now + 4 * TERMINAL_REPEAT_S)
+        self._pending[key] = _Pending(
+            router,
+            terminal,
+            prompt_length,
+            first,
+            tokens or [],
+            logprobs,
+            keep,
+            now + TERMINAL_REPEAT_S,
+        )
+        return [ToRouter(router, terminal)]
+
+    def give_back(
+        self, router: str, key: tuple[bytes, int], messages: list[Message], now: float, until: float
+    ) -> list[ToRouter]:
+        """Decline an attempt: repeat ``messages`` until the router aborts it, or ``until``."""
+        proof = self._proofs.get(key, now) or b""
+        messages = [
+            msgspec.structs.replace(one, proof=proof) if isinstance(one, Busy) and proof else one
+            for one in messages
+        ]
+        self._notices[key] = _Notice(router, messages, until, now + TERMINAL_REPEAT_S)
+        return [ToRouter(router, message) for message in messages]
+
+    def acknowledged(self, router: str, ended: list[tuple[bytes, int]]) -> None:
+        """Drop acknowledged terminals, except those of requests that another router owns."""
+        for key in ended:
+            pending = self._pending.get(key)
+            if pending is not None and pending.router == router:
+                del self._pending[key]
+
+    def forget(self, request: bytes, attempt: int, router: str | None = None) -> None:
+        """Drop terminals and notices of attempts up to ``attempt``, after an abort.
+
+        ``router``: the sender of the abort; entries of other routers are kept. None: drop all.
+        """
+        for table in (self._pending, self._notices):
+            for key in table.keys_of(request, attempt):
+                if router is None or table[key].router == router:
+                    del table[key]
+
+    def has_ended(self, request: bytes, attempt: int) -> bool:
+        """Whether the attempt has an unacknowledged terminal."""
+        return (request, attempt) in self._pending
+
+    def adopt(self, router: str, request: bytes, position: int) -> list[ToRouter]:
+        """Repeat an ended request's tokens from ``position`` and its terminal.
+
+        For an unknown request, return Aborted with attempt 0.
+        """
+        pending = self._pending.newest(request)
+        if pending is None:
+            return [ToRouter(router, Aborted(request=request, attempt=0))]
+        moved = moved_to(router, pending.router, request)
+        pending.router = router
+        skip = max(0, position - pending.first)
+        again, key = pending.tokens[skip:], (request, pending.terminal.attempt)
+        runs = runs_again(key, pending.first + skip, again, pending.logprobs) if again else []
+        tokens = [ToRouter(router, Tokens(runs=runs))] if runs else []
+        return [*moved, *tokens, ToRouter(router, pending.terminal)]
+
+    @property
+    def unacknowledged(self) -> int:
+        """Number of unacknowledged terminals and declined attempts."""
+        return len(self._pending) + len(self._notices)
+
+    # ------------------------------------------------------------------ time
+
+    def tick(
+        self, now: float, engine: EngineState, load: Callable[[], WorkerLoad]
+    ) -> list[ToRouter | Note | Exit]:
+        """Return the heartbeats, repetitions and exits that are due."""
+        actions: list[ToRouter | Note | Exit] = [*self._given_up(now)]
+        if now >= self._beat_at:
+            self._beat_at = now + HEARTBEAT_S
+            beat = Heartbeat(
+                incarnation=self.identity.incarnation,
+                progress=engine.progress,
+                busy=engine.busy,
+                step_s=engine.step_s,
+                draining=self.draining,
+                load=load(),
+                dropped=dict(self.dropped),
+            )
+            actions += [ToRouter(router, beat) for router in self._up]
+        self._expire(now)
+        self._proofs.expire(now)
+        actions += self._repeat(now, lambda p: now >= p.repeat_at)
+        actions += self._repeat_notices(now)
+        return actions
+
+    def _expire(self, now: float) -> None:
+        """Drop expired terminals and notices, and those of routers that are away too long."""
+        for router in self.routers:
+            if router in self._up:
+                self._away.pop(router, None)
+            else:
+                self._away.setdefault(router, now)
+        gone = self.away(now, DRAIN_ABSENT_S if self.draining else DESERTED_S)
+        for key in [k for k, p in self._pending.items() if now >= p.expires or p.router in gone]:
+            del self._pending[key]
+        for key in [k for k, n in self._notices.items() if now >= n.expires or n.router in gone]:
+            del self._notices[key]
+
+    def away(self, now: float, seconds: float = DESERTED_S) -> set[str]:
+        """Return routers unreachable for ``seconds``, or where another worker has our name.
+
+        The latter have moved their requests to the other worker, or declared this worker dead while
+        it drained, and will never acknowledge a terminal.
+        """
+        taken = {r for r, since in self._taken.items() if now >= since + DRAIN_ABSENT_S}
+        return {r for r, since in self._away.items() if now >= since + seconds} | taken
+
+    def next_timer(self) -> float:
+        """Return the time at which :meth:`tick` should run."""
+        return self._beat_at
+
+    def _repeat_notices(self, now: float) -> list[ToRouter]:
+        actions = []
+        for notice in self._notices.values():
+            if notice.router in self._up and now >= notice.repeat_at:
+                notice.repeat_at = now + TERMINAL_REPEAT_S
+                actions += [ToRouter(notice.router, message) for message in notice.messages]
+        return actions
+
+    def _repeat(self, now: float, due: Callable[[_Pending], bool]) -> list[ToRouter]:
+        actions = []
+        for pending in self._pending.values():
+            if pending.router in self._up and due(pending):
+                pending.repeat_at = now + TERMINAL_REPEAT_S
+                actions.append(ToRouter(pending.router, pending.terminal))
+        return actions
