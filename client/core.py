@@ -102,6 +102,7 @@ class ClientCore:
         self._ping_at = 0.0
         self._pinged_at = 0.0
         self._pings = 0  # number of pings sent, the nonce of the latest
+        self._ponged = 0  # nonce of the latest ping that was answered
         self._ticked = 0.0
         self._hint = ""  # why the last handshake failed
 
@@ -182,6 +183,7 @@ class ClientCore:
         self._routers.connected(now)
         self._quiet_since = now
         self._ping_at = now + self._ping_s
+        self._ponged = self._pings  # pings on the previous connection are not answered any more
         for stream in list(self._streams.values()):
             if stream.state is State.STOPPING:
                 self._stopped(stream, report=stream.report)
@@ -323,10 +325,20 @@ class ClientCore:
         self._out.append(Send(Pong(nonce=message.nonce)))
 
     def _pong(self, message: Pong, now: float) -> None:
-        """Repeat unanswered messages that were sent before the last ping, because they are lost."""
-        if self._pings and message.nonce == self._pings:
-            for stream in list(self._streams.values()):
+        """Repeat unanswered messages that were sent before the last ping, because they are lost.
+
+        The router answers in order, so a ping without an answer was lost, or its answer was. Then
+        tokens may be lost as well, and all requests are resumed.
+        """
+        if not self._ponged < message.nonce <= self._pings:
+            return
+        lost = message.nonce > self._ponged + 1
+        self._ponged = message.nonce
+        for stream in list(self._streams.values()):
+            if message.nonce == self._pings:
                 self._say(stream, stream.unheard(self._pinged_at, now))
+            if lost and stream.state is State.OPEN:
+                self._say(stream, stream.resume(now))
 
     def _named(self, request_id: str, key: bytes) -> Stream | None:
         """Find a request by its id, unless ``key`` belongs to an earlier request with that id.

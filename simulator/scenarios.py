@@ -195,7 +195,13 @@ SCENARIOS: dict[str, Scenario] = {
     "drain": Scenario(drains=4, crashes=1, victims=("router",), cancels=0.1, answer=60),
     "rolling": Scenario(drains=6, cancels=0.1, answer=60, load_s=0.6),
     "rolling-pauses": Scenario(
-        drains=6, pauses=10, cancels=0.1, answer=200, load_s=2.0, allowed=UNLUCKY
+        drains=6,
+        pauses=10,
+        cancels=0.1,
+        answer=200,
+        load_s=2.0,
+        shape=Shape(sizes=Sizes(decode_blocks=200)),
+        allowed=UNLUCKY,
     ),
     "rolling-noise": Scenario(
         drains=6, cancels=0.1, answer=60, load_s=0.6, faults=Faults(loss=0.15)

@@ -171,6 +171,26 @@ def test_what_was_lost_is_said_again_when_a_later_ping_is_answered():
     assert not bench.hear(Pong(nonce=ping.nonce))
 
 
+def test_requests_are_resumed_when_an_earlier_ping_was_lost():
+    """Tokens and the end may be lost with it; the router repeats only the end, and that late."""
+    bench = Bench()
+    bench.open()
+    bench.run(3, [7, 8])
+    (first,) = messages(bench.later(1.05), Ping)
+    (second,) = messages(bench.later(1.0), Ping)
+    (resume,) = messages(bench.hear(Pong(nonce=second.nonce)), Resume)
+    assert resume.position == 5
+    bench.hear(Submitted(request_id="r", request=KEY, secret=SECRET))
+    assert not bench.hear(Pong(nonce=first.nonce)), "late or repeated"
+    assert not bench.hear(Pong(nonce=second.nonce))
+    (third,) = messages(bench.later(1.0), Ping)
+    assert not bench.hear(Pong(nonce=third.nonce))
+    bench.later(1.0)
+    bench.do(Connected(ME))
+    (fifth,) = messages(bench.later(1.05), Ping)
+    assert not messages(bench.hear(Pong(nonce=fifth.nonce)), Resume), "the connection is new"
+
+
 def test_tokens_before_submitted_count():
     """The message that admitted the request may be the one that got lost."""
     bench = Bench()
