@@ -95,8 +95,11 @@ class Recovery:
     def claimed(self, request: Request, worker: Worker, now: float) -> None:
         """Note that a worker has proved its assignment; its tokens follow in the same answer.
 
-        Adopt is repeated later, in case those tokens are lost.
+        Adopt is repeated later, in case those tokens are lost. After the handoff, a prefill
+        worker's proof arrives too late to matter.
         """
+        if request.handed and worker.role == "prefill":
+            return
         if request.server is not worker:
             self.served_by(request, worker)
         request.heard, request.unheard = False, 0

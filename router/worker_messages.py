@@ -308,7 +308,9 @@ class WorkerSide:
             self._drop("late_attempt")
             life.abort_on(worker, key, attempt, request.deadline, "superseded")
             return False
-        request.attempt = attempt  # a higher attempt: assigned by another router
+        if attempt > request.attempt:  # assigned by another router
+            request.attempt = attempt
+            request.handed = request.handed and worker.role == "decode"
         return True
 
     def _is_foreign(

@@ -8,6 +8,7 @@ from baton.proto.ids import request_key
 from baton.proto.messages import (
     Abort,
     Aborted,
+    Accepted,
     Adopt,
     Assign,
     Busy,
@@ -68,6 +69,28 @@ def test_every_worker_is_asked_and_the_one_that_has_it_goes_on(pair):
     assert not new.take(prefill, Assign)
     decode.end(KEY, 13)
     assert new.one(SECOND, Terminal).status == "end_of_sequence"
+    new.ack(KEY, SECOND)
+    new.assert_nothing_kept()
+
+
+def test_a_prefill_worker_that_proves_itself_after_the_handoff_keeps_nothing(pair):
+    """Its answer to the search was on its way while the decode worker's tokens arrived."""
+    new, prefill, decode, request = resumed(pair)
+    decode.tokens(KEY, 12, 7)
+    proof = prefill.proof(TokenRun(KEY, 1, 12, []))
+    prefill.say(Accepted(request=KEY, attempt=1, proof=proof))
+    assert (request.server.id, request.handed) == (decode.id, True)
+    decode.end(KEY, 13)
+    new.ack(KEY, SECOND)
+    new.assert_nothing_kept()
+
+
+def test_a_later_attempt_of_another_router_replaces_one_that_was_handed_over(pair):
+    new, prefill, decode, request = resumed(pair)
+    decode.tokens(KEY, 12, 7)
+    prefill.say(Accepted(request=KEY, attempt=2, proof=prefill.proof(TokenRun(KEY, 2, 12, []))))
+    assert (request.attempt, request.server.id, request.handed) == (2, prefill.id, False)
+    prefill.end(KEY, 13, attempt=2)
     new.ack(KEY, SECOND)
     new.assert_nothing_kept()
 
