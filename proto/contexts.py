@@ -34,6 +34,9 @@ Int32 = npt.NDArray[np.int32]
 _NO_ROWS = np.zeros((0, 2), np.int32)
 
 
+NOT_REALIZED = "Attempted to create generation output while future token is not yet realized."
+
+
 @takes_earlier_fields
 @dataclass(slots=True, kw_only=True, eq=False)
 class TextContext(OldNames, Matched):
@@ -149,9 +152,11 @@ class TextContext(OldNames, Matched):
         if log_probabilities is not None:
             self._queue(tokens._length, log_probabilities)
         tokens.advance_with_token(new_token)
-        status = self._status_at(tokens._length, new_token, tokens._end)
-        if status is not None:
-            self.status = status
+        end = tokens._end
+        if new_token in self.eos_token_ids or self.eos_sequences or end >= self.max_length:
+            status = self._status_at(tokens._length, new_token, end)
+            if status is not None:
+                self.status = status
         self._is_initial_prompt = False
 
     def jump_ahead(self, new_token: int) -> None:
@@ -229,12 +234,19 @@ class TextContext(OldNames, Matched):
         Raises ValueError, and takes nothing, while a placeholder is among them.
         """
         buffer = self.tokens
+        queued = self._log_probabilities_data
+        start, end = buffer._completion_start, buffer._completion_end
+        if end == start + 1 and end <= buffer._length and not (queued or self._carried_end):
+            token = buffer._store.item(start)  # nearly every decode step ends here
+            if token == FUTURE_TOKEN:
+                raise ValueError(NOT_REALIZED)
+            buffer._completion_start = end
+            return TextGenerationOutput(
+                request_id=self.request_id, tokens=[token], final_status=self.status
+            )
         start, tokens = self._undelivered()
         if FUTURE_TOKEN in tokens:
-            raise ValueError(
-                "Attempted to create generation output while future token is not yet realized."
-            )
-        queued = self._log_probabilities_data
+            raise ValueError(NOT_REALIZED)
         entries = None
         if queued:
             found = [queued.pop(index, None) for index in range(start, start + len(tokens))]
