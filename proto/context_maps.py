@@ -1,8 +1,7 @@
-"""Contexts and their maps (:mod:`.wire`): one into the other, and maps as bytes.
+"""Conversion between contexts and their maps (:mod:`.wire`), and between maps and bytes.
 
-Arrays of some KiB and more may lie beside the map, as frames of their own that it numbers from 1
-(:mod:`.arrays`), so they are not copied. Grammar state does not travel: replaying the tokens
-rebuilds it.
+Arrays of a few KiB or more can be separate frames, which the map numbers from 1 (:mod:`.arrays`),
+so they are not copied. Grammar state is not sent: replaying the tokens rebuilds it.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from .wire import (
 Context = TextContext | PixelContext
 Int32 = npt.NDArray[np.int32]
 Write = Callable[[Array], dict[str, object]]
-"""Makes the map of an array (:func:`.arrays.array_map`)."""
+"""Converts an array to its map (:func:`.arrays.array_map`)."""
 
 _set = msgspec.structs.force_setattr
 
@@ -52,11 +51,11 @@ _set = msgspec.structs.force_setattr
 
 
 def to_map(context: Context, write: Write | None = None) -> WireContext:
-    """A context as it is, in the middle of its generation too.
+    """Return the map of a context with its progress, also during generation.
 
-    ``write``: makes what is encoded in the place of token ids, which msgspec would look for in
-    a slow way; the map is then good for its encoder alone. InputError for what cannot travel
-    (logits processors), TypeError for another class.
+    ``write``: converts the token ids, which is faster than msgspec's hook. Such a map can only be
+    encoded. Raises InputError for logits processors, which cannot be sent, and TypeError for
+    another class.
     """
     make = _MAKERS.get(type(context))
     if make is None:
@@ -65,9 +64,9 @@ def to_map(context: Context, write: Write | None = None) -> WireContext:
 
 
 def request_map(context: TextContext) -> WireContext:
-    """The request a context came from: its prompt, and nothing generated or processed.
+    """Return the map of a context's original request: the prompt, without any progress.
 
-    InputError for what cannot travel (logits processors, ids that are not int32).
+    Raises InputError for what cannot be sent: logits processors, ids that are not int32.
     """
     ids = context.tokens.ids()
     if len(ids) != context._prompt_length:
@@ -78,12 +77,12 @@ def request_map(context: TextContext) -> WireContext:
             raise InputError("a token id of the prompt is not int32 and cannot be sent")
     if type(context) is not TextContext:
         return msgspec.structs.replace(to_map(context), tokens=WireTokens(ids), **_FRESH)
-    # The usual kind: what says how far a context is has its default.
+    # The usual kind: all progress fields have their defaults.
     return WireContext(WireTokens(ids), *_request_values(context))
 
 
 def grown_map(wire: WireContext, generated: Sequence[int]) -> WireContext:
-    """The map of a request behind whose prompt these tokens were generated."""
+    """Return the map of a request with generated tokens after its prompt."""
     prompt = wire.tokens.array
     ids = np.concatenate([prompt, np.array(generated, np.int64)]).astype(prompt.dtype)
     tokens = WireTokens(ids, _prompt_length=len(prompt))
@@ -101,14 +100,14 @@ _PROGRESS = (
     "_committed_idx",
     "_cache_seq_id",
 )
-"""What tells a context in the middle of its generation from the request it came from."""
+"""The fields that hold a context's progress."""
 _FRESH = {f.name: f.default for f in msgspec.structs.fields(WireContext) if f.name in _PROGRESS}
 
 
 def _request_values(context: TextContext) -> tuple[Any, ...]:
-    """The fields of a map behind ``tokens`` that a request has, in their order.
+    """Return a request's fields after ``tokens``, in the order of the map.
 
-    By position a map is made in a fifth of the time that it takes by name.
+    Positional arguments make a map in a fifth of the time that keywords take.
     """
     return (
         context.max_length,
@@ -219,7 +218,7 @@ _MAKERS: dict[type, Callable[[Any, Write | None], WireContext]] = {
     TTSContext: _speech_map,
     PixelContext: _pixel_map,
 }
-"""The registry: what is not in it does not leave."""
+"""All kinds of contexts that can be sent."""
 
 
 def _token_map(tokens: TokenBuffer, write: Write | None) -> WireTokens:
@@ -231,7 +230,7 @@ def _token_map(tokens: TokenBuffer, write: Write | None) -> WireTokens:
     )  # fmt: skip
     if first == prompt == tokens._length == tokens._completion_end and not (
         start or offset or tokens._chunked
-    ):  # nothing happened to it
+    ):  # no progress
         return WireTokens(ids)
     return WireTokens(
         ids,
@@ -248,7 +247,7 @@ def _token_map(tokens: TokenBuffer, write: Write | None) -> WireTokens:
 
 
 def from_map(wire: WireContext, kind: type[TextContext] = TextContext) -> Context:
-    """The context of a map. InputError or ValueError where its fields contradict each other.
+    """Return the context of a map. InputError or ValueError if its fields contradict each other.
 
     ``kind``: the class for a text request. Arrays are those of the map; tokens are widened, and
     so copied, at their first use.
@@ -280,11 +279,11 @@ def context_to_run(
     emitted: Sequence[int] = (),
     kind: type[TextContext] = TextContext,
 ) -> TextContext:
-    """The context a worker continues; errors as :func:`from_map`.
+    """Return the context that a worker continues. Raises the errors of :func:`from_map`.
 
-    ``emitted``: tokens generated and delivered before (a replay). They stand behind the
-    tokens of the map, count as generated, are not delivered again, and end the context if the
-    last one does. ``max_new_tokens`` lowers ``max_length``.
+    ``emitted``: tokens that were generated and delivered before (a replay). They are appended to
+    the map's tokens, count as generated and are not delivered again. The last one may end the
+    context. ``max_new_tokens`` lowers ``max_length``.
     """
     context = from_map(wire, kind)
     if not isinstance(context, TextContext):
@@ -302,7 +301,7 @@ def context_to_run(
 
 
 def _append(context: TextContext, emitted: Sequence[int]) -> None:
-    """Put tokens that were delivered before behind a prompt."""
+    """Append tokens to a prompt that were generated and delivered before."""
     if context.tokens.generated_length or not context.is_initial_prompt:
         raise InputError("emitted tokens can only follow a context that has none")
     tokens = np.concatenate([context.tokens.ids(), np.array(emitted, np.int64)], dtype=np.int64)
@@ -332,8 +331,8 @@ def check_progress(context: TextContext) -> None:
 def _take_text(context: TextContext, wire: WireContext) -> None:
     """Set every field of a text request.
 
-    The fields of the map are taken all at once, and what a constructor would look at is looked
-    at only where it can be wrong: this is most of what decoding a context takes.
+    This is most of the time of decoding a context. So the map's fields are read at once, and the
+    constructor's checks run only for fields that can be wrong.
     """
     (
         tokens,
@@ -377,7 +376,7 @@ def _take_text(context: TextContext, wire: WireContext) -> None:
 
 
 def _request_id(value: str) -> RequestID:
-    """As ``RequestID(value)``, whose constructor takes twice the time."""
+    """Make ``RequestID(value)`` in half the time of the constructor."""
     request_id = object.__new__(RequestID)
     _set_request_id(request_id, value)
     return request_id
@@ -444,7 +443,7 @@ def _pixel_context(wire: WirePixelContext) -> PixelContext:
 
 
 def token_buffer(sent: WireTokens) -> TokenBuffer:
-    """The buffer of a map; ValueError where its windows contradict each other."""
+    """Return the buffer of a map. Raises ValueError if its windows contradict each other."""
     return TokenBuffer.from_state(sent.array, sent.state())
 
 
@@ -463,9 +462,9 @@ class MapEncoder:
         self._frames: list[Frame] | None = None
 
     def packed(self, value: WireContext | Array) -> tuple[Frame, Sequence[Frame]]:
-        """The map and its large arrays, as views: leave them unchanged until it is sent.
+        """Return the encoded map and views of its large arrays, which must not change until sent.
 
-        A context keeps it, and what it came as is used again.
+        The bytes are cached in the map, so a forwarded map is not encoded again.
         """
         known = value.packed if isinstance(value, WireContext) else None
         if known is None:
@@ -481,7 +480,7 @@ class MapEncoder:
         return known
 
     def inline(self, wire: WireContext | Array) -> bytes:
-        """The map with all arrays inside."""
+        """Return the encoded map with all arrays inside."""
         return self._encoder.encode(wire)
 
     def _encode_object(self, value: object) -> object:
@@ -496,11 +495,11 @@ _decode_map = msgspec.msgpack.Decoder(AnyWireContext).decode
 
 
 def attach_context(message: Any, frames: Sequence[Frame], base: int) -> int:
-    """Put a message's context, arrays in place, where its map's bytes are.
+    """Decode a message's context from the map's bytes, and read its arrays from the frames.
 
-    Returns how many of the frames behind ``base`` it took. The bytes are copied, so that they
-    keep no envelope alive, and kept, to be forwarded as they came; frames are not copied. Shared
-    memory is refused. Raises ProtocolError or an error of msgspec.
+    Returns the number of frames after ``base`` that belong to it. The bytes are copied, so that
+    they keep no envelope alive, and cached for forwarding; frames are not copied. Shared memory is
+    refused. Raises ProtocolError or an error of msgspec.
     """
     body = bytes(message.context)
     try:
@@ -524,7 +523,7 @@ def attach_context(message: Any, frames: Sequence[Frame], base: int) -> int:
 
 
 def has_one_array(wire: WireContext) -> bool:
-    """Whether a decoded map is of the usual kind: its tokens, sent without room, and no more."""
+    """Return True if the tokens, without spare room, are the only array of a decoded map."""
     return (
         type(wire) is WireContext
         and wire._log_probabilities_data is None
@@ -533,21 +532,21 @@ def has_one_array(wire: WireContext) -> bool:
 
 
 def within(error: msgspec.ValidationError, name: str) -> msgspec.ValidationError:
-    """The error of a part of a message, as one of the message."""
+    """Return the error of a message's part as an error of the message."""
     return msgspec.ValidationError(str(error).replace("`$", f"`$.{name}", 1))
 
 
 def put_attached(message: Any, name: str, value: object, used: int) -> None:
-    """Put a value where a message has its bytes; DecodeFailed if it has other array frames."""
+    """Replace a message's bytes by their value. Raises DecodeFailed for unused array frames."""
     if used != message.arrays:
         raise DecodeFailed(f"a message with {message.arrays} array frames refers to {used}")
     _set(message, name, value)
     if used:
-        _set(message, "arrays", 0)  # says something of the envelope alone
+        _set(message, "arrays", 0)  # counts frames of the envelope only
 
 
 def put_arrays(wire: WireContext, reader: ArrayReader) -> None:
-    """Put arrays, and queued log-probabilities, where a decoded map has what they came as."""
+    """Replace the array maps and queued log-probabilities of a decoded map by their values."""
     put_tokens(wire.tokens, reader)
     if wire._log_probabilities_data is not None:
         _set(wire, "_log_probabilities_data", read_queued(wire._log_probabilities_data))
@@ -559,14 +558,14 @@ def put_arrays(wire: WireContext, reader: ArrayReader) -> None:
 
 
 def put_tokens(tokens: WireTokens, reader: ArrayReader) -> None:
-    """Put the array of a decoded token buffer in its place, without room behind the tokens."""
+    """Read the array of a decoded token buffer, without the spare room after the tokens."""
     array: Any = tokens.array
     array = reader.read(array)
     length = tokens._current_length
     if length is not UNSET:
         if length > len(array):
             raise DecodeFailed(f"{length} tokens, but {len(array)} came")
-        array = array[:length]  # others send the room behind the tokens
+        array = array[:length]  # other encoders also send the spare room
         _set(tokens, "_current_length", UNSET)
     _set(tokens, "array", array)
 
@@ -608,7 +607,7 @@ _ARRAY_FIELDS: dict[type[WireContext], tuple[str, ...]] = {
         "guidance",
     ),
 }
-"""Where the other kinds hold arrays, besides ``tokens``."""
+"""The fields of the other kinds that hold arrays, besides ``tokens``."""
 
 
 # --------------------------------------------------------------------------- digest
@@ -625,9 +624,9 @@ _CONTENT = msgspec.msgpack.Encoder(enc_hook=_array_content)
 
 
 def context_digest(wire: WireContext, *options: str | bool | None) -> bytes:
-    """16-byte digest of everything that decides a request's continuation.
+    """Return a 16-byte digest of everything that determines a request's continuation.
 
-    ``options``: what travels beside the context (pool, pin, fallback). Two submissions of
+    ``options``: the request's fields beside the context (pool, pin, fallback). Two submissions of
     one id with equal digests are the same request.
     """
     content = _CONTENT.encode((wire, options))

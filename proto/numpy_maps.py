@@ -2,11 +2,11 @@
 
 An array is a map (:mod:`.arrays`): its bytes in the message, beside it as a frame, or in shared
 memory. A context is the map of its fields (:mod:`.wire`) with its class under ``type``, so a
-subclass arrives as itself where its base is declared. It is the very form in which contexts
-travel between the processes of a cluster.
+subclass keeps its class where its base is declared. The processes of a cluster exchange contexts in
+this form.
 
-Also read: a map of a context without ``type``, which is of the declared class, and the earlier
-form of a context (:mod:`.earlier_maps`).
+The decoder also reads a context's map without ``type``, as the declared class, and the earlier form
+of a context (:mod:`.earlier_maps`).
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class NumpyEncoder:
         return self._encoder.encode(_mapped(obj, self._write))
 
     def frames(self, obj: object) -> list[Frame]:
-        """Encode ``obj`` as a message and, behind it, each large array as a view of its memory.
+        """Encode ``obj`` as a message, followed by a view of each large array.
 
         Leave the arrays unchanged until all is sent.
         """
@@ -173,7 +173,7 @@ def _build_tokens(value: WireTokens, reader: ArrayReader) -> TokenBuffer:
 
 
 _PARAMS_BYTES = 1500
-"""What sampling parameters take once built, which in a message may be a single byte."""
+"""Memory of decoded sampling parameters, which may be a single byte in a message."""
 
 
 class _Room(threading.local):
@@ -193,7 +193,7 @@ def _count(nbytes: int) -> None:
 
 
 class _CountedSampling(WireSampling, frozen=True, gc=False):
-    """Sampling parameters in somebody's own type: counted before they are built."""
+    """Sampling parameters in a user's own type: counted before they are built."""
 
     def __post_init__(self) -> None:
         _count(_PARAMS_BYTES)
@@ -231,7 +231,7 @@ _EARLIER: dict[type, tuple[Any, Build]] = {
 }
 
 Form = tuple[Callable[[Frame], Any], Build | None]
-"""Decodes a message, and builds the value from what was decoded (None: it is the value)."""
+"""Decodes a message; builds the value from the decoded one (None: it is the value)."""
 
 
 class NumpyDecoder(Generic[T]):
@@ -247,7 +247,7 @@ class NumpyDecoder(Generic[T]):
         self._others: dict[str, Form] = {}  # made when first needed
 
     def __call__(self, message: Frame | Sequence[Frame]) -> T:
-        """Decode one buffer, or a message and the frames behind it.
+        """Decode one buffer, or a message and the frames that follow it.
 
         DecodeFailed or LimitExceeded for anything but a valid message.
         """
@@ -294,7 +294,7 @@ class NumpyDecoder(Generic[T]):
                 raise _unused(frames, 0)
             return value
         if type(value) is WireContext and has_one_array(value):
-            # The usual kind, without what only several arrays, or shared memory, need.
+            # The usual kind needs no reader of several arrays or of shared memory.
             tokens: Any = value.tokens
             sent = tokens.array
             if sent.frame == len(frames) - 1 and not sent.shm:
@@ -323,7 +323,7 @@ class NumpyDecoder(Generic[T]):
 
 
 def _plain_decoder(kind: Any) -> Callable[[Frame], Any]:
-    """Decodes a type of plain values, once it is known what they will take."""
+    """Decodes a type of plain values, after the memory they need is known."""
     decode, sets = msgspec.msgpack.Decoder(kind).decode, has_sets(kind)
 
     def decode_counted(message: Frame) -> Any:

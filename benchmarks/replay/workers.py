@@ -157,7 +157,7 @@ class PrefillWorker:
         return request
 
     def sample(self, now: float) -> WorkerSample:
-        """What its heartbeat would say."""
+        """Return the load that a heartbeat would report."""
         done = 0.0
         if self.current is not None:
             done = (now - self._began) / (self._ends - self._began)
@@ -223,7 +223,7 @@ class DecodeWorker:
         return done, self._at + self._span(self._ends[0][0] - self._steps)
 
     def sample(self, now: float) -> WorkerSample:
-        """What its heartbeat would say."""
+        """Return the load that a heartbeat would report."""
         count = len(self._ends)
         steps = self._steps_until(now) if count else 0
         blocks = self.service.kv_tokens // BLOCK_TOKENS
