@@ -1,6 +1,10 @@
 """``python -m baton.simulator --seeds 100 --scenario crash``: search for faults.
 
 Prints results per scenario and the violation of every failing seed. Exit code 1 if a seed failed.
+
+``--record FILE`` writes a digest of the events and actions of all cores, one line per run. After a
+change that should not change behaviour, the files of both versions are equal. ``--text FILE``
+writes all events and actions of the last run: ``diff`` shows the first difference.
 """
 
 from __future__ import annotations
@@ -9,9 +13,13 @@ import argparse
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TextIO
 
 from .coverage import observed
 from .invariants import Violation
+from .recording import Recording
 from .run import run
 from .scenarios import SCENARIOS
 
@@ -24,9 +32,14 @@ def main(argv: list[str] | None = None) -> int:
     options = _options(argv)
     names = options.scenario or list(SCENARIOS)
     failed = 0
-    with observed() as coverage:
+    records = options.record.open("w") if options.record else None
+    text: list[str] | None = [] if options.text else None
+    with records or nullcontext(), observed() as coverage:
         for name in names:
-            failed += _play(name, range(options.first, options.first + options.seeds))
+            seeds = range(options.first, options.first + options.seeds)
+            failed += _play(name, seeds, records, text)
+    if options.text:
+        options.text.write_text("".join(text or ()))
     taken, missing = coverage.report()
     sys.stdout.write(f"steps taken: {len(taken)} of {len(taken) + len(missing)}\n")
     for step in sorted(missing):
@@ -34,18 +47,23 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _play(name: str, seeds: range) -> int:
+def _play(name: str, seeds: range, records: TextIO | None, text: list[str] | None) -> int:
     """Run one scenario and return the number of failed seeds."""
     started, sums, failures = time.perf_counter(), Counter[str](), []
     for seed in seeds:
+        if text is not None:
+            text.clear()
+        recording = Recording(text) if records or text is not None else None
         try:
-            sums += run(seed, SCENARIOS[name])
+            sums += run(seed, SCENARIOS[name], recording)
         except Violation as violation:
             failures.append(str(violation))
+        if records and recording:
+            records.write(f"{name} {seed} {recording.digest()}\n")
     seconds = time.perf_counter() - started
-    text = " ".join(f"{key.replace(' ', '_')}={value}" for key, value in sorted(sums.items()))
+    figures = " ".join(f"{key.replace(' ', '_')}={value}" for key, value in sorted(sums.items()))
     sys.stdout.write(f"{name}: {len(seeds) - len(failures)}/{len(seeds)} in {seconds:.1f} s\n")
-    sys.stdout.write(f"  {text}\n")
+    sys.stdout.write(f"  {figures}\n")
     for failure in failures[:SHOWN]:
         sys.stdout.write(f"  {failure[:400]}\n")
     return len(failures)
@@ -58,6 +76,8 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--scenario", action="append", choices=sorted(SCENARIOS), help="default: all"
     )
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write a digest per run")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="write the last run's events")
     return parser.parse_args(argv)
 
 

@@ -225,7 +225,9 @@ class ClientNode(Node):
     def feed(self, event: client.Event) -> None:
         """Pass an event to the core and perform the actions it returns."""
         said: list[Message] = []
-        for action in self.core.handle(event, self.now):
+        actions = self.core.handle(event, self.now)
+        self.record(event, actions)
+        for action in actions:
             match action:
                 case client.Send(message=message):
                     said.append(message)

@@ -19,6 +19,7 @@ from .embed_worker import EmbedNode
 from .invariants import Watcher
 from .network import Aim, Faults, Network
 from .nodes import DETECT_S, Node, RouterNode
+from .recording import Recording
 from .workers import DecodeNode, PrefillNode, Sizes, WorkerNode
 
 CLUSTER_KEY = "00" * 16
@@ -49,7 +50,9 @@ class Cluster:
         shape: Shape | None = None,
         faults: Faults | None = None,
         aim: Aim | None = None,
+        recording: Recording | None = None,
     ) -> None:
+        self.recording = recording
         self.shape = shape = shape or Shape()
         self.stats: Counter[str] = Counter()
         self.twins: list[WorkerNode[Any]] = []

@@ -100,6 +100,11 @@ class Node:
         """Let the core check its timers."""
         raise NotImplementedError
 
+    def record(self, event: object, actions: Sequence[object]) -> None:
+        """Add one call of the core to the cluster's recording, if there is one."""
+        if self.cluster.recording is not None:
+            self.cluster.recording.add(self.name, self.now, event, actions)
+
     def transmit(self, target: Node, deliver: Callable[[], None]) -> None:
         """Send over the network to the target's current incarnation."""
         if target.alive:
@@ -125,15 +130,21 @@ class RouterNode(Node):
 
     def hear_client(self, identity: bytes, messages: Sequence[Message]) -> None:
         """Handle an envelope from a client."""
-        self._perform(self.core.from_client(identity, messages, self.now))
+        actions = self.core.from_client(identity, messages, self.now)
+        self.record((identity, messages), actions)
+        self._perform(actions)
 
     def hear_worker(self, identity: bytes, messages: Sequence[Message]) -> None:
         """Handle an envelope from a worker."""
-        self._perform(self.core.from_worker(identity, messages, self.now))
+        actions = self.core.from_worker(identity, messages, self.now)
+        self.record((identity, messages), actions)
+        self._perform(actions)
 
     def feed(self, event: routing.Event) -> None:
         """Pass an event to the core and perform the actions it returns."""
-        self._perform(self.core.handle(event, self.now))
+        actions = self.core.handle(event, self.now)
+        self.record(event, actions)
+        self._perform(actions)
 
     def _perform(self, actions: list[routing.Action]) -> None:
         for action in actions:

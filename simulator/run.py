@@ -14,6 +14,7 @@ from .cluster import Cluster
 from .faults import ABSENCE_S, BLOCK_S, STOP_S, Storm
 from .invariants import Violation, check_forgotten, check_quiet, check_request
 from .network import Aim, Faults
+from .recording import Recording
 from .scenarios import Scenario
 from .toy_model import KILLS_DECODE, KILLS_PREFILL, MUTE, expected_tokens
 
@@ -30,18 +31,20 @@ class Run:
     """One scenario with one seed.
 
     ``aim``: additional faults for single messages. ``at_event``: calls made after event numbers.
+    ``recording``: gets what every core is given and returns.
     """
 
     seed: int
     scenario: Scenario
     aim: Aim = field(default_factory=Aim)
     at_event: dict[int, Callable[[Cluster], None]] = field(default_factory=dict)
+    recording: Recording | None = None
     cluster: Cluster = field(init=False)
 
     def __post_init__(self) -> None:
         """Create the cluster."""
         scenario = self.scenario
-        self.cluster = Cluster(self.seed, scenario.shape, scenario.faults, self.aim)
+        self.cluster = Cluster(self.seed, scenario.shape, scenario.faults, self.aim, self.recording)
 
     def play(self) -> Counter[str]:
         """Run to the end and return the results. Raises Violation with the seed."""
@@ -105,9 +108,9 @@ class Run:
             network.step()
 
 
-def run(seed: int, scenario: Scenario) -> Counter[str]:
+def run(seed: int, scenario: Scenario, recording: Recording | None = None) -> Counter[str]:
     """Run a scenario and return its results. Raises Violation with the seed."""
-    return Run(seed, scenario).play()
+    return Run(seed, scenario, recording=recording).play()
 
 
 def _plan_load(cluster: Cluster, scenario: Scenario, random: Random) -> None:

@@ -199,7 +199,9 @@ class WorkerNode(Node, Generic[C]):
     def feed(self, event: object) -> None:
         """Pass an event to the core, perform its actions, check the invariants."""
         envelopes: defaultdict[str, list[Message]] = defaultdict(list)
-        for action in self.core.handle(cast(Any, event), self.now):
+        actions = self.core.handle(cast(Any, event), self.now)
+        self.record(event, actions)
+        for action in actions:
             if isinstance(action, ToRouter):
                 envelopes[action.router].append(action.message)
             else:
