@@ -22,8 +22,8 @@ import numpy as np
 
 from ..proto.ids import request_key
 from ..proto.layout import ModelCard
-from ..proto.messages import FinalAck, Submit, Terminal, Tokens
-from ..proto.wire import WireContext, WireSampling, WireTokens
+from ..proto.wire.messages import FinalAck, Submit, Terminal, Tokens
+from ..proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from ..runtime.process.os_settings import limit_blas_threads
 from .cancel import Peer, served_card
 from .checkpoints import SHAPES, write_checkpoint

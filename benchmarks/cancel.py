@@ -32,11 +32,19 @@ import numpy as np
 import zmq
 
 from ..client import Client
-from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
 from ..proto.ids import request_key
 from ..proto.layout import ModelCard
-from ..proto.messages import Cancel, FinalAck, Message, RouterToClient, Submit, Terminal, Tokens
-from ..proto.wire import WireContext, WireSampling, WireTokens
+from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from ..proto.wire.messages import (
+    Cancel,
+    FinalAck,
+    Message,
+    RouterToClient,
+    Submit,
+    Terminal,
+    Tokens,
+)
+from ..proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from ..runtime.process.os_settings import limit_blas_threads
 from .checkpoints import SHAPES, write_checkpoint
 from .scratch import scratch_folder

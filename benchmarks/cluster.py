@@ -91,7 +91,7 @@ class Alone:
 
     def run(self, prompts: Prompts, params: SamplingParams) -> list[list[float]]:
         """Arrival times of all tokens."""
-        from ..proto.contexts import TextContext
+        from ..proto.contexts.text import TextContext
 
         stamps: dict[bytes, list[float]] = {}
         for prompt in prompts:

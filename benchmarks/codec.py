@@ -26,10 +26,15 @@ from ..proto import (
     msgpack_numpy_encoder,
     update_batch,
 )
-from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder, decode_kv_header, encode_kv_header
-from ..proto.contexts import wrap_tokens
+from ..proto.contexts.text import wrap_tokens
 from ..proto.errors import ProtocolError
-from ..proto.messages import (
+from ..proto.wire.envelope import (
+    EnvelopeDecoder,
+    EnvelopeEncoder,
+    decode_kv_header,
+    encode_kv_header,
+)
+from ..proto.wire.messages import (
     ClientToRouter,
     GrantRef,
     KVFrame,
@@ -38,7 +43,7 @@ from ..proto.messages import (
     Tokens,
     WorkerToRouter,
 )
-from ..proto.wire import WireContext, WireSampling, WireTokens, WireVisionContext
+from ..proto.wire.wire_context import WireContext, WireSampling, WireTokens, WireVisionContext
 from .scratch import scratch_folder
 
 Call = Callable[[], object]

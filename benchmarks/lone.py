@@ -19,8 +19,8 @@ from pathlib import Path
 
 import zmq
 
-from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
-from ..proto.messages import (
+from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from ..proto.wire.messages import (
     Accepted,
     Assign,
     FinalAck,

@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 import zmq
 
-from ..proto.arrays import Frame
-from ..proto.codec import EnvelopeEncoder
-from ..proto.messages import (
+from ..proto.wire.arrays import Frame
+from ..proto.wire.envelope import EnvelopeEncoder
+from ..proto.wire.messages import (
     Accepted,
     Assign,
     FinalAck,
@@ -31,7 +31,7 @@ from ..proto.messages import (
     TokenRun,
     Tokens,
 )
-from ..proto.wire import WireContext
+from ..proto.wire.wire_context import WireContext
 from . import lone
 from .scratch import scratch_folder
 from .synthetic import (

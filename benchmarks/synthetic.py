@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
 from ..proto.layout import KVLayout, ModelCard
 from ..proto.limits import PROTOCOL_VERSION
-from ..proto.messages import Hello, Message, RouterToWorker, Submit
-from ..proto.wire import WireContext, WireSampling, WireTokens
+from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from ..proto.wire.messages import Hello, Message, RouterToWorker, Submit
+from ..proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from ..router.config import AdmissionConfig, RouterConfig
 from ..runtime.process.config import dump
 

@@ -17,9 +17,9 @@ import statistics
 import time
 from collections.abc import Callable
 
-from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
-from ..proto.messages import Message, Submit
 from ..proto.requests import check_wire_context
+from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from ..proto.wire.messages import Message, Submit
 from .synthetic import CARD, new_submit
 
 IDLE_S = 0.002

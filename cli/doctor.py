@@ -28,8 +28,8 @@ from ..deploy.ray.connect import INSTALL_RAY
 from ..engine.kernels import kernels_title, load_backend
 from ..engine.kernels.cuda.cupy_device import INSTALL_CUPY
 from ..engine.loading.checkpoint import load_checkpoint, require_tokenizer
-from ..proto.endpoints import MAX_IPC_PATH_BYTES
 from ..proto.errors import BatonError
+from ..proto.wire.endpoints import MAX_IPC_PATH_BYTES
 
 _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 _MIN_SHM = 64 << 20

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..deploy.config import RENAMED, ServeSettings, check, convert, with_present_names
+from ..proto.codec.shared_memory import KEY_VARIABLE, SWITCH_VARIABLE
 from ..proto.errors import ConfigError
-from ..proto.shared_memory import KEY_VARIABLE, SWITCH_VARIABLE
 from .parser import did_you_mean
 
 ENV_PREFIX = "BATON_"

@@ -18,10 +18,10 @@ from typing import Any, Self, TypeVar, Unpack, overload
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.contexts import TextContext
+from ..proto.contexts.text import TextContext
 from ..proto.errors import BatonError, ConnectionLost, InputError, InternalError
 from ..proto.ids import RequestID
-from ..proto.messages import Describe, Described, Drained, Message, StatusReport
+from ..proto.wire.messages import Describe, Described, Drained, Message, StatusReport
 from ..runtime.keys.keyring import GivenKeys, client_keys
 from ..runtime.net.loop import Loop
 from .connection import Connection

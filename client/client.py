@@ -18,9 +18,9 @@ from typing import Any, Self, TypeVar, Unpack, overload
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.contexts import TextContext
+from ..proto.contexts.text import TextContext
 from ..proto.errors import BatonError, ConnectionLost, InternalError
-from ..proto.messages import Describe, Described, Drained, Message, StatusReport
+from ..proto.wire.messages import Describe, Described, Drained, Message, StatusReport
 from ..runtime.keys.keyring import GivenKeys, Keys, client_keys
 from ..runtime.net.loop import Loop
 from .connection import Connection

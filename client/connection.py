@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
 from ..proto.errors import BatonError, ConnectionLost, ProtocolError
 from ..proto.limits import MAX_DESCRIBED_BYTES
-from ..proto.messages import Message, Ping, RouterToClient
+from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from ..proto.wire.messages import Message, Ping, RouterToClient
 from ..runtime.keys.allowed import ROUTER
 from ..runtime.keys.keyring import Keys, keys_for
 from ..runtime.net.channel import Buffers, ChannelOptions, Frames, SendResult

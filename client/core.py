@@ -25,7 +25,7 @@ from ..proto.errors import (
     error_from_code,
 )
 from ..proto.ids import request_key
-from ..proto.messages import (
+from ..proto.wire.messages import (
     Described,
     Drained,
     FinalAck,

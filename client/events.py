@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..proto.contexts.outputs import TokenLogProbs
 from ..proto.errors import BatonError
-from ..proto.messages import Message
-from ..proto.outputs import TokenLogProbs
-from ..proto.wire import WireContext
+from ..proto.wire.messages import Message
+from ..proto.wire.wire_context import WireContext
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..proto.contexts import TextContext
+from ..proto.contexts.text import TextContext
 from ..proto.errors import BatonError, InputError
 from ..proto.sampling import SamplingParams
 from .model import Sampling, check_sampling

@@ -17,14 +17,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
-from ..proto.context_maps import request_map
-from ..proto.contexts import TextContext
+from ..proto.contexts.text import TextContext
 from ..proto.errors import BatonError, InputError, InternalError
 from ..proto.ids import RequestID
 from ..proto.layout import ModelCard
 from ..proto.limits import MAX_TOP_K
-from ..proto.messages import ClientToRouter, Described, Message, Submit
 from ..proto.requests import build_wire_context
 from ..proto.sampling import (
     SamplingParams,
@@ -32,7 +29,10 @@ from ..proto.sampling import (
     SamplingParamsInput,
 )
 from ..proto.value_checks import shown
-from ..proto.wire import WireContext
+from ..proto.wire.context_maps import request_map
+from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from ..proto.wire.messages import ClientToRouter, Described, Message, Submit
+from ..proto.wire.wire_context import WireContext
 from ..text.detokenizer import IncrementalDetokenizer
 from ..text.stop import stop_sequences
 from ..text.tokenizer import TOKENIZER_FILES, Tokenizer

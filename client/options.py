@@ -13,7 +13,6 @@ from dataclasses import fields
 from numbers import Real
 from typing import Any, TypedDict, cast
 
-from ..proto.endpoints import check_target_endpoint
 from ..proto.errors import ConfigError, DeadlineExceeded, InputError
 from ..proto.ids import RequestID
 from ..proto.json_schema import json_schema_text
@@ -25,9 +24,10 @@ from ..proto.limits import (
     MAX_POOL_CHARS,
     MAX_REQUEST_ID_CHARS,
 )
-from ..proto.messages import Drain, Status
 from ..proto.sampling import SamplingParams
 from ..proto.value_checks import Check, choice, flag, shown, text, unknown_name, whole
+from ..proto.wire.endpoints import check_target_endpoint
+from ..proto.wire.messages import Drain, Status
 
 LONGEST_WAIT_S = MAX_DEADLINE_S
 """One day: maximum timeout and deadline in seconds. Larger values and ``inf`` are reduced to it."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..proto.contexts.outputs import LogProbabilities, TokenLogProbs
+from ..proto.contexts.status import GenerationStatus
 from ..proto.errors import InternalError
-from ..proto.outputs import LogProbabilities, TokenLogProbs
-from ..proto.status import GenerationStatus
 from ..text.detokenizer import IncrementalDetokenizer
 from .events import Ended, NewTokens
 

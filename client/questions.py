@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..proto.errors import BatonError, CapacityError, ConnectionLost, error_from_code
-from ..proto.messages import Describe, Described, Drain, Drained, Message, Status, StatusReport
+from ..proto.wire.messages import Describe, Described, Drain, Drained, Message, Status, StatusReport
 from .events import Answered, Ask
 
 REPEAT_S = 1.0

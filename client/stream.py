@@ -15,7 +15,7 @@ from __future__ import annotations
 from enum import Enum
 
 from ..proto.limits import MAX_DEADLINE_S
-from ..proto.messages import Cancel, Message, Resume, Submit, Terminal, TokenRun
+from ..proto.wire.messages import Cancel, Message, Resume, Submit, Terminal, TokenRun
 from .events import NewTokens, RequestSpec
 
 FIRST_RETRY_S = 1.0

@@ -27,12 +27,14 @@ from ..engine.scheduling.sequence import Sequence
 from ..engine.scheduling.step_time import StepTime
 from ..kv_transfer.receiver import Evict, Handover, Receiver, Reply, check_receiver
 from ..kv_transfer.receiver import Output as Received
-from ..proto.contexts import TextContext
+from ..proto.contexts.outputs import TokenLogProbs
+from ..proto.contexts.text import TextContext
 from ..proto.errors import BatonError, HandoffFailed, InternalError, VersionMismatch
 from ..proto.hashing import cache_salt
 from ..proto.ids import RequestID
 from ..proto.limits import PROTOCOL_VERSION
-from ..proto.messages import (
+from ..proto.requests import check_continued
+from ..proto.wire.messages import (
     DEVICE,
     SHARED,
     STREAMED,
@@ -59,9 +61,7 @@ from ..proto.messages import (
     Tokens,
     WorkerLoad,
 )
-from ..proto.outputs import TokenLogProbs
-from ..proto.requests import check_continued
-from ..proto.versions import check_version
+from ..proto.wire.versions import check_version
 from ..runtime.keyed_heap import Agenda
 from ..worker.attempts import Attempts, Key
 from ..worker.base_core import Handler, WorkerCore

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
 from ..engine.scheduling.plan import StepPlan, StepResult
-from ..proto.messages import DeviceTicket, KVFrame, Message, PoolTicket
+from ..proto.wire.messages import DeviceTicket, KVFrame, Message, PoolTicket
 from ..worker.events import (
     DrainRequested,
     Exit,

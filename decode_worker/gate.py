@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..proto.errors import AccessDenied
-from ..proto.messages import (
+from ..proto.wire.messages import (
     Commit,
     Fence,
     GrantRef,

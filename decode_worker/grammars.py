@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarTask, follow
+from ..proto.contexts.matching import Matcher
 from ..proto.errors import BatonError
-from ..proto.matching import Matcher
 from ..worker.attempts import Key
 
 

@@ -29,10 +29,10 @@ from ..kv_transfer.move_thread import MoveThread
 from ..kv_transfer.moves import MovingWriter
 from ..kv_transfer.receiver import Receiver, ReceiverConfig
 from ..kv_transfer.shared_pool import MappedPools, Mapping, unmap
-from ..proto.codec import EnvelopeDecoder, decode_kv_header
 from ..proto.errors import AccessDenied, EnvelopeDamaged, ProtocolError
 from ..proto.limits import MAX_KV_FRAME_BYTES
-from ..proto.messages import KVFrame, PrefillToDecode, Rejected
+from ..proto.wire.envelope import EnvelopeDecoder, decode_kv_header
+from ..proto.wire.messages import KVFrame, PrefillToDecode, Rejected
 from ..runtime.keys.identity_owners import Callers
 from ..runtime.keys.keyring import KeyRing
 from ..runtime.net.channel import Frames

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from baton.proto import arrays, messages, outputs, wire
+from baton.proto.contexts import outputs
+from baton.proto.wire import arrays, messages, wire_context
 
 PAGE = Path(__file__).with_name("protocol.md")
 START, END = "<!-- tables: begin -->", "<!-- tables: end -->"
@@ -26,16 +27,16 @@ DIRECTIONS = {
     "DecodeToPrefill": "Decode worker to prefill worker",
 }
 PARTS = (
-    wire.WireContext,
-    wire.WireVisionContext,
-    wire.WireSpeechContext,
-    wire.WirePixelContext,
-    wire.WireImage,
-    wire.WireTokens,
-    wire.WireRange,
-    wire.WireRequestID,
+    wire_context.WireContext,
+    wire_context.WireVisionContext,
+    wire_context.WireSpeechContext,
+    wire_context.WirePixelContext,
+    wire_context.WireImage,
+    wire_context.WireTokens,
+    wire_context.WireRange,
+    wire_context.WireRequestID,
     arrays.ArrayMap,
-    wire.WireSampling,
+    wire_context.WireSampling,
     messages.TokenRun,
     outputs.TokenLogProbs,
     messages.GrantRef,

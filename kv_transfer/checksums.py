@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from ..proto.arrays import Frame
+from ..proto.wire.arrays import Frame
 
 
 def envelope_digest(parts: Sequence[Frame]) -> int:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.messages import KVFrame
+from ..proto.wire.messages import KVFrame
 
 Int32 = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..proto.errors import ProtocolError
-from ..proto.messages import Commit, GrantRef, KVFrame, Message, Reserve
+from ..proto.wire.messages import Commit, GrantRef, KVFrame, Message, Reserve
 from .store import A
 
 Peer = bytes

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.messages import KVFrame
+from ..proto.wire.messages import KVFrame
 from .frames import BufferPool, Bytes
 
 Int32 = npt.NDArray[np.int32]

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from ..proto.errors import ProtocolError
 from ..proto.layout import KVLayout
 from ..proto.limits import MAX_CONTEXT_TOKENS
-from ..proto.messages import (
+from ..proto.wire.messages import (
     Aborted,
     Busy,
     Commit,

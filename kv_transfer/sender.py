@@ -27,7 +27,7 @@ import msgspec
 from ..proto.errors import InternalError
 from ..proto.layout import KVLayout
 from ..proto.limits import MAX_KV_FRAME_BYTES
-from ..proto.messages import (
+from ..proto.wire.messages import (
     Busy,
     Commit,
     Committed,

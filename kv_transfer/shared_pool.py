@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..proto.layout import KVLayout
-from ..proto.messages import DeviceTicket, PoolTicket
+from ..proto.wire.messages import DeviceTicket, PoolTicket
 
 Bytes = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]

@@ -15,7 +15,7 @@ from ..engine.loading.loader import Runner, load_embedder, load_runner, model_ta
 from ..kv_transfer.shared_pool import PoolOwner, can_share
 from ..proto.ids import new_incarnation
 from ..proto.layout import ModelCard
-from ..proto.messages import DeviceTicket
+from ..proto.wire.messages import DeviceTicket
 from ..runtime.keys.allowed import OPERATOR, PREFILL, ROUTER
 from ..runtime.keys.keyring import load_keys
 from ..runtime.keys.zap import Doorkeeper, door

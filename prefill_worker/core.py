@@ -26,7 +26,7 @@ from ..kv_transfer import sender as handoff
 from ..kv_transfer.sender import Key, Sender
 from ..kv_transfer.timeout import HANDOFF_TIMEOUT_S
 from ..proto.errors import BatonError, InternalError, LimitExceeded
-from ..proto.messages import (
+from ..proto.wire.messages import (
     DEVICE,
     READ_IN_PLACE,
     Abort,

@@ -18,10 +18,12 @@ import numpy.typing as npt
 
 from ..engine.models.registry import read_context
 from ..engine.scheduling.step_time import StepTime
-from ..proto.contexts import TextContext
+from ..proto.contexts.status import GenerationStatus
+from ..proto.contexts.text import TextContext
 from ..proto.errors import BatonError, DeadlineExceeded, InternalError
 from ..proto.ids import RequestID
-from ..proto.messages import (
+from ..proto.requests import check_wire_context
+from ..proto.wire.messages import (
     Abort,
     Aborted,
     Accepted,
@@ -34,8 +36,6 @@ from ..proto.messages import (
     Tokens,
     WorkerLoad,
 )
-from ..proto.requests import check_wire_context
-from ..proto.status import GenerationStatus
 from ..runtime.expiry import Expiring
 from ..runtime.keyed_heap import Agenda
 from ..worker.attempts import Attempts, Key

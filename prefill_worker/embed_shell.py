@@ -12,9 +12,9 @@ import numpy as np
 from ..engine.loading.loader import EmbeddingRunner
 from ..engine.pipeline import EmbeddingsGenerator
 from ..engine.scheduling.step_time import StepTime
-from ..proto.contexts import TextContext
+from ..proto.contexts.text import TextContext
+from ..proto.contexts.tokens import TokenBuffer
 from ..proto.ids import RequestID
-from ..proto.tokens import TokenBuffer
 from ..runtime.keys.keyring import KeyRing
 from ..runtime.net.loop import Loop
 from ..runtime.net.sockets import Context, RouterChannel

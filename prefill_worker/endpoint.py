@@ -7,10 +7,10 @@ decode worker, so the rejection names the mistake.
 from __future__ import annotations
 
 from ..kv_transfer.checksums import envelope_digest
-from ..proto.codec import EnvelopeDecoder
 from ..proto.errors import ProtocolError
 from ..proto.limits import PROTOCOL_VERSION
-from ..proto.messages import Message, Ping, Pong, PrefillToDecode, Probe, ProbeReply, Rejected
+from ..proto.wire.envelope import EnvelopeDecoder
+from ..proto.wire.messages import Message, Ping, Pong, PrefillToDecode, Probe, ProbeReply, Rejected
 from ..runtime.net.channel import Frames
 from ..runtime.net.loop import Loop
 from ..runtime.net.outbox import Outbox

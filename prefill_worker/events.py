@@ -8,7 +8,7 @@ from ..engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
 from ..engine.scheduling.plan import Int32, StepPlan, StepResult
 from ..kv_transfer import sender as handoff
 from ..kv_transfer.sender import Key
-from ..proto.messages import Message
+from ..proto.wire.messages import Message
 from ..worker.events import (
     DrainRequested,
     Exit,

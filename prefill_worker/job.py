@@ -10,13 +10,15 @@ from ..engine.models.registry import read_context
 from ..engine.scheduling.sequence import Sequence
 from ..kv_transfer import sender as handoff
 from ..kv_transfer.sender import Key
-from ..proto.context_maps import to_map
-from ..proto.contexts import TextContext
+from ..proto.contexts.outputs import TokenLogProbs
+from ..proto.contexts.status import GenerationStatus
+from ..proto.contexts.text import TextContext
 from ..proto.errors import TaskMismatch
 from ..proto.hashing import cache_salt
 from ..proto.ids import RequestID
 from ..proto.layout import ModelCard
-from ..proto.messages import (
+from ..proto.wire.context_maps import to_map
+from ..proto.wire.messages import (
     Assign,
     Commit,
     GrammarSpec,
@@ -26,8 +28,6 @@ from ..proto.messages import (
     Reserve,
     Terminal,
 )
-from ..proto.outputs import TokenLogProbs
-from ..proto.status import GenerationStatus
 
 
 class JobState(Enum):

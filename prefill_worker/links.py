@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from ..kv_transfer.timeout import HANDOFF_TIMEOUT_S, OWN_PAUSE_S
 from ..proto.limits import PROTOCOL_VERSION
-from ..proto.messages import (
+from ..proto.wire.messages import (
     DEVICE,
     SHARED,
     STREAMED,

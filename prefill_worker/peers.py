@@ -15,14 +15,14 @@ import zmq
 from ..kv_transfer.checksums import envelope_digest
 from ..kv_transfer.frames import BufferPool, Bytes
 from ..kv_transfer.moves import Give
-from ..proto.codec import EnvelopeDecoder, encode_kv_header
 from ..proto.errors import (
     ConfigError,
     EnvelopeDamaged,
     ProtocolError,
     VersionMismatch,
 )
-from ..proto.messages import DecodeToPrefill, KVFrame, Message, Rejected
+from ..proto.wire.envelope import EnvelopeDecoder, encode_kv_header
+from ..proto.wire.messages import DecodeToPrefill, KVFrame, Message, Rejected
 from ..runtime.keys.allowed import DECODE
 from ..runtime.keys.keyring import KeyRing, keys_for
 from ..runtime.net.channel import Buffers, ChannelOptions, Frames, SendResult

@@ -22,7 +22,7 @@ from ..kv_transfer.frames import Bytes, FramePacker
 from ..kv_transfer.move_thread import MoveThread
 from ..kv_transfer.moves import Give, MovingPacker
 from ..kv_transfer.sender import Sender, SenderConfig
-from ..proto.messages import DeviceTicket, KVFrame, Message, PoolTicket
+from ..proto.wire.messages import DeviceTicket, KVFrame, Message, PoolTicket
 from ..runtime.keys.keyring import KeyRing
 from ..runtime.net.loop import Loop
 from ..runtime.net.sockets import Context, RouterChannel

@@ -1,13 +1,33 @@
 """The wire contract: contexts, sampling parameters, messages, codec, layouts and errors."""
 
-from .audio import AudioGenerationMetadata, AudioGenerationOutput, AudioGenerationResponse
-from .batch import (
+from .codec.single_buffer import msgpack_numpy_decoder, msgpack_numpy_encoder
+from .contexts.audio import AudioGenerationMetadata, AudioGenerationOutput, AudioGenerationResponse
+from .contexts.batch import (
     BatchType,
     TextGenerationInputs,
     reserve_token_space_for_batch,
     update_batch,
 )
-from .contexts import TextContext
+from .contexts.generators import AudioGenerator, EmbeddingsGenerator, EmbeddingsOutput
+from .contexts.image_output import GenerationOutput, OutputImageContent
+from .contexts.images import ImageMetadata
+from .contexts.outputs import LogProbabilities, SchedulerResult, TextGenerationOutput
+from .contexts.pixels import PixelContext
+from .contexts.ranges import Range
+from .contexts.speech import TTSContext
+from .contexts.status import GenerationStatus
+from .contexts.text import TextContext
+from .contexts.tokens import FUTURE_TOKEN, TokenBuffer
+from .contexts.validators import (
+    validate_aspect_ratio_args,
+    validate_image_grid_thw_args,
+    validate_image_shape_5d,
+    validate_initial_prompt_has_image,
+    validate_only_one_image,
+    validate_requires_vision_context,
+    validate_vision_position_ids,
+)
+from .contexts.vision import TextAndVisionContext
 from .errors import (
     BatonError,
     CapacityError,
@@ -33,33 +53,13 @@ from .errors import (
     WorkerLost,
     error_from_code,
 )
-from .generators import AudioGenerator, EmbeddingsGenerator, EmbeddingsOutput
 from .ids import RequestID
-from .image_output import GenerationOutput, OutputImageContent
-from .images import ImageMetadata
-from .numpy_maps import msgpack_numpy_decoder, msgpack_numpy_encoder
-from .outputs import LogProbabilities, SchedulerResult, TextGenerationOutput
-from .pixels import PixelContext
-from .ranges import Range
 from .requests import build_wire_context, check_wire_context
 from .sampling import (
     SamplingParams,
     SamplingParamsGenerationConfigDefaults,
     SamplingParamsInput,
 )
-from .speech import TTSContext
-from .status import GenerationStatus
-from .tokens import FUTURE_TOKEN, TokenBuffer
-from .validators import (
-    validate_aspect_ratio_args,
-    validate_image_grid_thw_args,
-    validate_image_shape_5d,
-    validate_initial_prompt_has_image,
-    validate_only_one_image,
-    validate_requires_vision_context,
-    validate_vision_position_ids,
-)
-from .vision import TextAndVisionContext
 
 __all__ = [
     "FUTURE_TOKEN",

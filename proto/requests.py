@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .endpoints import check_target_endpoint
 from .errors import InputError, TaskMismatch
 from .json_schema import check_json_schema
 from .layout import ModelCard
@@ -24,7 +23,8 @@ from .limits import (
     MAX_LOG_PROBABILITIES,
 )
 from .sampling import SamplingParams
-from .wire import WireContext, WireTokens
+from .wire.endpoints import check_target_endpoint
+from .wire.wire_context import WireContext, WireTokens
 
 Int32 = npt.NDArray[np.int32]
 _INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)

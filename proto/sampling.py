@@ -20,7 +20,7 @@ from msgspec.structs import astuple
 from .errors import InputError
 from .limits import MAX_COUNT, MAX_STOP_CHARS, MAX_STOP_SEQUENCES, MAX_STOP_TOKEN_IDS, MAX_TOP_K
 from .value_checks import Check, flag, many, real, shown, text, unknown_name, whole
-from .wire import INT32, NEUTRAL, OFF, WireSampling
+from .wire.wire_context import INT32, NEUTRAL, OFF, WireSampling
 
 LogitsProcessor = Callable[[npt.NDArray[np.float32]], None]
 """Changes the logits of one row in place; cannot be sent to another process."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..proto.errors import AccessDenied, BatonError, CapacityError
-from ..proto.messages import Drain, Drained, Hello, Message
+from ..proto.wire.messages import Drain, Drained, Hello, Message
 from ..runtime.keys.allowed import OPERATOR, AllowedKeys, KeyEntry
 from ..runtime.keys.name_owners import Claims
 

@@ -13,7 +13,6 @@ from itertools import repeat
 from pathlib import PurePath
 from typing import ClassVar
 
-from ..proto.context_maps import context_digest
 from ..proto.errors import BatonError, DuplicateRequest, InputError, RouterClosing
 from ..proto.ids import request_key, resume_secret
 from ..proto.limits import (
@@ -21,7 +20,9 @@ from ..proto.limits import (
     MAX_REQUEST_ID_CHARS,
     MAX_RESUMED_ATTEMPT,
 )
-from ..proto.messages import (
+from ..proto.requests import check_emitted, check_wire_context, check_wire_shape
+from ..proto.wire.context_maps import context_digest
+from ..proto.wire.messages import (
     Cancel,
     Describe,
     Described,
@@ -39,7 +40,6 @@ from ..proto.messages import (
     Submitted,
     Terminal,
 )
-from ..proto.requests import check_emitted, check_wire_context, check_wire_shape
 from .admission import check_deadline
 from .authorization import Caller
 from .drains import last_worker

@@ -6,7 +6,7 @@ records keep its tokens, so a slow client loses nothing and costs no further mem
 
 from __future__ import annotations
 
-from ..proto.messages import TokenRun
+from ..proto.wire.messages import TokenRun
 from .requests import Request
 
 

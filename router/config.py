@@ -6,7 +6,6 @@ import math
 
 import msgspec
 
-from ..proto.endpoints import check_endpoint
 from ..proto.errors import ConfigError, InputError
 from ..proto.limits import (
     DEFAULT_DEADLINE_S,
@@ -14,6 +13,7 @@ from ..proto.limits import (
     MAX_DEADLINE_S,
     MAX_DESCRIBED_BYTES,
 )
+from ..proto.wire.endpoints import check_endpoint
 from ..runtime.liveness import DEFAULT_WORKER_TIMEOUT_S
 from ..runtime.process.log import Level
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from ..proto.errors import BatonError, LimitExceeded
-from ..proto.messages import Assign, Message, Rejected
+from ..proto.wire.messages import Assign, Message, Rejected
 from .authorization import ANYBODY, Caller
 from .client_messages import ClientSide, merge_queries
 from .config import RouterConfig

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..proto.messages import Message
+from ..proto.wire.messages import Message
 
 
 class ClientGone(msgspec.Struct, frozen=True, gc=False):

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections import Counter
 
 from ..proto.errors import BatonError, CapacityError
-from ..proto.messages import Abort, Assign, Terminal, Tokens
-from ..proto.proofs import assignment
 from ..proto.requests import check_emitted, check_wire_context
+from ..proto.wire.messages import Abort, Assign, Terminal, Tokens
+from ..proto.wire.proofs import assignment
 from .admission import Admission
 from .clients import Clients
 from .config import RouterConfig

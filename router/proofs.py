@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ..proto.messages import Hello
-from ..proto.proofs import assignment_proof, same
+from ..proto.wire.messages import Hello
+from ..proto.wire.proofs import assignment_proof, same
 from .lifecycle import Lifecycle
 from .recent import Recent
 from .requests import Request

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ..proto.errors import RequestPoisoned, WorkerLost
-from ..proto.messages import Abort, Adopt, Moved, PeerDead, RequestState
+from ..proto.wire.messages import Abort, Adopt, Moved, PeerDead, RequestState
 from .events import ToClient, ToWorker
 from .lifecycle import Lifecycle
 from .requests import NEVER, Request, State, Step

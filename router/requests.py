@@ -21,11 +21,11 @@ from array import array
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from ..proto.contexts.outputs import TokenLogProbs
 from ..proto.errors import InternalError
 from ..proto.limits import MAX_EMBEDDING_SIZE
-from ..proto.messages import Terminal, TokenRun
-from ..proto.outputs import TokenLogProbs
-from ..proto.wire import WireContext
+from ..proto.wire.messages import Terminal, TokenRun
+from ..proto.wire.wire_context import WireContext
 from .workers import roles_for
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import msgspec
 
-from ..proto.codec import EnvelopeDecoder
 from ..proto.errors import DecodeFailed, ProtocolError
 from ..proto.limits import MAX_DESCRIBED_BYTES
-from ..proto.messages import (
+from ..proto.wire.envelope import EnvelopeDecoder
+from ..proto.wire.messages import (
     ClientToRouter,
     Described,
     Hello,
@@ -24,7 +24,7 @@ from ..proto.messages import (
     TerminalAck,
     WorkerToRouter,
 )
-from ..proto.salvage import SalvagingDecoder
+from ..proto.wire.salvage import SalvagingDecoder
 from ..runtime.keys.allowed import CLIENT, DECODE, OPERATOR, PREFILL
 from ..runtime.keys.identity_owners import Callers
 from ..runtime.keys.zap import Doorkeeper, door

@@ -9,7 +9,7 @@ from collections import deque
 
 import msgspec
 
-from ..proto.messages import HandoffReport
+from ..proto.wire.messages import HandoffReport
 from .authorization import ANYBODY, Caller
 from .lifecycle import Lifecycle
 from .pairs import FailedPair

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..proto.messages import Adopt
+from ..proto.wire.messages import Adopt
 from .events import ToWorker
 from .lifecycle import Lifecycle
 from .requests import Request

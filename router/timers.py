@@ -7,7 +7,7 @@ ends at its deadline even if no process answers.
 from __future__ import annotations
 
 from ..proto.errors import DeadlineExceeded
-from ..proto.messages import Abort, Drain
+from ..proto.wire.messages import Abort, Drain
 from .events import ToWorker
 from .lifecycle import Lifecycle
 from .recovery import Recovery

@@ -7,7 +7,7 @@ allocated without a client. A client that resumes later gets a replay.
 
 from __future__ import annotations
 
-from ..proto.messages import RequestState
+from ..proto.wire.messages import RequestState
 from .lifecycle import Lifecycle
 from .requests import NEVER
 from .workers import Worker

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from ..proto.errors import AccessDenied, BatonError, HandoffFailed, InternalError
-from ..proto.messages import (
+from ..proto.wire.messages import (
     Aborted,
     Accepted,
     Adopt,
@@ -32,7 +32,7 @@ from ..proto.messages import (
     Tokens,
     Welcome,
 )
-from ..proto.proofs import worker_key
+from ..proto.wire.proofs import worker_key
 from .clients import Client
 from .events import ToClient, ToWorker
 from .latency import bucket

@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from ..proto.endpoints import check_endpoint
 from ..proto.errors import (
     EndpointDead,
     EndpointDraining,
@@ -30,8 +29,9 @@ from ..proto.errors import (
     ProtocolError,
 )
 from ..proto.layout import ModelCard
-from ..proto.messages import Heartbeat, Hello, RequestState, WorkerLoad
-from ..proto.versions import check_version
+from ..proto.wire.endpoints import check_endpoint
+from ..proto.wire.messages import Heartbeat, Hello, RequestState, WorkerLoad
+from ..proto.wire.versions import check_version
 from ..runtime.liveness import closed_by_peer, suspect_after
 from .latency import Latency
 

@@ -14,8 +14,8 @@ import numpy as np
 from ..client import events as client
 from ..client.core import ClientCore
 from ..proto.ids import request_key
-from ..proto.messages import Drain, Message, Submit
-from ..proto.wire import WireContext, WireSampling, WireTokens
+from ..proto.wire.messages import Drain, Message, Submit
+from ..proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from .nodes import DETECT_S, Node
 from .toy_model import EOS, MAX_LENGTH
 

@@ -11,7 +11,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from ..proto.messages import Message
+from ..proto.wire.messages import Message
 from ..router.config import PolicyConfig, RouterConfig
 from ..router.core import RouterCore
 from .clients import ClientNode

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..client import events as client
-from ..proto.messages import Message, Reserve, TokenRun, Tokens
+from ..proto.wire.messages import Message, Reserve, TokenRun, Tokens
 from ..router.requests import Request, State
 from ..router.workers import WorkerState
 from .toy_model import expected_tokens, expected_vector

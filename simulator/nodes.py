@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ..proto.messages import Message
+from ..proto.wire.messages import Message
 from ..router import events as routing
 from ..router.core import RouterCore
 

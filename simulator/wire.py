@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from ..kv_transfer.checksums import envelope_digest
-from ..proto.arrays import Frame
-from ..proto.codec import EnvelopeDecoder, EnvelopeEncoder
 from ..proto.errors import ProtocolError
-from ..proto.messages import Message
+from ..proto.wire.arrays import Frame
+from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from ..proto.wire.messages import Message
 from .network import Network
 
 

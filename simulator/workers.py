@@ -32,7 +32,7 @@ from ..prefill_worker.core import PrefillCore, PrefillLimits
 from ..prefill_worker.embed_core import EmbedCore
 from ..proto.errors import ProtocolError
 from ..proto.layout import ModelCard
-from ..proto.messages import (
+from ..proto.wire.messages import (
     Credit,
     DecodeToPrefill,
     DeviceTicket,

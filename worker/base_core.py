@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from ..proto.messages import (
+from ..proto.wire.messages import (
     Abort,
     Adopt,
     Assign,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..proto.messages import Message
+from ..proto.wire.messages import Message
 
 
 @dataclass(slots=True, frozen=True)

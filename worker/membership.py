@@ -17,9 +17,10 @@ from typing import Protocol
 
 import msgspec
 
+from ..proto.contexts.outputs import TokenLogProbs
 from ..proto.layout import ModelCard
 from ..proto.limits import PROTOCOL_VERSION
-from ..proto.messages import (
+from ..proto.wire.messages import (
     Abort,
     Aborted,
     Accepted,
@@ -34,8 +35,7 @@ from ..proto.messages import (
     Tokens,
     WorkerLoad,
 )
-from ..proto.outputs import TokenLogProbs
-from ..proto.proofs import reserve_ticket, same
+from ..proto.wire.proofs import reserve_ticket, same
 from ..runtime.expiry import Expiring
 from ..runtime.liveness import HEARTBEAT_S
 from .attempts import Attempts, Key

@@ -10,9 +10,9 @@ import secrets
 from collections import Counter
 from collections.abc import Callable
 
-from ..proto.codec import EnvelopeDecoder
 from ..proto.errors import AccessDenied, LimitExceeded, ProtocolError, VersionMismatch
-from ..proto.messages import Message, Rejected, RouterToWorker, Terminal
+from ..proto.wire.envelope import EnvelopeDecoder
+from ..proto.wire.messages import Message, Rejected, RouterToWorker, Terminal
 from ..runtime.keys.allowed import ROUTER
 from ..runtime.keys.keyring import Keys, keys_for
 from ..runtime.liveness import DEFAULT_WORKER_TIMEOUT_S, connection_timeout

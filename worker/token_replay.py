@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import islice
 
-from ..proto.messages import TokenRun
-from ..proto.outputs import TokenLogProbs
+from ..proto.contexts.outputs import TokenLogProbs
+from ..proto.wire.messages import TokenRun
 from .attempts import Key
 
 LOGPROBS_KEPT = 4096

@@ -19,7 +19,7 @@ from ...engine.kernels.cuda.backend import CudaBackend
 from ...kv_transfer.frames import FramePacker, FrameWriter
 from ...kv_transfer.shared_pool import MappedPools
 from ...proto.layout import KVLayout
-from ...proto.messages import DeviceTicket, GrantRef, KVFrame
+from ...proto.wire.messages import DeviceTicket, GrantRef, KVFrame
 from .child import named
 from .lines import Line, checked
 from .stage import Stage, Timing

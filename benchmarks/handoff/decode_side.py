@@ -16,8 +16,8 @@ from ...kv_transfer.checksums import envelope_digest
 from ...kv_transfer.frames import FrameWriter
 from ...kv_transfer.receiver import Handover, Output, Receiver, ReceiverConfig, Reply
 from ...kv_transfer.shared_pool import map_pool
-from ...proto.codec import EnvelopeDecoder, EnvelopeEncoder, decode_kv_header
-from ...proto.messages import Commit, PoolTicket, PrefillToDecode, Reserve
+from ...proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder, decode_kv_header
+from ...proto.wire.messages import Commit, PoolTicket, PrefillToDecode, Reserve
 from .wiring import LAYOUT, SOCKETS, Socket, Stamps
 
 

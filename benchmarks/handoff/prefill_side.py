@@ -15,9 +15,9 @@ from ...kv_transfer.checksums import envelope_digest
 from ...kv_transfer.frames import BufferPool, FramePacker
 from ...kv_transfer.sender import CommitMaker, Done, Output, Send, Sender, SenderConfig, SendFrame
 from ...kv_transfer.shared_pool import PoolOwner
-from ...proto.codec import EnvelopeDecoder, EnvelopeEncoder, encode_kv_header
-from ...proto.context_maps import grown_map
-from ...proto.messages import (
+from ...proto.wire.context_maps import grown_map
+from ...proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder, encode_kv_header
+from ...proto.wire.messages import (
     Commit,
     Committed,
     Credit,
@@ -26,7 +26,7 @@ from ...proto.messages import (
     GrantRef,
     Reserve,
 )
-from ...proto.wire import WireContext, WireTokens
+from ...proto.wire.wire_context import WireContext, WireTokens
 from .wiring import IDLE_S, LAYOUT, SOCKETS, Socket, Stamp, Stamps
 
 

@@ -16,7 +16,7 @@ from ...deploy.autoscale.metrics import WorkerSample
 from ...prefill_worker.pace import Pace
 from ...prefill_worker.start_order import StartOrder, latest_start
 from ...proto.layout import KVLayout, ModelCard
-from ...proto.messages import Hello, WorkerLoad
+from ...proto.wire.messages import Hello, WorkerLoad
 from ...router.policy import PrefixIndex
 from ...router.workers import Worker, WorkerState
 from .service import ServiceModel

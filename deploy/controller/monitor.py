@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from ...proto.codec import EnvelopeDecoder, EnvelopeEncoder
 from ...proto.errors import BatonError
-from ...proto.messages import Drain, Message, RouterToClient, Status, StatusReport
+from ...proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from ...proto.wire.messages import Drain, Message, RouterToClient, Status, StatusReport
 from ...runtime.keys.allowed import ROUTER
 from ...runtime.keys.keyring import Keys, keys_for
 from ...runtime.net.channel import Frames

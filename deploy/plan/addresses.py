@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 
 from ...client.routers import separated
-from ...proto.endpoints import MAX_IPC_PATH_BYTES, check_endpoint
 from ...proto.errors import ConfigError, InputError
+from ...proto.wire.endpoints import MAX_IPC_PATH_BYTES, check_endpoint
 from ...runtime.keys.curve import check_bind
 from ..local.run_folder import socket_in_use
 

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from ...proto.endpoints import check_endpoint
 from ...proto.errors import ConfigError, InputError
+from ...proto.wire.endpoints import check_endpoint
 from ..config import ServeSettings
 from ..plan.plan import AddressBook, ClusterPlan, resolve_plan, router_names
 from .placing import LOOPBACK

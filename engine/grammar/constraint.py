@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.contexts import TextContext
+from ...proto.contexts.matching import Matcher
+from ...proto.contexts.text import TextContext
 from ...proto.errors import (
     BatonError,
     CapacityError,
@@ -33,7 +34,6 @@ from ...proto.errors import (
     SchemaTooComplex,
 )
 from ...proto.json_schema import check_json_schema
-from ...proto.matching import Matcher
 from ..scheduling.plan import Bools
 from .compiler import compile_schema, load_tokenizer, one_line
 from .trial import SchemaCost, SchemaTrial

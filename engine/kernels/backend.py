@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...proto.layout import KVLayout
-from ...proto.messages import DeviceTicket
+from ...proto.wire.messages import DeviceTicket
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]

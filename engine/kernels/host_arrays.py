@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...proto.layout import KVLayout
-from ...proto.messages import DeviceTicket
+from ...proto.wire.messages import DeviceTicket
 from .backend import F32, I32, U8, A, Mapping
 from .memory import host_pool
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...proto.context_maps import context_to_run
-from ...proto.contexts import TextContext
+from ...proto.contexts.text import TextContext
 from ...proto.errors import CheckpointError
 from ...proto.ids import RequestID
 from ...proto.requests import check_kind
-from ...proto.wire import WireContext
+from ...proto.wire.context_maps import context_to_run
+from ...proto.wire.wire_context import WireContext
 from ..kernels.backend import Backend
 from ..loading.checkpoint import Checkpoint
 from ..loading.embedding_config import EMBED, GENERATE, EmbeddingSettings

@@ -1,6 +1,6 @@
 """Runs models: the pipeline interfaces of contexts.md and the pipelines of the workers."""
 
-from ...proto.generators import AudioGenerator, EmbeddingsGenerator, EmbeddingsOutput
+from ...proto.contexts.generators import AudioGenerator, EmbeddingsGenerator, EmbeddingsOutput
 from .embeddings import EmbeddingsPipeline
 from .model import KVCacheMixin, KVManager, ModelInputs, ModelOutputs, PipelineModel
 from .text_generation import TextGenerationPipeline, token_steps

@@ -11,11 +11,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from ...proto.contexts import TextContext
-from ...proto.generators import EmbeddingsOutput
+from ...proto.contexts.generators import EmbeddingsOutput
+from ...proto.contexts.text import TextContext
+from ...proto.contexts.validators import has_images
 from ...proto.ids import RequestID
 from ...proto.layout import KVLayout
-from ...proto.validators import has_images
 from ..loading.embedding_config import EmbeddingSettings
 from ..scheduling.plan import Chunk
 from .model import F32, I32, PipelineModel, lay_out, make_pool

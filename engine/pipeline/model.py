@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from ...proto.contexts.outputs import TokenLogProbs
 from ...proto.layout import KVLayout
-from ...proto.outputs import TokenLogProbs
 from ..cache.paged_cache import PagedCache
 from ..kernels.backend import Backend
 from ..kernels.memory import Allocate, aligned_zeros, host_pool

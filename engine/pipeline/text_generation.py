@@ -19,12 +19,12 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.contexts import TextContext
+from ...proto.contexts.outputs import TextGenerationOutput
+from ...proto.contexts.status import GenerationStatus
+from ...proto.contexts.text import TextContext
+from ...proto.contexts.validators import validate_text_only
 from ...proto.errors import BatonError, InternalError, error_from_code
 from ...proto.ids import RequestID
-from ...proto.outputs import TextGenerationOutput
-from ...proto.status import GenerationStatus
-from ...proto.validators import validate_text_only
 from ..scheduling.events import Failed
 from ..scheduling.plan import (
     Chunk,

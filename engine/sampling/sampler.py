@@ -13,8 +13,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from ...proto.contexts.outputs import TokenLogProbs
 from ...proto.errors import InternalError
-from ...proto.outputs import TokenLogProbs
 from ...proto.sampling import SamplingParams
 from ..kernels.draw import draw
 from ..scheduling.plan import Bools, SampleSpec

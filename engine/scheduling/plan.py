@@ -15,8 +15,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from ...proto.contexts.outputs import TokenLogProbs
 from ...proto.errors import BatonError, InternalError
-from ...proto.outputs import TokenLogProbs
 from ...proto.sampling import SamplingParams
 
 Int32 = npt.NDArray[np.int32]

@@ -28,7 +28,7 @@ from collections.abc import Iterable
 import msgspec
 
 from ...proto.errors import BatonError, CapacityError, InternalError
-from ...proto.messages import WorkerLoad
+from ...proto.wire.messages import WorkerLoad
 from ..cache.paged_cache import Allocation, PagedCache
 from .chunk_budget import ChunkBudget
 from .events import ChunkDone, Event, Failed, Finished, Prefilled, TokenEvent

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...proto.contexts import TextContext
+from ...proto.contexts.matching import Matcher
+from ...proto.contexts.outputs import TokenLogProbs
+from ...proto.contexts.status import GenerationStatus
+from ...proto.contexts.text import TextContext
+from ...proto.contexts.tokens import FUTURE_TOKEN
 from ...proto.hashing import block_hashes
-from ...proto.matching import Matcher
-from ...proto.outputs import TokenLogProbs
-from ...proto.status import GenerationStatus
-from ...proto.tokens import FUTURE_TOKEN
 from ..cache.paged_cache import Allocation
 from .plan import Chunk, Int32, SampleSpec, TokenMask
 

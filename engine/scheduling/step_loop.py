@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-from ...proto.contexts import TextContext
+from ...proto.contexts.text import TextContext
+from ...proto.contexts.validators import validate_text_only
 from ...proto.errors import InputError, InternalError
 from ...proto.hashing import cache_salt
-from ...proto.validators import validate_text_only
 from ..cache.paged_cache import PagedCache
 from .events import Event
 from .plan import OnLayers, StepPlan, StepResult

@@ -6,8 +6,8 @@ import ipaddress
 
 import zmq
 
-from ...proto.endpoints import check_endpoint
 from ...proto.errors import ConfigError, InputError
+from ...proto.wire.endpoints import check_endpoint
 
 
 class CurveKeys:

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Generic, TypeVar
 
-from ...proto.codec import Digest, EnvelopeEncoder
 from ...proto.limits import MAX_CONTROL_BYTES
-from ...proto.messages import Message
+from ...proto.wire.envelope import Digest, EnvelopeEncoder
+from ...proto.wire.messages import Message
 from ..process.log import get_logger
 from .channel import Buffers, SendResult
 

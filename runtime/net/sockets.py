@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from ...proto.limits import PROTOCOL_VERSION
-from ...proto.messages import Ping
+from ...proto.wire.messages import Ping
 from ..keys.curve import (
     apply_server_keys,
     check_bind,

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import zmq
 
-from baton.proto.codec import EnvelopeDecoder
+from baton.proto.contexts.outputs import TokenLogProbs
 from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.limits import PROTOCOL_VERSION
-from baton.proto.messages import (
+from baton.proto.wire.envelope import EnvelopeDecoder
+from baton.proto.wire.messages import (
     Abort,
     Aborted,
     Accepted,
@@ -36,7 +37,6 @@ from baton.proto.messages import (
     Tokens,
     WorkerLoad,
 )
-from baton.proto.outputs import TokenLogProbs
 from baton.router.config import RouterConfig
 from baton.router.describe import read_text_files
 from baton.router.shell import RouterShell

@@ -24,6 +24,7 @@ from baton.client.events import (
     Stop,
     Tick,
 )
+from baton.proto.contexts.outputs import TokenLogProbs
 from baton.proto.errors import (
     CapacityError,
     ConnectionLost,
@@ -36,7 +37,7 @@ from baton.proto.errors import (
     VersionMismatch,
 )
 from baton.proto.ids import request_key
-from baton.proto.messages import (
+from baton.proto.wire.messages import (
     Cancel,
     Describe,
     Described,
@@ -56,8 +57,7 @@ from baton.proto.messages import (
     TokenRun,
     Tokens,
 )
-from baton.proto.outputs import TokenLogProbs
-from baton.proto.wire import WireContext, WireTokens
+from baton.proto.wire.wire_context import WireContext, WireTokens
 
 ME = b"me"
 KEY = request_key(ME, "r", 1)

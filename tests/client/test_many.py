@@ -14,7 +14,7 @@ from baton.client.events import RequestSpec
 from baton.client.window import WINDOW, Window, overdue_end
 from baton.proto import InputError, SamplingParams, TextContext
 from baton.proto.errors import ConnectionLost, DeadlineExceeded
-from baton.proto.wire import WireContext, WireTokens
+from baton.proto.wire.wire_context import WireContext, WireTokens
 
 
 def spec(name, deadline=None):

@@ -7,7 +7,7 @@ import pytest
 from baton.client.events import Ended, NewTokens
 from baton.client.output import Assembler
 from baton.proto import GenerationStatus, InternalError, RequestFailed
-from baton.proto.outputs import TokenLogProbs
+from baton.proto.contexts.outputs import TokenLogProbs
 from baton.text.detokenizer import IncrementalDetokenizer
 
 

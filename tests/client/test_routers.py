@@ -21,7 +21,7 @@ from baton.client.events import (
 from baton.client.routers import router_addresses
 from baton.proto.errors import ConfigError, ConnectionLost, RouterClosing, VersionMismatch
 from baton.proto.ids import request_key
-from baton.proto.messages import Pong, Rejected, Resume, Status, Submit, Submitted, Terminal
+from baton.proto.wire.messages import Pong, Rejected, Resume, Status, Submit, Submitted, Terminal
 
 from .test_core import SECRET, Bench, spec
 

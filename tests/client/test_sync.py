@@ -27,7 +27,7 @@ from baton.proto import (
     SamplingParamsInput,
     TextContext,
 )
-from baton.proto.messages import Terminal
+from baton.proto.wire.messages import Terminal
 from baton.runtime.net.sockets import RouterChannel
 
 pytestmark = pytest.mark.integration

@@ -15,10 +15,10 @@ from baton.client import Client
 from baton.client.events import Ended, NewTokens, RequestSpec
 from baton.client.model import ModelCache
 from baton.proto import ConnectionLost, InputError, SamplingParams, TextContext
-from baton.proto.codec import EnvelopeDecoder, EnvelopeEncoder
 from baton.proto.errors import DecodeFailed
-from baton.proto.messages import ClientToRouter, Ping, Pong, Rejected
-from baton.proto.wire import WireContext, WireSampling, WireTokens
+from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from baton.proto.wire.messages import ClientToRouter, Ping, Pong, Rejected
+from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from baton.runtime.net.sockets import RouterChannel
 
 UNREADABLE = {

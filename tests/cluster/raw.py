@@ -11,8 +11,8 @@ from typing import Any, Self
 import msgspec
 import zmq
 
-from baton.proto.codec import EnvelopeEncoder
 from baton.proto.limits import PROTOCOL_VERSION
+from baton.proto.wire.envelope import EnvelopeEncoder
 from baton.runtime.keys.curve import CurveKeys, apply_client_keys
 
 PREFIX, SEALED = b"BT\x03", b"BS\x03"

@@ -14,8 +14,8 @@ import zmq
 from msgspec.structs import replace
 
 from baton.kv_transfer.checksums import envelope_digest
-from baton.proto.codec import EnvelopeDecoder, EnvelopeEncoder
-from baton.proto.messages import GrantRef, Message, RequestState, TokenRun
+from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from baton.proto.wire.messages import GrantRef, Message, RequestState, TokenRun
 
 from .raw import SEALED, RawPeer, golden
 

@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from baton.proto.contexts import TextContext
+from baton.proto.contexts.text import TextContext
 from baton.proto.errors import BatonError, DeadlineExceeded, DuplicateRequest, InputError
-from baton.proto.messages import Submit
 from baton.proto.sampling import SamplingParams
-from baton.proto.wire import WireContext, WireSampling, WireTokens
+from baton.proto.wire.messages import Submit
+from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 
 from .driver import Job, ask, greedy
 from .raw import RawPeer

@@ -16,10 +16,10 @@ import pytest
 
 from baton.client import AsyncClient
 from baton.engine.loading.loader import RunnerConfig, load_embedder
-from baton.proto.contexts import TextContext
+from baton.proto.contexts.text import TextContext
+from baton.proto.contexts.tokens import TokenBuffer
 from baton.proto.errors import DeadlineExceeded, InputError, TaskMismatch
 from baton.proto.ids import RequestID
-from baton.proto.tokens import TokenBuffer
 from baton.text.tokenizer import Tokenizer
 
 from .conftest import command_environment, wait_until

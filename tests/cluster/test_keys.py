@@ -18,9 +18,10 @@ import zmq
 from baton.cli.command import main
 from baton.client import Client
 from baton.kv_transfer.checksums import envelope_digest
-from baton.proto.codec import EnvelopeDecoder, EnvelopeEncoder, encode_kv_header
 from baton.proto.errors import AccessDenied
-from baton.proto.messages import (
+from baton.proto.sampling import SamplingParams
+from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder, encode_kv_header
+from baton.proto.wire.messages import (
     GrantRef,
     KVFrame,
     Message,
@@ -29,9 +30,8 @@ from baton.proto.messages import (
     Release,
     Submit,
 )
-from baton.proto.proofs import reserve_ticket, worker_key
-from baton.proto.sampling import SamplingParams
-from baton.proto.wire import WireContext, WireTokens
+from baton.proto.wire.proofs import reserve_ticket, worker_key
+from baton.proto.wire.wire_context import WireContext, WireTokens
 from baton.runtime.keys.files import add_key, make_folder
 from baton.runtime.keys.keyring import KeyRing, read_pair
 

@@ -7,13 +7,13 @@ import time
 import msgspec
 import pytest
 
-from baton.proto.codec import encode_kv_header
 from baton.proto.limits import (
     MAX_ARRAY_FRAMES,
     MAX_CONTROL_BYTES,
     MAX_KV_FRAME_BYTES,
 )
-from baton.proto.messages import GrantRef, KVFrame
+from baton.proto.wire.envelope import encode_kv_header
+from baton.proto.wire.messages import GrantRef, KVFrame
 
 from .conftest import wait_until
 from .driver import Job, ask, greedy

@@ -12,9 +12,9 @@ import pytest
 import zmq
 
 from baton.client import AsyncClient
-from baton.proto.codec import EnvelopeDecoder, EnvelopeEncoder
 from baton.proto.errors import CapacityError
-from baton.proto.messages import (
+from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from baton.proto.wire.messages import (
     FinalAck,
     Message,
     Ping,
@@ -25,7 +25,7 @@ from baton.proto.messages import (
     Terminal,
     Tokens,
 )
-from baton.proto.wire import WireContext, WireSampling, WireTokens
+from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 
 from .conftest import wait_until
 from .streams import Job, Stream, begun, follow, jobs, new_salt, run, tokens

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import pytest
 
 from baton.client import Client, Generation
-from baton.proto.codec import encode_kv_header
 from baton.proto.limits import PROTOCOL_VERSION
-from baton.proto.messages import (
+from baton.proto.wire.envelope import encode_kv_header
+from baton.proto.wire.messages import (
     Accepted,
     ClientToRouter,
     Hello,

@@ -16,10 +16,10 @@ import pytest
 
 from baton.client import AsyncClient
 from baton.client.output import Output
-from baton.proto.contexts import TextContext
+from baton.proto.contexts.status import GenerationStatus
+from baton.proto.contexts.text import TextContext
 from baton.proto.errors import BatonError, DeadlineExceeded, InputError, SchemaTooComplex
 from baton.proto.sampling import SamplingParams
-from baton.proto.status import GenerationStatus
 
 from ..engine.schemas import BOOL, SCHEMAS, SMALL, array, check_instance, record, repeated
 from ..engine.test_hostile_schemas import HARM

@@ -52,7 +52,7 @@ def test_the_named_worker_serves(running, client, name, pin):
 
 
 def test_a_context_names_its_worker(running, client):
-    from baton.proto.contexts import TextContext
+    from baton.proto.contexts.text import TextContext
 
     context = TextContext(
         max_length=len(CASE.prompt) + 64,

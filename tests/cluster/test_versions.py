@@ -21,7 +21,7 @@ import baton.proto.limits as limits
 limits.PROTOCOL_VERSION = number
 for name in [n for n in sys.modules if n.startswith("baton.") and n != "baton.proto.limits"]:
     del sys.modules[name]
-import baton.proto.versions as versions
+import baton.proto.wire.versions as versions
 versions.OLDEST_VERSION = oldest
 sys.argv = [module, *sys.argv[4:]]
 runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -21,7 +21,7 @@ from baton.engine.kernels.digest import payload_digest
 from baton.kv_transfer.frames import BufferPool, Bytes
 from baton.kv_transfer.moves import Give, Move, Moves, MovingPacker, MovingWriter
 from baton.proto.errors import InternalError
-from baton.proto.messages import GrantRef, KVFrame
+from baton.proto.wire.messages import GrantRef, KVFrame
 
 from .block_moves import random_bf16
 from .host_device import HostDevice, LaunchFailed

@@ -22,8 +22,8 @@ from baton.engine.scheduling.step_time import StepTime
 from baton.kv_transfer.frames import FramePacker, FrameWriter
 from baton.kv_transfer.shared_pool import MappedPools
 from baton.proto.errors import ConfigError
-from baton.proto.messages import DeviceTicket, GrantRef, KVFrame
 from baton.proto.sampling import SamplingParams
+from baton.proto.wire.messages import DeviceTicket, GrantRef, KVFrame
 
 from .conftest import SHAPE
 from .host_device import HostDevice

@@ -20,10 +20,10 @@ from baton.engine.scheduling.plan import Chunk, SampleSpec
 from baton.prefill_worker.config import PrefillWorkerConfig
 from baton.prefill_worker.shell import PrefillShell
 from baton.proto.ids import new_incarnation
-from baton.proto.messages import Assign, Message, PoolTicket, Terminal, Tokens, Welcome
-from baton.proto.proofs import reserve_ticket
 from baton.proto.sampling import SamplingParams
-from baton.proto.wire import WireContext, WireSampling, WireTokens
+from baton.proto.wire.messages import Assign, Message, PoolTicket, Terminal, Tokens, Welcome
+from baton.proto.wire.proofs import reserve_ticket
+from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from baton.runtime.net.loop import Loop
 from baton.runtime.net.sockets import RouterChannel
 from baton.worker.events import FromRouter

@@ -26,12 +26,13 @@ from baton.engine.scheduling.plan import Sampled, StepPlan, StepResult, abandone
 from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from baton.engine.scheduling.step_time import StepTime
 from baton.kv_transfer.receiver import Receiver, ReceiverConfig
-from baton.proto.context_maps import grown_map
+from baton.proto.contexts.outputs import LogProbabilities, TokenLogProbs
 from baton.proto.errors import CapacityError, InputError, InternalError, SchemaTooComplex
 from baton.proto.hashing import block_hashes, cache_salt
 from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.limits import PROTOCOL_VERSION
-from baton.proto.messages import (
+from baton.proto.wire.context_maps import grown_map
+from baton.proto.wire.messages import (
     Abort,
     Aborted,
     Accepted,
@@ -68,9 +69,8 @@ from baton.proto.messages import (
     Tokens,
     Welcome,
 )
-from baton.proto.outputs import LogProbabilities, TokenLogProbs
-from baton.proto.proofs import reserve_ticket
-from baton.proto.wire import WireContext, WireSampling, WireTokens
+from baton.proto.wire.proofs import reserve_ticket
+from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from baton.worker.events import (
     DrainRequested,
     Exit,

@@ -11,9 +11,9 @@ from baton.decode_worker.events import FromPeer, RunStep, ToPeer
 from baton.engine.cache.paged_cache import PagedCache
 from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from baton.kv_transfer.receiver import Receiver, ReceiverConfig
-from baton.proto.context_maps import grown_map
 from baton.proto.layout import KVLayout, ModelCard
-from baton.proto.messages import (
+from baton.proto.wire.context_maps import grown_map
+from baton.proto.wire.messages import (
     Commit,
     Committed,
     Grant,
@@ -23,8 +23,8 @@ from baton.proto.messages import (
     Tokens,
     Welcome,
 )
-from baton.proto.proofs import reserve_ticket
-from baton.proto.wire import WireContext, WireSampling, WireTokens
+from baton.proto.wire.proofs import reserve_ticket
+from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from baton.worker.events import Fault, FromRouter, RouterUp, ToRouter
 from baton.worker.membership import Membership, WorkerIdentity
 

@@ -4,8 +4,8 @@ import pytest
 
 from baton.deploy.local.address_lock import AddressLock
 from baton.deploy.plan.addresses import admin_address, client_addresses
-from baton.proto.endpoints import MAX_IPC_PATH_BYTES, check_endpoint
 from baton.proto.errors import ConfigError
+from baton.proto.wire.endpoints import MAX_IPC_PATH_BYTES, check_endpoint
 
 TWO = ["router-0", "router-1"]
 

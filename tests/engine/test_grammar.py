@@ -22,11 +22,11 @@ from baton.engine.sampling.sampler import sample
 from baton.engine.scheduling.plan import SampleSpec
 from baton.engine.scheduling.scheduler import SchedulerConfig
 from baton.engine.scheduling.sequence import Sequence
-from baton.proto.context_maps import context_to_run, request_map
-from baton.proto.contexts import TextContext
+from baton.proto.contexts.text import TextContext
 from baton.proto.errors import BatonError, InputError, InternalError
 from baton.proto.limits import MAX_JSON_SCHEMA_CHARS, MAX_JSON_SCHEMA_DEPTH
 from baton.proto.sampling import SamplingParams
+from baton.proto.wire.context_maps import context_to_run, request_map
 from baton.text.tokenizer import Tokenizer
 
 from .schemas import SCHEMAS, check_instance

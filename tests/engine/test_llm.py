@@ -18,7 +18,7 @@ from baton.engine.llm import LLMEngine
 from baton.engine.loading.loader import Runner, RunnerConfig, load_runner
 from baton.engine.pipeline import steps
 from baton.engine.scheduling.scheduler import SchedulerConfig
-from baton.proto.contexts import TextContext
+from baton.proto.contexts.text import TextContext
 from baton.proto.errors import CapacityError, InternalError
 from baton.proto.sampling import SamplingParams
 

@@ -28,10 +28,10 @@ from baton.engine.scheduling.plan import (
 )
 from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from baton.engine.scheduling.sequence import Sequence
-from baton.proto.contexts import TextContext
+from baton.proto.contexts.text import TextContext
+from baton.proto.contexts.tokens import FUTURE_TOKEN
 from baton.proto.errors import BatonError, InternalError, SchemaTooComplex
 from baton.proto.sampling import SamplingParams
-from baton.proto.tokens import FUTURE_TOKEN
 
 VOCABULARY = 23
 EOS = 0

@@ -7,10 +7,10 @@ import numpy as np
 from baton.engine.cache.paged_cache import Allocation, PagedCache
 from baton.kv_transfer.receiver import Receiver, ReceiverConfig
 from baton.kv_transfer.sender import Sender, SenderConfig
-from baton.proto.context_maps import grown_map
 from baton.proto.layout import KVLayout
-from baton.proto.messages import Commit, GrantRef, Reserve
-from baton.proto.wire import WireContext, WireTokens
+from baton.proto.wire.context_maps import grown_map
+from baton.proto.wire.messages import Commit, GrantRef, Reserve
+from baton.proto.wire.wire_context import WireContext, WireTokens
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=2, block_size=4)
 REQUEST = b"r" * 16

@@ -8,7 +8,7 @@ import pytest
 
 from baton.engine.kernels import load_backend
 from baton.kv_transfer.frames import BufferPool, FramePacker, FrameWriter
-from baton.proto.messages import GrantRef, KVFrame
+from baton.proto.wire.messages import GrantRef, KVFrame
 
 sys.path.insert(0, str(Path(__file__).parent))
 from helpers import LAYOUT

@@ -17,9 +17,9 @@ from baton.kv_transfer.receiver import (
     check_receiver,
 )
 from baton.kv_transfer.sender import SendFrame
-from baton.proto.context_maps import grown_map
 from baton.proto.errors import ProtocolError
-from baton.proto.messages import (
+from baton.proto.wire.context_maps import grown_map
+from baton.proto.wire.messages import (
     Aborted,
     Busy,
     Committed,

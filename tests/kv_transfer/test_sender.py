@@ -23,7 +23,7 @@ from baton.kv_transfer.sender import (
     SendFrame,
 )
 from baton.proto.layout import KVLayout
-from baton.proto.messages import (
+from baton.proto.wire.messages import (
     Busy,
     Commit,
     Committed,

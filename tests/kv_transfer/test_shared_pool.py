@@ -18,7 +18,7 @@ from baton.engine.kernels import load_backend
 from baton.engine.pipeline.model import make_pool
 from baton.kv_transfer.frames import FramePacker, FrameWriter
 from baton.kv_transfer.shared_pool import MappedPools, PoolOwner, can_share, map_pool, unmap
-from baton.proto.messages import GrantRef, KVFrame, PoolTicket
+from baton.proto.wire.messages import GrantRef, KVFrame, PoolTicket
 
 sys.path.insert(0, str(Path(__file__).parent))
 from helpers import LAYOUT

@@ -9,9 +9,9 @@ import pytest
 
 from baton.engine.kernels import load_backend
 from baton.engine.loading.loader import RunnerConfig, load_embedder
-from baton.proto.contexts import TextContext
+from baton.proto.contexts.text import TextContext
+from baton.proto.contexts.tokens import TokenBuffer
 from baton.proto.ids import RequestID
-from baton.proto.tokens import TokenBuffer
 
 pytestmark = pytest.mark.oracle
 pytest.importorskip("torch", reason="torch is not installed; run make test-oracle")

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from baton.engine.loading.loader import RunnerConfig, load_embedder
-from baton.proto.contexts import TextContext
+from baton.proto.contexts.text import TextContext
+from baton.proto.contexts.tokens import TokenBuffer
 from baton.proto.ids import RequestID
-from baton.proto.tokens import TokenBuffer
 from baton.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.oracle

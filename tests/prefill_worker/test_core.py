@@ -36,10 +36,11 @@ from baton.prefill_worker.events import (
     StepDone,
     ToPeer,
 )
-from baton.proto.codec import EnvelopeDecoder
+from baton.proto.contexts.outputs import TokenLogProbs
 from baton.proto.errors import CapacityError, InputError
 from baton.proto.layout import KVLayout, ModelCard
-from baton.proto.messages import (
+from baton.proto.wire.envelope import EnvelopeDecoder
+from baton.proto.wire.messages import (
     Abort,
     Aborted,
     Accepted,
@@ -79,8 +80,7 @@ from baton.proto.messages import (
     Tokens,
     Welcome,
 )
-from baton.proto.outputs import TokenLogProbs
-from baton.proto.wire import WireContext, WireSampling, WireTokens
+from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from baton.worker.events import (
     DrainRequested,
     Exit,

@@ -10,7 +10,7 @@ from baton.prefill_worker.embed_core import BatchDone, EmbedCore, EmbedLimits, R
 from baton.prefill_worker.job import make_job
 from baton.proto.errors import TaskMismatch
 from baton.proto.layout import KVLayout, ModelCard
-from baton.proto.messages import (
+from baton.proto.wire.messages import (
     Abort,
     Aborted,
     Accepted,
@@ -25,7 +25,7 @@ from baton.proto.messages import (
     TerminalAck,
     Tokens,
 )
-from baton.proto.wire import WireContext, WireTokens
+from baton.proto.wire.wire_context import WireContext, WireTokens
 from baton.worker.events import DrainRequested, FromRouter, RouterDown, RouterUp, Tick, ToRouter
 from baton.worker.membership import Membership, WorkerIdentity
 

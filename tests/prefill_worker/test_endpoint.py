@@ -3,7 +3,7 @@ from typing import get_args
 import pytest
 
 from baton.prefill_worker.endpoint import answer
-from baton.proto.messages import (
+from baton.proto.wire.messages import (
     Fence,
     GrantRef,
     Ping,

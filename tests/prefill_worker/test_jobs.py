@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from baton.proto.errors import InternalError
-from baton.proto.messages import Abort, Adopt, Assign, Busy
+from baton.proto.wire.messages import Abort, Adopt, Assign, Busy
 from baton.worker.events import FromRouter, Tick
 
 from .test_core import DECODE, ROUTER, Bench, make_context

@@ -6,9 +6,9 @@ import pytest
 
 from baton.kv_transfer.checksums import envelope_digest
 from baton.prefill_worker.peers import PeerLinks
-from baton.proto.codec import EnvelopeDecoder
 from baton.proto.limits import MAX_JSON_SCHEMA_CHARS
-from baton.proto.messages import GrammarSpec, Ping, PrefillToDecode, Reserve
+from baton.proto.wire.envelope import EnvelopeDecoder
+from baton.proto.wire.messages import GrammarSpec, Ping, PrefillToDecode, Reserve
 from baton.runtime.net.channel import ChannelOptions
 from baton.runtime.net.sockets import RouterChannel
 

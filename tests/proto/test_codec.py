@@ -9,15 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from baton.proto import messages
-from baton.proto.arrays import DTYPES, ArrayMap, ArrayReader, array_map
-from baton.proto.codec import (
-    EnvelopeDecoder,
-    EnvelopeEncoder,
-    decode_kv_header,
-    encode_kv_header,
-)
-from baton.proto.context_maps import MapEncoder, grown_map
+from baton.proto.contexts.outputs import TokenLogProbs
 from baton.proto.errors import (
     DecodeFailed,
     EnvelopeDamaged,
@@ -26,7 +18,16 @@ from baton.proto.errors import (
     VersionMismatch,
 )
 from baton.proto.limits import MAX_EMBEDDING_SIZE
-from baton.proto.messages import (
+from baton.proto.wire import messages
+from baton.proto.wire.arrays import DTYPES, ArrayMap, ArrayReader, array_map
+from baton.proto.wire.context_maps import MapEncoder, grown_map
+from baton.proto.wire.envelope import (
+    EnvelopeDecoder,
+    EnvelopeEncoder,
+    decode_kv_header,
+    encode_kv_header,
+)
+from baton.proto.wire.messages import (
     Assign,
     ClientToRouter,
     Commit,
@@ -43,8 +44,13 @@ from baton.proto.messages import (
     Terminal,
     WorkerToRouter,
 )
-from baton.proto.outputs import TokenLogProbs
-from baton.proto.wire import WireContext, WireImage, WireSampling, WireTokens, WireVisionContext
+from baton.proto.wire.wire_context import (
+    WireContext,
+    WireImage,
+    WireSampling,
+    WireTokens,
+    WireVisionContext,
+)
 
 UNIONS = [
     ClientToRouter,

@@ -14,8 +14,8 @@ from baton.proto import (
     TextContext,
     TokenBuffer,
 )
-from baton.proto.context_maps import context_to_run, request_map
-from baton.proto.outputs import TokenLogProbs
+from baton.proto.contexts.outputs import TokenLogProbs
+from baton.proto.wire.context_maps import context_to_run, request_map
 
 ACTIVE = GenerationStatus.ACTIVE
 EOS = GenerationStatus.END_OF_SEQUENCE

@@ -28,8 +28,8 @@ from baton.proto import (
     msgpack_numpy_encoder,
     reserve_token_space_for_batch,
 )
-from baton.proto.context_maps import context_to_run
 from baton.proto.layout import KVLayout, ModelCard
+from baton.proto.wire.context_maps import context_to_run
 
 EOS, ACTIVE = GenerationStatus.END_OF_SEQUENCE, GenerationStatus.ACTIVE
 CARD = ModelCard(

@@ -1,7 +1,7 @@
 import pytest
 
 from baton.proto import InputError
-from baton.proto.endpoints import check_endpoint, check_target_endpoint
+from baton.proto.wire.endpoints import check_endpoint, check_target_endpoint
 
 
 @pytest.mark.parametrize(

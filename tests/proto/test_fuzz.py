@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from baton.kv_transfer.checksums import envelope_digest
 from baton.proto import TextContext, msgpack_numpy_decoder, msgpack_numpy_encoder
-from baton.proto.codec import EnvelopeDecoder, EnvelopeEncoder, decode_kv_header
 from baton.proto.errors import DecodeFailed, EnvelopeDamaged, LimitExceeded, VersionMismatch
-from baton.proto.messages import (
+from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder, decode_kv_header
+from baton.proto.wire.messages import (
     ClientToRouter,
     DecodeToPrefill,
     PrefillToDecode,
@@ -318,8 +318,8 @@ def test_memory_of_claimed_sizes():
 
 
 def test_memory_of_large_contexts():
-    from baton.proto.messages import Submit
-    from baton.proto.wire import WireContext, WireTokens
+    from baton.proto.wire.messages import Submit
+    from baton.proto.wire.wire_context import WireContext, WireTokens
 
     context = WireContext(tokens=WireTokens(np.zeros(1 << 20, np.int32)), max_length=1 << 21)
     frames = [bytes(f) for f in EnvelopeEncoder().encode([Submit(request_id="r", context=context)])]

@@ -33,7 +33,7 @@ from baton.proto import (
     msgpack_numpy_decoder,
     msgpack_numpy_encoder,
 )
-from baton.proto.wire import AnyWireContext
+from baton.proto.wire.wire_context import AnyWireContext
 
 
 def _load(name):

@@ -16,13 +16,13 @@ import pytest
 from msgspec import inspect
 
 from baton.kv_transfer.checksums import envelope_digest
-from baton.proto.codec import (
+from baton.proto.wire.envelope import (
     EnvelopeDecoder,
     EnvelopeEncoder,
     decode_kv_header,
     encode_kv_header,
 )
-from baton.proto.messages import (
+from baton.proto.wire.messages import (
     ClientToRouter,
     Commit,
     DecodeToPrefill,
@@ -32,7 +32,7 @@ from baton.proto.messages import (
     RouterToWorker,
     WorkerToRouter,
 )
-from baton.proto.wire import WireContext, WireRequestID, WireSampling, WireTokens
+from baton.proto.wire.wire_context import WireContext, WireRequestID, WireSampling, WireTokens
 
 GOLDEN = Path(__file__).parent / "golden" / "envelopes.json"
 UNIONS = {

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from baton.proto import RequestID
-from baton.proto.context_maps import context_digest
 from baton.proto.ids import new_incarnation, request_key, resume_secret
-from baton.proto.wire import WireContext, WireSampling, WireTokens
+from baton.proto.wire.context_maps import context_digest
+from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 
 
 def wire(tokens=(1, 2, 3), **changes):

@@ -31,7 +31,7 @@ from baton.proto import (
     msgpack_numpy_encoder,
     update_batch,
 )
-from baton.proto.context_maps import context_to_run, request_map
+from baton.proto.wire.context_maps import context_to_run, request_map
 
 
 class Refused(Exception):

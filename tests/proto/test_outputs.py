@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from baton.proto import GenerationStatus, LogProbabilities, RequestID, TextGenerationOutput
-from baton.proto.outputs import TokenLogProbs
+from baton.proto.contexts.outputs import TokenLogProbs
 
 A = LogProbabilities([-1.0], [{1: -1.0}])
 

@@ -10,11 +10,11 @@ from baton.proto import (
     build_wire_context,
     check_wire_context,
 )
-from baton.proto.context_maps import request_map
 from baton.proto.errors import TaskMismatch
 from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.requests import build_embed_context, check_emitted, check_wire_shape
-from baton.proto.wire import WireSampling, WireTokens
+from baton.proto.wire.context_maps import request_map
+from baton.proto.wire.wire_context import WireSampling, WireTokens
 
 CARD = ModelCard(
     name="demo",

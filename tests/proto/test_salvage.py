@@ -6,12 +6,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.proto.codec import EnvelopeEncoder
 from baton.proto.errors import DecodeFailed, InputError
 from baton.proto.limits import PROTOCOL_VERSION
-from baton.proto.messages import Cancel, ClientToRouter, Ping, Submit
-from baton.proto.salvage import MAX_REFUSED, SalvagingDecoder
-from baton.proto.wire import WireContext, WireSampling, WireTokens
+from baton.proto.wire.envelope import EnvelopeEncoder
+from baton.proto.wire.messages import Cancel, ClientToRouter, Ping, Submit
+from baton.proto.wire.salvage import MAX_REFUSED, SalvagingDecoder
+from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 
 PREFIX = b"BT" + bytes([PROTOCOL_VERSION])
 

@@ -14,14 +14,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.proto import (
-    DecodeFailed,
-    LimitExceeded,
-    msgpack_numpy_decoder,
-    msgpack_numpy_encoder,
-    shared_memory,
-)
-from baton.proto.shared_memory import SegmentStore, sweep_dead_owners
+from baton.proto import DecodeFailed, LimitExceeded, msgpack_numpy_decoder, msgpack_numpy_encoder
+from baton.proto.codec import shared_memory
+from baton.proto.codec.shared_memory import SegmentStore, sweep_dead_owners
 
 pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory here")
 
@@ -154,7 +149,7 @@ def test_a_killed_owner_is_swept_and_a_living_one_is_not(tmp_path):
     kept = alive.put(ARRAY)
     code, out, _ = run(f"""
         import os, pathlib, signal
-        from baton.proto.shared_memory import SegmentStore
+        from baton.proto.codec.shared_memory import SegmentStore
         store = SegmentStore(pathlib.Path({str(tmp_path)!r}))
         print(store.put(np.ones(1000)), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -9,8 +9,8 @@ from baton.proto import (
     msgpack_numpy_decoder,
     msgpack_numpy_encoder,
 )
-from baton.proto.context_maps import context_to_run, request_map
-from baton.proto.equality import same
+from baton.proto.contexts.equality import same
+from baton.proto.wire.context_maps import context_to_run, request_map
 
 ACTIVE, EOS = GenerationStatus.ACTIVE, GenerationStatus.END_OF_SEQUENCE
 

@@ -2,11 +2,16 @@
 
 import pytest
 
-from baton.proto.codec import EnvelopeDecoder, EnvelopeEncoder, decode_kv_header, encode_kv_header
 from baton.proto.errors import VersionMismatch
 from baton.proto.limits import PROTOCOL_VERSION
-from baton.proto.messages import ClientToRouter, GrantRef, KVFrame, Ping, PrefillToDecode
-from baton.proto.versions import NEWEST_VERSION, OLDEST_VERSION, check_version
+from baton.proto.wire.envelope import (
+    EnvelopeDecoder,
+    EnvelopeEncoder,
+    decode_kv_header,
+    encode_kv_header,
+)
+from baton.proto.wire.messages import ClientToRouter, GrantRef, KVFrame, Ping, PrefillToDecode
+from baton.proto.wire.versions import NEWEST_VERSION, OLDEST_VERSION, check_version
 
 UNDERSTOOD = range(OLDEST_VERSION, NEWEST_VERSION + 1)
 OTHERS = [0, OLDEST_VERSION - 1, NEWEST_VERSION + 1, 255]

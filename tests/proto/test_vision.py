@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from baton.proto import ImageMetadata, InputError, TextAndVisionContext, TokenBuffer
-from baton.proto.context_maps import context_to_run, request_map
+from baton.proto.contexts.images import image_key
 from baton.proto.hashing import block_hashes
-from baton.proto.images import image_key
+from baton.proto.wire.context_maps import context_to_run, request_map
 
 V = 98  # the id that stands for image tokens
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from baton.proto.ids import request_key
 from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.limits import PROTOCOL_VERSION
-from baton.proto.messages import (
+from baton.proto.wire.messages import (
     Aborted,
     Accepted,
     Adopt,
@@ -32,8 +32,8 @@ from baton.proto.messages import (
     TokenRun,
     Tokens,
 )
-from baton.proto.proofs import assignment_proof
-from baton.proto.wire import WireContext, WireSampling, WireTokens
+from baton.proto.wire.proofs import assignment_proof
+from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from baton.router.config import RouterConfig
 from baton.router.core import RouterCore
 from baton.router.events import (

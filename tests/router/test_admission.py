@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.proto.errors import ConfigError
-from baton.proto.messages import Cancel, Terminal
+from baton.proto.wire.messages import Cancel, Terminal
 from baton.router.admission import Meter
 from baton.router.config import AdmissionConfig, PolicyConfig, RouterConfig
 from baton.router.describe import read_text_files

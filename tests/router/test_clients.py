@@ -6,7 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.proto.messages import (
+from baton.proto.contexts.outputs import TokenLogProbs
+from baton.proto.wire.messages import (
     Abort,
     Adopt,
     Assign,
@@ -25,8 +26,7 @@ from baton.proto.messages import (
     TokenRun,
     Tokens,
 )
-from baton.proto.outputs import TokenLogProbs
-from baton.proto.wire import WireSampling, WireTokens
+from baton.proto.wire.wire_context import WireSampling, WireTokens
 from baton.router.authorization import Caller
 from baton.router.core import RouterCore
 from baton.router.events import ClientFull, ClientWritable

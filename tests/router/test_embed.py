@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from baton.proto.limits import MAX_EMBEDDING_SIZE
-from baton.proto.messages import (
+from baton.proto.wire.messages import (
     Abort,
     Aborted,
     Accepted,
@@ -23,7 +23,7 @@ from baton.proto.messages import (
     TokenRun,
     Tokens,
 )
-from baton.proto.wire import WireContext, WireTokens
+from baton.proto.wire.wire_context import WireContext, WireTokens
 from baton.router.requests import context_bytes
 
 

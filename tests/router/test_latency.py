@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from baton.proto.errors import DecodeFailed, LimitExceeded
-from baton.proto.messages import Heartbeat, Status, StatusReport, TokenRun, Tokens
+from baton.proto.wire.messages import Heartbeat, Status, StatusReport, TokenRun, Tokens
 from baton.router.latency import BUCKETS, PERIOD_S, SHORTEST_S, Latency, bucket, percentile
 
 

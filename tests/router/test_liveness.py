@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from baton.proto.messages import (
+from baton.proto.wire.messages import (
     Abort,
     Aborted,
     Adopt,

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from baton.proto.messages import Assign, PeerLost, Status, StatusReport
+from baton.proto.wire.messages import Assign, PeerLost, Status, StatusReport
 from baton.router.pairs import MAX_PAIRS, FailedPairs
 
 

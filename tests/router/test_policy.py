@@ -8,7 +8,7 @@ import pytest
 
 from baton.proto.errors import ConfigError
 from baton.proto.limits import PROTOCOL_VERSION
-from baton.proto.messages import Assign, Hello
+from baton.proto.wire.messages import Assign, Hello
 from baton.router.config import POLICIES, PolicyConfig
 from baton.router.policy import LeastLoaded, PrefixAware, PrefixIndex, RoundRobin, make_policy
 from baton.router.workers import Worker

@@ -17,9 +17,9 @@ import pytest
 import zmq
 
 from baton.client import Client
-from baton.proto.codec import EnvelopeDecoder, EnvelopeEncoder
 from baton.proto.limits import PROTOCOL_VERSION
-from baton.proto.messages import (
+from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from baton.proto.wire.messages import (
     Abort,
     Accepted,
     Adopt,
@@ -46,8 +46,8 @@ from baton.proto.messages import (
     Tokens,
     Welcome,
 )
-from baton.proto.proofs import assignment_proof
-from baton.proto.wire import WireContext, WireTokens
+from baton.proto.wire.proofs import assignment_proof
+from baton.proto.wire.wire_context import WireContext, WireTokens
 from baton.runtime.process.config import dump
 
 pytestmark = pytest.mark.integration

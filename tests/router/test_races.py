@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.proto.messages import (
+from baton.proto.wire.messages import (
     Abort,
     Aborted,
     Accepted,

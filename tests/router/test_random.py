@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from baton.proto.ids import request_key
-from baton.proto.messages import (
+from baton.proto.wire.messages import (
     Abort,
     Aborted,
     Accepted,

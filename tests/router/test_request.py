@@ -9,9 +9,9 @@ import tracemalloc
 import msgspec
 import pytest
 
+from baton.proto.contexts.outputs import TokenLogProbs
 from baton.proto.errors import InternalError
-from baton.proto.messages import TokenRun
-from baton.proto.outputs import TokenLogProbs
+from baton.proto.wire.messages import TokenRun
 from baton.router.requests import TRANSITIONS, Request, State, Step, context_bytes, new_tokens
 from baton.router.timer_wheel import SLOT_S, Wheel
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from baton.proto.messages import Assign, Heartbeat, Share, WorkerLoad
+from baton.proto.wire.messages import Assign, Heartbeat, Share, WorkerLoad
 from baton.router.config import AdmissionConfig, PolicyConfig
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import zmq
 
-from baton.proto.codec import EnvelopeDecoder
-from baton.proto.messages import RouterToClient, Submitted, TerminalAck, TokenRun, Tokens
+from baton.proto.wire.envelope import EnvelopeDecoder
+from baton.proto.wire.messages import RouterToClient, Submitted, TerminalAck, TokenRun, Tokens
 from baton.router.events import ToClient, ToWorker
 from baton.router.shell import RouterShell
 from baton.runtime.net.loop import Loop

@@ -11,7 +11,7 @@ from random import Random
 import msgspec
 import pytest
 
-from baton.proto.messages import Heartbeat, PeerDead, Rejected, RequestState
+from baton.proto.wire.messages import Heartbeat, PeerDead, Rejected, RequestState
 from baton.router.events import Tick, WorkerGone
 from baton.router.workers import WorkerState
 

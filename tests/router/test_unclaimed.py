@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.proto.ids import request_key
-from baton.proto.messages import (
+from baton.proto.wire.messages import (
     Abort,
     Aborted,
     Adopt,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from baton.proto.messages import (
+from baton.proto.wire.messages import (
     Abort,
     Aborted,
     Accepted,
@@ -19,7 +19,7 @@ from baton.proto.messages import (
     TerminalAck,
     Welcome,
 )
-from baton.proto.proofs import worker_key
+from baton.proto.wire.proofs import worker_key
 from baton.router.events import Tick
 
 

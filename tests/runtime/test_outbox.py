@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from baton.proto.codec import EnvelopeDecoder
 from baton.proto.errors import LimitExceeded
-from baton.proto.messages import Cancel, ClientToRouter, Ping, Submit
-from baton.proto.wire import WireContext, WireTokens
+from baton.proto.wire.envelope import EnvelopeDecoder
+from baton.proto.wire.messages import Cancel, ClientToRouter, Ping, Submit
+from baton.proto.wire.wire_context import WireContext, WireTokens
 from baton.runtime.net.channel import SendResult
 from baton.runtime.net.outbox import CONTEXTS_PER_ENVELOPE, Outbox
 

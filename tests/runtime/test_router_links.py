@@ -6,8 +6,8 @@ from collections import Counter
 
 import numpy as np
 
-from baton.proto.codec import EnvelopeDecoder
-from baton.proto.messages import Ping, Terminal, WorkerToRouter
+from baton.proto.wire.envelope import EnvelopeDecoder
+from baton.proto.wire.messages import Ping, Terminal, WorkerToRouter
 from baton.runtime.net.sockets import RouterChannel
 from baton.worker.events import RouterDown, RouterUp
 from baton.worker.router_links import RouterLinks

@@ -17,8 +17,8 @@ from baton.kv_transfer.frames import FrameWriter
 from baton.kv_transfer.receiver import Receiver, Reply
 from baton.kv_transfer.sender import HandoffState, Sender
 from baton.prefill_worker.embed_core import BatchDone, EmbedCore
-from baton.proto.codec import EnvelopeDecoder
-from baton.proto.messages import Committed, Drain, TokenRun, Tokens
+from baton.proto.wire.envelope import EnvelopeDecoder
+from baton.proto.wire.messages import Committed, Drain, TokenRun, Tokens
 from baton.router.client_messages import ClientSide
 from baton.router.lifecycle import Lifecycle
 from baton.router.recovery import Recovery

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from baton.proto.messages import Ping
+from baton.proto.wire.messages import Ping
 from baton.simulator import __main__ as command
 from baton.simulator.recording import Recording, text_of
 from baton.simulator.run import run

@@ -6,7 +6,7 @@ import pytest
 
 from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.limits import PROTOCOL_VERSION
-from baton.proto.messages import (
+from baton.proto.wire.messages import (
     Aborted,
     Busy,
     Heartbeat,

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.proto.outputs import TokenLogProbs
+from baton.proto.contexts.outputs import TokenLogProbs
 from baton.worker.token_replay import runs_again
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....proto.layout import KVLayout
-from ....proto.messages import DeviceTicket
+from ....proto.wire.messages import DeviceTicket
 from ..backend import F32, I32, U8, A, Mapping, PackedLinear, Weights
 from . import attention, elementwise
 from .bfloat16 import bfloat16_bits

@@ -10,13 +10,13 @@ import pytest
 from baton.engine.loading.embedding_config import EmbeddingSettings, load_embedding_settings
 from baton.engine.loading.loader import RunnerConfig, load_embedder, load_runner
 from baton.engine.models.registry import ARCHITECTURES, Architecture, read_context
-from baton.proto.context_maps import request_map
-from baton.proto.contexts import TextContext
+from baton.proto.contexts.text import TextContext
+from baton.proto.contexts.tokens import TokenBuffer
+from baton.proto.contexts.vision import TextAndVisionContext
 from baton.proto.errors import CheckpointError, ConfigError, InputError
 from baton.proto.ids import RequestID
-from baton.proto.tokens import TokenBuffer
-from baton.proto.vision import TextAndVisionContext
-from baton.proto.wire import WireContext, WireTokens
+from baton.proto.wire.context_maps import request_map
+from baton.proto.wire.wire_context import WireContext, WireTokens
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 EMBEDDERS = ("bert", "qwen3")

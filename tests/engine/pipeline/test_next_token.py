@@ -16,14 +16,14 @@ from baton.engine.pipeline import (
 )
 from baton.engine.pipeline.model import lay_out, lay_out_next
 from baton.engine.scheduling.plan import Chunk, SampleSpec
-from baton.proto.contexts import TextContext
+from baton.proto.contexts.images import ImageMetadata
+from baton.proto.contexts.outputs import TextGenerationOutput
+from baton.proto.contexts.status import GenerationStatus
+from baton.proto.contexts.text import TextContext
+from baton.proto.contexts.tokens import TokenBuffer
+from baton.proto.contexts.vision import TextAndVisionContext
 from baton.proto.errors import CapacityError, InputError
-from baton.proto.images import ImageMetadata
-from baton.proto.outputs import TextGenerationOutput
 from baton.proto.sampling import SamplingParams
-from baton.proto.status import GenerationStatus
-from baton.proto.tokens import TokenBuffer
-from baton.proto.vision import TextAndVisionContext
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "checkpoints"
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)

@@ -1,0 +1,1 @@
+"""Names and forms of earlier versions of the reference pages."""

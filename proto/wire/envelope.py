@@ -1,0 +1,315 @@
+"""Envelopes: many messages in one frame, large arrays beside them without a copy.
+
+Frames::
+
+    0      b"BT" | u8 version | msgpack array of tagged structs
+    1..n   one large array each, raw bytes, in the order of the messages they belong to
+
+The context of a message is the map that :func:`..codec.single_buffer.msgpack_numpy_encoder` writes.
+Its array frames are numbered from 1 for each message. So a router forwards a context as it came,
+and the public decoder alone can read it, from the map and the message's frames.
+
+Between workers envelopes are *sealed*, because what a decode worker believes nobody asks
+again: ``b"BS" | u8 version | u64 digest | msgpack array``, little-endian, with the digest of
+all that follows, array frames included. Without a seal only messages are heard that cannot
+do harm (:data:`.messages.UNSEALED`).
+
+Invariant of the decoders: whatever bytes come in, only DecodeFailed, EnvelopeDamaged,
+LimitExceeded or VersionMismatch comes out, and memory stays within a small multiple of the
+bytes received: sizes and counts are checked first, and every value is decoded into a declared
+type, so nothing generic is ever built. Unknown fields, of a newer peer, are skipped unbuilt.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NoReturn, TypeVar, get_args
+from zlib import crc32
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
+
+from ..errors import (
+    DecodeFailed,
+    EnvelopeDamaged,
+    LimitExceeded,
+    ProtocolError,
+)
+from ..limits import (
+    INLINE_ARRAY_BYTES,
+    MAX_ARRAY_FRAMES,
+    MAX_CONTROL_BYTES,
+    MAX_EMBEDDING_SIZE,
+    MAX_KV_FRAME_BYTES,
+    MAX_KV_HEADER_BYTES,
+    MAX_MESSAGES_PER_FRAME,
+    PROTOCOL_VERSION,
+)
+from .arrays import ArrayMap, ArrayReader, Frame, array_bytes, array_map, frame_map
+from .context_maps import MapEncoder, attach_context, put_attached, within
+from .messages import UNSEALED, KVFrame, Message
+from .versions import check_version
+from .wire_context import WireContext
+
+MAGIC = b"BT"
+SEALED_MAGIC = b"BS"
+KV_MAGIC = b"BK"
+
+_PREFIX = MAGIC + bytes([PROTOCOL_VERSION])
+_SEALED_PREFIX = SEALED_MAGIC + bytes([PROTOCOL_VERSION])
+_DIGEST_BYTES = 8
+_CRC_BYTES = 4
+_KV_PREFIX = KV_MAGIC + bytes([PROTOCOL_VERSION])
+_MOST_FRAMES = MAX_ARRAY_FRAMES + 1
+_ARRAY32 = 0xDD
+_HEADS = {
+    extra: struct.Struct(f"<3s{extra}xB").unpack_from for extra in (0, _DIGEST_BYTES, _CRC_BYTES)
+}
+"""By what lies between version and body: reads the prefix and the first byte of the body."""
+_NIL = b"\xc0"
+
+_set = msgspec.structs.force_setattr
+
+Vector = npt.NDArray[np.float32]
+T = TypeVar("T")
+Digest = Callable[[Sequence[Frame]], int]
+"""XXH3-64 of buffers one after the other; handed in, so proto needs no library for it."""
+
+
+_CARRIERS = {
+    kind: name
+    for kind in Message.__subclasses__()
+    for name in ("context", "embedding")
+    if name in kind.__struct_fields__
+}
+"""The messages with arrays, and the field that holds them."""
+
+
+class EnvelopeEncoder:
+    """Encodes batches of messages; one instance per thread.
+
+    ``max_bytes``: limit of the first frame, as the receiver's. ``digest``: seals them.
+    """
+
+    def __init__(self, max_bytes: int = MAX_CONTROL_BYTES, digest: Digest | None = None) -> None:
+        self._max_bytes = max_bytes
+        self._digest = digest
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_encode_object)
+        self._maps = MapEncoder()
+
+    def encode(self, messages: Sequence[Message]) -> list[Frame]:
+        """Frames of one ZeroMQ message.
+
+        Frames after the first are views of the messages' own arrays: leave those unchanged
+        until the message is sent. LimitExceeded if a receiver would refuse the size.
+        """
+        frames: list[Frame] = [b""]
+        body = self._encoder.encode(
+            [self._packed(one, frames) if type(one) in _CARRIERS else one for one in messages]
+        )
+        prefix = _PREFIX
+        if self._digest is not None:
+            digest = self._digest([body, *frames[1:]])
+            prefix = _SEALED_PREFIX + digest.to_bytes(_DIGEST_BYTES, "little")
+        size = len(prefix) + len(body)
+        if size > self._max_bytes or len(messages) > MAX_MESSAGES_PER_FRAME:
+            raise LimitExceeded(f"{len(messages)} messages of {len(body)} bytes in one envelope")
+        frames[0] = prefix + body
+        return frames
+
+    def _packed(self, message: Any, frames: list[Frame]) -> Any:
+        """The message with its context or vector as bytes, whose large arrays join the frames.
+
+        A text request made here stays as it is: it is encoded in one go with its message.
+        """
+        name = _CARRIERS[type(message)]
+        value = getattr(message, name)
+        if value is None:
+            return message
+        room = MAX_ARRAY_FRAMES + 1 - len(frames)
+        if type(value) is WireContext and value.packed is None and room:
+            tokens = value.tokens.array
+            if tokens.nbytes < INLINE_ARRAY_BYTES:
+                return message
+            frames.append(array_bytes(tokens))
+            return replace(message, arrays=1)
+        body, arrays = self._maps.packed(value)
+        if len(arrays) > room:
+            body, arrays = self._maps.inline(value), ()
+        raw = msgspec.Raw(body)
+        if not arrays and name == "context":
+            return replace(message, context=raw)
+        frames += arrays
+        return replace(message, **{name: raw, "arrays": len(arrays)})
+
+
+def _encode_object(value: object) -> object:
+    if isinstance(value, np.ndarray):  # the tokens of a text request, its only array
+        return array_map(value) if value.nbytes < INLINE_ARRAY_BYTES else frame_map(value, 1)
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} cannot be part of a message")
+
+
+class EnvelopeDecoder(Generic[T]):
+    """Decodes envelopes of one direction: ``EnvelopeDecoder[ClientToRouter](ClientToRouter)``.
+
+    ``max_bytes``: limit of the first frame. ``digest``: envelopes must be sealed with it;
+    ``damaged`` counts those that were not what their sender had sealed.
+    """
+
+    def __init__(
+        self, union: object, max_bytes: int = MAX_CONTROL_BYTES, digest: Digest | None = None
+    ) -> None:
+        decoder: msgspec.msgpack.Decoder[list[T]] = msgspec.msgpack.Decoder(list[union])  # type: ignore[valid-type]
+        self._decode = decoder.decode
+        members = get_args(union) or (union,)
+        self._carriers = _CARRIERS.keys() & members
+        self._max_bytes = max_bytes
+        self._digest = digest
+        self.damaged = 0
+
+    def decode(self, frames: Sequence[Frame]) -> list[T]:
+        """Messages of one envelope; arrays are read-only views of the frames.
+
+        Raises DecodeFailed, EnvelopeDamaged, LimitExceeded or VersionMismatch, nothing else.
+        """
+        try:
+            body, sealed = self._body(frames)
+            messages = self._decode(body)
+            used = 0
+            if self._carriers:
+                for message in messages:
+                    attach = _ATTACH.get(type(message))
+                    if attach is not None:
+                        used += attach(message, frames, used)
+            if used != len(frames) - 1:  # each frame belongs to one array
+                raise DecodeFailed(f"{len(frames) - 1} array frames, but {used} are referred to")
+            if self._digest is not None and not sealed:
+                _check_harmless(messages)
+        except Exception as error:
+            _fail(error)
+        return messages
+
+    def _body(self, frames: Sequence[Frame]) -> tuple[Frame, bool]:
+        """The msgpack array, and whether it was sealed."""
+        if not 0 < len(frames) <= _MOST_FRAMES:
+            raise _wrong_count(frames)
+        frame = frames[0]
+        # A view takes more time than a copy of a short message.
+        short = type(frame) is bytes and len(frame) <= INLINE_ARRAY_BYTES
+        first = frame if short else memoryview(frame)
+        if self._digest is None or first[:2] != SEALED_MAGIC:
+            return _checked_body(first, _PREFIX, self._max_bytes), False
+        body = _checked_body(first, _SEALED_PREFIX, self._max_bytes, _DIGEST_BYTES)
+        self._verify(int.from_bytes(first[3 : 3 + _DIGEST_BYTES], "little"), [body, *frames[1:]])
+        return body, True
+
+    def _verify(self, digest: int, parts: Sequence[Frame]) -> None:
+        if self._digest is not None and self._digest(parts) != digest:
+            self.damaged += 1
+            raise EnvelopeDamaged("the envelope is not what its sender sealed")
+
+
+_decode_array = msgspec.msgpack.Decoder(ArrayMap).decode
+
+
+def _attach_vector(message: Any, frames: Sequence[Frame], base: int) -> int:
+    """Put a vector, or None, in place of its bytes; how many frames it took."""
+    raw = message.embedding
+    if raw is None:
+        return 0
+    vector, used = None, 0
+    if memoryview(raw) != _NIL:
+        reader = ArrayReader(frames, base)
+        try:
+            vector = reader.read(_decode_array(raw))
+        except msgspec.ValidationError as error:
+            raise within(error, "embedding") from None
+        if vector.dtype != np.float32 or vector.ndim != 1 or len(vector) > MAX_EMBEDDING_SIZE:
+            raise DecodeFailed(f"a vector is {vector.dtype} of shape {vector.shape}")
+        used = reader.used()
+    put_attached(message, "embedding", vector, used)
+    return used
+
+
+_ATTACH: dict[type, Callable[[Any, Sequence[Frame], int], int]] = {
+    kind: attach_context if name == "context" else _attach_vector
+    for kind, name in _CARRIERS.items()
+}
+
+
+def _check_harmless(messages: list[T]) -> None:
+    for message in messages:
+        if type(message) not in UNSEALED:
+            raise DecodeFailed(f"{type(message).__name__} came without the digest it needs")
+
+
+def _wrong_count(frames: Sequence[Frame]) -> ProtocolError:
+    if not frames:
+        return DecodeFailed("a message without frames")
+    return LimitExceeded(f"{len(frames)} frames, at most {_MOST_FRAMES} are allowed")
+
+
+def _checked_body(view: Frame, prefix: bytes, max_bytes: int, extra: int = 0) -> Frame:
+    """What follows the prefix, once magic, version, size and count of messages are right.
+
+    ``extra``: bytes between version and body.
+    """
+    size = len(view)
+    if size > max_bytes:
+        raise LimitExceeded(f"a frame of {size} bytes, at most {max_bytes} are allowed")
+    if size < 4 + extra:
+        raise DecodeFailed("the frame does not start like a message of this protocol")
+    start, first = _HEADS[extra](view)
+    if start != prefix:
+        if start[:2] != prefix[:2]:
+            raise DecodeFailed("the frame does not start like a message of this protocol")
+        check_version(start[2])
+    body = view[3 + extra :]
+    if first == _ARRAY32 and int.from_bytes(body[1:5], "big") > MAX_MESSAGES_PER_FRAME:
+        raise LimitExceeded(f"more than {MAX_MESSAGES_PER_FRAME} messages in one envelope")
+    return body
+
+
+def _fail(error: Exception) -> NoReturn:
+    """The one wrapper: msgspec lets UnicodeDecodeError and RecursionError out as well."""
+    if isinstance(error, ProtocolError):
+        raise error
+    if isinstance(error, (RecursionError, MemoryError)):
+        raise LimitExceeded("a message is nested too deep or too large") from None
+    raise DecodeFailed(f"not a valid message: {str(error)[:200]}") from None
+
+
+_KV_ENCODER = msgspec.msgpack.Encoder()
+_KV_DECODER = msgspec.msgpack.Decoder(KVFrame)
+
+
+def encode_kv_header(header: KVFrame) -> bytes:
+    """First frame of a data message: ``b"BK" | u8 version | u32 CRC-32 | msgpack header``.
+
+    The payload's checksum says nothing about where the payload belongs, so the header has
+    its own.
+    """
+    body = _KV_ENCODER.encode(header)
+    return _KV_PREFIX + crc32(body).to_bytes(_CRC_BYTES, "little") + body
+
+
+def decode_kv_header(frame: Frame) -> KVFrame:
+    """Header of a data message, with payload size within the limit; errors as for envelopes."""
+    try:
+        view = memoryview(frame)
+        body = _checked_body(view, _KV_PREFIX, MAX_KV_HEADER_BYTES, _CRC_BYTES)
+        if crc32(body) != int.from_bytes(view[3 : 3 + _CRC_BYTES], "little"):
+            raise EnvelopeDamaged("the header of a KV frame is not what its sender wrote")
+        header = _KV_DECODER.decode(body)
+        if header.nbytes > MAX_KV_FRAME_BYTES:
+            raise LimitExceeded(
+                f"a KV frame of {header.nbytes} bytes, at most {MAX_KV_FRAME_BYTES} are allowed"
+            )
+    except Exception as error:
+        _fail(error)
+    return header

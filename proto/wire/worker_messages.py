@@ -1,0 +1,203 @@
+"""Messages between workers and routers; see :mod:`.messages` for the identities."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from ..layout import ModelCard
+from ..limits import MAX_DROP_REASONS, MAX_LIST_ITEMS, MAX_ROUTERS
+from .message_types import (
+    Attempt,
+    Binary,
+    Count,
+    Message,
+    Name,
+    Remaining,
+    Seconds,
+    TokenIds,
+    Total,
+    Word,
+)
+from .wire_context import CarriedContext
+
+# --------------------------------------------------------------------------- worker -> router
+
+
+class RequestState(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request that a worker still holds, as listed in Hello."""
+
+    request: Binary
+    attempt: Attempt
+    position: Count  # next token position the worker will produce
+    prompt_length: Count
+    done: bool = False
+    router: Name = ""  # the router it belongs to; other routers ignore it
+    proof: Binary = b""  # proves that a router gave this attempt to this worker (see .proofs)
+
+
+class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Unfinished work that one router has assigned to a worker."""
+
+    requests: Count
+    tokens: Count  # as routers count load: prompt tokens (prefill) or final lengths (decode)
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """Load of a worker, for routing policies and ``baton status``."""
+
+    kv_blocks_total: Count = 0
+    kv_blocks_used: Count = 0  # owned by requests; without the prefix cache
+    kv_blocks_cached: Count = 0
+    requests_running: Count = 0
+    requests_waiting: Count = 0
+    tokens_waiting: Count = 0  # prompt tokens not yet computed
+    prefix_hit_tokens: Count = 0
+    prompt_tokens: Count = 0  # computed since start
+    generated_tokens: Count = 0
+    preemptions: Count = 0
+    compute_seconds: Total = 0.0  # spent in steps of the engine
+    # By router, if there are several: shows each router the work that the others have assigned.
+    shares: Annotated[dict[Name, Share], Meta(max_length=MAX_ROUTERS)] = {}
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """First message of a worker on every (re)connection."""
+
+    version: Count
+    worker: Name
+    role: Name  # "prefill" | "decode"
+    incarnation: Word
+    pid: Count
+    endpoint: Name  # the control endpoint; a target_endpoint names it
+    pool: Name = "default"
+    model: ModelCard
+    max_batch: Count = 0
+    load: WorkerLoad = WorkerLoad()
+    requests: Annotated[list[RequestState], Meta(max_length=MAX_LIST_ITEMS)] = []
+    draining: bool = False
+    elsewhere: bool = False  # another router serves it: this router was cut off
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """Sent every 200 ms: the worker lives, and its engine's progress."""
+
+    incarnation: Word
+    progress: Word  # completed engine steps; must rise while the engine is busy
+    busy: bool = False
+    step_s: Seconds = 0.0  # predicted duration of the current step
+    draining: bool = False
+    load: WorkerLoad = WorkerLoad()
+    dropped: Annotated[dict[Name, Count], Meta(max_length=MAX_DROP_REASONS)] = {}  # since start
+
+
+class Accepted(Message, frozen=True, kw_only=True):
+    """The worker has the request: answer to an Assign, also a repeated Assign, or an Adopt."""
+
+    request: Binary
+    attempt: Attempt
+    proof: Binary = b""  # in answer to an Adopt: proves that a router gave it this attempt
+
+
+class Busy(Message, frozen=True, kw_only=True):
+    """No room now: prefill worker's answer to an Assign, decode worker's answer to a Reserve."""
+
+    request: Binary
+    attempt: Attempt
+    reason: Name = ""
+    retry_after: Seconds = 0.05
+    decode_full: bool = False  # prefill to router: choose another decode worker, this one is full
+    proof: Binary = b""  # prefill to router, as in Accepted: of the returned attempt
+
+
+class Aborted(Message, frozen=True, kw_only=True):
+    """The worker has freed everything of this attempt and of lower ones."""
+
+    request: Binary
+    attempt: Attempt
+
+
+class HandoffReport(Message, frozen=True, kw_only=True):
+    """Prefill to router after Committed: the record of a handoff, which outlives the worker."""
+
+    request: Binary
+    attempt: Attempt
+    prefill: Name
+    decode: Name
+    transport: Name
+    bytes_sent: Count
+    bytes_received: Count
+    blocks: Count
+    cached_tokens: Count
+    frames: Count = 0
+    resent_frames: Count = 0
+    seconds: Seconds = 0.0
+
+
+class PeerLost(Message, frozen=True, kw_only=True):
+    """Worker to router: the peer of a handoff does not answer."""
+
+    endpoint: Name
+    request: Binary
+    attempt: Attempt
+    reason: Name = ""
+    refused: bool = False  # the peer answers, but is incompatible: a retry cannot help
+
+
+# --------------------------------------------------------------------------- router -> worker
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """The router has registered the worker."""
+
+    router: Name  # stable name; Assign and Commit refer to it
+    incarnation: Word
+    key: Binary = b""  # known only to routers and this worker; tickets of Reserve are made from it
+
+
+class Assign(Message, frozen=True, kw_only=True):
+    """Prefill this request and hand it off to ``decode``. Repeated until Accepted or Busy."""
+
+    request: Binary
+    attempt: Attempt
+    request_id: Name = ""
+    context: CarriedContext
+    emitted: TokenIds = []  # replay: tokens already streamed; generation continues after them
+    decode: Name = ""  # control endpoint of the decode worker; empty for embeddings
+    decode_incarnation: Word = 0
+    deadline: Remaining
+    waited: Remaining = 0.0  # seconds since the client's Submit
+    proof: Binary = b""  # proves that this attempt was assigned to the prefill worker
+    decode_proof: Binary = b""  # the same for the decode worker; Commit carries it there
+    ticket: Binary = b""  # required by the decode worker to grant blocks
+    arrays: Count = 0  # number of the envelope's frames that belong to this message
+
+
+class Abort(Message, frozen=True, kw_only=True):
+    """Free everything of this attempt and of lower ones; repeated until Aborted."""
+
+    request: Binary
+    attempt: Attempt
+    reason: Name = ""
+
+
+class Adopt(Message, frozen=True, kw_only=True):
+    """Reroute the request's tokens to this router, and send those from ``position`` again."""
+
+    request: Binary
+    position: Count
+
+
+class TerminalAck(Message, frozen=True, kw_only=True):
+    """The router has received these terminals; the worker may delete them."""
+
+    requests: Annotated[list[tuple[Binary, Attempt]], Meta(max_length=MAX_LIST_ITEMS)]
+
+
+class PeerDead(Message, frozen=True, kw_only=True):
+    """A worker's incarnation was declared dead: free everything that waits for it."""
+
+    incarnation: Word
+    endpoint: Name = ""
