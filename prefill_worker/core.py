@@ -63,6 +63,7 @@ from ..worker.base_core import Handler, WorkerCore
 from ..worker.events import Note, Tick, ToRouter
 from ..worker.membership import EngineState, Membership, left_alone, moved_to, other_owner
 from ..worker.token_replay import runs_again
+from .decode_links import DecodeLink, DecodeLinks, LinkState
 from .events import (
     AbandonStep,
     Action,
@@ -83,10 +84,7 @@ from .events import (
     ToPeer,
 )
 from .job import Job, JobState, make_job, report
-from .jobs import Jobs
-from .link import Link, LinkState
-from .links import DecodeLinks
-from .urgency import Urgency
+from .queue import Queue, Urgency
 
 TOMBSTONE_S = 600.0
 """Seconds for which an Abort also rejects a late Assign of the same attempt."""
@@ -126,8 +124,8 @@ class PrefillCore(WorkerCore):
         self._sender = sender
         self._limits = limits
         self._card = member.identity.model
-        self._urgency = Urgency(limits.slo_ttft, scheduler.cache) if limits.slo_ttft else None
-        self._jobs = Jobs(self._urgency.start_by if self._urgency else None)
+        urgency = Urgency(limits.slo_ttft, scheduler.cache) if limits.slo_ttft else None
+        self._queue = Queue(limits.max_active, urgency)
         self._links = DecodeLinks(member.identity, ticket, timeout)
         self._answered: Expiring[Key, bool] = Expiring()  # attempts that ended here
         self._aborted: Expiring[bytes, int] = Expiring()  # attempts up to this number are aborted
@@ -161,10 +159,10 @@ class PrefillCore(WorkerCore):
     def _assign(self, router: str, message: Assign, now: float) -> list[Action]:
         key = (message.request, message.attempt)
         accepted = ToRouter(router, Accepted(request=key[0], attempt=key[1]))
-        job = self._jobs.get(key)
+        job = self._queue.get(key)
         if job:
             moved = moved_to(router, job.router, key[0])
-            self._jobs.hand_to(router, job)
+            self._queue.hand_to(router, job)
             return [*moved, accepted]
         if self._member.has_ended(*key):
             return [accepted]
@@ -174,7 +172,7 @@ class PrefillCore(WorkerCore):
         if key[1] <= (self._aborted.get(key[0], now) or 0):
             return [ToRouter(router, Aborted(request=key[0], attempt=key[1]))]
         actions = self._drop_lower(router, key, now)
-        if self._member.draining or self._jobs.waiting >= self._limits.max_queue:
+        if self._member.draining or self._queue.waiting >= self._limits.max_queue:
             reason = "draining" if self._member.draining else "queue full"
             busy = Busy(request=key[0], attempt=key[1], reason=reason, retry_after=0.2)
             return [*actions, ToRouter(router, busy)]
@@ -195,17 +193,17 @@ class PrefillCore(WorkerCore):
             )
             ended = self._member.end(router, terminal, now, now + message.deadline)
             return [accepted, *ended]
-        self._jobs.add(job)
+        self._queue.add(job)
         if job.ended is not None:  # a replay: the client already has the last token
             return [accepted, *self._finished(job, job.ended, now)]
-        self._jobs.queue(job)
+        self._queue.queue(job)
         task = job.grammar = grammar_task(job.context)
         job.compiling = task is not None
         return [accepted] if task is None else [accepted, CompileGrammar(key, task)]
 
     def _drop_lower(self, router: str, key: Key, now: float) -> list[Action]:
         actions: list[Action] = []
-        for job in self._jobs.of(key[0], key[1] - 1):
+        for job in self._queue.of(key[0], key[1] - 1):
             actions += [*moved_to(router, job.router, key[0]), *self._stop(job, now)]
         self._member.forget(key[0], key[1] - 1)
         return actions
@@ -213,7 +211,7 @@ class PrefillCore(WorkerCore):
     def _abort(self, router: str, message: Abort, now: float) -> list[Action]:
         request, attempt = message.request, message.attempt
         actions: list[Action] = []
-        stopped = self._jobs.of(request, attempt)
+        stopped = self._queue.of(request, attempt)
         owner = other_owner(stopped, router)
         if owner is not None:
             return list(left_alone(owner, router, message))
@@ -230,7 +228,7 @@ class PrefillCore(WorkerCore):
 
     def _stop(self, job: Job, now: float) -> list[Action]:
         """End a job without a message to the router; release its grant."""
-        self._jobs.remove(job)
+        self._queue.remove(job)
         self._free(job)
         if job.compiling:
             return [DropGrammar(job.key)]
@@ -240,34 +238,24 @@ class PrefillCore(WorkerCore):
 
     def _adopt(self, router: str, request: bytes, position: int) -> list[Action]:
         """Reroute the job's tokens to this router. An empty token run confirms ownership."""
-        job = self._jobs.newest(request)
+        job = self._queue.newest(request)
         if job is None:
             return list(self._member.adopt(router, request, position))
         moved = moved_to(router, job.router, request)
-        self._jobs.hand_to(router, job)
+        self._queue.hand_to(router, job)
         position = max(position, len(job.assign.context.tokens))
         tokens = job.context.tokens.all[position:].tolist()
         runs = runs_again(job.key, position, tokens, job.logprobs)
         return [*moved, ToRouter(router, Tokens(runs=runs))]
 
     def _held(self) -> list[RequestState]:
-        return [job.held() for job in self._jobs]
+        return [job.held() for job in self._queue]
 
     # ------------------------------------------------------------------ queue and slots
 
     def _dispatch(self, actions: list[Action], now: float) -> None:
-        """Give free execution slots to queued jobs, in order.
-
-        With a TTFT target, jobs stay in the queue while the engine has enough work: only there
-        can their order still change.
-        """
-        urgency = self._urgency
-        while self._jobs.waiting and self._jobs.active < self._limits.max_active:
-            if urgency is not None and urgency.is_met(self._jobs.tokens_ahead(now)):
-                return
-            job = self._jobs.next(now)
-            if job is None:
-                return
+        """Give free execution slots to queued jobs, in order."""
+        while (job := self._queue.next(now)) is not None:
             if now >= job.deadline:
                 actions += self._end(
                     job, now, "deadline_exceeded", "the deadline passed in the queue"
@@ -278,21 +266,21 @@ class PrefillCore(WorkerCore):
     def _begin(self, job: Job, now: float) -> list[Action]:
         """Reserve blocks if the link to the decode worker is open and the grammar is compiled."""
         if job.compiling:
-            self._jobs.park(job, _grammar_place(job))
+            self._queue.park(job, _grammar_place(job))
             return []
         endpoint = job.assign.decode
         link = self._links.get(endpoint)
         if link is not None and (hopeless := link.hopeless(now)):
             return self._give_back(job, now, hopeless, lost=True, refused=link.refuses)
         if link is not None and link.is_ready:
-            self._jobs.start(job, now)
+            self._queue.start(job, now)
             return self._reserve(job, link, now)
-        self._jobs.park(job, endpoint)
+        self._queue.park(job, endpoint)
         return self._links.connect(endpoint, now)
 
     def _on_grammar(self, event: GrammarDone, now: float) -> list[Action]:
         """Store the compiled grammar in its job, or end the job with the compiler's error."""
-        job = self._jobs.get(event.key)
+        job = self._queue.get(event.key)
         if job is None or not job.compiling:
             return []
         job.compiling = False
@@ -300,10 +288,10 @@ class PrefillCore(WorkerCore):
             error = event.result
             return self._end(job, now, error.code, str(error), error.retry_after)
         job.sequence.constrain(event.result)
-        self._jobs.wake(_grammar_place(job))
+        self._queue.wake(_grammar_place(job))
         return []
 
-    def _reserve(self, job: Job, link: Link, now: float) -> list[Action]:
+    def _reserve(self, job: Job, link: DecodeLink, now: float) -> list[Action]:
         self._serial += 1
         incarnation = self._member.identity.incarnation
         reserve = job.reserve(incarnation, self._serial, self._limits.growth, now)
@@ -329,7 +317,7 @@ class PrefillCore(WorkerCore):
 
     def _on_data_up(self, event: DataUp, now: float) -> list[Action]:
         self._links.data(event.endpoint, stands=True, now=now)
-        self._jobs.wake(event.endpoint)
+        self._queue.wake(event.endpoint)
         return []
 
     def _on_data_down(self, event: DataDown, now: float) -> list[Action]:
@@ -365,7 +353,7 @@ class PrefillCore(WorkerCore):
             case Ping(nonce=nonce):
                 return [ToPeer(event.endpoint, Pong(nonce=nonce))]
             case Rejected(code="version_mismatch", message=text):
-                self._jobs.wake(event.endpoint)
+                self._queue.wake(event.endpoint)
                 return self._links.of_another_version(event.endpoint, text)
             case Rejected(code="endpoint_dead", message=text):
                 # Only routers declare workers dead. This affects only the link to that worker.
@@ -396,7 +384,7 @@ class PrefillCore(WorkerCore):
         message = event.message
         job = None
         if isinstance(message, Reserve | Commit):
-            job = self._jobs.get((message.request, message.attempt))
+            job = self._queue.get((message.request, message.attempt))
         return [] if job is None else self._end(job, now, LimitExceeded.code, event.reason)
 
     def _opened(self, endpoint: str, message: Opened, now: float) -> list[Action]:
@@ -415,11 +403,11 @@ class PrefillCore(WorkerCore):
             refusal = OpenRefused(field="max_frame_bytes", ours=limit, theirs="whole blocks")
             return actions + self._open_refused(endpoint, refusal)
         self._links.opened(link, message, now)
-        self._jobs.wake(endpoint)
+        self._queue.wake(endpoint)
         return [*actions, OpenData(endpoint, message.data_endpoint)]
 
     def _open_refused(self, endpoint: str, message: OpenRefused) -> list[Action]:
-        self._jobs.wake(endpoint)
+        self._queue.wake(endpoint)
         return self._links.refused(endpoint, message)
 
     def _peer_dead(self, endpoint: str, incarnation: int, now: float) -> list[Action]:
@@ -428,7 +416,7 @@ class PrefillCore(WorkerCore):
             return []
         outputs = self._sender.peer_lost(link.endpoint, "the worker died", incarnation)
         self._links.drop(link)
-        self._jobs.wake(link.endpoint)
+        self._queue.wake(link.endpoint)
         return [*self._sender_actions(outputs, now), Disconnect(link.endpoint)]
 
     # ------------------------------------------------------------------ handoff outputs
@@ -440,7 +428,7 @@ class PrefillCore(WorkerCore):
                 case handoff.Send(endpoint=endpoint, message=message):
                     actions.append(ToPeer(endpoint, message))
                 case handoff.SendFrame(key=key):
-                    job = self._jobs.get(key)
+                    job = self._queue.get(key)
                     allocation = job.sequence.allocation if job else None
                     if allocation is not None:
                         link = self._links.get(output.endpoint)
@@ -469,7 +457,7 @@ class PrefillCore(WorkerCore):
             self._scheduler.cache.free(held)
 
     def _granted(self, output: handoff.Granted, now: float) -> None:
-        job = self._jobs.get(output.key)
+        job = self._queue.get(output.key)
         if job is None:
             return
         job.state = JobState.COMPUTING
@@ -480,20 +468,20 @@ class PrefillCore(WorkerCore):
         self._scheduler.add(job.sequence, now)
 
     def _refused(self, output: handoff.Refusal, now: float) -> list[Action]:
-        job = self._jobs.get(output.key)
+        job = self._queue.get(output.key)
         if job is None:
             return []
         job.tries += 1
         if job.tries >= self._limits.max_reserve_tries:
             return self._give_back(job, now, "the decode worker has no free blocks")
-        self._jobs.queue(job, now + output.retry_after * job.tries)
+        self._queue.queue(job, now + output.retry_after * job.tries)
         return []
 
     def _give_back(
         self, job: Job, now: float, reason: str, *, lost: bool = False, refused: bool = False
     ) -> list[Action]:
         """Return the request to the router, which must choose another decode worker."""
-        self._jobs.remove(job)
+        self._queue.remove(job)
         self._free(job)
         request, attempt = job.key
         messages: list[Message] = []
@@ -513,11 +501,11 @@ class PrefillCore(WorkerCore):
 
     def _done(self, output: handoff.Done, now: float) -> list[Action]:
         self._not_read(output.key)
-        job = self._jobs.get(output.key)
+        job = self._queue.get(output.key)
         if job is None:
             return []
         self._remember(job)
-        self._jobs.remove(job)
+        self._queue.remove(job)
         self._free(job)
         link = self._links.get(output.endpoint)
         worker, transport = (link.worker, link.transport) if link else ("", "")
@@ -526,7 +514,7 @@ class PrefillCore(WorkerCore):
 
     def _handoff_failed(self, output: handoff.Failed, now: float) -> list[Action]:
         self._not_read(output.key)
-        job = self._jobs.get(output.key)
+        job = self._queue.get(output.key)
         if job is None:
             return []
         link = self._links.get(job.assign.decode)
@@ -544,7 +532,7 @@ class PrefillCore(WorkerCore):
             self._engine_events(self._scheduler.take_events(), actions, now)
             return
         for chunk in plan.chunks:
-            job = self._jobs.of_sequence(chunk.request)
+            job = self._queue.of_sequence(chunk.request)
             if job:
                 job.token_end = chunk.start + len(chunk.tokens)
                 job.last_chunk = chunk.sample is not None
@@ -553,7 +541,7 @@ class PrefillCore(WorkerCore):
         actions.append(RunStep(plan))
 
     def _on_layers(self, event: LayersDone, now: float) -> list[Action]:
-        job = self._jobs.of_sequence(event.sequence)
+        job = self._queue.of_sequence(event.sequence)
         if job is None:
             return []
         outputs = self._sender.ready(
@@ -570,15 +558,14 @@ class PrefillCore(WorkerCore):
         self._progress += 1
         if not event.result.abandoned:
             self._times.learn(event.result.num_tokens, event.result.seconds)
-            if self._urgency is not None:
-                self._urgency.pace.learn(event.result.num_tokens, event.result.seconds)
+            self._queue.learn(event.result.num_tokens, event.result.seconds)
         actions: list[Action] = []
         self._engine_events(self._scheduler.apply(event.result, now), actions, now)
         return [*actions, *self._step_over(now, self._scheduler.is_inflight)]
 
     def _engine_events(self, events: list[EngineEvent], actions: list[Action], now: float) -> None:
         for event in events:
-            job = self._jobs.of_sequence(event.request)
+            job = self._queue.of_sequence(event.request)
             if job is not None:
                 actions += self._engine_event(job, event, now)
 
@@ -658,8 +645,8 @@ class PrefillCore(WorkerCore):
         actions += self._deserted(now)
         actions += self._sender_actions(self._sender.tick(now), now)
         busy = self._sender.endpoints()
-        actions += self._links.tick(now, lambda name: name in busy or self._jobs.wants(name))
-        for job in self._jobs.overdue(now):
+        actions += self._links.tick(now, lambda name: name in busy or self._queue.wants(name))
+        for job in self._queue.overdue(now):
             actions += self._end(job, now, "deadline_exceeded", "the deadline passed")
         self._forget(now)
         return [*actions, *self._drop_lost_links(now), *self._maybe_drained()]
@@ -677,8 +664,8 @@ class PrefillCore(WorkerCore):
                 continue
             lost = self._sender.unreachable(link.endpoint, reason)
             actions += self._sender_actions(lost, now)
-            if self._jobs.wants(link.endpoint):
-                self._jobs.wake(link.endpoint)
+            if self._queue.wants(link.endpoint):
+                self._queue.wake(link.endpoint)
             elif link.is_stale(now) and link.endpoint not in self._sender.endpoints():
                 self._links.drop(link)
                 actions.append(Disconnect(link.endpoint))
@@ -686,18 +673,18 @@ class PrefillCore(WorkerCore):
 
     @property
     def _requests(self) -> int:
-        return len(self._jobs)
+        return len(self._queue)
 
     @property
     def is_drained(self) -> bool:
         """True if this worker is draining and nothing is left."""
-        idle = not len(self._jobs) and not len(self._sender) and not self._member.unacknowledged
+        idle = not len(self._queue) and not len(self._sender) and not self._member.unacknowledged
         return self._member.draining and idle
 
     @property
     def idle(self) -> bool:
         """True if there is no request and no running step, so integrity can be checked."""
-        return not len(self._jobs) and not len(self._sender) and not self._step_running
+        return not len(self._queue) and not len(self._sender) and not self._step_running
 
     @property
     def remembered(self) -> int:
@@ -715,8 +702,8 @@ class PrefillCore(WorkerCore):
         self._sender.check_integrity()
         if not all(self._sender.may_be_read(key) for key in self._readers):
             raise InternalError("blocks are held for a decode worker that no longer reads them")
-        self._jobs.check_integrity()
-        if not self._scheduler.requests <= self._jobs.sequences:
+        self._queue.check_integrity()
+        if not self._scheduler.requests <= self._queue.sequences:
             raise InternalError("the engine runs a sequence without a job")
 
     def load(self) -> WorkerLoad:
@@ -724,9 +711,9 @@ class PrefillCore(WorkerCore):
         load = self._scheduler.load()
         return msgspec.structs.replace(
             load,
-            requests_waiting=load.requests_waiting + self._jobs.waiting,
-            tokens_waiting=load.tokens_waiting + self._jobs.waiting_tokens,
-            shares=self._jobs.shares.report() if len(self._member.routers) > 1 else {},
+            requests_waiting=load.requests_waiting + self._queue.waiting,
+            tokens_waiting=load.tokens_waiting + self._queue.waiting_tokens,
+            shares=self._queue.shares.report() if len(self._member.routers) > 1 else {},
         )
 
     HANDLERS: ClassVar[Mapping[type, Handler]] = {

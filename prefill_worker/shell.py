@@ -36,8 +36,8 @@ from ..worker.router_links import RouterLinks, routing_identity
 from . import events
 from .config import PrefillWorkerConfig, kv_frame_bytes
 from .core import PrefillCore, PrefillLimits
+from .decode_sockets import DecodeSockets
 from .endpoint import Endpoint
-from .peers import PeerLinks
 
 _log = get_logger()
 
@@ -79,7 +79,7 @@ class PrefillShell:
             loop, context, config.routers, identity, self.feed, keys, member.dropped,
             config.worker_timeout_s,
         )  # fmt: skip
-        self._peers = PeerLinks(
+        self._sockets = DecodeSockets(
             loop,
             context,
             identity,
@@ -95,7 +95,7 @@ class PrefillShell:
         self._moves = MoveThread(loop) if stream is not None else None
         self._device: MovingPacker | None = None
         if stream is not None and self._moves is not None:
-            self._device = MovingPacker(stream, self._moves.moves, self._peers.buffers)
+            self._device = MovingPacker(stream, self._moves.moves, self._sockets.buffers)
         self._drain_grace_s = config.drain_grace_s
         self.exit_code = 0
 
@@ -147,7 +147,7 @@ class PrefillShell:
             self._moves.stop()
         self._grammars.stop()
         self._compiler.close()
-        self._peers.close()
+        self._sockets.close()
         self._links.close()
         self._control.close()
         return ended
@@ -164,7 +164,7 @@ class PrefillShell:
             case ToRouter(router=router, message=message):
                 self._links.send(router, message)
             case events.ToPeer(endpoint=endpoint, message=message):
-                self._peers.send(endpoint, message)
+                self._sockets.send(endpoint, message)
             case events.PackFrame():
                 self._pack(action)
             case events.RunStep(plan=plan):
@@ -176,11 +176,11 @@ class PrefillShell:
             case DropGrammar(key=key):
                 self._drop_grammar(key)
             case events.Connect(endpoint=endpoint):
-                self._peers.connect(endpoint)
+                self._sockets.connect(endpoint)
             case events.OpenData(endpoint=endpoint, data_endpoint=address):
-                self._peers.open_data(endpoint, address)
+                self._sockets.open_data(endpoint, address)
             case events.Disconnect(endpoint=endpoint):
-                self._peers.disconnect(endpoint)
+                self._sockets.disconnect(endpoint)
             case Note(event=name, fields=fields):
                 _log.info(name, **fields)
             case Exit(reason=reason, restart=restart):
@@ -202,7 +202,7 @@ class PrefillShell:
         send, table = action.send, action.block_table
 
         def sent(frame: KVFrame, payload: Bytes, give: Give | None = None) -> None:
-            self._peers.send_frame(send.endpoint, frame, payload, give)
+            self._sockets.send_frame(send.endpoint, frame, payload, give)
             self.feed(events.Packed(send.key, frame.index, frame.checksum))
 
         if self._device is not None:
@@ -213,7 +213,7 @@ class PrefillShell:
         elif (ready := self._packer.view(send.frame, table)) is not None:
             sent(*ready)
         else:
-            buffers = self._peers.buffers
+            buffers = self._sockets.buffers
             payload = buffers.take(send.frame.nbytes)
             frame = self._packer.pack(send.frame, table, payload)
             sent(frame, payload, lambda: buffers.give(payload))
@@ -259,4 +259,4 @@ class PrefillShell:
 
     def _flush(self) -> None:
         self._links.flush()
-        self._peers.flush()
+        self._sockets.flush()

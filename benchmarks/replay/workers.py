@@ -13,8 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from ...deploy.autoscale.metrics import WorkerSample
-from ...prefill_worker.pace import Pace
-from ...prefill_worker.start_order import StartOrder, latest_start
+from ...prefill_worker.start_order import Pace, StartOrder, latest_start
 from ...proto.layout import KVLayout, ModelCard
 from ...proto.wire.messages import Hello, WorkerLoad
 from ...router.policy import PrefixIndex

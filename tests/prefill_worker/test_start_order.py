@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from baton.prefill_worker.pace import Pace
-from baton.prefill_worker.start_order import LATE_TURN, StartOrder
+from baton.prefill_worker.start_order import LATE_TURN, Pace, StartOrder
 
 
 def filled(start_by: dict[str, float]) -> StartOrder[str]:

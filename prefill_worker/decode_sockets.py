@@ -41,11 +41,11 @@ def _ignore(_frames: Frames) -> None:
     """Ignore input: the receiver never sends on a data connection."""
 
 
-class PeerLink:
+class DecodeSocketPair:
     """The two sockets of one decode endpoint."""
 
-    def __init__(self, links: PeerLinks, endpoint: str) -> None:
-        self._links = links
+    def __init__(self, sockets: DecodeSockets, endpoint: str) -> None:
+        self._sockets = sockets
         self.endpoint = endpoint
         self.control = self._connect_control()
         self.data: DealerChannel | None = None
@@ -53,9 +53,11 @@ class PeerLink:
         self._in_flight: deque[tuple[zmq.MessageTracker, Give]] = deque()
 
     def _connect_control(self) -> DealerChannel:
-        links, endpoint = self._links, self.endpoint
-        channel = links.dial(endpoint)
-        channel.attach(links.loop, self._hear, lambda: links.on_up(endpoint), self._control_lost)
+        sockets, endpoint = self._sockets, self.endpoint
+        channel = sockets.dial(endpoint)
+        channel.attach(
+            sockets.loop, self._hear, lambda: sockets.on_up(endpoint), self._control_lost
+        )
         return channel
 
     def _control_lost(self) -> None:
@@ -66,7 +68,7 @@ class PeerLink:
         """
         self.control.close()
         self.control = self._connect_control()
-        self._links.on_down(self.endpoint)
+        self._sockets.on_down(self.endpoint)
 
     def open_data(self, address: str) -> None:
         """Connect the data socket; reconnect if the address changed."""
@@ -75,20 +77,20 @@ class PeerLink:
         self._connect_data(address)
 
     def _connect_data(self, address: str) -> None:
-        links, endpoint = self._links, self.endpoint
+        sockets, endpoint = self._sockets, self.endpoint
         if self.data is not None:
             self.data.close()
             self.data = None
-        links.on_data(endpoint, False)  # noqa: FBT003
+        sockets.on_data(endpoint, False)  # noqa: FBT003
         try:
-            self.data = links.dial(address, _DATA_OPTIONS)
+            self.data = sockets.dial(address, _DATA_OPTIONS)
         except ConfigError as error:
             _log.warning("peer.unreachable", endpoint=address, error=str(error))
             return
-        self.data.attach(links.loop, _ignore, self._data_up, lambda: self._connect_data(address))
+        self.data.attach(sockets.loop, _ignore, self._data_up, lambda: self._connect_data(address))
 
     def _data_up(self) -> None:
-        self._links.on_data(self.endpoint, True)  # noqa: FBT003
+        self._sockets.on_data(self.endpoint, True)  # noqa: FBT003
         self._send_waiting()
 
     def send_frame(self, frame: KVFrame, payload: Bytes, give: Give | None) -> None:
@@ -117,21 +119,21 @@ class PeerLink:
 
     def _hear(self, frames: Frames) -> None:
         try:
-            messages = self._links.decoder.decode(frames)
+            messages = self._sockets.decoder.decode(frames)
         except EnvelopeDamaged as error:
-            self._links.dropped[f"peer_{error.code}"] += 1
-            count = self._links.decoder.damaged
-            self._links.log.warning("peer.damaged", endpoint=self.endpoint, count=count)
+            self._sockets.dropped[f"peer_{error.code}"] += 1
+            count = self._sockets.decoder.damaged
+            self._sockets.log.warning("peer.damaged", endpoint=self.endpoint, count=count)
             return  # treated as a lost message: the peer repeats it
         except ProtocolError as error:
-            self._links.dropped[f"peer_{error.code}"] += 1
-            self._links.log.warning("peer.malformed", endpoint=self.endpoint, error=str(error))
+            self._sockets.dropped[f"peer_{error.code}"] += 1
+            self._sockets.log.warning("peer.malformed", endpoint=self.endpoint, error=str(error))
             if isinstance(error, VersionMismatch):
                 rejected = Rejected(code=error.code, message=str(error))
-                self._links.on_message(self.endpoint, rejected)
+                self._sockets.on_message(self.endpoint, rejected)
             return
         for message in messages:
-            self._links.on_message(self.endpoint, message)
+            self._sockets.on_message(self.endpoint, message)
 
     def close(self) -> None:
         """Close both connections."""
@@ -142,12 +144,12 @@ class PeerLink:
             if give is not None:
                 give()
         self._waiting.clear()
-        self._links.left.extend(self._in_flight)  # ZeroMQ may still be reading these buffers
+        self._sockets.left.extend(self._in_flight)  # ZeroMQ may still be reading these buffers
         self._in_flight.clear()
 
 
-class PeerLinks:
-    """The links to all decode endpoints; ``dropped`` counts messages that could not be handled."""
+class DecodeSockets:
+    """The sockets to all decode endpoints; ``dropped`` counts messages that were not understood."""
 
     def __init__(
         self,
@@ -180,8 +182,8 @@ class PeerLinks:
             DecodeToPrefill, digest=envelope_digest
         )
         self.buffers = BufferPool()
-        self.left: deque[tuple[zmq.MessageTracker, Give]] = deque()  # buffers of closed links
-        self._links: dict[str, PeerLink] = {}
+        self.left: deque[tuple[zmq.MessageTracker, Give]] = deque()  # buffers of closed pairs
+        self._pairs: dict[str, DecodeSocketPair] = {}
 
     def dial(self, address: str, options: ChannelOptions = _CONTROL_OPTIONS) -> DealerChannel:
         """Connect to a decode worker. Raises ConfigError for a bad address or missing keys."""
@@ -196,55 +198,55 @@ class PeerLinks:
         return b"%b/%d" % (self._identity, self._connections)
 
     def connect(self, endpoint: str) -> None:
-        """Open the control connection. After a bad address the link times out like a silent one."""
-        link = self._links.get(endpoint)
-        if link is not None:
-            if link.control.connected:  # the connection event will not come again
+        """Open the control connection. A bad address times out like a silent peer."""
+        pair = self._pairs.get(endpoint)
+        if pair is not None:
+            if pair.control.connected:  # the connection event will not come again
                 self.on_up(endpoint)
             return
         try:
-            self._links[endpoint] = PeerLink(self, endpoint)
+            self._pairs[endpoint] = DecodeSocketPair(self, endpoint)
         except ConfigError as error:
             _log.warning("peer.unreachable", endpoint=endpoint, error=str(error))
 
     def open_data(self, endpoint: str, address: str) -> None:
         """Connect to the peer's address for KV frames."""
-        link = self._links.get(endpoint)
-        if link is not None:
-            link.open_data(address)
+        pair = self._pairs.get(endpoint)
+        if pair is not None:
+            pair.open_data(address)
 
     def send(self, endpoint: str, message: Message) -> None:
         """Queue a control message until the end of the loop's turn."""
-        if endpoint in self._links:
+        if endpoint in self._pairs:
             self._outbox.put(endpoint, message)
 
     def _send_control(self, endpoint: str, frames: Buffers) -> SendResult:
-        link = self._links.get(endpoint)
-        return SendResult.UNREACHABLE if link is None else link.control.send(frames)
+        pair = self._pairs.get(endpoint)
+        return SendResult.UNREACHABLE if pair is None else pair.control.send(frames)
 
     def send_frame(
         self, endpoint: str, frame: KVFrame, payload: Bytes, give: Give | None = None
     ) -> None:
         """Send a packed KV frame; ``give`` is called after ZeroMQ has read the payload."""
-        link = self._links.get(endpoint)
-        if link is not None:
-            link.send_frame(frame, payload, give)
+        pair = self._pairs.get(endpoint)
+        if pair is not None:
+            pair.send_frame(frame, payload, give)
         elif give is not None:
             give()
 
     def disconnect(self, endpoint: str) -> None:
         """Close the sockets of an endpoint."""
-        link = self._links.pop(endpoint, None)
-        if link is not None:
+        pair = self._pairs.pop(endpoint, None)
+        if pair is not None:
             self._outbox.drop(endpoint)
-            link.close()
+            pair.close()
 
     def flush(self) -> None:
         """Send everything queued."""
-        for endpoint, link in self._links.items():
-            if not link.control.connected:
+        for endpoint, pair in self._pairs.items():
+            if not pair.control.connected:
                 self._outbox.drop(endpoint)
-            link.reclaim()
+            pair.reclaim()
         self._outbox.flush()
         for _ in range(len(self.left)):
             tracker, give = self.left.popleft()
@@ -255,5 +257,5 @@ class PeerLinks:
 
     def close(self) -> None:
         """Close all sockets."""
-        for endpoint in list(self._links):
+        for endpoint in list(self._pairs):
             self.disconnect(endpoint)

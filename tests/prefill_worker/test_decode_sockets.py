@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.kv_transfer.checksums import envelope_digest
-from baton.prefill_worker.peers import PeerLinks
+from baton.prefill_worker.decode_sockets import DecodeSockets
 from baton.proto.limits import MAX_JSON_SCHEMA_CHARS
 from baton.proto.wire.envelope import EnvelopeDecoder
 from baton.proto.wire.messages import GrammarSpec, Ping, PrefillToDecode, Reserve
@@ -20,7 +20,7 @@ class Ears:
 
     def __init__(self, loop, context) -> None:
         self.told: list[object] = []
-        self.links = PeerLinks(
+        self.links = DecodeSockets(
             loop,
             context,
             b"prefill-0:1",

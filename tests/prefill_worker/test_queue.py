@@ -107,6 +107,6 @@ def test_load_tells_what_waits():
 
 def test_a_miscount_is_an_internal_error():
     bench = filled(3, linked=False)
-    bench.core._jobs.waiting += 1
+    bench.core._queue.waiting += 1
     with pytest.raises(InternalError):
         bench.core.check_integrity()

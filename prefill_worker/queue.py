@@ -1,4 +1,4 @@
-"""The jobs of a prefill worker, by name, by start order and by deadline.
+"""The jobs of a prefill worker: by name, by deadline, and in the order in which they start.
 
 Invariants: a queued job is in exactly one place: ready, waiting for a time, or parked until an
 event (its link opens, its grammar is compiled); a job in any other state holds one execution
@@ -8,34 +8,67 @@ unrelated jobs. Pure.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
+from ..engine.cache.paged_cache import PagedCache
 from ..kv_transfer.sender import Key
 from ..proto.errors import InternalError
 from ..runtime.keyed_heap import Agenda
 from ..worker.attempts import Attempts
 from ..worker.load_by_router import Shares
 from .job import Job, JobState
-from .start_order import StartOrder
+from .start_order import Pace, StartOrder, latest_start
 
 RESERVING_S = 0.05
 """Seconds for which a reserving job counts as coming work; after that, other jobs may start."""
+AHEAD = 0.05
+"""A prompt gets a slot when the engine has less work left than this part of the TTFT target.
+
+Once a prompt has a slot, no other prompt can overtake it, so slots are assigned late."""
+AHEAD_S = 0.1
+"""Upper limit of the same in seconds; long compared with the round trip of a reservation."""
 
 
-class Jobs:
-    """All jobs of one worker.
+class Urgency:
+    """Start times for the TTFT target ``slo_ttft`` (seconds, above 0), given this cache."""
 
-    ``start_by``: latest start time at which a job still meets its TTFT target
-    (:mod:`.start_order`). None: jobs start in arrival order.
+    def __init__(self, slo_ttft: float, cache: PagedCache) -> None:
+        self._slo_ttft = slo_ttft
+        self._ahead = min(AHEAD_S, AHEAD * slo_ttft)
+        self._cache = cache
+        self.pace = Pace()
+
+    def start_by(self, job: Job) -> float:
+        """Return the latest time, by this worker's clock, at which ``job`` can start in time."""
+        if job.assign.emitted:
+            return math.inf  # the client already has the first token: TTFT no longer applies
+        sequence, size = job.sequence, self._cache.block_size
+        most = (sequence.num_tokens - 1) // size
+        cached = len(self._cache.match(sequence.extend_hashes(), most)) * size
+        own = (sequence.num_tokens - cached) * self.pace.seconds_per_token
+        return latest_start(job.asked, self._slo_ttft, own + self._ahead)
+
+    def is_met(self, tokens_ahead: int) -> bool:
+        """True if the engine has enough work, so that prompts should stay in the queue."""
+        return tokens_ahead * self.pace.seconds_per_token >= self._ahead
+
+
+class Queue:
+    """All jobs of one worker; at most ``slots`` of them have started and not ended.
+
+    ``urgency``: start times for a TTFT target. None: jobs start in arrival order.
     """
 
-    def __init__(self, start_by: Callable[[Job], float] | None = None) -> None:
+    def __init__(self, slots: int, urgency: Urgency | None = None) -> None:
+        self._slots = slots
+        self._urgency = urgency
         self._jobs: Attempts[Job] = Attempts()
         self._by_sequence: dict[bytes, Job] = {}
         self._deadlines: Agenda[Key] = Agenda()
         self._ready: StartOrder[Key] = StartOrder(
-            None if start_by is None else lambda key: start_by(self._jobs[key])
+            None if urgency is None else lambda key: urgency.start_by(self._jobs[key])
         )
         self._later: Agenda[Key] = Agenda()  # by the time of the next try
         self._parked: dict[str, dict[Key, None]] = {}  # by the event they wait for
@@ -131,7 +164,15 @@ class Jobs:
             self._ready.put(job.key, job.arrival)
 
     def next(self, now: float) -> Job | None:
-        """Return the next queued job or None; the caller must start, park or end the job."""
+        """Return the next job for a free slot or None; the caller must start, park or end the job.
+
+        With a TTFT target, jobs stay in the queue while the engine has enough work: only there
+        can their order still change.
+        """
+        if not self.waiting or self.active >= self._slots:
+            return None
+        if self._urgency is not None and self._urgency.is_met(self._tokens_ahead(now)):
+            return None
         for key in self._later.due(now):
             self._ready.put(key, self._jobs[key].arrival)
         key_ = self._ready.pop(now)
@@ -154,12 +195,17 @@ class Jobs:
         job.started = now
         self._holding[job.key] = job
 
+    def learn(self, tokens: int, seconds: float) -> None:
+        """Learn the prefill speed from a step of ``tokens`` prompt tokens."""
+        if self._urgency is not None:
+            self._urgency.pace.learn(tokens, seconds)
+
     @property
     def active(self) -> int:
         """Number of execution slots in use."""
         return len(self._holding)
 
-    def tokens_ahead(self, now: float) -> int:
+    def _tokens_ahead(self, now: float) -> int:
         """Return the prompt tokens that jobs with a slot still have to compute, now or soon."""
         tokens = 0
         for job in self._holding.values():
