@@ -17,7 +17,6 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from ...proto.errors import BatonError
 from ...runtime.keys.allowed import OPERATOR
 from ...runtime.keys.keyring import CONTROLLER, load_keys
 from ...runtime.net.loop import Loop
@@ -25,46 +24,20 @@ from ...runtime.process.os_settings import hold_signals, on_stop_signal
 from ..autoscale.pilot import pilot_of
 from ..config import ServeSettings
 from ..controller.admin import Overview
-from ..controller.backend import (
-    ROUTER,
-    MemberDown,
-    MemberEnded,
-    MemberEvent,
-    MemberSpec,
-    MemberStarted,
-)
+from ..controller.backend import MemberEvent, MemberSpec
 from ..controller.core import ControllerCore
 from ..controller.events import Down
 from ..controller.pools import ControllerLimits
-from ..controller.shell import TICK, ControllerShell
+from ..controller.shell import ControllerShell
 from ..plan.addresses import admin_address, claim_admin, ipc_path
 from ..plan.bounds import Bounds
 from ..plan.plan import key_folder, router_names
 from ..plan.prepare import check_keys, check_model, make_plan, memory_refusal, served_context
 from ..plan.revisions import Roster
 from ..report import ClusterReport
-from ..supervise.child_log import ChildLog
-from ..supervise.core import (
-    Action,
-    Add,
-    Alive,
-    Ended,
-    Event,
-    Exited,
-    Kill,
-    Phase,
-    Remove,
-    Reported,
-    Restarting,
-    Say,
-    Start,
-    SupervisorCore,
-    Terminate,
-    Tick,
-)
-from ..supervise.hangs import HangLimits, declared_dead
-from ..supervise.oom_kills import LOOK_EVERY_S, OomWatch
-from ..supervise.process import Child, not_started
+from ..supervise.children import TICK, Children
+from ..supervise.core import Phase, Say, SupervisorCore
+from ..supervise.hangs import HangLimits
 from . import banner
 from .address_lock import AddressLock
 from .run_folder import RunFolder, sweep
@@ -79,47 +52,24 @@ EXIT_CUT_SHORT = 130
 class LocalBackend:
     """Runs members as children of this process; see :class:`..controller.backend.Backend`.
 
-    ``refusal``: function for :meth:`refusal`. ``log_level``: lowest severity of the children's log
-    lines that ``out`` receives.
+    ``refusal``: function for :meth:`refusal`.
     """
 
-    def __init__(
-        self,
-        loop: Loop,
-        folder: RunFolder,
-        out: Out,
-        emit: Callable[[MemberEvent], None],
-        refusal: Callable[[dict[str, int]], str],
-        log_level: str,
-        worker_timeout: float,
-    ) -> None:
-        self._loop = loop
-        self._folder = folder
-        self._out = out
-        self._emit = emit
+    def __init__(self, children: Children, refusal: Callable[[dict[str, int]], str]) -> None:
+        self._children = children
         self._refusal = refusal
-        self._log = ChildLog(out, log_level, lambda name: self._decide(Alive(name)))
-        self._core = SupervisorCore(hang_limits=HangLimits(worker_timeout=worker_timeout))
-        self._oom = OomWatch()
-        self._specs: dict[str, MemberSpec] = {}
-        self._children: dict[str, Child] = {}
-        loop.call_later(TICK, self._tick)
-        loop.call_later(LOOK_EVERY_S, self._look_for_oom)
-
-    # ------------------------------------------------------------- calls of the controller
 
     def start(self, spec: MemberSpec) -> None:
         """Start a child and keep it running."""
-        self._specs[spec.name] = spec
-        self._decide(Add(spec.name, router=spec.role == ROUTER))
+        self._children.start(spec.process)
 
     def stop(self, name: str, grace: float) -> None:
         """SIGTERM, and SIGKILL ``grace`` seconds later."""
-        self._decide(Remove(name, grace))
+        self._children.stop(name, grace)
 
     def kill(self, name: str) -> None:
         """SIGKILL."""
-        self._decide(Remove(name))
+        self._children.stop(name, 0.0)
 
     def request(self, bundles: dict[str, int]) -> None:
         """Do nothing: one machine has no resources to request."""
@@ -134,93 +84,11 @@ class LocalBackend:
 
     def heard(self, router: str, report: ClusterReport) -> None:
         """Detect hanging children with a router's report."""
-        alive = {worker.id: worker.pid for worker in report.workers if worker.alive}
-        self._decide(Reported(router, alive, declared_dead(report)))
+        self._children.heard(router, report)
 
     def close(self) -> None:
         """Kill remaining children. There are none unless the loop ended with an exception."""
-        for child in self._children.values():
-            child.kill()
-        for child in self._children.values():
-            child.wait()
-            child.close()
-        self._children.clear()
-
-    # ------------------------------------------------------------- events of children
-
-    def _tick(self) -> None:
-        self._loop.call_later(TICK, self._tick)
-        self._decide(Tick())
-
-    def _look_for_oom(self) -> None:
-        self._loop.call_later(LOOK_EVERY_S, self._look_for_oom)
-        self._oom.look()
-
-    def _on_exit(self, name: str) -> None:
-        child = self._children[name]
-        code = child.exit_code()
-        if code is None:
-            return
-        self._loop.remove_fd(child.exit_fd)
-        self._loop.remove_fd(child.stderr_fd)
-        child.kill()  # ends remaining processes of the child's process group
-        for event in child.drain_log():
-            self._log.hear(name, event)
-        child.close()
-        del self._children[name]
-        reason, refused = self._log.ended(name, code)
-        self._decide(Exited(name, code, reason, refused, self._oom.evidence(code)))
-
-    def _on_stderr(self, name: str) -> None:
-        child = self._children[name]
-        events = child.read_log()
-        if not events and child.exit_code() is not None:
-            self._loop.remove_fd(child.stderr_fd)  # closed; exit_fd reports the exit
-        for event in events:
-            self._log.hear(name, event)
-
-    # ------------------------------------------------------------- actions
-
-    def _decide(self, event: Event) -> None:
-        for action in self._core.handle(event, self._loop.now()):
-            self._carry_out(action)
-
-    def _carry_out(self, action: Action) -> None:
-        match action:
-            case Start(name):
-                self._try_start(name)
-            case Terminate(name) if name in self._children:
-                self._children[name].terminate()
-            case Kill(name) if name in self._children:
-                self._children[name].kill()
-            case Say():
-                self._out(banner.sentence(action))
-            case Restarting(name, why, seconds, ends):
-                self._tell(MemberDown(name, why, seconds, ends))
-            case Ended(name, code, reason, refused):
-                del self._specs[name]
-                self._tell(MemberEnded(name, code, reason, refused))
-
-    def _tell(self, event: MemberEvent) -> None:
-        """Emit an event in the next turn of the loop, never inside a call of the controller."""
-        self._loop.post(lambda: self._emit(event))
-
-    def _try_start(self, name: str) -> None:
-        """Start a child. If the system refuses (disk full, no process), report an Exited."""
-        try:
-            self._start(name)
-        except (BatonError, OSError) as problem:
-            why = not_started(problem, self._folder.path)
-            self._loop.post(lambda: self._decide(Exited(name, 1, why, refused=True)))
-
-    def _start(self, name: str) -> None:
-        process = self._specs[name].process
-        child = Child(process, self._folder.write(f"{name}.json", process.config_json()))
-        self._children[name] = child
-        self._core.started(name, child.pid)
-        self._loop.add_fd(child.stderr_fd, lambda: self._on_stderr(name))
-        self._loop.add_fd(child.exit_fd, lambda: self._on_exit(name))
-        self._tell(MemberStarted(name, "", child.pid))
+        self._children.close()
 
 
 class LocalCluster:
@@ -316,10 +184,10 @@ class LocalCluster:
         return EXIT_CUT_SHORT if self._cut_short else code
 
     def _make_backend(self, emit: Callable[[MemberEvent], None]) -> LocalBackend:
-        level, timeout = self._settings.log_level, self._settings.worker_timeout
-        self._backend = LocalBackend(
-            self._loop, self._folder, self._out, emit, self._refusal, level, timeout
-        )
+        limits = HangLimits(worker_timeout=self._settings.worker_timeout)
+        core, level = SupervisorCore(hang_limits=limits), self._settings.log_level
+        children = Children(self._loop, core, lambda: self._folder, self._out, emit, level)
+        self._backend = LocalBackend(children, self._refusal)
         return self._backend
 
     def on_ready(self, callback: Callable[[], object]) -> None:

@@ -17,8 +17,7 @@ from ...proto.errors import BatonError, ConfigError
 from ..config import ServeSettings, with_present_names
 from ..supervise.oom import score_like_parent
 from .controller import ControllerFacts, RayCluster
-from .member import MemberReport, Supervisor
-from .member_core import State
+from .member import MemberReport, State, Supervisor
 from .placing import place, read_order
 
 

@@ -16,7 +16,7 @@ from ..controller.backend import (
     MemberStarted,
 )
 from ..report import ClusterReport
-from ..supervise.hangs import HangLimits, Hangs, declared_dead
+from ..supervise.hangs import HangLimits, Hangs
 from .watch import MemberAlive, MemberWatch, RayApi, WatchEvent
 
 HANG_CHECK = 0.5
@@ -25,7 +25,7 @@ _log = get_logger()
 
 
 class RayBackend:
-    """A ``Backend`` (see :mod:`deploy.launcher`). ``emit`` is called on ``loop``."""
+    """A ``Backend`` (see :mod:`..controller.backend`). ``emit`` is called on ``loop``."""
 
     def __init__(
         self,
@@ -92,9 +92,7 @@ class RayBackend:
 
     def heard(self, router: str, report: ClusterReport) -> None:
         """See ``Backend``."""
-        alive = {worker.id: worker.pid for worker in report.workers if worker.alive}
-        dead = declared_dead(report)
-        for name, reason in self._hangs.reported(router, alive, dead, self._loop.now()):
+        for name, reason in self._hangs.reported(router, report, self._loop.now()):
             timeout = self._hangs.limits.worker_timeout
             _log.warning("member.declared_dead", member=name, reason=reason, worker_timeout=timeout)
 

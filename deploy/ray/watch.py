@@ -28,8 +28,7 @@ from ..controller.backend import (
     MemberStarted,
     MemberUnplaced,
 )
-from .member import MemberReport
-from .member_core import State
+from .member import MemberReport, State
 
 CYCLE = 0.2
 """Seconds between two checks of all members."""

@@ -1,23 +1,25 @@
-"""The supervisor's decisions for the child processes of one host: start, restart, signal, end.
+"""The supervisor's decisions for its child processes: start, restart, signal, end.
 
-Pure: ``handle(event, now) -> actions``, without process, socket or clock. Times are seconds of one
-monotonic clock. The controller (:mod:`..controller.core`) decides which children exist, with
-:class:`Add` and :class:`Remove`.
+``baton serve`` has one supervisor for all processes of its machine. Under Ray, each actor has one
+for its single child. Pure: ``handle(event, now) -> actions``, without process, socket or clock.
+Times are seconds of one monotonic clock. The controller (:mod:`..controller.core`) decides which
+children exist, with :class:`Add` and :class:`Remove`.
 
 Invariants:
 
 - A child is started only while no process of the same name lives.
 - A removed child is never restarted. Every other child is, after growing delays.
-- Each Add is followed by one :class:`Ended`, after the child's last process has ended.
+- Each Add is followed by one MemberEnded, after the child's last process has ended.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .hangs import Declared, HangLimits, Hangs
+from ..controller.backend import MemberDown, MemberEnded
+from ..report import ClusterReport
+from .hangs import HangLimits, Hangs
 from .restart import RestartLimits, RestartPolicy
 
 
@@ -51,6 +53,14 @@ class Remove:
 
 
 @dataclass(frozen=True, slots=True)
+class Started:
+    """:class:`Start` was carried out: the child runs as process ``pid``."""
+
+    name: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
 class Exited:
     """A child ended. ``code``: exit code, negative for a signal. ``reason``: its last error line.
 
@@ -74,15 +84,10 @@ class Alive:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A router answered.
-
-    ``alive``: process id of each worker that the router reports as ready or draining. ``dead``:
-    workers that the router declared dead, by name.
-    """
+    """A router answered."""
 
     router: str
-    alive: Mapping[str, int]
-    dead: Mapping[str, Declared] = field(default_factory=dict)
+    report: ClusterReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ class Tick:
     """Time passed."""
 
 
-Event = Add | Remove | Exited | Alive | Reported | Tick
+Event = Add | Remove | Started | Exited | Alive | Reported | Tick
 
 # ----------------------------------------------------------------- actions
 
@@ -126,27 +131,7 @@ class Say:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Restarting:
-    """The child ended and will be restarted in ``seconds``. ``ends``: ends in a row."""
-
-    name: str
-    why: str
-    seconds: float
-    ends: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The child ended permanently: removed, drained (code 0), or refused at its first start."""
-
-    name: str
-    code: int
-    reason: str = ""
-    refused: bool = False
-
-
-Action = Start | Terminate | Kill | Say | Restarting | Ended
+Action = Start | Terminate | Kill | Say | MemberDown | MemberEnded
 
 
 @dataclass(slots=True)
@@ -155,7 +140,7 @@ class _Child:
     router: bool
     running: bool = False
     restart_at: float | None = None
-    was_seen: bool = False  # a router has seen the child, possibly before a restart
+    was_seen: bool = False  # see SupervisorCore, possibly before a restart
     killed: bool = False
     hang: str = ""  # why it was killed
     removed: bool = False
@@ -164,18 +149,20 @@ class _Child:
 
 @dataclass
 class SupervisorCore:
-    """Routers and workers of one host; see the module docstring."""
+    """The children of one supervisor; see the module docstring.
+
+    A child that has been *seen* is restarted after a refusal, and is drained if it exits with code
+    0. ``reports``: routers report to this supervisor, and their reports show which children were
+    seen. Without reports, as in an actor of Ray, a child is seen from its first heartbeat on.
+    """
 
     limits: RestartLimits = field(default_factory=RestartLimits)
     hang_limits: HangLimits = field(default_factory=HangLimits)
+    reports: bool = True
 
     def __post_init__(self) -> None:
         self._children: dict[str, _Child] = {}
         self._hangs = Hangs(self.hang_limits)
-
-    def started(self, name: str, pid: int) -> None:
-        """Record that the shell carried out :class:`Start`."""
-        self._hangs.started(name, pid, router=self._children[name].router)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Handle one event. Returns actions for the caller to carry out in order."""
@@ -187,15 +174,17 @@ class SupervisorCore:
                 actions.append(self._start(name))
             case Remove() if event.name in self._children:
                 actions += self._remove(event, now)
+            case Started(name, pid) if name in self._children:
+                self._hangs.started(name, pid, router=self._children[name].router)
             case Exited() if event.name in self._children:
                 actions += self._exited(event, now)
             case Alive(name):
                 self._hangs.alive(name, now)
-            case Reported(router, alive, dead):
+            case Reported(router, report):
                 timeout = self.hang_limits.worker_timeout
                 actions += [
                     Say("declared_dead", name, reason, timeout)
-                    for name, reason in self._hangs.reported(router, alive, dead, now)
+                    for name, reason in self._hangs.reported(router, report, now)
                 ]
             case _:
                 pass
@@ -213,7 +202,7 @@ class SupervisorCore:
         child.removed = True
         if not child.running:
             del self._children[event.name]
-            return [Ended(event.name, 0)]
+            return [MemberEnded(event.name, 0)]
         if event.grace > 0:
             child.kill_at = now + event.grace
             return [Terminate(event.name)]
@@ -223,17 +212,18 @@ class SupervisorCore:
     def _exited(self, event: Exited, now: float) -> list[Action]:
         name, child = event.name, self._children[event.name]
         served, declared = self._hangs.served(name, now), self._hangs.declared(name)
-        child.was_seen = child.was_seen or self._hangs.joined(name)
+        seen = self._hangs.joined(name) if self.reports else served is not None
+        child.was_seen = child.was_seen or seen
         self._hangs.ended(name)
         child.running = False
         drained = event.code == 0 and not child.router and child.was_seen
         if child.removed or drained or (event.refused and not child.was_seen):
             del self._children[name]
-            return [Ended(name, event.code, event.reason, event.refused)]
+            return [MemberEnded(name, event.code, event.reason, event.refused)]
         delay = child.policy.delay(served)
         child.restart_at = now + delay
         why = describe_end(event.code, event.reason, event.evidence, child.hang, declared)
-        return [Restarting(name, why, delay, child.policy.ends)]
+        return [MemberDown(name, why, delay, child.policy.ends)]
 
     # ------------------------------------------------------------- timers
 
@@ -252,11 +242,9 @@ class SupervisorCore:
                 due += [Say("hung", hang.name, hang.why), Kill(hang.name)]
         return due
 
-    def next_wakeup(self) -> float | None:
-        """Return the time of the next restart or kill, or None if no timer runs."""
-        children = self._children.values()
-        times = [time for c in children for time in (c.restart_at, c.kill_at) if time is not None]
-        return min(times, default=None)
+    def quiet(self, name: str, now: float) -> float | None:
+        """Return the seconds since the child's last heartbeat; None before the first."""
+        return self._hangs.quiet(name, now)
 
 
 def describe_end(code: int, reason: str, evidence: str = "", hang: str = "", dead: str = "") -> str:

@@ -10,13 +10,12 @@ which the supervisor itself was suspended, do not count.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from ...runtime.liveness import DEFAULT_WORKER_TIMEOUT_S
-from ..report import DEAD, DRAINED, ClusterReport
+from ..report import DEAD, DRAINED, ClusterReport, WorkerReport
 
 _PAUSE = 2.0  # a longer gap between the supervisor's checks means that it was suspended
 _AWAY = 1.5  # after a longer gap between a router's reports, its observation restarts
@@ -43,23 +42,6 @@ class HangLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return max(3.0, 2 * self.worker_timeout)
 
 
-class Declared(msgspec.Struct, frozen=True):
-    """A router's record of a worker declared dead. ``stuck``: alive, but without progress."""
-
-    pid: int
-    reason: str
-    stuck: bool = False
-
-
-def declared_dead(report: ClusterReport) -> dict[str, Declared]:
-    """Return the workers that a router declared dead, by name."""
-    return {
-        worker.id: Declared(worker.pid, worker.reason, worker.stuck)
-        for worker in report.workers
-        if worker.state == DEAD and worker.reason != DRAINED
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class Hang:
     """A hanging process, and the evidence."""
@@ -77,7 +59,7 @@ class _Process:
     joined: bool = False  # a router has reported the process at least once
     served_since: float | None = None  # when its loop started to run, with the model loaded
     alive_at: float | None = None  # last heartbeat to the supervisor
-    declared: Declared | None = None
+    declared: WorkerReport | None = None  # the last report of it as declared dead
     dead_at: set[str] = field(default_factory=set)  # routers that have declared it dead
 
 
@@ -115,13 +97,13 @@ class Hangs:
             process.alive_at = now
             process.served_since = now if process.served_since is None else process.served_since
 
-    def reported(
-        self, router: str, alive: Mapping[str, int], dead: Mapping[str, Declared], now: float
-    ) -> list[tuple[str, str]]:
-        """Record a router's report: process ids of live workers, and workers declared dead.
+    def reported(self, router: str, report: ClusterReport, now: float) -> list[tuple[str, str]]:
+        """Record a router's report: the live workers, and the workers declared dead.
 
         Returns ``(name, reason)`` of each running process that the router has newly declared dead.
         """
+        alive = {worker.id: worker.pid for worker in report.workers if worker.alive}
+        dead = {worker.id: worker for worker in report.workers if _declared_dead(worker)}
         news = []
         said = self._reports.get(router)
         if said is None or now - said.last > _AWAY:
@@ -165,6 +147,13 @@ class Hangs:
             return None
         return now - process.served_since
 
+    def quiet(self, name: str, now: float) -> float | None:
+        """Seconds since this process's last heartbeat; None before the first."""
+        process = self._processes.get(name)
+        if process is None or process.alive_at is None:
+            return None
+        return now - process.alive_at
+
     def declared(self, name: str) -> str:
         """Return a router's reason for declaring this process dead; empty if none did."""
         process = self._processes.get(name)
@@ -203,3 +192,8 @@ class Hangs:
         """Seconds in which routers sent reports, but none with this worker alive."""
         times = (r.last - max(seen_at, r.since) for r in self._reports.values())
         return max(times, default=0.0)
+
+
+def _declared_dead(worker: WorkerReport) -> bool:
+    """Whether the router declared the worker dead. A drained worker has exited by itself."""
+    return worker.state == DEAD and worker.reason != DRAINED

@@ -1,23 +1,23 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.deploy.controller.backend import MemberDown, MemberEnded
 from baton.deploy.local.banner import sentence
+from baton.deploy.report import DEAD, ClusterReport, WorkerReport
 from baton.deploy.supervise.core import (
     Add,
     Alive,
-    Ended,
     Exited,
     Kill,
     Remove,
     Reported,
-    Restarting,
     Say,
     Start,
+    Started,
     SupervisorCore,
     Terminate,
     Tick,
 )
-from baton.deploy.supervise.hangs import Declared
 
 WORKERS = ("prefill-0", "decode-0", "decode-1")
 PIDS = {"router": 10, "prefill-0": 11, "decode-0": 12, "decode-1": 13}
@@ -28,22 +28,30 @@ def begun(routers=("router",)) -> SupervisorCore:
     core = SupervisorCore()
     for name in (*routers, *WORKERS):
         assert core.handle(Add(name, router=name in routers), 0.0) == [Start(name)]
-        core.started(name, PIDS.get(name, 20))
+        assert core.handle(Started(name, PIDS.get(name, 20)), 0.0) == []
     return core
+
+
+def reported(router, alive, lost="", reason="no heartbeat for 5.0 s") -> Reported:
+    """A router's report: pid of each live worker by name; ``lost``: a worker declared dead."""
+    workers = [WorkerReport(id=w, role="", pid=pid, state="ready") for w, pid in alive.items()]
+    if lost:
+        dead = WorkerReport(id=lost, role="", pid=PIDS[lost], state=DEAD, reason=reason)
+        workers.append(dead)
+    return Reported(router, ClusterReport(workers=workers))
 
 
 def serving(routers=("router",)) -> SupervisorCore:
     core = begun(routers)
     for router in routers:
-        assert core.handle(Reported(router, ALIVE), 1.0) == []
+        assert core.handle(reported(router, ALIVE), 1.0) == []
     return core
 
 
 def test_a_killed_worker_comes_back_after_its_delay():
     core = serving()
     actions = core.handle(Exited("decode-0", -9), 2.0)
-    assert actions == [Restarting("decode-0", "killed by signal 9", 0.5, 1)]
-    assert core.next_wakeup() == 2.5
+    assert actions == [MemberDown("decode-0", "killed by signal 9", 0.5, 1)]
     assert core.handle(Tick(), 2.4) == []
     assert core.handle(Tick(), 2.5) == [Start("decode-0")]
 
@@ -61,7 +69,7 @@ def test_a_worker_that_ends_again_and_again_is_restarted_for_ever_after_growing_
         waits.append(restarting.seconds)
         now += restarting.seconds
         assert core.handle(Tick(), now) == [Start("decode-0")]
-        core.started("decode-0", 12)
+        core.handle(Started("decode-0", 12), now)
     assert waits == [0.5, 1, 2, 4, 8, 16, 32, 60, 60, 60]
     assert (restarting.ends, restarting.why) == (10, "no such device")
 
@@ -72,45 +80,81 @@ def test_after_a_life_that_served_the_wait_is_short_and_after_a_long_one_the_fir
         (restarting,) = core.handle(Exited("decode-0", -9), now)
         now += restarting.seconds
         core.handle(Tick(), now)
-        core.started("decode-0", 12)
-        core.handle(Reported("router", ALIVE), now)
+        core.handle(Started("decode-0", 12), now)
+        core.handle(reported("router", ALIVE), now)
     assert restarting.seconds == 5.0
     assert core.handle(Exited("decode-0", -9), now + 60.0)[0].seconds == 0.5
+
+
+def test_a_heartbeat_shows_that_a_child_served():
+    core, now, waits = begun(), 0.0, []
+    for _ in range(6):
+        core.handle(Alive("decode-0"), now)
+        (restarting,) = core.handle(Exited("decode-0", -11, "why"), now + 0.1)
+        waits.append(restarting.seconds)
+        now += 0.1 + restarting.seconds
+        core.handle(Tick(), now)
+        core.handle(Started("decode-0", 12), now)
+    assert waits == [0.5, 1, 2, 4, 5, 5]
+
+
+def alone() -> SupervisorCore:
+    """Supervise one child without router reports, as an actor of Ray does."""
+    core = SupervisorCore(reports=False)
+    core.handle(Add("decode-0"), 0.0)
+    core.handle(Started("decode-0", 12), 0.0)
+    return core
+
+
+def test_without_reports_a_worker_that_served_and_leaves_has_drained():
+    core = alone()
+    assert isinstance(core.handle(Exited("decode-0", 0), 1.0)[0], MemberDown)
+    core = alone()
+    core.handle(Alive("decode-0"), 0.5)
+    assert core.handle(Exited("decode-0", 0), 1.0) == [MemberEnded("decode-0", 0)]
+
+
+def test_without_reports_a_refusal_of_one_that_served_is_tried_again():
+    core = alone()
+    core.handle(Alive("decode-0"), 0.5)
+    (restarting,) = core.handle(Exited("decode-0", 1, "its port is taken", refused=True), 1.0)
+    assert restarting == MemberDown("decode-0", "its port is taken", 0.5, 1)
+    (ended,) = alone().handle(Exited("decode-0", 1, "no such model", refused=True), 1.0)
+    assert ended == MemberEnded("decode-0", 1, "no such model", refused=True)
 
 
 def test_bad_settings_are_not_tried_again():
     core = begun()
     actions = core.handle(Exited("prefill-0", 1, "no such folder", refused=True), 0.2)
-    assert actions == [Ended("prefill-0", 1, "no such folder", refused=True)]
+    assert actions == [MemberEnded("prefill-0", 1, "no such folder", refused=True)]
 
 
 def test_a_refusal_of_one_that_could_run_is_tried_again():
     core = serving()
     (restarting,) = core.handle(Exited("decode-0", 1, "address in use", refused=True), 2.0)
-    assert restarting == Restarting("decode-0", "address in use", 0.5, 1)
+    assert restarting == MemberDown("decode-0", "address in use", 0.5, 1)
 
 
 def test_one_that_ends_before_it_was_ever_seen_is_tried_again():
     core = begun()
-    assert isinstance(core.handle(Exited("decode-0", 0), 0.3)[0], Restarting)
+    assert isinstance(core.handle(Exited("decode-0", 0), 0.3)[0], MemberDown)
 
 
 def test_a_drained_worker_is_not_started_again():
     core = serving()
-    assert core.handle(Exited("decode-1", 0), 2.0) == [Ended("decode-1", 0)]
-    assert core.next_wakeup() is None
+    assert core.handle(Exited("decode-1", 0), 2.0) == [MemberEnded("decode-1", 0)]
+    assert core.handle(Tick(), 100.0) == []
 
 
 def test_a_removed_child_is_asked_then_killed_and_never_started():
     core = serving()
     assert core.handle(Remove("decode-1", 5.0), 2.0) == [Terminate("decode-1")]
-    assert core.next_wakeup() == 7.0
-    assert core.handle(Reported("router", ALIVE), 3.5) == []
-    assert core.handle(Reported("router", ALIVE), 5.0) == []
+    assert core.handle(reported("router", ALIVE), 3.5) == []
+    assert core.handle(reported("router", ALIVE), 5.0) == []
     assert core.handle(Tick(), 6.9) == []
     assert core.handle(Tick(), 7.0) == [Kill("decode-1")]
     assert core.handle(Tick(), 8.0) == []
-    assert core.handle(Exited("decode-1", -9), 8.1) == [Ended("decode-1", -9)]
+    assert core.handle(Exited("decode-1", -9), 8.1) == [MemberEnded("decode-1", -9)]
 
 
 def test_a_second_removal_asks_again_with_its_own_grace():
@@ -128,7 +172,7 @@ def test_without_grace_it_is_killed_at_once():
 def test_one_that_waits_for_its_restart_is_removed_at_once():
     core = serving()
     core.handle(Exited("decode-0", -9), 2.0)
-    assert core.handle(Remove("decode-0", 5.0), 2.1) == [Ended("decode-0", 0)]
+    assert core.handle(Remove("decode-0", 5.0), 2.1) == [MemberEnded("decode-0", 0)]
     assert core.handle(Tick(), 3.0) == []
 
 
@@ -136,10 +180,9 @@ def test_a_stopped_worker_is_killed_once_and_restarted():
     core, now = serving(), 1.0
     lost = {k: v for k, v in ALIVE.items() if k != "decode-0"}
     kills = []
-    dead = {"decode-0": Declared(PIDS["decode-0"], "no heartbeat for 5.0 s")}
     while now < 15.0:
         now += 0.25
-        actions = core.handle(Reported("router", lost, dead), now)
+        actions = core.handle(reported("router", lost, "decode-0"), now)
         kills += [a for a in actions if isinstance(a, Kill)]
     assert kills == [Kill("decode-0")]
     (restarting,) = core.handle(Exited("decode-0", -9), now)
@@ -150,8 +193,8 @@ def test_a_worker_that_one_router_of_two_hears_is_not_killed():
     core, now = serving(("router-0", "router-1")), 1.0
     while now < 8.0:
         now += 0.25
-        assert core.handle(Reported("router-0", {}), now) == []
-        assert core.handle(Reported("router-1", ALIVE), now) == []
+        assert core.handle(reported("router-0", {}), now) == []
+        assert core.handle(reported("router-1", ALIVE), now) == []
 
 
 def test_a_silent_router_is_killed_but_not_after_our_own_pause():
@@ -182,13 +225,12 @@ def test_a_kill_is_explained_by_what_the_system_says_of_it():
 
 def test_a_worker_declared_dead_says_so_when_it_ends():
     core = serving()
-    dead = {"decode-0": Declared(PIDS["decode-0"], "no heartbeat for 5.0 s")}
     said = [Say("declared_dead", "decode-0", "no heartbeat for 5.0 s", 5.0)]
-    assert core.handle(Reported("router", {}, dead), 6.0) == said
+    assert core.handle(reported("router", {}, "decode-0"), 6.0) == said
     assert sentence(said[0]) == (
         "decode-0 was declared dead: no heartbeat for 5.0 s (--worker-timeout 5)"
     )
-    assert core.handle(Reported("router", {}, dead), 6.1) == []  # reported once
+    assert core.handle(reported("router", {}, "decode-0"), 6.1) == []  # reported once
     (restarting,) = core.handle(Exited("decode-0", 4, "declared dead by every router"), 6.2)
     assert restarting.why == (
         "declared dead: no heartbeat for 5.0 s; declared dead by every router"
@@ -199,7 +241,7 @@ NAMES = st.sampled_from(list(PIDS))
 EVENTS = st.one_of(
     st.builds(Exited, NAMES, st.sampled_from([0, 1, -9]), st.just("why"), st.booleans()),
     st.builds(
-        Reported,
+        reported,
         st.just("router"),
         st.dictionaries(st.sampled_from(WORKERS), st.integers(11, 13)),
     ),
@@ -220,13 +262,13 @@ def test_no_child_starts_twice_and_each_ends_once(steps):
 
     def carry_out(actions):
         for action in actions:
-            if isinstance(action, (Say, Restarting)):
+            if isinstance(action, (Say, MemberDown)):
                 continue
             assert action.name in known
             if isinstance(action, Start):
                 assert action.name not in running | removed
                 running.add(action.name)
-            elif isinstance(action, Ended):
+            elif isinstance(action, MemberEnded):
                 assert action.name not in running
                 known.discard(action.name)
                 removed.discard(action.name)

@@ -1,20 +1,27 @@
 """Distinguishing hanging processes from disconnected ones."""
 
-from baton.deploy.supervise.hangs import Declared, Hangs
-
-LOST: dict[str, int] = {}
-SEEN = {"decode-0": 10}
-DEAD = {"decode-0": Declared(10, "no heartbeat for 5.0 s")}
-STUCK = {"decode-0": Declared(10, "no progress for 5.0 s", stuck=True)}
+from baton.deploy.report import ClusterReport, WorkerReport
+from baton.deploy.supervise.hangs import Hangs
 
 
-def watch(hangs, start, end, alive, dead=(), *, signs=(), router="router", step=0.2):
+def decode_0(state, reason="", pid=10) -> ClusterReport:
+    worker = WorkerReport(id="decode-0", role="decode", pid=pid, state=state, reason=reason)
+    return ClusterReport(workers=[worker])
+
+
+LOST = ClusterReport()
+SEEN = decode_0("ready")
+DEAD = decode_0("dead", "no heartbeat for 5.0 s")
+STUCK = decode_0("dead", "no progress for 5.0 s")
+
+
+def watch(hangs, start, end, report, *, signs=(), router="router", step=0.2):
     """Feed reports from ``start`` to ``end`` and heartbeats of ``signs``; return the hangs."""
     found, now = [], start
     while now <= end:
         for name in signs:
             hangs.alive(name, now)
-        hangs.reported(router, alive, dict(dead), now)
+        hangs.reported(router, report, now)
         found += [hang.name for hang in hangs.hung(now)]
         now += step
     return found
@@ -30,22 +37,22 @@ def begun() -> Hangs:
 def test_a_worker_that_the_router_lost_and_that_shows_no_life_hangs():
     hangs = begun()
     assert watch(hangs, 0, 2, SEEN, signs=["decode-0"]) == []
-    assert watch(hangs, 2.2, 11.5, LOST, DEAD) == []
-    assert watch(hangs, 11.6, 20, LOST, DEAD) == ["decode-0"]
+    assert watch(hangs, 2.2, 11.5, DEAD) == []
+    assert watch(hangs, 11.6, 20, DEAD) == ["decode-0"]
 
 
 def test_a_worker_that_shows_life_gets_a_minute_to_find_the_router_again():
     hangs = begun()
     watch(hangs, 0, 2, SEEN)
-    assert watch(hangs, 2.2, 61, LOST, DEAD, signs=["decode-0"]) == []
-    assert watch(hangs, 61, 63, LOST, DEAD, signs=["decode-0"]) == ["decode-0"]
+    assert watch(hangs, 2.2, 61, DEAD, signs=["decode-0"]) == []
+    assert watch(hangs, 61, 63, DEAD, signs=["decode-0"]) == ["decode-0"]
 
 
 def test_a_worker_that_is_heard_and_makes_no_progress_hangs():
     hangs = begun()
     watch(hangs, 0, 2, SEEN, signs=["decode-0"])
-    assert watch(hangs, 2.2, 11.5, LOST, STUCK, signs=["decode-0"]) == []
-    assert watch(hangs, 11.6, 13, LOST, STUCK, signs=["decode-0"]) == ["decode-0"]
+    assert watch(hangs, 2.2, 11.5, STUCK, signs=["decode-0"]) == []
+    assert watch(hangs, 11.6, 13, STUCK, signs=["decode-0"]) == ["decode-0"]
 
 
 def test_a_worker_that_loads_does_not_hang():
@@ -57,7 +64,7 @@ def test_a_restarted_worker_begins_anew():
     watch(hangs, 0, 2, SEEN)
     hangs.started("decode-0", 11, router=False)
     assert watch(hangs, 2.2, 60, LOST) == []
-    watch(hangs, 60, 61, {"decode-0": 11})
+    watch(hangs, 60, 61, decode_0("ready", pid=11))
     assert watch(hangs, 61, 75, SEEN) == ["decode-0"]
 
 

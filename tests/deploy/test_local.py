@@ -11,11 +11,12 @@ REFUSED = """
 import sys
 from baton.deploy.local import cluster as local
 from baton.deploy.config import ServeSettings
+from baton.deploy.supervise import children
 
 def refuse(*_):
     raise OSError(28, "No space left on device")
 
-local.Child = refuse
+children.Child = refuse
 cluster = local.LocalCluster(ServeSettings(run_dir=sys.argv[1]), print, private=True)
 print(cluster.run(), cluster.failure)
 """
@@ -69,20 +70,21 @@ import sys
 import msgspec
 from baton.deploy.local import cluster as local
 from baton.deploy.config import ServeSettings
+from baton.deploy.supervise import children
 from baton.deploy.supervise.restart import RestartLimits
 
 core = local.SupervisorCore
 local.SupervisorCore = lambda **given: core(RestartLimits(first_delay=0.01), **given)
 started = []
 
-class Child(local.Child):
+class Child(children.Child):
     def __init__(self, spec, path):
         if spec.name == "decode-0":
             spec = msgspec.structs.replace(spec, module="nothing_of_this_name")
         super().__init__(spec, path)
         started.append((spec.name, self.pid))
 
-local.Child = Child
+children.Child = Child
 cluster = local.LocalCluster(ServeSettings(run_dir=sys.argv[1]), print, private=True)
 print(cluster.run())
 print(cluster.failure)

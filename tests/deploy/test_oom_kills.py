@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.deploy.supervise.oom_kills import HINT, OomWatch
+from baton.deploy.supervise.oom import HINT, OomWatch
 
 
 @pytest.fixture

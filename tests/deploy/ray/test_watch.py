@@ -12,8 +12,7 @@ from baton.deploy.controller.backend import (
     MemberUnplaced,
 )
 from baton.deploy.ray import watch
-from baton.deploy.ray.member import MemberReport
-from baton.deploy.ray.member_core import State
+from baton.deploy.ray.member import MemberReport, State
 from baton.deploy.ray.watch import ActorGone, MemberAlive, MemberWatch
 from baton.deploy.supervise.process import ProcessSpec
 from baton.proto.errors import ConnectionLost
