@@ -224,7 +224,7 @@ class ClientSide:
             request_id=request.request_id,
             request=request.key,
             secret=resume_secret(self._key, request.key),
-            attempt=request.attempt,
+            attempt=request.attempt.number,
         )
         life.out.append(ToClient(identity, submitted))
 

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from ..proto.errors import BatonError, LimitExceeded
+from ..proto.errors import BatonError, InternalError, LimitExceeded
 from ..proto.wire.messages import Assign, Message, Rejected
 from .authorization import ANYBODY, Caller
 from .client_messages import ClientSide, merge_queries
@@ -35,6 +35,7 @@ from .events import (
 )
 from .lifecycle import Lifecycle
 from .recovery import Recovery
+from .requests import State
 from .status import Handoffs, Reporter
 from .timers import Timers
 from .worker_messages import WorkerSide
@@ -105,8 +106,9 @@ class RouterCore:
         """Handle a message that is too large for any envelope: an Assign fails its request."""
         if isinstance(message, Assign):
             request = self.life.requests.get(message.request)
-            if request is not None and not request.done and request.attempt == message.attempt:
-                self.life.fail(request, LimitExceeded(reason), now)
+            if request is None or request.done or request.attempt.number != message.attempt:
+                return []
+            self.life.fail(request, LimitExceeded(reason), now)
         return self._take()
 
     def next_timer(self) -> float:
@@ -135,6 +137,31 @@ class RouterCore:
         return len(self.life.requests)
 
     # ------------------------------------------------------------------ inner
+
+    def check_integrity(self) -> None:
+        """Raise InternalError if records, counters and the workers' loads do not agree."""
+        life = self.life
+        requests, admission = life.requests.values(), life.admission
+        unfinished = [request for request in requests if not request.done]
+        sums = (
+            len(unfinished),
+            sum(request.bytes for request in requests),
+            sum(request.queued_tokens for request in unfinished),
+        )
+        if sums != (admission.requests, admission.context_bytes, admission.queued_tokens):
+            raise InternalError(f"admission counts do not match the records' sums {sums}")
+        for request in requests:
+            request.check_integrity()
+            if (request.key in life.queued) != (request.state is State.QUEUED):
+                raise InternalError(f"{request.request_id} is queued, or should be")
+        for worker in life.registry.live():
+            charged = sum(request.attempt.cost_on(worker) for request in requests)
+            if worker.outstanding != charged:
+                text = f"{worker.outstanding} tokens outstanding, the requests have {charged}"
+                raise InternalError(f"{worker.id}: {text}")
+            for key, request in worker.requests.items():
+                if life.requests.get(key) is not request or not request.attempt.runs_on(worker):
+                    raise InternalError(f"{worker.id} keeps {request.request_id}, which it lost")
 
     def _take(self) -> list[Action]:
         actions = self.life.out

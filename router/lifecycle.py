@@ -31,14 +31,11 @@ from .workers import Registry, Worker
 
 ENDED_KEEP_S = 5.0
 """Minimum seconds for which a terminal is kept, also after the deadline."""
-TAKEOVER = 1024
-"""Added to the attempt number when this router replays a request of another router.
-
-The other router may still raise its own attempt numbers, and the two ranges must not overlap."""
 REMEMBER_ATTEMPTS = 16_384
 """Number of dropped requests whose last attempt number is remembered."""
 _ASSIGNED = State.ASSIGNED  # before Python 3.12, Enum member access is slow
-_ASSIGN, _ACCEPT, _END, _FORGET = Step.ASSIGN, Step.ACCEPT, Step.END, Step.FORGET
+_ASSIGN, _ACCEPT, _HAND_OVER = Step.ASSIGN, Step.ACCEPT, Step.HAND_OVER
+_END, _FORGET = Step.END, Step.FORGET
 
 
 class Counters:
@@ -92,7 +89,7 @@ class Lifecycle:
         """Place an admitted request, or queue it until workers are ready."""
         self.requests[request.key] = request
         self.queued[request.key] = request
-        request.own = request.attempt
+        request.own = request.attempt.number
         request.submitted_at = now
         self.counters.submitted += 1
         self.place(request, now)
@@ -115,12 +112,12 @@ class Lifecycle:
         if pair is None:
             self._wait(request, now)
             return
-        prefill, decode = request.prefill, request.decode = pair
+        attempt = request.attempt
+        prefill, decode = attempt.prefill, attempt.decode = pair
         prefill.requests[request.key] = request
         if decode is not None:
             decode.requests[request.key] = request
         self.placement.placed(request)
-        request.grace_until = NEVER
         request.step(_ASSIGN)
         del self.queued[request.key]
         request.backoff = self.config.assign_retry_s
@@ -137,16 +134,17 @@ class Lifecycle:
 
     def assign(self, request: Request, now: float) -> None:
         """Send the Assign, and repeat it until it is answered."""
-        prefill, decode = request.prefill, request.decode
+        attempt = request.attempt
+        prefill, decode = attempt.prefill, attempt.decode
         if prefill is None:
             return
         there = decode.incarnation if decode else None
         proof, decode_proof, ticket = assignment(
-            self._key, request.key, request.attempt, prefill.incarnation, there
+            self._key, request.key, attempt.number, prefill.incarnation, there
         )
         message = Assign(
             request=request.key,
-            attempt=request.attempt,
+            attempt=attempt.number,
             request_id=request.request_id,
             context=request.context,
             emitted=request.emitted.tolist(),
@@ -165,7 +163,7 @@ class Lifecycle:
         """Note that a worker has accepted the current attempt."""
         if request.state is _ASSIGNED:
             request.step(_ACCEPT)
-            request.server = request.server or request.prefill
+            request.attempt.server = request.attempt.prefill
             request.retry_at = NEVER
             request.due_at = request.limit  # the wheel's slot is earlier; there it is armed again
 
@@ -173,11 +171,8 @@ class Lifecycle:
         """Abort the current attempt and place the next one, now or after ``delay`` seconds."""
         self.abort(request, "superseded")
         self.release(request)
-        request.prefill = request.decode = None
-        request.attempt += TAKEOVER if request.foreign else 1
-        request.foreign = False
-        request.own = min(request.own, request.attempt)
-        request.pending = None
+        request.attempt = request.attempt.next()
+        request.own = min(request.own, request.attempt.number)
         request.step(Step.REQUEUE)
         self.queued[request.key] = request
         if delay > 0:
@@ -195,7 +190,7 @@ class Lifecycle:
     def retry_waiting(self, now: float) -> None:
         """Place the requests that wait for a ready worker."""
         for request in list(self.queued.values()):
-            if request.grace_until != NEVER and request.state is State.QUEUED:
+            if request.attempt.grace_until != NEVER and request.state is State.QUEUED:
                 self.place(request, now)
 
     def _wait(self, request: Request, now: float) -> None:
@@ -205,12 +200,13 @@ class Lifecycle:
             delay = self.back_off(request, self.config.busy_backoff_s, now)
             self.wake(request, now + delay, now)
             return
-        if request.grace_until == NEVER:
+        attempt = request.attempt
+        if attempt.grace_until == NEVER:
             ever = self.registry.ever_ready
             grace = self.config.worker_grace_s if ever else self.config.start_grace_s
-            request.grace_until = now + grace
-        if now < request.grace_until:
-            self.wake(request, request.grace_until, now)
+            attempt.grace_until = now + grace
+        if now < attempt.grace_until:
+            self.wake(request, attempt.grace_until, now)
             return
         hint = max(1.0, self.admission.retry_after())
         where = f" in pool {request.pool!r}" if request.pool else ""
@@ -221,34 +217,25 @@ class Lifecycle:
 
     def handed_over(self, request: Request) -> None:
         """Note the end of the handoff: the request no longer depends on its prefill worker."""
-        request.handed = True
+        request.step(_HAND_OVER)
         request.unreachable, request.shunned = "", ()
-        request.server = request.decode
-        prefill = request.prefill
-        if prefill is not None and prefill.requests.pop(request.key, None) is not None:
-            prefill.outstanding -= request.prefill_cost
-            request.prefill_cost = 0
+        attempt = request.attempt
+        attempt.server = attempt.decode
+        attempt.leave_prefill(request.key)
 
     def release(self, request: Request) -> None:
         """Remove the current attempt from the load of its workers."""
-        key = request.key
-        prefill, decode = request.prefill, request.decode
-        if prefill is not None and not request.handed:
-            prefill.requests.pop(key, None)
-            prefill.outstanding -= request.prefill_cost
-        if decode is not None:
-            decode.requests.pop(key, None)
-            decode.outstanding -= request.decode_cost
-        request.prefill_cost = request.decode_cost = 0
-        request.server = None
-        request.handed = request.followed = False
-        request.heard = True
+        attempt = request.attempt
+        attempt.leave_prefill(request.key)
+        attempt.leave_decode(request.key)
+        attempt.server = None
 
     def abort(self, request: Request, reason: str) -> None:
         """Abort the current attempt on its workers."""
-        for worker in (request.prefill, request.decode):
+        attempt = request.attempt
+        for worker in (attempt.prefill, attempt.decode):
             if worker is not None and worker.live:
-                self.abort_on(worker, request.key, request.attempt, request.deadline, reason)
+                self.abort_on(worker, request.key, attempt.number, request.deadline, reason)
 
     def abort_on(self, worker: Worker, key: bytes, attempt: int, until: float, reason: str) -> None:
         """Send an Abort, which the timers repeat until it is confirmed or ``until`` has passed."""
@@ -289,7 +276,7 @@ class Lifecycle:
         """End a request with an error, and abort it on its workers."""
         terminal = Terminal(
             request=request.key,
-            attempt=request.attempt,
+            attempt=request.attempt.number,
             position=request.next,
             code=error.code,
             message=str(error),
@@ -301,7 +288,10 @@ class Lifecycle:
     def cancel(self, request: Request, now: float, reason: str) -> None:
         """End a request that its client has cancelled, or whose client is disconnected."""
         terminal = Terminal(
-            request=request.key, attempt=request.attempt, position=request.next, status="cancelled"
+            request=request.key,
+            attempt=request.attempt.number,
+            position=request.next,
+            status="cancelled",
         )
         self.abort(request, reason)
         self.log("request.cancelled", request=request.key.hex(), reason=reason, at=now)
@@ -309,11 +299,13 @@ class Lifecycle:
 
     def end(self, request: Request, terminal: Terminal, now: float) -> None:
         """End the request: send its terminal to the client and keep it until acknowledged."""
+        attempt = request.attempt
+        decoding = request.state is State.DECODING
         request.step(_END)
         self.queued.pop(request.key, None)
         self.counters.count(terminal)
         self.admission.end(request)
-        prefill, decode = request.prefill, request.decode
+        prefill, decode = attempt.prefill, attempt.decode
         request.terminal = Terminal(
             request=request.key,
             attempt=terminal.attempt,
@@ -325,11 +317,10 @@ class Lifecycle:
             request_id=request.request_id,
             cached_tokens=terminal.cached_tokens,
             prefill=terminal.prefill or (prefill.id if prefill else ""),
-            decode=terminal.decode or (decode.id if decode and request.handed else ""),
+            decode=terminal.decode or (decode.id if decode and decoding else ""),
             embedding=terminal.embedding if request.embeds else None,
         )
         self.release(request)
-        request.pending = None
         request.limit = request.deadline = max(request.deadline, now + ENDED_KEEP_S)
         request.backoff = self.config.terminal_retry_s
         self.send_terminal(request, now)
@@ -360,7 +351,7 @@ class Lifecycle:
             self.clients.detach(request)
         self.admission.forget(request)
         del self.requests[request.key]
-        self._last_attempts.put(request.key, request.attempt)  # the highest attempt
+        self._last_attempts.put(request.key, request.attempt.number)  # the highest attempt
 
     def remember_attempt(self, key: bytes, attempt: int) -> None:
         """Note that all attempts up to ``attempt`` of a request without a record are over."""

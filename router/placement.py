@@ -105,16 +105,17 @@ class Placement:
 
     def placed(self, request: Request) -> None:
         """Add the request's tokens to the load of its workers."""
-        prefill, decode = request.prefill, request.decode
+        attempt = request.attempt
+        prefill, decode = attempt.prefill, attempt.decode
         hashes = request.hashes or NO_HASHES
         tokens = request.next
         if prefill is not None:
-            request.prefill_cost = tokens
-            prefill.outstanding += request.prefill_cost
+            attempt.prefill_cost = tokens
+            prefill.outstanding += tokens
             self._policy.placed(prefill, hashes, tokens)
         if decode is not None:
-            request.decode_cost = tokens + request.remaining
-            decode.outstanding += request.decode_cost
+            attempt.decode_cost = tokens + request.remaining
+            decode.outstanding += attempt.decode_cost
             self._policy.placed(decode, hashes, tokens)
         request.hashes = None  # kilobytes of memory, cheap to compute again
 

@@ -14,7 +14,7 @@ from ..proto.errors import RequestPoisoned, WorkerLost
 from ..proto.wire.messages import Abort, Adopt, Moved, PeerDead, RequestState
 from .events import ToClient, ToWorker
 from .lifecycle import Lifecycle
-from .requests import NEVER, Request, State, Step
+from .requests import NEVER, PLACED, Request, State, Step
 from .takeover import Search
 from .unclaimed import Orphans
 from .workers import Worker, WorkerState
@@ -55,7 +55,7 @@ class Recovery:
         life.requests[request.key] = request
         life.counters.submitted += 1
         request.state = State.RECOVERING
-        request.foreign = True
+        request.attempt.foreign = True
         holder = self._holder(request)
         if holder is not None:
             self._adopt(request, *holder, now)
@@ -78,7 +78,7 @@ class Recovery:
 
         Directly after this router's start, some workers may not have registered yet.
         """
-        request.sought = None
+        request.attempt.search = None
         if now < self._until:
             self._life.wake(request, self._until, now)
         else:
@@ -86,8 +86,8 @@ class Recovery:
 
     def found(self, request: Request, worker: Worker, attempt: int, now: float) -> None:
         """Adopt a request whose search has found a worker."""
-        request.attempt = attempt
-        request.sought = None
+        request.attempt.number = attempt
+        request.attempt.search = None
         request.step(Step.ADOPT)
         self.served_by(request, worker)
         self._follow(request, worker, now)
@@ -98,17 +98,18 @@ class Recovery:
         Adopt is repeated later, in case those tokens are lost. After the handoff, a prefill
         worker's proof arrives too late to matter.
         """
-        if request.handed and worker.role == "prefill":
+        if request.state is State.DECODING and worker.role == "prefill":
             return
-        if request.server is not worker:
+        attempt = request.attempt
+        if attempt.server is not worker:
             self.served_by(request, worker)
-        request.heard, request.unheard = False, 0
+        attempt.answered, attempt.adopts = False, 0
         request.backoff = self._life.config.adopt_retry_s
         self._life.repeat_later(request, now, request.backoff)
 
     def reclaim(self, request: Request, now: float) -> None:
         """Ask the worker for the tokens again after a Resume of a known request."""
-        if request.state is State.RUNNING:
+        if request.running:
             self.ask_again(request, now)
 
     def _follow(self, request: Request, worker: Worker, now: float) -> None:
@@ -116,8 +117,8 @@ class Recovery:
 
         The decode worker sends its tokens to the router that the handoff names: the other one.
         """
-        request.followed = request.foreign and worker.role == "prefill" and not request.embeds
-        if request.followed:
+        if request.attempt.foreign and worker.role == "prefill" and not request.embeds:
+            request.step(Step.FOLLOW)
             request.backoff = self._life.config.adopt_retry_s
             self._life.repeat_later(request, now, request.backoff)
         else:
@@ -134,20 +135,21 @@ class Recovery:
         self.orphans.reported(worker, now)
         for held in list(worker.reported.values()):
             request = self._life.requests.get(held.request)
-            if request is None or held.attempt < request.attempt:
+            if request is None or held.attempt < request.attempt.number:
                 continue
-            asked = request.server is worker and not request.heard  # the Hello may be older
+            attempt = request.attempt
+            asked = attempt.server is worker and not attempt.answered  # the Hello may be older
             if not asked and self._is_elsewhere(request, held):
                 self.moved(request, held.router)
             elif joined and held.attempt >= request.own:
                 self._collide(request, worker, held, now)
             elif request.state is State.RECOVERING:
                 self._adopt(request, worker, held, now)
-            elif request.state is State.RUNNING and not request.handed:
-                request.attempt = held.attempt
+            elif request.state is State.PREFILLING or request.state is State.FOLLOWED:
+                attempt.number = held.attempt
                 self.served_by(request, worker)
                 self.ask_again(request, now)
-            elif request.state is State.RUNNING and request.server is worker:
+            elif attempt.server is worker:
                 self.ask_again(request, now)
 
     def _is_elsewhere(self, request: Request, held: RequestState) -> bool:
@@ -172,8 +174,8 @@ class Recovery:
             self._life.out.append(ToWorker(worker.identity, abort))
         for request in list(worker.requests.values()):
             held = worker.reported.get(request.key)
-            missing = held is None or held.attempt < request.attempt
-            if missing and request.server is worker:
+            missing = held is None or held.attempt < request.attempt.number
+            if missing and request.attempt.server is worker:
                 self.lost(request, f"worker {worker.id} no longer holds it", now)
         self.registered(worker, now, joined=False)
 
@@ -185,21 +187,21 @@ class Recovery:
         self._life.abort_on(worker, request.key, held.attempt, request.deadline, "superseded")
         if request.done:
             return
-        request.attempt = held.attempt
+        request.attempt.number = held.attempt
         if request.state is State.QUEUED:
-            request.attempt += 1
+            request.attempt.number += 1
         else:
             self.lost(request, "its attempt number was used before the router's restart", now)
 
     def _adopt(self, request: Request, worker: Worker, held: RequestState, now: float) -> None:
-        request.foreign = held.router not in ("", self._life.config.name)
+        request.attempt.foreign = held.router not in ("", self._life.config.name)
         self.found(request, worker, held.attempt, now)
         self.ask_again(request, now)
 
     def _holder(self, request: Request) -> Holder | None:
         """Return the live worker that reported the highest attempt, preferring decode workers."""
         best: Holder | None = None
-        best_rank = (request.attempt, False, -1)
+        best_rank = (request.attempt.number, False, -1)
         for worker in self._life.registry.reporting:
             held = worker.reported.get(request.key)
             if held is not None:
@@ -212,47 +214,42 @@ class Recovery:
 
     def served_by(self, request: Request, worker: Worker) -> None:
         """Record that ``worker`` holds the current attempt."""
+        attempt = request.attempt
         worker.requests[request.key] = request
         if worker.role == "prefill":
-            before = request.prefill
-            if before is not None and before is not worker:
-                before.requests.pop(request.key, None)
-                before.outstanding -= request.prefill_cost
-                request.prefill_cost = 0
-            request.prefill = request.server = worker
+            if attempt.prefill is not worker:
+                attempt.leave_prefill(request.key)
+            attempt.prefill = attempt.server = worker
             return
-        other = request.decode
-        if other is not None and other is not worker:
-            other.requests.pop(request.key, None)
-            other.outstanding -= request.decode_cost
-            request.decode_cost = 0
-        request.decode = worker
-        request.followed = False
+        if attempt.decode is not worker:
+            attempt.leave_decode(request.key)
+        attempt.decode = worker
         self._life.handed_over(request)
 
     def ask_again(self, request: Request, now: float) -> None:
         """Send Adopt for the tokens from ``next`` on, and repeat it until the worker answers."""
-        if not request.heard and request.retry_at != NEVER:
+        attempt = request.attempt
+        if not attempt.answered and request.retry_at != NEVER:
             return  # already asking
-        request.heard = False
-        request.unheard = 0
+        attempt.answered, attempt.adopts = False, 0
         request.backoff = self._life.config.adopt_retry_s
         self.ask(request, now)
 
     def ask(self, request: Request, now: float) -> None:
         """Send Adopt once; after too many unanswered ones the attempt counts as lost."""
-        server = request.server
+        attempt, server = request.attempt, request.attempt.server
         if server is None:
             self.lost(request, "no worker is known to hold it", now)
             return
-        if server.role == "decode" and request.unheard >= MAX_UNHEARD:
+        if server.role == "decode" and attempt.adopts >= MAX_UNHEARD:
             self.lost(request, f"worker {server.id} does not hold it", now)
             return
-        request.unheard += 1
+        attempt.adopts += 1
         adopt = Adopt(request=request.key, position=request.next)
         self._life.out.append(ToWorker(server.identity, adopt))
         config = self._life.config
-        ceiling = config.adopt_retry_s if request.followed else config.retry_ceiling_s
+        followed = request.state is State.FOLLOWED
+        ceiling = config.adopt_retry_s if followed else config.retry_ceiling_s
         self._life.repeat_later(request, now, ceiling)
 
     # ------------------------------------------------------------------ suspect workers
@@ -270,12 +267,12 @@ class Recovery:
             return
         life.log("worker.suspect", worker=worker.id, reason=f"{worker.reason}, requests move")
         affected = list(worker.requests.values())
-        worker.doubted = [request for request in affected if request.server is worker]
+        worker.doubted = [request for request in affected if request.attempt.server is worker]
         for request in worker.doubted:
             self._start_over(request)
             request.doubts |= {worker.incarnation}
         for request in affected:
-            if worker.draining and request.server is not worker:
+            if worker.draining and request.attempt.server is not worker:
                 life.requeue(request, now)  # not running there, and a drain is not a loss
             else:
                 self.lost(request, f"the connection of worker {worker.id} closed", now)
@@ -297,7 +294,8 @@ class Recovery:
         if worker.role != "prefill":
             return
         for request in list(worker.requests.values()):
-            waits = request.state is State.ASSIGNED or not (request.started or request.handed)
+            computes = request.started or request.state is State.DECODING
+            waits = request.state is State.ASSIGNED or not computes
             pinned = request.pin is not None and request.pin[1] == worker.endpoint
             if waits and not pinned and life.registry.ready("prefill", request.pool):
                 life.counters.moved += 1
@@ -337,12 +335,12 @@ class Recovery:
             request.doubts -= {worker.incarnation}
         self._blame([request for request in doubted if not request.done])
         affected = list(worker.requests.values())
-        there = [request for request in affected if request.server is worker]
+        there = [request for request in affected if request.attempt.server is worker]
         for request in there:
             self._start_over(request)
         self._blame(there)
         for request in affected:
-            if drained and request.server is not worker:
+            if drained and request.attempt.server is not worker:
                 life.requeue(request, now)  # not running there, and a drain is not a loss
             else:
                 self.lost(request, f"worker {worker.id} was lost: {reason}", now)
@@ -385,7 +383,7 @@ class Recovery:
 
     def lost(self, request: Request, reason: str, now: float) -> None:
         """Replay a request whose attempt was lost; fail it if it is poisoned or lost too often."""
-        if request.state is not State.ASSIGNED and request.state is not State.RUNNING:
+        if request.state not in PLACED:
             return
         life, config = self._life, self._life.config
         self._start_over(request)
@@ -406,7 +404,7 @@ class Recovery:
         The request did not cause the failure, so this is neither a death nor a lost attempt. If
         all pairs fail, it is retried with back-off until a pair works or its deadline passes.
         """
-        if request.state is not State.ASSIGNED and request.state is not State.RUNNING:
+        if request.state not in PLACED:
             return
         life = self._life
         request.unreachable = reason

@@ -1,17 +1,28 @@
-"""The router's record of one request, and its state machine.
+"""The router's record of one request, its attempts, and their state machine.
 
-Invariant: a request ends once. :data:`TRANSITIONS` lists all legal steps; any other step raises.
+A :class:`Request` is what a client asked. An :class:`Attempt` is one try at it: the workers, and
+the messages that still need an answer. A retry replaces the attempt, so nothing of the failed try
+is left. A request keeps what must outlive an attempt: its tokens, its limits, and its losses.
+
+Invariants: a request ends once. :data:`TRANSITIONS` lists all legal steps; any other step raises.
+An attempt holds what :data:`HOLDINGS` says for the request's state, see
+:meth:`Request.check_integrity`.
 
 ::
 
           submit                   resume, unknown here
             v                              v
           QUEUED <------ requeue ----- RECOVERING
-           |  ^                            |
-    assign |  | requeue                    | adopt
-           v  |                            v
-         ASSIGNED -- accept, tokens --> RUNNING -- requeue --> QUEUED
+           |                               |
+    assign |                               | adopt
+           v                               v       follow
+         ASSIGNED ---- accept -------> PREFILLING ---------> FOLLOWED
+                                           | ^                  |
+                                 hand over | | reassign         | hand over
+                                           v |                  |
+                                         DECODING <-------------+
 
+    ASSIGNED, PREFILLING, FOLLOWED, DECODING -- requeue --> QUEUED, as a new attempt
     any of these -- end --> ENDED -- acknowledged, expired --> FORGOTTEN
 """
 
@@ -19,7 +30,7 @@ from __future__ import annotations
 
 from array import array
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..proto.contexts.outputs import TokenLogProbs
 from ..proto.errors import InternalError
@@ -35,12 +46,14 @@ if TYPE_CHECKING:
 
 
 class State(Enum):
-    """State of a request."""
+    """State of a request and of its current attempt; :data:`HOLDINGS` says what each one holds."""
 
     RECOVERING = "recovering"  # resumed without a record here: a worker may hold it
     QUEUED = "queued"  # waits for workers
     ASSIGNED = "assigned"  # Assign sent to a prefill worker, not answered yet
-    RUNNING = "running"  # a worker has accepted it
+    PREFILLING = "prefilling"  # a prefill worker has accepted it
+    FOLLOWED = "followed"  # as PREFILLING, but the handoff names another router: Adopt is repeated
+    DECODING = "decoding"  # handed over, so the prefill worker is no longer needed
     ENDED = "ended"  # its terminal is known and kept until acknowledged
     FORGOTTEN = "forgotten"
 
@@ -53,6 +66,9 @@ class Step(Enum):
     ASSIGN = "assign"
     ACCEPT = "accept"
     ADOPT = "adopt"
+    FOLLOW = "follow"
+    HAND_OVER = "hand over"
+    REASSIGN = "reassign"
     REQUEUE = "requeue"
     END = "end"
     FORGET = "forget"
@@ -61,19 +77,63 @@ class Step(Enum):
 
 
 TRANSITIONS: dict[tuple[State, Step], State] = {
-    (State.RECOVERING, Step.ADOPT): State.RUNNING,
+    (State.RECOVERING, Step.ADOPT): State.PREFILLING,
     (State.RECOVERING, Step.REQUEUE): State.QUEUED,
     (State.RECOVERING, Step.END): State.ENDED,
     (State.QUEUED, Step.ASSIGN): State.ASSIGNED,
     (State.QUEUED, Step.END): State.ENDED,
-    (State.ASSIGNED, Step.ACCEPT): State.RUNNING,
+    (State.ASSIGNED, Step.ACCEPT): State.PREFILLING,
     (State.ASSIGNED, Step.REQUEUE): State.QUEUED,
     (State.ASSIGNED, Step.END): State.ENDED,
-    (State.RUNNING, Step.REQUEUE): State.QUEUED,
-    (State.RUNNING, Step.END): State.ENDED,
+    (State.PREFILLING, Step.FOLLOW): State.FOLLOWED,
+    (State.PREFILLING, Step.HAND_OVER): State.DECODING,
+    (State.PREFILLING, Step.REQUEUE): State.QUEUED,
+    (State.PREFILLING, Step.END): State.ENDED,
+    (State.FOLLOWED, Step.HAND_OVER): State.DECODING,
+    (State.FOLLOWED, Step.REQUEUE): State.QUEUED,
+    (State.FOLLOWED, Step.END): State.ENDED,
+    (State.DECODING, Step.HAND_OVER): State.DECODING,  # another worker proves to have it
+    (State.DECODING, Step.REASSIGN): State.PREFILLING,  # by another router, as a higher attempt
+    (State.DECODING, Step.REQUEUE): State.QUEUED,
+    (State.DECODING, Step.END): State.ENDED,
     (State.ENDED, Step.FORGET): State.FORGOTTEN,
 }
 """Every legal step."""
+
+RUNNING = frozenset({State.PREFILLING, State.FOLLOWED, State.DECODING})
+"""A worker has accepted the attempt."""
+PLACED = RUNNING | {State.ASSIGNED}
+"""The attempt has workers."""
+
+
+YES, NO, MAYBE = True, False, None
+
+
+class Holding(NamedTuple):
+    """What an attempt holds in one state: always, never, or perhaps (MAYBE, not checked).
+
+    ``server``: role of the worker that runs it, empty without one. ``load``: its tokens count as
+    load of its workers. ``search``: workers are asked for it.
+    """
+
+    prefill: bool | None
+    decode: bool | None
+    server: str
+    load: bool | None
+    search: bool | None
+
+
+HOLDINGS: dict[State, Holding] = {
+    State.RECOVERING: Holding(NO, NO, "", NO, MAYBE),
+    State.QUEUED: Holding(NO, NO, "", NO, NO),
+    State.ASSIGNED: Holding(YES, MAYBE, "", YES, NO),  # embeddings: no decode
+    State.PREFILLING: Holding(YES, MAYBE, "prefill", MAYBE, NO),
+    State.FOLLOWED: Holding(YES, NO, "prefill", NO, NO),
+    State.DECODING: Holding(MAYBE, YES, "decode", MAYBE, NO),
+    State.ENDED: Holding(MAYBE, MAYBE, "", NO, MAYBE),  # for its terminal and report
+    State.FORGOTTEN: Holding(MAYBE, MAYBE, "", NO, MAYBE),
+}
+"""What an attempt holds in each state of its request. An adopted attempt has no load here."""
 
 RECORD_BYTES = 2048
 """Memory of a record without its arrays, rounded up."""
@@ -81,26 +141,90 @@ NEVER = float("inf")
 SUSPECT_DEATHS = 2
 HARMLESS_TOKENS = 8
 """More tokens than can be in transit when their worker dies."""
+TAKEOVER = 1024
+"""Added to the attempt number when this router replays a request of another router.
+
+The other router may still raise its own attempt numbers, and the two ranges must not overlap."""
 _QUEUED, _ENDED, _FORGOTTEN = State.QUEUED, State.ENDED, State.FORGOTTEN
+
+
+class Attempt:
+    """One try of a request: where it runs, and what its worker has still to answer.
+
+    ``number``: higher attempts replace lower ones. ``foreign``: another router counts the
+    attempts, or did. ``search``: the running search for its worker. ``grace_until``: end of the
+    wait for a ready worker, in seconds. ``prefill``, ``decode``: its workers, ``server``: the one
+    that runs it, as far as known. ``prefill_cost``, ``decode_cost``: its tokens in their load.
+    ``answered``: the server has answered the last Adopt; ``adopts``: how many it has not.
+    ``pending``: a terminal that waits for missing tokens.
+    """
+
+    __slots__ = (
+        "adopts", "answered", "decode", "decode_cost", "foreign", "grace_until", "number",
+        "pending", "prefill", "prefill_cost", "search", "server",
+    )  # fmt: skip
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.foreign = False
+        self.search: Sought | None = None
+        self.grace_until = NEVER
+        self.prefill: Worker | None = None
+        self.decode: Worker | None = None
+        self.server: Worker | None = None
+        self.prefill_cost = self.decode_cost = 0
+        self.answered = True
+        self.adopts = 0
+        self.pending: Terminal | None = None
+
+    def next(self) -> Attempt:
+        """Return the attempt that replaces this one."""
+        return Attempt(self.number + (TAKEOVER if self.foreign else 1))
+
+    def runs_on(self, worker: Worker) -> bool:
+        """True if ``worker`` is one of the attempt's workers."""
+        return worker is self.prefill or worker is self.decode
+
+    def cost_on(self, worker: Worker) -> int:
+        """Return the tokens of the attempt in the load of ``worker``."""
+        on_prefill = self.prefill_cost if worker is self.prefill else 0
+        return on_prefill + (self.decode_cost if worker is self.decode else 0)
+
+    @property
+    def waits(self) -> bool:
+        """True if the server has still to answer an Adopt, or to send missing tokens."""
+        return not self.answered or self.pending is not None
+
+    def leave_prefill(self, key: bytes) -> None:
+        """Remove the attempt from the load of its prefill worker."""
+        if self.prefill is not None:
+            self.prefill.requests.pop(key, None)
+            self.prefill.outstanding -= self.prefill_cost
+            self.prefill_cost = 0
+
+    def leave_decode(self, key: bytes) -> None:
+        """Remove the attempt from the load of its decode worker."""
+        if self.decode is not None:
+            self.decode.requests.pop(key, None)
+            self.decode.outstanding -= self.decode_cost
+            self.decode_cost = 0
 
 
 class Request:
     """One request from its admission until its terminal is acknowledged.
 
-    ``base``: position of the first generated token. ``next``: position of the next token to
-    relay; ``emitted`` has all tokens from ``base`` up to it. ``server``: the worker that runs the
-    request, as far as known. ``handed``: the handoff is finished, so the request no longer needs
-    its prefill worker.
+    ``attempt``: the current try, and the last one after the end. ``base``: position of the first
+    generated token. ``next``: position of the next token to relay; ``emitted`` has all tokens from
+    ``base`` up to it.
     """
 
     __slots__ = (
         "attempt", "avoid", "backoff", "base", "blame", "bytes", "client", "context",
-        "deadline", "deaths", "decode", "decode_cost", "decode_tries", "doubts", "due_at", "embeds",
-        "emitted", "followed", "foreign", "grace_until", "handed", "hashes", "heard", "identity",
-        "key", "limit", "logprobs", "losses", "lost_at", "max_new", "next", "own", "owner",
-        "patience", "pending", "pin", "pool", "prefill", "prefill_cost", "queued_tokens",
-        "request_id", "retry_at", "sent", "server", "shunned", "slot", "sought", "started", "state",
-        "strict", "submitted_at", "terminal", "token_at", "unchecked", "unheard", "unreachable",
+        "deadline", "deaths", "decode_tries", "doubts", "due_at", "embeds", "emitted", "hashes",
+        "identity", "key", "limit", "logprobs", "losses", "lost_at", "max_new", "next", "own",
+        "owner", "patience", "pin", "pool", "queued_tokens", "request_id", "retry_at", "sent",
+        "shunned", "slot", "started", "state", "strict", "submitted_at", "terminal", "token_at",
+        "unchecked", "unreachable",
     )  # fmt: skip
 
     def __init__(
@@ -111,11 +235,8 @@ class Request:
         self.context = context
         self.deadline = deadline
         self.limit = deadline  # earlier while its client is disconnected
-        self.attempt = attempt
+        self.attempt = Attempt(attempt)
         self.own = NEVER  # first attempt since this router's start; lower ones are older
-        self.foreign = False  # another router counts its attempts, or did
-        self.sought: Sought | None = None  # the running search for its worker
-        self.followed = False  # adopted from a prefill worker; decode worker unknown
         self.state = _QUEUED
         self.client: Client | None = None
         self.identity = b""  # routing id of its last client connection
@@ -132,19 +253,10 @@ class Request:
         self.strict = False
         self.unchecked = False  # no model card was known at its Submit
 
-        self.prefill: Worker | None = None
-        self.decode: Worker | None = None
-        self.server: Worker | None = None
-        self.handed = False
-        self.started = False  # its first token has arrived
-        self.heard = True  # the worker has answered the last Adopt
-        self.unheard = 0  # number of unanswered Adopts
-        self.prefill_cost = self.decode_cost = 0
+        self.started = False  # its first token has arrived, in any attempt
         self.submitted_at = NEVER  # NEVER for a resumed request: it has no TTFT
         self.token_at = NEVER  # arrival of its last token
-
         self.terminal: Terminal | None = None
-        self.pending: Terminal | None = None  # a terminal that waits for missing tokens
 
         self.deaths = 0  # deaths of workers that ran it
         self.doubts: frozenset[int] = frozenset()  # disconnected incarnations, perhaps dead
@@ -159,7 +271,6 @@ class Request:
 
         self.bytes = 0  # bytes charged by admission
         self.queued_tokens = 0
-        self.grace_until = NEVER
         self.retry_at = NEVER
         self.backoff = 0.0  # seconds until the current message is repeated
         self.patience = 0.0  # seconds of back-off after Busy
@@ -182,6 +293,11 @@ class Request:
     def done(self) -> bool:
         """True if the terminal is known."""
         return self.state is _ENDED or self.state is _FORGOTTEN
+
+    @property
+    def running(self) -> bool:
+        """True if a worker has accepted the current attempt."""
+        return self.state in RUNNING
 
     @property
     def remaining(self) -> int:
@@ -213,7 +329,7 @@ class Request:
         if not tokens:
             return None
         return TokenRun(
-            self.key, self.attempt, self.base + start, tokens, self._logprobs_from(start)
+            self.key, self.attempt.number, self.base + start, tokens, self._logprobs_from(start)
         )
 
     def _logprobs_from(self, start: int) -> list[TokenLogProbs] | None:
@@ -222,6 +338,30 @@ class Request:
         known = [entry for entry in self.logprobs[start:] if entry is not None]
         # Tokens from a Resume have no log probabilities, and that client does not need them.
         return known if len(known) == len(self.logprobs) - start else None
+
+    def check_integrity(self) -> None:
+        """Raise InternalError if the attempt does not hold what the state says."""
+        attempt, holding = self.attempt, HOLDINGS[self.state]
+        server = attempt.server.role if attempt.server is not None else ""
+        held = Holding(
+            attempt.prefill is not None,
+            attempt.decode is not None,
+            server,
+            load=bool(attempt.prefill_cost or attempt.decode_cost),
+            search=attempt.search is not None,
+        )
+        wrong = [
+            name
+            for name, expected, found in zip(Holding._fields, holding, held, strict=True)
+            if expected is not None and expected != found
+        ]
+        if wrong or (attempt.server is not None and not attempt.runs_on(attempt.server)):
+            text = f"{self.request_id} is {self.state.value}, but its attempt holds {held}"
+            raise InternalError(f"{text}: wrong {', '.join(wrong) or 'server'}")
+        if self.next != self.base + len(self.emitted):
+            raise InternalError(f"{self.request_id} has miscounted its tokens")
+        if self.slot < 0:
+            raise InternalError(f"{self.request_id} has no timer")
 
 
 def new_tokens(context: WireContext) -> int:

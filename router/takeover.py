@@ -41,12 +41,12 @@ class Search:
 
     def begin(self, request: Request, now: float) -> bool:
         """Ask all workers; return False if no worker can answer."""
-        sought = request.sought = Sought(now + SEARCH_S)
+        sought = request.attempt.search = Sought(now + SEARCH_S)
         return self._ask(request, sought, request.roles, now)
 
     def repeat(self, request: Request, now: float) -> bool:
         """Ask the workers without an answer again; return False if the search has ended."""
-        sought = request.sought
+        sought = request.attempt.search
         if sought is None or now >= sought.until:
             return False
         sought.waiting = {key: one for key, one in sought.waiting.items() if _answers(one)}
@@ -57,7 +57,7 @@ class Search:
 
     def denied(self, request: Request, worker: Worker, now: float) -> bool:
         """Note that ``worker`` does not hold the request; return False if the search has ended."""
-        sought = request.sought
+        sought = request.attempt.search
         if sought is None or sought.waiting.pop(worker.incarnation, None) is None:
             return True  # not asked, or has answered already
         return bool(sought.waiting) or self._second_round(request, sought, now)

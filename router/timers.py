@@ -59,7 +59,7 @@ class Timers:
             self._recovery.continue_search(request, now)
         elif request.state is State.ENDED:
             life.send_terminal(request, now)
-        elif not request.heard or request.pending is not None or request.followed:
+        elif request.attempt.waits or request.state is State.FOLLOWED:
             self._recovery.ask(request, now)
         else:
             life.wake(request, NEVER, now)
@@ -72,7 +72,8 @@ class Timers:
             life.forget(request)
         elif now >= request.deadline:
             made = len(request.emitted)
-            text = f"the deadline passed while {request.state.value}, after {made} tokens"
+            where = "running" if request.running else request.state.value
+            text = f"the deadline passed while {where}, after {made} tokens"
             if request.unreachable:
                 text = f"{text}; {request.unreachable}"
             life.fail(request, DeadlineExceeded(text), now)

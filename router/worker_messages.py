@@ -40,13 +40,13 @@ from .lifecycle import Lifecycle
 from .proofs import Proofs
 from .recent import Recent
 from .recovery import Recovery
-from .requests import NEVER, Request, State
+from .requests import NEVER, PLACED, Request, State, Step
 from .status import Handoffs
 from .workers import Worker, WorkerState
 
-_RUNNING = State.RUNNING
-_ASSIGNED = State.ASSIGNED
+_ASSIGNED = State.ASSIGNED  # before Python 3.12, Enum member access is slow
 _QUEUED = State.QUEUED
+_DECODING = State.DECODING
 REMEMBER_REPORTS = 4096
 REMEMBER_REFUSED = 256
 
@@ -174,15 +174,17 @@ class WorkerSide:
         since = NEVER
         for run in message.runs:
             request = requests.get(run.request)
+            if request is None:
+                self._unknown(worker, run.request, run.attempt, now)
+                continue
+            attempt = request.attempt
             if (
-                request is None
-                or run.position != request.next
-                or run.attempt != request.attempt
-                or request.server is not worker
-                or request.state is not _RUNNING
+                run.position != request.next
+                or run.attempt != attempt.number
+                or attempt.server is not worker
             ):
                 checked = self._irregular(worker, request, run, now)
-                if checked is None or request is None:
+                if checked is None:
                     continue
                 run = checked
             total += len(run.tokens)
@@ -203,7 +205,7 @@ class WorkerSide:
                     if not client.runs:
                         touched.append(client)
                     client.runs.append(run)
-            if not request.heard or request.pending is not None or not request.started:
+            if not (attempt.answered and request.started and attempt.pending is None):
                 self._first_heard(worker, request, touched, now)
         if since != NEVER:
             self._waited(worker, since, same, now)
@@ -227,10 +229,11 @@ class WorkerSide:
         self, worker: Worker, request: Request, touched: list[Client], now: float
     ) -> None:
         """Handle a run that is the first, answers an Adopt, or completes a pending terminal."""
-        request.heard = request.heard or request.server is worker
+        attempt = request.attempt
+        attempt.answered = attempt.answered or attempt.server is worker
         if not request.started:
             self._started(request, now)
-        pending = request.pending
+        pending = attempt.pending
         if pending is not None and request.next >= pending.position:
             self._flush(touched)
             self._finish(request, pending, now)
@@ -243,26 +246,28 @@ class WorkerSide:
         if request.submitted_at != NEVER:
             index = bucket(now - request.submitted_at)
             life.first_tokens.add_to_bucket(index, now)
-            if request.prefill is not None:
-                request.prefill.latency.add_to_bucket(index, now)
+            if request.attempt.prefill is not None:
+                request.attempt.prefill.latency.add_to_bucket(index, now)
 
     def _irregular(
-        self, worker: Worker, request: Request | None, run: TokenRun, now: float
+        self, worker: Worker, request: Request, run: TokenRun, now: float
     ) -> TokenRun | None:
         """Handle a run that is not the expected next one; return its part to relay, or None."""
-        if not self._current(worker, request, run.request, run.attempt, now) or request is None:
+        if not self._current(worker, request, run.attempt, now):
             return None
         if request.state is _ASSIGNED:
             self._life.accepted(request)
         # After the handoff, a late first token may still arrive from the prefill worker.
-        if request.server is not worker and not (request.handed and worker.role == "prefill"):
+        attempt = request.attempt
+        late = request.state is _DECODING and worker.role == "prefill"
+        if attempt.server is not worker and not late:
             self._recovery.served_by(request, worker)
         if run.position > request.next:
             self._drop("tokens_ahead")
             self._recovery.ask_again(request, now)
             return None
         skip = request.next - run.position
-        request.heard = request.heard or request.server is worker
+        attempt.answered = attempt.answered or attempt.server is worker
         if skip >= len(run.tokens):
             self._drop("repeated_tokens")
             return None
@@ -271,46 +276,43 @@ class WorkerSide:
         logprobs = None if run.logprobs is None else run.logprobs[skip:]
         return TokenRun(run.request, run.attempt, request.next, run.tokens[skip:], logprobs)
 
+    def _unknown(self, worker: Worker, key: bytes, attempt: int, now: float) -> None:
+        """Drop a message about a request without a record; abort it unless it may be resumed."""
+        self._drop("unknown_request")
+        self._recovery.orphans.unknown(worker, key, attempt, now)
+
     def _current(
-        self,
-        worker: Worker,
-        request: Request | None,
-        key: bytes,
-        attempt: int,
-        now: float,
-        proof: bytes = b"",
+        self, worker: Worker, request: Request, attempt: int, now: float, proof: bytes = b""
     ) -> bool:
         """True if a worker's message is about the current attempt; abort a lower attempt there."""
-        life = self._life
-        if request is None:
-            self._drop("unknown_request")
-            self._recovery.orphans.unknown(worker, key, attempt, now)
-            return False
+        life, key, current = self._life, request.key, request.attempt
         if self._is_foreign(worker, request, attempt, now, proof):
             return False
-        if request.state is State.RECOVERING and attempt >= request.attempt:
+        if request.state is State.RECOVERING and attempt >= current.number:
             if worker.aborts.get(key, (0,))[0] >= attempt:
                 self._drop("late_attempt")  # sent before our Abort arrived, which releases it
                 return False
             self._recovery.found(request, worker, attempt, now)
             return True
-        if request.state is _QUEUED and attempt >= request.attempt:
-            request.attempt = attempt + 1  # from before this router's start
-        if request.state is not _RUNNING and request.state is not _ASSIGNED:
-            last = request.attempt if request.done else request.attempt - 1
+        if request.state is _QUEUED and attempt >= current.number:
+            current.number = attempt + 1  # from before this router's start
+        if request.state not in PLACED:
+            last = current.number if request.done else current.number - 1
             if attempt <= last:
                 self._drop("late_attempt")
                 life.abort_on(worker, key, attempt, request.deadline, "over")
                 if request.state is State.RECOVERING:
                     self._recovery.denied(request, worker, now)  # it holds only an old attempt
             return False
-        if attempt < request.attempt:
+        if attempt < current.number:
             self._drop("late_attempt")
             life.abort_on(worker, key, attempt, request.deadline, "superseded")
             return False
-        if attempt > request.attempt:  # assigned by another router
-            request.attempt = attempt
-            request.handed = request.handed and worker.role == "decode"
+        if attempt > current.number:  # assigned by another router
+            current.number = attempt
+            if request.state is _DECODING and worker.role == "prefill":
+                request.step(Step.REASSIGN)
+                self._recovery.served_by(request, worker)
         return True
 
     def _is_foreign(
@@ -320,9 +322,8 @@ class WorkerSide:
 
         A message of a lower attempt has no effect on the request, so it needs no proof.
         """
-        if worker is request.server or worker is request.prefill or worker is request.decode:
-            return False
-        if request.done or attempt < request.attempt:
+        current = request.attempt
+        if current.runs_on(worker) or request.done or attempt < current.number:
             return False
         if self._proofs.shown(worker, request, attempt, proof):
             return False
@@ -338,25 +339,25 @@ class WorkerSide:
         request = self._life.requests.get(key)
         if (
             request is not None
-            and request.server is not worker
+            and request.attempt.server is not worker
             and self._is_foreign(worker, request, attempt, now)
         ):
             return
-        running = request is not None and (request.state is _RUNNING or request.state is _ASSIGNED)
-        if request is None or not running or attempt < request.attempt:
+        placed = request is not None and request.state in PLACED
+        if request is None or not placed or attempt < request.attempt.number:
             if not self._may_be_wanted(worker, request, key, attempt, now):
                 self._acknowledge(worker, message)
             return
-        if request.handed and worker.role == "prefill":
+        if request.state is _DECODING and worker.role == "prefill":
             self._acknowledge(worker, message)  # the decode worker decides about the end
             return
-        request.attempt = attempt
+        request.attempt.number = attempt
         if request.state is _ASSIGNED:
             self._life.accepted(request)
-        if request.server is not worker:
+        if request.attempt.server is not worker:
             self._recovery.served_by(request, worker)
         if message.position > request.next and message.code is None:
-            request.pending = message  # not acknowledged: the worker keeps the tokens
+            request.attempt.pending = message  # not acknowledged: the worker keeps the tokens
             self._recovery.ask_again(request, now)
             return
         self._finish(request, message, now)
@@ -371,7 +372,7 @@ class WorkerSide:
 
     def _finish(self, request: Request, message: Terminal, now: float) -> None:
         """Acknowledge a terminal after its last token, and end or replay the request."""
-        worker = request.server
+        worker = request.attempt.server
         if worker is not None:
             self._acknowledge(worker, message)
         if message.code == HandoffFailed.code:
@@ -398,16 +399,18 @@ class WorkerSide:
 
     def _accepted(self, worker: Worker, message: Accepted, now: float) -> None:
         request = self._life.requests.get(message.request)
-        key, attempt = message.request, message.attempt
-        if request is not None:
-            expected = worker is request.prefill and attempt == request.attempt
-            if expected and request.state is _ASSIGNED:
-                self._life.accepted(request)
-                return
-            if request.done:
-                return  # it ended before this message arrived
-        assigned = request is not None and worker in (request.prefill, request.decode)
-        if self._current(worker, request, key, attempt, now, message.proof) and request:
+        if request is None:
+            self._unknown(worker, message.request, message.attempt, now)
+            return
+        attempt = request.attempt
+        expected = worker is attempt.prefill and message.attempt == attempt.number
+        if expected and request.state is _ASSIGNED:
+            self._life.accepted(request)
+            return
+        if request.done:
+            return  # it ended before this message arrived
+        assigned = attempt.runs_on(worker)
+        if self._current(worker, request, message.attempt, now, message.proof):
             self._life.accepted(request)
             if not assigned:
                 self._recovery.claimed(request, worker, now)
@@ -418,7 +421,7 @@ class WorkerSide:
         request = self._given_back(worker, key, attempt, now, message.proof)
         if request is None:
             return
-        full = request.decode if message.decode_full else worker
+        full = request.attempt.decode if message.decode_full else worker
         avoid = request.avoid = request.avoid or set()
         if full is not None:
             avoid.add(full.incarnation)
@@ -439,9 +442,12 @@ class WorkerSide:
         gets an Abort.
         """
         request = self._life.requests.get(key)
-        if not self._current(worker, request, key, attempt, now, proof) or request is None:
+        if request is None:
+            self._unknown(worker, key, attempt, now)
             return None
-        if request.handed:
+        if not self._current(worker, request, attempt, now, proof):
+            return None
+        if request.state is _DECODING:
             self._life.abort_on(worker, key, attempt, request.deadline, "handed over")
             return None
         return request
@@ -458,14 +464,15 @@ class WorkerSide:
         if request is not None and request.state is State.RECOVERING and not attempt:
             self._recovery.denied(request, worker, now)
             return
-        if request is None or worker not in (request.prefill, request.server):
+        current = None if request is None else request.attempt
+        if request is None or current is None or worker not in (current.prefill, current.server):
             return
-        asked = not request.heard or request.followed
-        unknown_there = not attempt and asked and request.server is worker
-        if unknown_there or attempt >= request.attempt:
-            if request.handed and worker is request.prefill:
+        asked = not current.answered or request.state is State.FOLLOWED
+        unknown_there = not attempt and asked and current.server is worker
+        if unknown_there or attempt >= current.number:
+            if request.state is _DECODING and worker is current.prefill:
                 return
-            request.attempt = max(request.attempt, attempt)
+            current.number = max(current.number, attempt)
             self._recovery.lost(request, f"worker {worker.id} does not have it", now)
 
     def _peer_lost(self, worker: Worker, message: PeerLost, now: float) -> None:
@@ -473,7 +480,7 @@ class WorkerSide:
         request = self._given_back(worker, message.request, message.attempt, now)
         if request is None:
             return
-        decode = request.decode
+        decode = request.attempt.decode
         reason = f"worker {worker.id} cannot reach {message.endpoint}: {message.reason}"
         if message.refused or decode is None:
             avoid = request.avoid = request.avoid or set()
@@ -488,7 +495,8 @@ class WorkerSide:
 
     def _handoff(self, worker: Worker, message: HandoffReport, now: float) -> None:
         request = self._life.requests.get(message.request)
-        if request is not None and worker is not request.prefill:
+        attempt = None if request is None else request.attempt
+        if attempt is not None and worker is not attempt.prefill:
             self._drop("unproven")
             return
         if self._reported.get(message.request, 0) >= message.attempt:
@@ -497,17 +505,17 @@ class WorkerSide:
         self._handoffs.add(message, request.owner if request is not None else b"")
         if self._life.placement.failed_pairs.known:
             self._passed_on(worker, message)
-        if request is None or message.attempt != request.attempt or request.handed:
+        if request is None or attempt is None or message.attempt != attempt.number:
             return
         if request.state is _ASSIGNED:
             self._life.accepted(request)
-        if request.state is not _RUNNING:
+        if not request.running or request.state is _DECODING:
             return
-        if request.decode is not None:
+        if attempt.decode is not None:
             self._life.handed_over(request)
         elif (decode := self._life.registry.find(message.decode)) is not None:
             self._recovery.served_by(request, decode)  # its tokens went to another router
-            request.heard = True  # the last Adopt went to another worker
+            attempt.answered = True  # the last Adopt went to another worker
             self._recovery.ask_again(request, now)
 
     def _passed_on(self, worker: Worker, message: HandoffReport) -> None:
@@ -521,7 +529,7 @@ class WorkerSide:
         request = self._life.requests.get(message.request)
         if request is None or request.done or request.state is State.RECOVERING:
             return  # RECOVERING: the client resumed it here since
-        if worker in (request.prefill, request.decode, request.server):
+        if request.attempt.runs_on(worker):
             self._recovery.moved(request, message.router)
 
     # ------------------------------------------------------------------ keep-alive

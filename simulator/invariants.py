@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..client import events as client
 from ..proto.wire.messages import Message, Reserve, TokenRun, Tokens
-from ..router.requests import Request, State
 from ..router.workers import WorkerState
 from .toy_model import expected_tokens, expected_vector
 
@@ -48,7 +47,7 @@ class Watcher:
 
     def router(self, node: RouterNode) -> None:
         """Check a router after an event."""
-        check_router(node)
+        node.core.check_integrity()
 
     def worker(self, node: WorkerNode[Any]) -> None:
         """Check a worker after an event; a pool that stays empty is checked once."""
@@ -127,40 +126,6 @@ class Watcher:
         record.tokens += new.tokens
         if record.tokens != self.expected(record)[: len(record.tokens)]:
             raise Violation(f"{record.request_id}: wrong tokens {record.tokens}")
-
-
-def check_router(node: RouterNode) -> None:
-    """Check that admission, queue and worker shares match a router's requests."""
-    life = node.core.life
-    requests = life.requests.values()
-    unfinished = [request for request in requests if not request.done]
-    admission = life.admission
-    sums = (
-        len(unfinished),
-        sum(r.bytes for r in requests),
-        sum(r.queued_tokens for r in unfinished),
-    )
-    if sums != (admission.requests, admission.context_bytes, admission.queued_tokens):
-        raise Violation(f"{node.name}: admission counts do not match, {sums}")
-    for request in requests:
-        _check_record(node, request)
-    for worker in life.registry.live():
-        owed = sum(r.prefill_cost for r in requests if r.prefill is worker)
-        owed += sum(r.decode_cost for r in requests if r.decode is worker)
-        if worker.outstanding != owed:
-            raise Violation(f"{node.name}: {worker.id} owes {owed}, counted {worker.outstanding}")
-        if any(life.requests.get(key) is not one for key, one in worker.requests.items()):
-            raise Violation(f"{node.name}: {worker.id} keeps a request that was removed")
-
-
-def _check_record(node: RouterNode, request: Request) -> None:
-    queued = request.key in node.core.life.queued
-    if request.slot < 0:
-        raise Violation(f"{node.name}: {request.request_id} has no timer")
-    if request.next != request.base + len(request.emitted):
-        raise Violation(f"{node.name}: {request.request_id} has miscounted its tokens")
-    if queued != (request.state is State.QUEUED):
-        raise Violation(f"{node.name}: {request.request_id} is queued and in {request.state}")
 
 
 def check_request(cluster: Cluster, record: Record, allowed: frozenset[str], calm: float) -> None:

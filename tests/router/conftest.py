@@ -136,7 +136,7 @@ class Played:
     def _send(self, key: bytes, message: Tokens | Terminal) -> None:
         """Send a message, with a proof if the router is still searching for the request."""
         request = self.bench.core.life.requests.get(key)
-        server = None if request is None else request.server
+        server = None if request is None else request.attempt.server
         if request is not None and request.state is State.RECOVERING and server is None:
             self.adopt(message)
         else:

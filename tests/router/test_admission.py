@@ -17,7 +17,7 @@ def refusals(bench):
 
 def finish(bench, key):
     request = bench.core.life.requests[key]
-    decode = next(w for w in bench.workers if w.endpoint == request.decode.endpoint)
+    decode = next(w for w in bench.workers if w.endpoint == request.attempt.decode.endpoint)
     decode.tokens(key, request.next, 5)
     decode.end(key, request.next)
     bench.ack(key)

@@ -30,7 +30,7 @@ from baton.proto.wire.wire_context import WireSampling, WireTokens
 from baton.router.authorization import Caller
 from baton.router.core import RouterCore
 from baton.router.events import ClientFull, ClientWritable
-from baton.router.lifecycle import TAKEOVER
+from baton.router.requests import TAKEOVER
 
 
 def test_a_whole_life(bench):
@@ -684,7 +684,7 @@ def test_a_resume_that_is_wrong_extends_nothing(bench, change):
 
 def test_a_resume_of_other_tokens_extends_nothing(bench):
     key, submitted = resumable(bench)
-    decode = bench.core.life.requests[key].decode
+    decode = bench.core.life.requests[key].attempt.decode
     bench.core.from_worker(decode.identity, [Tokens(runs=[TokenRun(key, 1, 10, [5])])], bench.now)
     bench.client(bench.resume_message(submitted, [6, 7]))
     assert bench.one(b"client", Terminal).code == "input"

@@ -47,7 +47,7 @@ def running(bench, *tokens):
 def queued_prompt(served):
     """Assign a request; return key, Assign, prefill worker and all other workers."""
     key, assign = served.run()
-    identity = served.core.life.requests[key].prefill.identity
+    identity = served.core.life.requests[key].attempt.prefill.identity
     first = next(w for w in served.workers if w.identity == identity)
     return key, assign, first, [w for w in served.workers if w is not first]
 

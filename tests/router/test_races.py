@@ -18,7 +18,7 @@ from baton.proto.wire.messages import (
     TokenRun,
     Tokens,
 )
-from baton.router.lifecycle import TAKEOVER
+from baton.router.requests import TAKEOVER
 
 
 def test_abort_before_a_late_reserve_is_repeated_until_the_worker_confirms(bench):

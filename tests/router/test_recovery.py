@@ -41,7 +41,7 @@ def test_an_attempt_given_back_twice_is_placed_once(served):
     key, assign = served.run()
     prefill = next(w for w in served.workers if w.hello.role == "prefill")
     request = served.core.life.requests[key]
-    prefill = next(w for w in served.workers if w.identity == request.prefill.identity)
+    prefill = next(w for w in served.workers if w.identity == request.attempt.prefill.identity)
     busy = Busy(request=key, attempt=1, decode_full=True)
     prefill.say(busy)
     _, again = served.find(Assign)
@@ -182,13 +182,14 @@ def decode_worker(bench):
 
 
 def say_tokens(bench, request, count):
-    decode_worker(bench).tokens(request.key, request.next, *range(count), attempt=request.attempt)
+    attempt = request.attempt.number
+    decode_worker(bench).tokens(request.key, request.next, *range(count), attempt=attempt)
 
 
 def kill_decode(bench):
     """Crash the decode worker and its requests; join a successor."""
     for request in list(bench.core.life.requests.values()):
-        if request.state.value == "running":
+        if request.running:
             say_tokens(bench, request, 1)
     decode = decode_worker(bench)
     decode.gone()
@@ -220,9 +221,9 @@ def test_tokens_made_since_the_last_death_clear_a_request(served):
     key, _ = served.run()
     for number in range(6):
         request = served.core.life.requests[key]
-        decode = next(w for w in served.workers if w.identity == request.decode.identity)
+        decode = next(w for w in served.workers if w.identity == request.attempt.decode.identity)
         start = request.next
-        decode.tokens(key, start, *range(9), attempt=request.attempt)
+        decode.tokens(key, start, *range(9), attempt=request.attempt.number)
         decode.gone()
         served.join("decode", 10 + number)
         place(served)

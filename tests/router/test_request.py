@@ -12,7 +12,18 @@ import pytest
 from baton.proto.contexts.outputs import TokenLogProbs
 from baton.proto.errors import InternalError
 from baton.proto.wire.messages import TokenRun
-from baton.router.requests import TRANSITIONS, Request, State, Step, context_bytes, new_tokens
+from baton.router.requests import (
+    HOLDINGS,
+    PLACED,
+    RUNNING,
+    TAKEOVER,
+    TRANSITIONS,
+    Request,
+    State,
+    Step,
+    context_bytes,
+    new_tokens,
+)
 from baton.router.timer_wheel import SLOT_S, Wheel
 
 
@@ -42,6 +53,35 @@ def test_every_state_can_reach_the_end():
 def test_only_an_end_leads_out_and_only_once():
     into_end = {a for (a, step), _ in TRANSITIONS.items() if step is Step.END}
     assert into_end == set(State) - {State.ENDED, State.FORGOTTEN}
+
+
+def test_the_table_of_holdings_has_every_state_and_a_server_exactly_while_running():
+    assert set(HOLDINGS) == set(State)
+    assert {state for state, held in HOLDINGS.items() if held.server} == RUNNING
+    assert {a for (a, step), _ in TRANSITIONS.items() if step is Step.REQUEUE} == {
+        *PLACED,
+        State.RECOVERING,
+    }
+
+
+def test_an_attempt_without_what_its_state_says_is_a_bug(context):
+    request = Request(b"k" * 16, "r", context(), 10.0, 1)
+    request.slot = 0
+    request.check_integrity()
+    request.step(Step.ASSIGN)
+    with pytest.raises(InternalError, match=r"assigned.*wrong prefill, load"):
+        request.check_integrity()
+
+
+def test_a_retry_starts_without_anything_of_the_failed_attempt(context):
+    attempt = Request(b"k" * 16, "r", context(), 10.0, 1).attempt
+    fresh = {name: getattr(attempt, name) for name in attempt.__slots__}
+    attempt.answered, attempt.adopts, attempt.prefill_cost = False, 3, 10
+    after = attempt.next()
+    assert {name: getattr(after, name) for name in after.__slots__} == {**fresh, "number": 2}
+    after.foreign = True
+    assert after.next().number == 2 + TAKEOVER
+    assert not after.next().foreign
 
 
 def test_tokens_and_log_probabilities_are_kept_for_a_client_that_comes_back(context):

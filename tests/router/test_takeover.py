@@ -24,8 +24,7 @@ from baton.proto.wire.messages import (
     Tokens,
     Welcome,
 )
-from baton.router.lifecycle import TAKEOVER
-from baton.router.requests import State
+from baton.router.requests import TAKEOVER, State
 
 KEY = request_key(b"client", "r")
 SECOND = b"second"
@@ -65,7 +64,7 @@ def test_every_worker_is_asked_and_the_one_that_has_it_goes_on(pair):
     no(prefill)
     decode.tokens(KEY, 12, 7)
     assert new.streamed(KEY, SECOND) == [(12, 7)]
-    assert (request.state, request.handed, request.attempt) == (State.RUNNING, True, 1)
+    assert (request.state, request.attempt.number) == (State.DECODING, 1)
     assert not new.take(prefill, Assign)
     decode.end(KEY, 13)
     assert new.one(SECOND, Terminal).status == "end_of_sequence"
@@ -79,7 +78,7 @@ def test_a_prefill_worker_that_proves_itself_after_the_handoff_keeps_nothing(pai
     decode.tokens(KEY, 12, 7)
     proof = prefill.proof(TokenRun(KEY, 1, 12, []))
     prefill.say(Accepted(request=KEY, attempt=1, proof=proof))
-    assert (request.server.id, request.handed) == (decode.id, True)
+    assert (request.attempt.server.id, request.state) == (decode.id, State.DECODING)
     decode.end(KEY, 13)
     new.ack(KEY, SECOND)
     new.assert_nothing_kept()
@@ -89,7 +88,8 @@ def test_a_later_attempt_of_another_router_replaces_one_that_was_handed_over(pai
     new, prefill, decode, request = resumed(pair)
     decode.tokens(KEY, 12, 7)
     prefill.say(Accepted(request=KEY, attempt=2, proof=prefill.proof(TokenRun(KEY, 2, 12, []))))
-    assert (request.attempt, request.server.id, request.handed) == (2, prefill.id, False)
+    assert (request.attempt.number, request.attempt.server.id) == (2, prefill.id)
+    assert request.state is State.PREFILLING
     prefill.end(KEY, 13, attempt=2)
     new.ack(KEY, SECOND)
     new.assert_nothing_kept()
@@ -98,7 +98,7 @@ def test_a_later_attempt_of_another_router_replaces_one_that_was_handed_over(pai
 def test_an_empty_run_says_that_it_is_here(pair):
     new, _prefill, decode, request = resumed(pair)
     decode.tokens(KEY, 12)
-    assert request.server is new.core.life.registry.by_identity(decode.identity)
+    assert request.attempt.server is new.core.life.registry.by_identity(decode.identity)
 
 
 def test_the_end_is_taken_over_as_well(pair):
@@ -152,7 +152,7 @@ def test_two_attempts_that_run_are_told_apart(pair):
     new, prefill, decode, request = resumed(pair)
     prefill.tokens(KEY, 12, attempt=1)
     decode.adopt(Tokens(runs=[TokenRun(KEY, 2, 12, [7])]))
-    assert (request.attempt, request.handed) == (2, True)
+    assert (request.attempt.number, request.state) == (2, State.DECODING)
     prefill.tokens(KEY, 12, 9, attempt=1)
     assert new.one(prefill, Abort).attempt == 1
     assert new.streamed(KEY, SECOND) == [(12, 7)]
@@ -176,14 +176,14 @@ def test_one_in_prefill_is_followed_to_the_decode_worker_that_knows_the_other_ro
     new, prefill, decode, request = resumed(pair)
     no(decode)
     prefill.tokens(KEY, 12)
-    assert request.followed
+    assert request.state is State.FOLLOWED
     assign = Assign(request=KEY, attempt=1, context=request.context, decode=decode.id, deadline=5.0)
     new.take(decode, Adopt)
     prefill.report(assign)
     assert new.one(decode, Adopt).position == 12
     decode.tokens(KEY, 12, 7)
     assert new.streamed(KEY, SECOND) == [(12, 7)]
-    assert not request.followed
+    assert request.state is not State.FOLLOWED
 
 
 def test_a_report_that_overtakes_the_first_token_is_followed_all_the_same(pair):

@@ -14,7 +14,7 @@ from baton.proto.wire.messages import (
     Terminal,
     TerminalAck,
 )
-from baton.router.lifecycle import TAKEOVER
+from baton.router.requests import TAKEOVER
 from baton.router.tombstones import CAPACITY, KEEP_S, Tombstones
 
 KEY = request_key(b"client", "r")

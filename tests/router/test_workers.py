@@ -167,8 +167,8 @@ def test_company_at_two_deaths_is_no_guilt(served):
         decode = next(w for w in served.workers if w.id.startswith("decode"))
         for key in keys:
             request = served.core.life.requests[key]
-            if request.decode.identity == decode.identity:
-                decode.tokens(key, 10, 5, attempt=request.attempt)
+            if request.attempt.decode.identity == decode.identity:
+                decode.tokens(key, 10, 5, attempt=request.attempt.number)
         decode.gone()
         served.workers.remove(decode)
         served.join("decode", 5 + len(served.workers))

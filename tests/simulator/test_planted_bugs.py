@@ -150,7 +150,7 @@ def any_position_passes_the_router(monkeypatch):
     def make(original):
         def irregular(self, worker, request, run, now):
             checked = original(self, worker, request, run, now)
-            if checked is None and request is not None and run.position > request.next:
+            if checked is None and run.position > request.next:
                 return run
             return checked
 
@@ -238,10 +238,10 @@ def orphans_have_no_time_of_grace(monkeypatch):
 
 def what_is_given_back_while_its_request_waits_is_not_let_go(monkeypatch):
     def make(original):
-        def current(self, worker, request, key, attempt, now):
-            if request is not None and request.state in (State.QUEUED, State.RECOVERING):
+        def current(self, worker, request, attempt, now, proof=b""):
+            if request.state in (State.QUEUED, State.RECOVERING):
                 return False
-            return original(self, worker, request, key, attempt, now)
+            return original(self, worker, request, attempt, now, proof)
 
         return current
 
