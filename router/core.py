@@ -1,7 +1,6 @@
 """The router's core: all decisions, without I/O or clock.
 
-``from_client`` and ``from_worker`` take the messages of one envelope, ``handle`` takes all other
-events. Each of them returns the actions to perform.
+``handle`` takes an event and returns the actions to perform.
 
 Invariants: every admitted request ends with exactly one terminal. Its tokens reach the client in
 order and once, on any sequence of workers. All records together stay below the limits of
@@ -15,11 +14,11 @@ places and ends requests, :mod:`.recovery` replays them, :mod:`.timers` handles 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar
 
-from ..proto.errors import BatonError, InternalError, LimitExceeded
-from ..proto.wire.messages import Assign, Message, Rejected
+from ..proto.errors import InternalError, LimitExceeded
+from ..proto.wire.messages import Assign, Rejected
 from .authorization import ANYBODY, Caller
 from .client_messages import ClientSide, merge_queries
 from .config import RouterConfig
@@ -27,11 +26,17 @@ from .events import (
     Action,
     ClientFull,
     ClientGone,
+    ClientInputRejected,
     ClientWritable,
     Event,
+    FromClient,
+    FromWorker,
+    NotSent,
+    StopRequested,
     Tick,
     ToWorker,
     WorkerGone,
+    WorkerInputRejected,
 )
 from .lifecycle import Lifecycle
 from .recovery import Recovery
@@ -74,42 +79,9 @@ class RouterCore:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Handle one event and return the actions, to be performed in order."""
         self._handlers[type(event)](self, event, now)
-        return self._take()
-
-    def from_client(self, identity: bytes, messages: Sequence[Message], now: float) -> list[Action]:
-        """Handle all messages of one envelope from a client."""
-        folded = messages if len(messages) == 1 else merge_queries(messages)
-        self._clients.handle(identity, folded, now)
-        return self._take()
-
-    def from_worker(self, identity: bytes, messages: Sequence[Message], now: float) -> list[Action]:
-        """Handle all messages of one envelope from a worker."""
-        self._workers.handle(identity, messages, now)
-        return self._take()
-
-    def reject_client(
-        self, identity: bytes, error: BatonError, request_id: str = ""
-    ) -> list[Action]:
-        """Handle undecodable bytes from a client, about ``request_id`` if it is known."""
-        self.dropped[f"client_{error.code}"] += 1
-        self._clients.reject(identity, error, request_id)
-        return self._take()
-
-    def reject_worker(self, identity: bytes, error: BatonError) -> list[Action]:
-        """Handle undecodable bytes from a worker."""
-        self.dropped[f"worker_{error.code}"] += 1
-        rejected = Rejected(code=error.code, message=str(error))
-        self.life.out.append(ToWorker(identity, rejected))
-        return self._take()
-
-    def not_sent(self, message: Message, reason: str, now: float) -> list[Action]:
-        """Handle a message that is too large for any envelope: an Assign fails its request."""
-        if isinstance(message, Assign):
-            request = self.life.requests.get(message.request)
-            if request is None or request.done or request.attempt.number != message.attempt:
-                return []
-            self.life.fail(request, LimitExceeded(reason), now)
-        return self._take()
+        actions = self.life.out
+        self.life.out = []
+        return actions
 
     def next_timer(self) -> float:
         """Return the time at which the next :class:`.Tick` is due."""
@@ -121,10 +93,6 @@ class RouterCore:
         return self.life.counters.dropped
 
     # ------------------------------------------------------------------ end of the process
-
-    def close(self) -> None:
-        """Reject new requests; running requests continue."""
-        self._clients.closing = True
 
     @property
     def unfinished(self) -> int:
@@ -163,10 +131,34 @@ class RouterCore:
                 if life.requests.get(key) is not request or not request.attempt.runs_on(worker):
                     raise InternalError(f"{worker.id} keeps {request.request_id}, which it lost")
 
-    def _take(self) -> list[Action]:
-        actions = self.life.out
-        self.life.out = []
-        return actions
+    def _from_client(self, event: FromClient, now: float) -> None:
+        messages = event.messages
+        folded = messages if len(messages) == 1 else merge_queries(messages)
+        self._clients.handle(event.identity, folded, now)
+
+    def _from_worker(self, event: FromWorker, now: float) -> None:
+        self._workers.handle(event.identity, event.messages, now)
+
+    def _client_input_rejected(self, event: ClientInputRejected, _now: float) -> None:
+        self.dropped[f"client_{event.error.code}"] += 1
+        self._clients.reject(event.identity, event.error, event.request_id)
+
+    def _worker_input_rejected(self, event: WorkerInputRejected, _now: float) -> None:
+        self.dropped[f"worker_{event.error.code}"] += 1
+        rejected = Rejected(code=event.error.code, message=str(event.error))
+        self.life.out.append(ToWorker(event.identity, rejected))
+
+    def _not_sent(self, event: NotSent, now: float) -> None:
+        """Fail the request of an Assign that is too large for any envelope."""
+        message = event.message
+        if isinstance(message, Assign):
+            request = self.life.requests.get(message.request)
+            if request is None or request.done or request.attempt.number != message.attempt:
+                return
+            self.life.fail(request, LimitExceeded(event.reason), now)
+
+    def _stop_requested(self, _event: StopRequested, _now: float) -> None:
+        self._clients.closing = True
 
     def _client_gone(self, event: ClientGone, now: float) -> None:
         self._clients.gone(event.identity, now)
@@ -184,6 +176,12 @@ class RouterCore:
         self._timers.tick(now)
 
     _handlers: ClassVar[dict[type, Callable[..., None]]] = {
+        FromClient: _from_client,
+        FromWorker: _from_worker,
+        ClientInputRejected: _client_input_rejected,
+        WorkerInputRejected: _worker_input_rejected,
+        NotSent: _not_sent,
+        StopRequested: _stop_requested,
         ClientGone: _client_gone,
         WorkerGone: _worker_gone,
         ClientFull: _client_full,

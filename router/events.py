@@ -1,14 +1,56 @@
 """Events that the router's core handles, and actions that it returns.
 
-Pure data. ``identity`` is the ZeroMQ routing id of a connection. Messages are not events: the
-core receives them per envelope, through ``from_client`` and ``from_worker``.
+Pure data. ``identity`` is the ZeroMQ routing id of a connection.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
+from ..proto.errors import BatonError
 from ..proto.wire.messages import Message
+
+
+class FromClient(msgspec.Struct, frozen=True, gc=False):
+    """A client sent an envelope."""
+
+    identity: bytes
+    messages: Sequence[Message]
+
+
+class FromWorker(msgspec.Struct, frozen=True, gc=False):
+    """A worker sent an envelope."""
+
+    identity: bytes
+    messages: Sequence[Message]
+
+
+class ClientInputRejected(msgspec.Struct, frozen=True, gc=False):
+    """A client sent bytes that cannot be decoded, about ``request_id`` if it is known."""
+
+    identity: bytes
+    error: BatonError
+    request_id: str = ""
+
+
+class WorkerInputRejected(msgspec.Struct, frozen=True, gc=False):
+    """A worker sent bytes that cannot be decoded, or a Hello that its key does not allow."""
+
+    identity: bytes
+    error: BatonError
+
+
+class NotSent(msgspec.Struct, frozen=True, gc=False):
+    """A message to a worker is too large for any envelope."""
+
+    message: Message
+    reason: str
+
+
+class StopRequested(msgspec.Struct, frozen=True, gc=False):
+    """Reject new requests; running requests continue."""
 
 
 class ClientGone(msgspec.Struct, frozen=True, gc=False):
@@ -39,7 +81,19 @@ class Tick(msgspec.Struct, frozen=True, gc=False):
     """The core's next timer is due."""
 
 
-Event = ClientGone | WorkerGone | ClientFull | ClientWritable | Tick
+Event = (
+    FromClient
+    | FromWorker
+    | ClientInputRejected
+    | WorkerInputRejected
+    | NotSent
+    | StopRequested
+    | ClientGone
+    | WorkerGone
+    | ClientFull
+    | ClientWritable
+    | Tick
+)
 
 
 class ToClient(msgspec.Struct, frozen=True, gc=False):

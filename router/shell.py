@@ -42,13 +42,19 @@ from .events import (
     Action,
     ClientFull,
     ClientGone,
+    ClientInputRejected,
     ClientWritable,
     Event,
+    FromClient,
+    FromWorker,
     Log,
+    NotSent,
+    StopRequested,
     Tick,
     ToClient,
     ToWorker,
     WorkerGone,
+    WorkerInputRejected,
 )
 
 CLIENT_QUEUE = 64
@@ -147,7 +153,7 @@ class RouterShell:
             return
         _log.info("router.closing", unfinished=self.core.unfinished)
         self._closing = True
-        self.core.close()
+        self._feed(StopRequested())
 
     # ------------------------------------------------------------------ in
 
@@ -159,16 +165,16 @@ class RouterShell:
             messages = self._readable(identity, frames, error)
         if self.clients.callers is not None:
             messages = self._allowed_client(self.clients.callers, identity, messages)
-        self._perform(self.core.from_client(identity, messages, self._loop.now()))
+        self._feed(FromClient(identity, messages))
 
     def _readable(self, identity: bytes, frames: Frames, error: ProtocolError) -> list[Message]:
         """Return the valid messages of a damaged envelope, and send Rejected for the others."""
         salvaged = self._from_clients.salvage(frames) if type(error) is DecodeFailed else None
         if salvaged is None:
-            self._perform(self.core.reject_client(identity, error))
+            self._feed(ClientInputRejected(identity, error))
             return []
         for request_id, wrong in salvaged.refused.items():
-            self._perform(self.core.reject_client(identity, wrong, request_id))
+            self._feed(ClientInputRejected(identity, wrong, request_id))
         return salvaged.messages
 
     def _warn(self, event: str, **keys: object) -> None:
@@ -181,12 +187,12 @@ class RouterShell:
             messages = self._from_workers.decode(frames)
         except ProtocolError as error:
             self._warn("worker.malformed", error=str(error))
-            self._perform(self.core.reject_worker(identity, error))
+            self._feed(WorkerInputRejected(identity, error))
             return
         if self.workers.callers is not None:
             messages = self._allowed_worker(self.workers.callers, identity, messages)
         self._heard_worker = True
-        self._perform(self.core.from_worker(identity, messages, self._loop.now()))
+        self._feed(FromWorker(identity, messages))
 
     def _allowed_client(
         self, callers: Callers, identity: bytes, messages: list[Message]
@@ -211,7 +217,7 @@ class RouterShell:
                 error = self._gate.refusal(callers.allowed(), entry, identity, message)
                 if error is not None:
                     self._warn("worker.denied", worker=message.worker, error=str(error))
-                    self._perform(self.core.reject_worker(identity, error))
+                    self._feed(WorkerInputRejected(identity, error))
                     continue
             passed.append(message)
         return passed
@@ -301,7 +307,7 @@ class RouterShell:
     def _worker_refused(self, _identity: bytes, message: Message, reason: str) -> None:
         """Report an oversized message to the core, so that its request fails without delay."""
         self.core.dropped["not_encodable"] += 1
-        self._perform(self.core.not_sent(message, reason, self._loop.now()))
+        self._feed(NotSent(message, reason))
 
     def _client_unsent(self, identity: bytes, messages: list[Message], result: SendResult) -> None:
         if result is SendResult.UNREACHABLE:

@@ -16,6 +16,7 @@ from ..client.core import ClientCore
 from ..proto.ids import request_key
 from ..proto.wire.messages import Drain, Message, Submit
 from ..proto.wire.wire_context import WireContext, WireSampling, WireTokens
+from ..router.events import FromClient
 from .nodes import DETECT_S, Node
 from .toy_model import EOS, MAX_LENGTH
 
@@ -252,7 +253,7 @@ class ClientNode(Node):
                 key = request_key(identity, message.request_id, message.serial)
                 self.cluster.watcher.named(key, self.live[message.request_id])
         if messages:
-            self.transmit(router, lambda: router.hear_client(identity, messages))
+            self.transmit(router, lambda: router.feed(FromClient(identity, messages)))
         return []
 
     def _tokens(self, action: client.NewTokens) -> None:

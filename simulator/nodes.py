@@ -128,18 +128,6 @@ class RouterNode(Node):
         for identity in list(self._held):
             self._retry(identity)
 
-    def hear_client(self, identity: bytes, messages: Sequence[Message]) -> None:
-        """Handle an envelope from a client."""
-        actions = self.core.from_client(identity, messages, self.now)
-        self.record((identity, messages), actions)
-        self._perform(actions)
-
-    def hear_worker(self, identity: bytes, messages: Sequence[Message]) -> None:
-        """Handle an envelope from a worker."""
-        actions = self.core.from_worker(identity, messages, self.now)
-        self.record((identity, messages), actions)
-        self._perform(actions)
-
     def feed(self, event: routing.Event) -> None:
         """Pass an event to the core and perform the actions it returns."""
         actions = self.core.handle(event, self.now)

@@ -41,6 +41,7 @@ from ..proto.wire.messages import (
     PeerDead,
     PrefillToDecode,
 )
+from ..router.events import FromWorker
 from ..worker.attempts import Key
 from ..worker.events import (
     DrainRequested,
@@ -169,7 +170,7 @@ class WorkerNode(Node, Generic[C]):
         router, identity = self.cluster.router_named(name), self.identity
         for message in messages:
             self.cluster.watcher.to_router(self, message)
-        self.transmit(router, lambda: router.hear_worker(identity, messages))
+        self.transmit(router, lambda: router.feed(FromWorker(identity, messages)))
 
     def hear_router(self, name: str, message: Message) -> None:
         """Handle a message from a router."""

@@ -38,6 +38,8 @@ from baton.router.config import RouterConfig
 from baton.router.core import RouterCore
 from baton.router.events import (
     ClientGone,
+    FromClient,
+    FromWorker,
     Log,
     Tick,
     ToClient,
@@ -178,7 +180,7 @@ class Bench:
 
     def hear(self, identity: bytes, *messages: Message) -> None:
         """Pass one envelope from a worker to the core."""
-        self._perform(self.core.from_worker(identity, messages, self.now))
+        self.feed(FromWorker(identity, messages))
 
     def _perform(self, actions: list[Any]) -> None:
         for action in actions:
@@ -188,7 +190,7 @@ class Bench:
                 self.logs.append(action)
 
     def client(self, message: Message, identity: bytes = b"client") -> None:
-        self._perform(self.core.from_client(identity, [message], self.now))
+        self.feed(FromClient(identity, [message]))
 
     def client_gone(self, identity: bytes = b"client") -> None:
         self.feed(ClientGone(identity))

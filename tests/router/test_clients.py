@@ -29,7 +29,7 @@ from baton.proto.wire.messages import (
 from baton.proto.wire.wire_context import WireSampling, WireTokens
 from baton.router.authorization import Caller
 from baton.router.core import RouterCore
-from baton.router.events import ClientFull, ClientWritable
+from baton.router.events import ClientFull, ClientWritable, FromClient, StopRequested
 from baton.router.requests import TAKEOVER
 
 
@@ -634,7 +634,7 @@ def test_a_worker_is_drained_by_its_endpoint_too(served):
 def test_a_closing_router_refuses_new_requests_and_finishes_the_others(bench):
     _, decode = bench.pair()
     key, _ = bench.run()
-    bench.core.close()
+    bench.feed(StopRequested())
     bench.submit("late")
     assert bench.one(b"client", Terminal).code == "router_closing"
     decode.tokens(key, 10, 5)
@@ -649,7 +649,7 @@ def test_questions_of_one_envelope_are_answered_once(make_bench):
     bench = make_bench(files={"tokenizer.json": b"t" * 1000, "generation_config.json": b"g"})
     questions = [Describe(files=["tokenizer.json"]), Describe(), Status(handoffs=3)] * 500
     questions.insert(7, Describe(files=["generation_config.json"]))
-    actions = bench.core.from_client(b"client", questions, bench.now)
+    actions = bench.core.handle(FromClient(b"client", questions), bench.now)
     described, report = [action.message for action in actions]
     assert set(described.files) == {"tokenizer.json", "generation_config.json"}
     assert isinstance(report, StatusReport)
@@ -685,7 +685,7 @@ def test_a_resume_that_is_wrong_extends_nothing(bench, change):
 def test_a_resume_of_other_tokens_extends_nothing(bench):
     key, submitted = resumable(bench)
     decode = bench.core.life.requests[key].attempt.decode
-    bench.core.from_worker(decode.identity, [Tokens(runs=[TokenRun(key, 1, 10, [5])])], bench.now)
+    bench.hear(decode.identity, Tokens(runs=[TokenRun(key, 1, 10, [5])]))
     bench.client(bench.resume_message(submitted, [6, 7]))
     assert bench.one(b"client", Terminal).code == "input"
     assert list(bench.core.life.requests[key].emitted) == [5]

@@ -9,6 +9,7 @@ import pytest
 
 from baton.proto.errors import DecodeFailed, LimitExceeded
 from baton.proto.wire.messages import Heartbeat, Status, StatusReport, TokenRun, Tokens
+from baton.router.events import ClientInputRejected, WorkerInputRejected
 from baton.router.latency import BUCKETS, PERIOD_S, SHORTEST_S, Latency, bucket, percentile
 
 
@@ -109,8 +110,8 @@ def test_a_resumed_request_waits_for_no_first_token(make_bench):
 
 def test_what_cannot_be_used_is_counted_by_reason(bench):
     _, decode = bench.pair()
-    bench.core.reject_client(b"x", DecodeFailed("no message"))
-    bench.core.reject_worker(b"y", LimitExceeded("too large"))
+    bench.feed(ClientInputRejected(b"x", DecodeFailed("no message")))
+    bench.feed(WorkerInputRejected(b"y", LimitExceeded("too large")))
     stranger = bench.join("decode", 7, said_role="cook")
     stranger.beat()
     key, _ = bench.run()

@@ -24,6 +24,7 @@ from baton.proto.wire.messages import (
     Tokens,
     Welcome,
 )
+from baton.router.events import StopRequested
 from baton.router.requests import TAKEOVER, State
 
 KEY = request_key(b"client", "r")
@@ -349,7 +350,7 @@ def test_a_client_that_comes_back_before_it_was_missed_gets_its_request_back(mak
 
 def test_a_router_that_ends_gives_clients_time_to_go_elsewhere(make_bench):
     old, _prefill, decode, key = running(make_bench)
-    old.core.close()
+    old.feed(StopRequested())
     old.client_gone()
     assert not old.take(decode, Abort)
     decode.say(Moved(request=key, router="router-1"))
@@ -360,7 +361,7 @@ def test_a_router_that_ends_gives_clients_time_to_go_elsewhere(make_bench):
 
 def test_a_router_that_ends_frees_what_no_client_takes_along(make_bench):
     old, _prefill, decode, _key = running(make_bench)
-    old.core.close()
+    old.feed(StopRequested())
     old.client_gone()
     old.advance(1.2)
     assert old.one(decode, Abort).attempt == 1

@@ -20,7 +20,7 @@ from baton.proto.wire.messages import (
     Welcome,
 )
 from baton.proto.wire.proofs import worker_key
-from baton.router.events import Tick
+from baton.router.events import NotSent, Tick
 
 
 def states(bench):
@@ -402,10 +402,9 @@ def test_an_assign_that_no_envelope_can_carry_ends_its_request(bench):
     prefill, _ = bench.pair()
     key = bench.submit()
     assign = bench.one(prefill, Assign)
-    for action in bench.core.not_sent(assign, "Assign cannot be sent: too large", bench.now):
-        bench.sent[action.identity].append(action.message)
+    bench.feed(NotSent(assign, "Assign cannot be sent: too large"))
     terminal, *_ = bench.terminals(key)
     assert (terminal.code, terminal.message) == (
         "limit_exceeded", "Assign cannot be sent: too large",
     )  # fmt: skip
-    assert bench.core.not_sent(assign, "again", bench.now) == []
+    assert bench.core.handle(NotSent(assign, "again"), bench.now) == []
