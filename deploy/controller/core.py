@@ -14,11 +14,23 @@ the last member has ended. After :class:`End`, it returns no actions.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Self
 
 from ...router.drains import last_worker
+from ..config import ServeSettings
 from ..plan.bounds import Bounds, clamped, describe_targets, scale_refusal
-from ..supervise.core import Phase, Say
-from .backend import POOLS, ROUTER, MemberDown, MemberEnded, MemberStarted, MemberUnplaced
+from ..plan.plan import router_names
+from ..supervise.core import Log, Phase, Reported, Tick
+from .backend import (
+    DECODE,
+    POOLS,
+    PREFILL,
+    ROUTER,
+    MemberDown,
+    MemberEnded,
+    MemberStarted,
+    MemberUnplaced,
+)
 from .events import (
     Action,
     Answer,
@@ -30,16 +42,14 @@ from .events import (
     KillMember,
     Measured,
     Outcome,
-    Reported,
     RequestResources,
     Rollout,
     Scale,
-    Tick,
 )
 from .members import Member, Stage, View
 from .pools import ControllerLimits, Pools
 from .rollout import Replacement
-from .waiters import Tickets
+from .waiters import Waiters
 
 GOING_DOWN = "the cluster is going down"
 
@@ -61,10 +71,17 @@ class ControllerCore:
         self.rollout: Replacement | None = None
         self.last_rollout = ""
         """Text about the end of the last rollout."""
-        self._tickets = Tickets()
+        self._waiters = Waiters()
         self._requested: dict[str, int] = {}
         self._exit_code = 0
         self._drain_until = 0.0
+
+    @classmethod
+    def of(cls, settings: ServeSettings, *, replace: bool = False) -> Self:
+        """Return the core of a new cluster. ``replace``: see :class:`.pools.ControllerLimits`."""
+        targets = {PREFILL: settings.prefill, DECODE: settings.decode}
+        limits = ControllerLimits(grace=settings.grace, replace=replace)
+        return cls(targets, router_names(settings), limits, Bounds.of(settings))
 
     @property
     def limits(self) -> ControllerLimits:
@@ -118,9 +135,9 @@ class ControllerCore:
         problem = GOING_DOWN if self._ending else scale_refusal(event.targets, self.bounds)
         if problem:
             return [Answer(event.ticket, Outcome.FAILED, problem)]
-        replaced = self._tickets.end_scales("replaced by a later scale")
+        replaced = self._waiters.end_scales("replaced by a later scale")
         self.pools.targets |= event.targets
-        self._tickets.scales.append(event.ticket)
+        self._waiters.scales.append(event.ticket)
         text = describe_targets(self.pools.targets)
         return [*replaced, Answer(event.ticket, Outcome.ACCEPTED, text)]
 
@@ -134,7 +151,7 @@ class ControllerCore:
             problem = problem or last_worker(member.name, member.role)
         if problem or member is None:
             return [Answer(event.ticket, Outcome.FAILED, problem)]
-        self._tickets.drains[event.ticket] = member.name
+        self._waiters.drains[event.ticket] = member.name
         actions: list[Action] = [Answer(event.ticket, Outcome.ACCEPTED, "draining")]
         if member.active:
             if not event.replace:
@@ -204,7 +221,7 @@ class ControllerCore:
         if member.stage is Stage.READY:
             member.enter(Stage.STARTING, now)
         if member.ends < self.limits.tries or not self._gives_up(member):
-            return [Say("restarting", member.name, event.why, event.seconds)]
+            return [Log("restarting", member.name, event.why, event.seconds)]
         stop = self.pools.stop(member, 0.0, now)
         return [stop, *self._lost(member, event.why, now, refused=False)]
 
@@ -223,17 +240,17 @@ class ControllerCore:
         member = self.pools.members.remove(event.name)
         if member is None:
             return []
-        actions: list[Action] = [*self._tickets.end_drains(member, event.code)]
+        actions: list[Action] = [*self._waiters.end_drains(member, event.code)]
         if member.role == ROUTER and self.phase is Phase.DRAINING and event.code != 0:
             self._exit_code = 1
         if member.left and event.code == 0 and not self._ending:
-            return [*actions, Say("retired", member.name)]
+            return [*actions, Log("retired", member.name)]
         if member.stage is Stage.STOPPING or self._ending:
             return actions
         if member.role != ROUTER and event.code == 0 and member.was_ready:
             if member.active:  # drained without an order of this controller
                 self.pools.shrink(member.role, len(self.pools.members.active(member.role)))
-            return [*actions, Say("retired", member.name)]
+            return [*actions, Log("retired", member.name)]
         if member.stage is Stage.DRAINING:
             return actions
         return [*actions, *self._lost(member, event.reason, now, refused=event.refused)]
@@ -242,20 +259,20 @@ class ControllerCore:
         """Handle a needed member that cannot run: fail the order, or replace the member later."""
         if self.phase is Phase.STARTING:
             what = "cannot_run" if refused else "gave_up"
-            return [Say(what, member.name, why), *self._stop_all(now, 1)]
+            return [Log(what, member.name, why), *self._stop_all(now, 1)]
         if self.rollout is not None and self.rollout.is_new(member):
             return self._end_rollout(f"{member.name} cannot run: {why or 'no message'}")
         if not member.was_ready and member.role != ROUTER:
             text = f"{member.name} cannot run: {why or 'no message'}"
-            ended = self._tickets.end_scales(text)
+            ended = self._waiters.end_scales(text)
             others = len(self.pools.members.active(member.role))
             if others >= self.bounds.least(member.role):  # keep the pool's present size
                 self.pools.shrink(member.role, others)
-                return [Say("not_added", member.name, why), *ended]
+                return [Log("not_added", member.name, why), *ended]
             wait = self.pools.hold(member.role, now)  # the pool would fall below its minimum
-            return [Say("replacing", member.name, why, wait), *ended]
+            return [Log("replacing", member.name, why, wait), *ended]
         wait = self.pools.hold(member.role, now)
-        return [Say("replacing", member.name, why, wait)]
+        return [Log("replacing", member.name, why, wait)]
 
     def _unplaced(self, event: MemberUnplaced, now: float) -> list[Action]:
         member = self.pools.members.get(event.name)
@@ -268,7 +285,7 @@ class ControllerCore:
             return []
         member.waits_for = event.why
         text = f"{member.name} waits for a host: {event.why}"
-        return [Say("unplaced", member.name, event.why), *self._tickets.progress(text)]
+        return [Log("unplaced", member.name, event.why), *self._waiters.progress(text)]
 
     def _overdue(self, now: float) -> list[Action]:
         """Stop members that were added while serving and did not become ready in time."""
@@ -294,7 +311,7 @@ class ControllerCore:
         actions += self._request()
         if self.phase is Phase.STOPPING and not self.pools.members:
             self.phase = Phase.ENDED
-            actions += [*self._tickets.end_downs(), End(self._exit_code)]
+            actions += [*self._waiters.end_downs(), End(self._exit_code)]
         return actions
 
     def _arrived(self, now: float) -> list[Action]:
@@ -302,19 +319,19 @@ class ControllerCore:
         actions: list[Action] = []
         if self.phase is Phase.STARTING and self.pools.settled():
             self.phase = Phase.SERVING
-            actions.append(Say("ready"))
+            actions.append(Log("ready"))
         if self.phase is not Phase.SERVING:
             return actions
         if self.rollout is not None:
             actions += self._advance_rollout(self.rollout, now)
         if self.pools.reached():
             text = describe_targets(self.pools.targets)
-            actions += self._tickets.end_scales(text, Outcome.DONE)
+            actions += self._waiters.end_scales(text, Outcome.DONE)
         return actions
 
     def _held_up(self, now: float) -> list[Action]:
         """Fail orders that wait for members that ended and did not come back."""
-        waits = self.rollout is not None or self._tickets.scales
+        waits = self.rollout is not None or self._waiters.scales
         gone = self.pools.held_up_by(now) if waits and self.phase is Phase.SERVING else []
         if not gone:
             return []
@@ -324,7 +341,7 @@ class ControllerCore:
             f"last lines of the log for the reason. Remove it with baton drain {gone[0].name}, add "
             "another with baton scale, then repeat the order"
         )
-        return [*self._end_rollout(text), *self._tickets.end_scales(text)]
+        return [*self._end_rollout(text), *self._waiters.end_scales(text)]
 
     def _request(self) -> list[Action]:
         wanted = {} if self._ending else self.pools.wanted()
@@ -341,7 +358,7 @@ class ControllerCore:
         if rollout.finished:
             self.rollout, self.last_rollout = None, f"finished: {text}"
             self.pools.in_place = False
-            said = Say("rolled_out", detail=text)
+            said = Log("rolled_out", detail=text)
             return [*actions, Answer(rollout.ticket, Outcome.DONE, text), said]
         if text != rollout.said:
             rollout.said = text
@@ -358,23 +375,23 @@ class ControllerCore:
         self.pools.change_grace(rollout.grace_before)
         text = f"stopped at {rollout.progress(self.pools)}: {why}"
         self.last_rollout = text
-        return [Say("rollout_stopped", detail=text), Answer(rollout.ticket, Outcome.FAILED, text)]
+        return [Log("rollout_stopped", detail=text), Answer(rollout.ticket, Outcome.FAILED, text)]
 
     # ------------------------------------------------------------- the end
 
     def _down(self, event: Down, now: float) -> list[Action]:
         actions: list[Action] = []
         if event.ticket is not None:
-            self._tickets.downs.append(event.ticket)
+            self._waiters.downs.append(event.ticket)
             actions.append(Answer(event.ticket, Outcome.ACCEPTED, "going down"))
         if self._ending:
             return actions if event.ticket is not None else [*actions, *self._kill_all()]
-        actions += [*self._end_rollout(GOING_DOWN), *self._tickets.end_all(GOING_DOWN)]
+        actions += [*self._end_rollout(GOING_DOWN), *self._waiters.end_all(GOING_DOWN)]
         if self.phase is Phase.STARTING:
             return [*actions, *self._stop_all(now, 0)]
         self.phase = Phase.DRAINING
         self._drain_until = now + self.limits.grace
-        actions.append(Say("draining", seconds=self.limits.grace))
+        actions.append(Log("draining", seconds=self.limits.grace))
         for router in self.pools.members.of_role(ROUTER):
             # This core enforces the grace, to report its end. The process manager's limit is later.
             grace = self.limits.grace + self.limits.stop_timeout
@@ -385,12 +402,12 @@ class ControllerCore:
         if not self.pools.members.of_role(ROUTER):
             return self._stop_all(now, 0)
         if now >= self._drain_until:
-            return [Say("grace_over"), *self._stop_all(now, 0)]
+            return [Log("grace_over"), *self._stop_all(now, 0)]
         return []
 
     def _stop_all(self, now: float, code: int) -> list[Action]:
         """Stop all members, with the stop timeout and without grace for requests."""
-        ended = [*self._end_rollout(GOING_DOWN), *self._tickets.end_all(GOING_DOWN)]
+        ended = [*self._end_rollout(GOING_DOWN), *self._waiters.end_all(GOING_DOWN)]
         self.phase = Phase.STOPPING
         self._exit_code = max(self._exit_code, code)
         timeout = self.limits.stop_timeout

@@ -8,8 +8,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from ..report import ClusterReport
-from ..supervise.core import Say
+from ..supervise.core import Log, Reported, Tick
 from .backend import MemberDown, MemberEnded, MemberStarted, MemberUnplaced
 
 # ----------------------------------------------------------------- events
@@ -68,19 +67,6 @@ class Down:
     """Drain and stop the cluster; the second time, stop at once. ``ticket``: None for a signal."""
 
     ticket: object = None
-
-
-@dataclass(frozen=True, slots=True)
-class Reported:
-    """A router answered."""
-
-    router: str
-    report: ClusterReport
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed."""
 
 
 Event = (
@@ -164,4 +150,4 @@ class End:
     code: int
 
 
-Action = StartMember | DrainMember | StopMember | KillMember | RequestResources | Say | Answer | End
+Action = StartMember | DrainMember | StopMember | KillMember | RequestResources | Log | Answer | End

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ..supervise.core import Say
+from ..supervise.core import Log
 from ..supervise.restart import RestartPolicy
 from .backend import POOLS, ROUTER
 from .events import Action, DrainMember, StartMember, StopMember
@@ -175,7 +175,7 @@ class Pools:
                 member.left = True
                 actions.append(self.stop(member, self.limits.stop_timeout, now))
             elif now - member.since >= self.limits.grace:
-                actions.append(Say("drain_over", member.name))
+                actions.append(Log("drain_over", member.name))
                 actions.append(self.stop(member, self.limits.stop_timeout, now))
             elif now - member.drain_said_at >= self.limits.drain_repeat:
                 member.drain_said_at = now
@@ -222,7 +222,7 @@ class Pools:
             elif member.stage is Stage.READY and "draining" in self.members.states(member):
                 member.enter(Stage.DRAINING, now)  # an operator's order went directly to a router
                 self.shrink(member.role, len(self.members.active(member.role)))
-        return [Say("back", name) for name in back]
+        return [Log("back", name) for name in back]
 
     # ------------------------------------------------------------- progress
 

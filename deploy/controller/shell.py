@@ -9,22 +9,24 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Self
 
 import msgspec
 
 from ...proto.errors import BatonError, ConfigError, InputError, RequestFailed
 from ...runtime.keys.allowed import OPERATOR
-from ...runtime.keys.keyring import KeyRing
+from ...runtime.keys.keyring import CONTROLLER, KeyRing, load_keys
 from ...runtime.keys.zap import Doorkeeper, door
 from ...runtime.net.loop import Loop
 from ...runtime.net.sockets import Context
 from ...runtime.process.log import get_logger
-from ..autoscale.pilot import Pilot
-from ..config import ServeSettings
+from ..autoscale.pilot import Pilot, pilot_of
 from ..plan.bounds import scale_refusal
+from ..plan.plan import ClusterPlan, key_folder
+from ..plan.revisions import Revisions
 from ..report import ClusterReport
-from ..supervise.core import Phase, Say
+from ..supervise.core import Log, Phase, Reported, Tick
+from . import events
 from .admin import (
     AdminServer,
     Ask,
@@ -38,28 +40,9 @@ from .admin import (
     RollOut,
     ScalePools,
 )
-from .backend import Backend, MemberEnded, MemberEvent, MemberSpec
+from .backend import Backend, MemberEnded, MemberEvent
 from .core import ControllerCore
-from .events import (
-    Action,
-    Answer,
-    Begin,
-    Down,
-    Drain,
-    DrainMember,
-    End,
-    Event,
-    KillMember,
-    Measured,
-    Outcome,
-    Reported,
-    RequestResources,
-    Rollout,
-    Scale,
-    StartMember,
-    StopMember,
-    Tick,
-)
+from .events import Action, Answer, Event, Outcome
 from .health import DEGRADED, OK, problems
 from .monitor import StatusMonitor
 
@@ -68,30 +51,11 @@ TICK = 0.1
 _log = get_logger()
 
 
-class Revisions(Protocol):
-    """Settings and specifications of members; on one machine :class:`..plan.revisions.Roster`."""
-
-    def settings(self, revision: int) -> ServeSettings:
-        """Settings of a revision."""
-        ...
-
-    def add(self, current: int, changes: Mapping[str, Any]) -> int:
-        """Add a revision: ``current`` with changes. Raises BatonError for wrong changes."""
-        ...
-
-    def spec(self, name: str, role: str, revision: int) -> MemberSpec:
-        """Make the specification to start a member. Raises BatonError, OSError."""
-        ...
-
-    def release(self, name: str) -> None:
-        """Release the resources of an ended member."""
-
-
 class ControllerShell:
     """A running controller.
 
     ``clients``: client address of each router by name. ``facts``: the constant fields of an
-    Overview (backend, address, log, paths). ``on_say``: receives messages for the operator's
+    Overview (backend, address, log, paths). ``on_log``: receives messages for the operator's
     terminal. ``keys``: keys of role operator, for tcp. ``pilot``: the autoscaler. After End,
     ``exit_code`` is set and the loop is stopped.
     """
@@ -105,7 +69,7 @@ class ControllerShell:
         make_backend: Callable[[Callable[[MemberEvent], None]], Backend],
         clients: Mapping[str, str],
         facts: Overview,
-        on_say: Callable[[Say], object],
+        on_log: Callable[[Log], object],
         keys: KeyRing | None = None,
         pilot: Pilot | None = None,
     ) -> None:
@@ -119,13 +83,33 @@ class ControllerShell:
         self._revisions = revisions
         self._clients = dict(clients)
         self._facts = facts
-        self._on_say = on_say
+        self._on_log = on_log
         self._keys = keys
         self._pilot = pilot
         self._doors = None if keys is None else Doorkeeper(context, keys)
         self._monitors: list[StatusMonitor] = []
         self._admin: AdminServer | None = None
         self._events: list[Event] = []
+
+    @classmethod
+    def of(
+        cls,
+        loop: Loop,
+        context: Context,
+        core: ControllerCore,
+        plan: ClusterPlan,
+        revisions: Revisions,
+        make_backend: Callable[[Callable[[MemberEvent], None]], Backend],
+        facts: Overview,
+        on_log: Callable[[Log], object],
+    ) -> Self:
+        """Return the shell of a cluster, with the keys and the autoscaler of its settings."""
+        keys = load_keys(key_folder(plan.settings), OPERATOR, CONTROLLER)
+        pilot = pilot_of(core, plan.settings)
+        clients = plan.book.clients
+        return cls(
+            loop, context, core, revisions, make_backend, clients, facts, on_log, keys, pilot
+        )
 
     def listen(self, address: str) -> str:
         """Open the admin socket and return its address. Raises ConfigError."""
@@ -141,7 +125,7 @@ class ControllerShell:
             hear = self._hearer(name)
             monitor = StatusMonitor(self._loop, self._context, address, hear, self._keys)
             self._monitors.append(monitor)
-        self._loop.call_later(0.0, lambda: self.feed(Begin()))
+        self._loop.call_later(0.0, lambda: self.feed(events.Begin()))
         self._loop.call_later(TICK, self._tick)
 
     def close(self) -> None:
@@ -186,7 +170,7 @@ class ControllerShell:
             return
         targets = pilot.decide(core.pools.targets, now)
         if targets is not None and not self.backend.refusal({**core.pools.targets, **targets}):
-            self.feed(Measured(targets))
+            self.feed(events.Measured(targets))
 
     def _hearer(self, router: str) -> Callable[[ClusterReport], None]:
         def hear(report: ClusterReport) -> None:
@@ -219,15 +203,15 @@ class ControllerShell:
                     self._admin.answer(ticket[0], self.overview(request.number))
             case ScalePools(targets=targets):
                 self._check_size(targets)
-                self.feed(Scale(ticket, targets))
+                self.feed(events.Scale(ticket, targets))
             case DrainWorker(worker=worker, force=force):
-                self.feed(Drain(ticket, self._named(worker), force=force))
+                self.feed(events.Drain(ticket, self._named(worker), force=force))
             case RollOut():
                 self._roll_out(ticket, request)
             case GoDown(at_once=at_once):
-                self.feed(Down(ticket))
+                self.feed(events.Down(ticket))
                 if at_once:
-                    self.feed(Down())
+                    self.feed(events.Down())
 
     def _check_size(self, targets: dict[str, int]) -> None:
         problem = scale_refusal(targets, self.core.bounds)
@@ -245,7 +229,7 @@ class ControllerShell:
             raise RequestFailed(problem)
         revision = self._revisions.add(self.core.pools.revision, request.changes)
         grace = self._revisions.settings(revision).grace
-        self.feed(Rollout(ticket, revision, grace, in_place=request.in_place))
+        self.feed(events.Rollout(ticket, revision, grace, in_place=request.in_place))
 
     def _no_room(self) -> str:
         """Return which pool has no room for a rollout's extra worker, or an empty text."""
@@ -311,26 +295,26 @@ class ControllerShell:
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            case StartMember():
+            case events.StartMember():
                 self._start(action)
-            case DrainMember(name):
+            case events.DrainMember(name):
                 for monitor in self._monitors:
                     monitor.drain(name)
-            case StopMember(name, grace):
+            case events.StopMember(name, grace):
                 self.backend.stop(name, grace)
-            case KillMember(name):
+            case events.KillMember(name):
                 self.backend.kill(name)
-            case RequestResources(bundles):
+            case events.RequestResources(bundles):
                 self.backend.request(bundles)
             case Answer():
                 self._answer(action)
-            case End(code):
+            case events.End(code):
                 self.exit_code = code
                 self._loop.stop()
-            case Say():
-                self._on_say(action)
+            case Log():
+                self._on_log(action)
 
-    def _start(self, action: StartMember) -> None:
+    def _start(self, action: events.StartMember) -> None:
         try:
             spec = self._revisions.spec(action.name, action.role, action.revision)
         except (BatonError, OSError) as problem:

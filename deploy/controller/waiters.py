@@ -1,4 +1,4 @@
-"""The tickets of operators' pending orders, and their final answers.
+"""The operators who wait for the end of an order, by ticket, and their final answers.
 
 Invariant: each ticket receives one final answer, DONE or FAILED, and is then dropped.
 """
@@ -12,7 +12,7 @@ from .members import Member
 
 
 @dataclass(slots=True)
-class Tickets:
+class Waiters:
     """All pending tickets, except the rollout's ticket, which the rollout holds."""
 
     scales: list[object] = field(default_factory=list)

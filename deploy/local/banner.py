@@ -24,7 +24,7 @@ from ...text.model_files import TokenizerSettings
 from ..config import ServeSettings, kv_size, shares_memory
 from ..plan.plan import ClusterPlan
 from ..report import ClusterReport, WorkerReport
-from ..supervise.core import Say
+from ..supervise.core import Log
 
 _SENTENCES = {
     "ready": "ready: all workers have registered",
@@ -51,10 +51,10 @@ FAILURES = frozenset({"cannot_run", "gave_up"})
 """Messages about the end of the cluster. They are printed last, on standard error."""
 
 
-def sentence(say: Say) -> str:
-    """Return the line for a :class:`Say` of the core."""
-    return _SENTENCES[say.what].format(
-        name=say.name, detail=say.detail or "no message", seconds=say.seconds
+def sentence(log: Log) -> str:
+    """Return the line for a :class:`Log` of the core."""
+    return _SENTENCES[log.event].format(
+        name=log.name, detail=log.detail or "no message", seconds=log.seconds
     )
 
 

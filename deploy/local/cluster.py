@@ -17,26 +17,20 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from ...runtime.keys.allowed import OPERATOR
-from ...runtime.keys.keyring import CONTROLLER, load_keys
 from ...runtime.net.loop import Loop
 from ...runtime.process.os_settings import hold_signals, on_stop_signal
-from ..autoscale.pilot import pilot_of
 from ..config import ServeSettings
 from ..controller.admin import Overview
 from ..controller.backend import MemberEvent, MemberSpec
 from ..controller.core import ControllerCore
 from ..controller.events import Down
-from ..controller.pools import ControllerLimits
 from ..controller.shell import ControllerShell
 from ..plan.addresses import admin_address, claim_admin, ipc_path
-from ..plan.bounds import Bounds
-from ..plan.plan import key_folder, router_names
 from ..plan.prepare import check_keys, check_model, make_plan, memory_refusal, served_context
-from ..plan.revisions import Roster
+from ..plan.revisions import Revisions
 from ..report import ClusterReport
 from ..supervise.children import TICK, Children
-from ..supervise.core import Phase, Say, SupervisorCore
+from ..supervise.core import Log, Phase, SupervisorCore
 from ..supervise.hangs import HangLimits
 from . import banner
 from .address_lock import AddressLock
@@ -121,8 +115,7 @@ class LocalCluster:
             raise
         context = served_context(self.plan.settings)
         self._facts = banner.facts(self.plan, hint=not private, context=context)
-        self._roster = Roster(self.plan)
-        self._core = self._controller(self.plan.settings)
+        self._core = ControllerCore.of(self.plan.settings)
         self._stats: tuple[float, ClusterReport] | None = None
         self.failure = ""
 
@@ -144,13 +137,6 @@ class LocalCluster:
             self._folder.close()
             raise
 
-    @staticmethod
-    def _controller(settings: ServeSettings) -> ControllerCore:
-        bounds = Bounds.of(settings)
-        targets = {"prefill": settings.prefill, "decode": settings.decode}
-        limits = ControllerLimits(grace=settings.grace)
-        return ControllerCore(targets, router_names(settings), limits, bounds)
-
     # ------------------------------------------------------------- life
 
     def run(self) -> int:
@@ -161,11 +147,9 @@ class LocalCluster:
         """
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._shell = ControllerShell(
-                self._loop, context, self._core, self._roster, self._make_backend,
-                self.plan.book.clients, self._overview(), self._say,
-                load_keys(key_folder(self.plan.settings), OPERATOR, CONTROLLER),
-                pilot_of(self._core, self.plan.settings),
+            self._shell = ControllerShell.of(
+                self._loop, context, self._core, self.plan, Revisions(self.plan),
+                self._make_backend, self._overview(), self._print,
             )  # fmt: skip
             self._shell.listen(self.admin)
             self._shell.start()
@@ -224,12 +208,12 @@ class LocalCluster:
 
     # ------------------------------------------------------------- the operator's terminal
 
-    def _say(self, say: Say) -> None:
-        if say.what in banner.FAILURES:
-            self.failure = banner.sentence(say)
+    def _print(self, log: Log) -> None:
+        if log.event in banner.FAILURES:
+            self.failure = banner.sentence(log)
             return
-        self._out(banner.sentence(say))
-        if say.what == "ready":
+        self._out(banner.sentence(log))
+        if log.event == "ready":
             for line in banner.startup(self._facts, self._shell.report):
                 self._out(line)
             self._stats = (self._loop.now(), self._shell.report)

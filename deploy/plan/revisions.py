@@ -20,12 +20,12 @@ FIXED = (
 """Settings that a rollout cannot change: addresses, and settings with a separate command."""
 
 
-class Roster:
-    """The revisions of one cluster on this machine."""
+class Revisions:
+    """The revisions of one cluster. ``known``: those of a previous controller, by number."""
 
-    def __init__(self, plan: ClusterPlan) -> None:
+    def __init__(self, plan: ClusterPlan, known: Mapping[int, ServeSettings] | None = None) -> None:
         self._plan = plan
-        self._settings = {0: plan.settings}
+        self._settings = {0: plan.settings, **(known or {})}
         self.kv_default = plan.kv_default
         """KV memory per worker, the same in all revisions, so that all workers have one size."""
 
@@ -33,6 +33,11 @@ class Roster:
     def newest(self) -> int:
         """The latest revision."""
         return max(self._settings)
+
+    @property
+    def known(self) -> dict[int, ServeSettings]:
+        """The settings of all revisions."""
+        return dict(self._settings)
 
     def settings(self, revision: int) -> ServeSettings:
         """Return the settings of a revision."""

@@ -16,25 +16,20 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from ...runtime.keys.allowed import OPERATOR
-from ...runtime.keys.keyring import CONTROLLER, load_keys
 from ...runtime.net.loop import Loop
-from ..autoscale.pilot import pilot_of
 from ..config import ServeSettings
 from ..controller.admin import Overview
 from ..controller.backend import ROUTER
 from ..controller.core import ControllerCore
 from ..controller.events import Down, Drain
 from ..controller.members import Stage
-from ..controller.pools import ControllerLimits
 from ..controller.shell import ControllerShell
 from ..local import banner
 from ..plan.addresses import admin_address, claim_admin
-from ..plan.bounds import Bounds
-from ..plan.plan import ClusterPlan, key_folder, role_of, router_names
+from ..plan.plan import role_of
 from ..plan.prepare import check_keys, with_task
-from ..plan.revisions import Roster
-from ..supervise.core import Say
+from ..plan.revisions import Revisions
+from ..supervise.core import Log
 from .backend import RayBackend
 from .plan import ray_plan, ray_settings
 from .saved import Saved, decode_saved, encode_saved, restore, saved_of
@@ -63,19 +58,6 @@ class ControllerApi(RayApi, Protocol):
         raise NotImplementedError
 
 
-class Revisions(Roster):
-    """The settings by revision, including those of the previous controller."""
-
-    def __init__(self, plan: ClusterPlan, known: dict[int, ServeSettings]) -> None:
-        super().__init__(plan)
-        self._settings |= known
-
-    @property
-    def known(self) -> dict[int, ServeSettings]:
-        """Return the settings of all revisions."""
-        return dict(self._settings)
-
-
 class RayCluster:
     """One controller. :meth:`run` returns after the cluster has ended.
 
@@ -94,12 +76,13 @@ class RayCluster:
             settings = with_task(ray_settings(settings, head))
         self._plan = ray_plan(settings, key)
         check_keys(self._plan, ROUTER)  # only here: the workers' keys are on the workers' hosts
-        self._revisions = Revisions(self._plan, {} if before is None else before.revisions)
+        known = None if before is None else before.revisions
+        self._revisions = Revisions(self._plan, known)
         self.address = self._plan.address
         self.admin = settings.admin or admin_address(self.address)
         self.failure = ""
         self._saved = data
-        self._core = _core(settings)
+        self._core = ControllerCore.of(settings, replace=True)
         self._loop = Loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._backend: RayBackend | None = None
@@ -120,11 +103,9 @@ class RayCluster:
             return made
 
         facts = Overview(backend="ray", address=self.address)
-        clients = self._plan.book.clients
-        keys = load_keys(key_folder(self._plan.settings), OPERATOR, CONTROLLER)
-        return ControllerShell(
-            self._loop, self._context, self._core, self._revisions, backend, clients, facts,
-            self._say, keys, pilot_of(self._core, self._plan.settings),
+        return ControllerShell.of(
+            self._loop, self._context, self._core, self._plan, self._revisions, backend, facts,
+            self._print,
         )  # fmt: skip
 
     def _go_on(self, before: Saved) -> None:
@@ -181,19 +162,12 @@ class RayCluster:
             self._saved = data
             self._backend.put(lambda: self._api.save(data))
 
-    def _say(self, say: Say) -> None:
-        sentence = banner.sentence(say)
-        if say.what in banner.FAILURES:
+    def _print(self, log: Log) -> None:
+        sentence = banner.sentence(log)
+        if log.event in banner.FAILURES:
             self.failure = sentence
         sys.stderr.write(f"{sentence}\n")
         sys.stderr.flush()
-
-
-def _core(settings: ServeSettings) -> ControllerCore:
-    bounds = Bounds.of(settings)
-    limits = ControllerLimits(grace=settings.grace, replace=True)
-    targets = {"prefill": settings.prefill, "decode": settings.decode}
-    return ControllerCore(targets, router_names(settings), limits, bounds)
 
 
 class ControllerFacts(msgspec.Struct, frozen=True, kw_only=True):

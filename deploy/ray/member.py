@@ -24,7 +24,7 @@ from ..controller.backend import MemberDown, MemberEnded, MemberEvent, MemberSta
 from ..local.banner import sentence
 from ..local.run_folder import RunFolder, sweep
 from ..supervise.children import Children
-from ..supervise.core import Say, SupervisorCore, describe_exit
+from ..supervise.core import Log, SupervisorCore, describe_exit
 from ..supervise.process import ProcessSpec
 from ..supervise.restart import RestartLimits
 
@@ -166,7 +166,7 @@ class Supervisor:
                 state = State.STOPPING if stopping else State.RUNNING
                 self._said = replace(said, state=state, starts=starts)
             case MemberDown(name, why, seconds, ends):
-                _write(sentence(Say("restarting", name, why, seconds)))
+                _write(sentence(Log("restarting", name, why, seconds)))
                 self._start_at = self._loop.now() + seconds
                 self._said = replace(said, state=State.WAITING, starts=starts, why=why, ends=ends)
             case MemberEnded(name, code, reason, refused):

@@ -26,9 +26,9 @@ from .core import (
     Event,
     Exited,
     Kill,
+    Log,
     Remove,
     Reported,
-    Say,
     Start,
     Started,
     SupervisorCore,
@@ -163,7 +163,7 @@ class Children:
                 self._children[name].terminate()
             case Kill(name) if name in self._children:
                 self._children[name].kill()
-            case Say():
+            case Log():
                 self._out(banner.sentence(action))
             case MemberDown():
                 self._tell(action)

@@ -122,16 +122,16 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
-    """Print a message to the operator. ``what``: a key of ``banner._SENTENCES``."""
+class Log:
+    """Print a message to the operator. ``event``: a key of ``banner._SENTENCES``."""
 
-    what: str
+    event: str
     name: str = ""
     detail: str = ""
     seconds: float = 0.0
 
 
-Action = Start | Terminate | Kill | Say | MemberDown | MemberEnded
+Action = Start | Terminate | Kill | Log | MemberDown | MemberEnded
 
 
 @dataclass(slots=True)
@@ -183,7 +183,7 @@ class SupervisorCore:
             case Reported(router, report):
                 timeout = self.hang_limits.worker_timeout
                 actions += [
-                    Say("declared_dead", name, reason, timeout)
+                    Log("declared_dead", name, reason, timeout)
                     for name, reason in self._hangs.reported(router, report, now)
                 ]
             case _:
@@ -239,7 +239,7 @@ class SupervisorCore:
             child = self._children[hang.name]
             if child.running and not child.killed:
                 child.killed, child.hang = True, hang.why
-                due += [Say("hung", hang.name, hang.why), Kill(hang.name)]
+                due += [Log("hung", hang.name, hang.why), Kill(hang.name)]
         return due
 
     def quiet(self, name: str, now: float) -> float | None:

@@ -6,7 +6,7 @@ import pytest
 from baton.deploy.config import ServeSettings
 from baton.deploy.local import banner
 from baton.deploy.report import ClusterReport, RouterReport, WorkerReport, parse_report
-from baton.deploy.supervise.core import Say
+from baton.deploy.supervise.core import Log
 from baton.proto.errors import DecodeFailed
 
 
@@ -103,7 +103,7 @@ def test_banner_warns_when_no_whole_context_fits_a_worker():
 
 @pytest.mark.parametrize("what", list(banner._SENTENCES))
 def test_every_sentence_formats(what):
-    assert "{" not in banner.sentence(Say(what, "decode-0", "because", 1.25))
+    assert "{" not in banner.sentence(Log(what, "decode-0", "because", 1.25))
 
 
 def test_load_progress_bar():
@@ -121,7 +121,7 @@ def test_a_report_with_unknown_keys_is_read_and_garbage_is_a_typed_error():
 @pytest.mark.parametrize("file", ["supervise/core", "controller/core", "controller/pools"])
 def test_everything_the_cores_say_has_a_sentence(file):
     source = (Path(banner.__file__).parents[1] / f"{file}.py").read_text()
-    found = re.findall(r'Say\(\s*"(\w+)"', source)
+    found = re.findall(r'Log\(\s*"(\w+)"', source)
     assert found
     for what in found:
-        assert banner.sentence(Say(what, "decode-0", "why", 1.0))
+        assert banner.sentence(Log(what, "decode-0", "why", 1.0))

@@ -7,15 +7,13 @@ from baton.deploy.controller.events import (
     Drain,
     Measured,
     Outcome,
-    Reported,
     Rollout,
     Scale,
-    Tick,
 )
 from baton.deploy.controller.health import problems
 from baton.deploy.controller.members import Stage
 from baton.deploy.report import ClusterReport, WorkerReport
-from baton.deploy.supervise.core import Phase
+from baton.deploy.supervise.core import Phase, Reported, Tick
 
 from .world import GRACE, World
 

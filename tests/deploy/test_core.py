@@ -9,9 +9,9 @@ from baton.deploy.supervise.core import (
     Alive,
     Exited,
     Kill,
+    Log,
     Remove,
     Reported,
-    Say,
     Start,
     Started,
     SupervisorCore,
@@ -225,7 +225,7 @@ def test_a_kill_is_explained_by_what_the_system_says_of_it():
 
 def test_a_worker_declared_dead_says_so_when_it_ends():
     core = serving()
-    said = [Say("declared_dead", "decode-0", "no heartbeat for 5.0 s", 5.0)]
+    said = [Log("declared_dead", "decode-0", "no heartbeat for 5.0 s", 5.0)]
     assert core.handle(reported("router", {}, "decode-0"), 6.0) == said
     assert sentence(said[0]) == (
         "decode-0 was declared dead: no heartbeat for 5.0 s (--worker-timeout 5)"
@@ -262,7 +262,7 @@ def test_no_child_starts_twice_and_each_ends_once(steps):
 
     def carry_out(actions):
         for action in actions:
-            if isinstance(action, (Say, MemberDown)):
+            if isinstance(action, (Log, MemberDown)):
                 continue
             assert action.name in known
             if isinstance(action, Start):

@@ -43,7 +43,7 @@ def test_an_action_that_fails_keeps_neither_others_nor_later_events_from_their_t
     loop, context, clumsy = Loop(), zmq.Context(), Clumsy()
     core = ControllerCore({"prefill": 1, "decode": 1}, ["router"], ControllerLimits(), Bounds())
     shell = ControllerShell(
-        loop, context, core, clumsy, lambda _emit: clumsy, {}, Overview(), lambda _say: None
+        loop, context, core, clumsy, lambda _emit: clumsy, {}, Overview(), lambda _log: None
     )
     shell.feed(Begin())
     assert clumsy.started == ["router", "decode-0"]

@@ -25,20 +25,18 @@ from baton.deploy.controller.events import (
     KillMember,
     Measured,
     Outcome,
-    Reported,
     RequestResources,
     Rollout,
     Scale,
     StartMember,
     StopMember,
-    Tick,
 )
 from baton.deploy.controller.members import Stage
 from baton.deploy.controller.pools import ControllerLimits
 from baton.deploy.plan.bounds import Bounds
 from baton.deploy.ray.saved import decode_saved, encode_saved, restore, saved_of
 from baton.deploy.report import ClusterReport, WorkerReport
-from baton.deploy.supervise.core import Phase
+from baton.deploy.supervise.core import Phase, Reported, Tick
 
 GRACE = 10.0
 SETTINGS = ServeSettings(grace=GRACE)
@@ -159,8 +157,8 @@ class World:
             case End(code):
                 assert not self.processes
                 self.ended = code
-            case say:
-                self.said.append(say.what)
+            case log:
+                self.said.append(log.event)
 
     def answer(self, ticket, outcome) -> None:
         if ticket is None:

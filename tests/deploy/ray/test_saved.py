@@ -8,17 +8,15 @@ from baton.deploy.controller.core import ControllerCore
 from baton.deploy.controller.events import (
     Begin,
     DrainMember,
-    Reported,
     Rollout,
     Scale,
     StartMember,
     StopMember,
-    Tick,
 )
 from baton.deploy.controller.members import Stage
 from baton.deploy.ray.saved import decode_saved, encode_saved, restore, saved_of
 from baton.deploy.report import ClusterReport, WorkerReport
-from baton.deploy.supervise.core import Phase
+from baton.deploy.supervise.core import Phase, Reported, Tick
 from baton.proto.errors import ConfigError
 
 ALL = ["router", "prefill-0", "decode-0"]

@@ -6,37 +6,37 @@ import pytest
 
 from baton.deploy.config import ServeSettings, demo_model_folder
 from baton.deploy.plan.plan import ipc_addresses, resolve_plan
-from baton.deploy.plan.revisions import Roster, changed
+from baton.deploy.plan.revisions import Revisions, changed
 from baton.proto.errors import CheckpointError, ConfigError
 
 KEY = "ab" * 32
 
 
 @pytest.fixture
-def roster(tmp_path):
+def revisions(tmp_path):
     book = ipc_addresses({"router": f"ipc://{tmp_path}/s.sock"}, str(tmp_path))
-    return Roster(resolve_plan(ServeSettings(kv_memory="8MiB"), book, KEY, 16 << 20))
+    return Revisions(resolve_plan(ServeSettings(kv_memory="8MiB"), book, KEY, 16 << 20))
 
 
-def test_a_revision_is_the_one_before_with_changes(roster):
-    revision = roster.add(0, {"max_num_seqs": "7", "policy": "round_robin"})
-    assert (revision, roster.newest) == (1, 1)
-    assert roster.settings(0).max_num_seqs == 32
-    assert roster.settings(1).max_num_seqs == 7
-    old, new = (roster.spec("decode-0", "decode", r).process.config for r in (0, 1))
+def test_a_revision_is_the_one_before_with_changes(revisions):
+    revision = revisions.add(0, {"max_num_seqs": "7", "policy": "round_robin"})
+    assert (revision, revisions.newest) == (1, 1)
+    assert revisions.settings(0).max_num_seqs == 32
+    assert revisions.settings(1).max_num_seqs == 7
+    old, new = (revisions.spec("decode-0", "decode", r).process.config for r in (0, 1))
     assert (old.max_batch, new.max_batch) == (32, 7)
     assert old.endpoint == new.endpoint
-    assert roster.spec("router", "router", 1).process.config.policy.name == "round_robin"
+    assert revisions.spec("router", "router", 1).process.config.policy.name == "round_robin"
 
 
-def test_changes_may_have_old_names(roster):
-    assert roster.settings(roster.add(0, {"max_batch": "7"})).max_num_seqs == 7
+def test_changes_may_have_old_names(revisions):
+    assert revisions.settings(revisions.add(0, {"max_batch": "7"})).max_num_seqs == 7
     with pytest.raises(ConfigError, match="max_num_seqs must be at least 1"):
-        roster.add(0, {"max_batch": 0})
+        revisions.add(0, {"max_batch": 0})
 
 
-def test_an_added_worker_is_as_large_as_the_others(roster):
-    first, late = (roster.spec(f"decode-{n}", "decode", 0).process.config for n in (0, 9))
+def test_an_added_worker_is_as_large_as_the_others(revisions):
+    first, late = (revisions.spec(f"decode-{n}", "decode", 0).process.config for n in (0, 9))
     assert first.runner == late.runner
     assert first.endpoint != late.endpoint
 
@@ -54,18 +54,18 @@ def test_an_added_worker_is_as_large_as_the_others(roster):
         ({"model": "/no/such"}, ConfigError, "/no/such"),
     ],
 )
-def test_what_cannot_be_changes_nothing(roster, changes, error, words):
+def test_what_cannot_be_changes_nothing(revisions, changes, error, words):
     with pytest.raises(error, match=words):
-        roster.add(0, changes)
-    assert roster.newest == 0
+        revisions.add(0, changes)
+    assert revisions.newest == 0
 
 
-def test_a_damaged_model_is_seen_before_anything_is_touched(roster, tmp_path):
+def test_a_damaged_model_is_seen_before_anything_is_touched(revisions, tmp_path):
     shutil.copytree(demo_model_folder(), tmp_path / "m")
     weights = tmp_path / "m" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        roster.add(0, {"model": str(tmp_path / "m")})
+        revisions.add(0, {"model": str(tmp_path / "m")})
 
 
 def test_one_way_to_size_memory_replaces_the_other():
