@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from ..client import Client
 from ..deploy.config import ServeSettings
-from ..deploy.local.banner import mebibytes
 from ..deploy.local.cluster import LocalCluster, check_model
 from ..deploy.local.terminal import terminal
+from ..deploy.messages import mebibytes
 from ..deploy.report import HandoffRecord
 from ..proto.errors import BatonError, InternalError
 from ..proto.sampling import SamplingParamsInput

@@ -13,7 +13,7 @@ import msgspec
 from ..client import Client
 from ..deploy.controller.admin import Overview
 from ..deploy.controller.health import DEGRADED
-from ..deploy.local.banner import mebibytes
+from ..deploy.messages import mebibytes
 from ..deploy.report import DRAINED, ClusterReport, HandoffRecord, WorkerReport
 from ..deploy.supervise.core import Phase
 from ..proto.errors import BatonError, ConnectionLost, VersionMismatch

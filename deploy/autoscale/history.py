@@ -1,10 +1,13 @@
-"""Measurements of the last minutes, one row per second, and trends in them."""
+"""Measurements over time: rows of the last minutes, trends in them, counters, and rates.
+
+Owners of counters may restart. In rates, old work fades.
+"""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import numpy as np
 import numpy.typing as npt
@@ -102,3 +105,51 @@ def headroom(values: Values, share: float = 0.3, most: float = 1.5) -> float:
 def fewest(enough: Callable[[int], bool], most: int) -> int:
     """The smallest number of workers, from 1, that is enough; ``most`` if no smaller number is."""
     return 1 + bisect_left(range(1, most), x=True, key=enough)
+
+
+class Deltas:
+    """Growth of each counter since its last observation.
+
+    The growth of a new counter is zero, because its value may be old. A counter that fell belongs
+    to a restarted process and is treated as new.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[Hashable, tuple[float, ...]] = {}
+
+    def of(self, owner: Hashable, *counters: float) -> tuple[float, ...]:
+        """Return the growth of ``owner``'s counters, or zeros if any counter fell."""
+        last = self._last.get(owner)
+        self._last[owner] = counters
+        if last is None or any(b < a for a, b in zip(last, counters, strict=True)):
+            return (0.0,) * len(counters)
+        return tuple(b - a for a, b in zip(last, counters, strict=True))
+
+    def keep(self, owners: set[Hashable]) -> None:
+        """Drop the counters of all other owners."""
+        self._last = {owner: seen for owner, seen in self._last.items() if owner in owners}
+
+
+class Rate:
+    """Amount per second of work. Old work fades with later work, not with time.
+
+    So the rate is still valid after an idle night.
+    """
+
+    def __init__(self, half_life_s: float, least_s: float) -> None:
+        self._half_life = half_life_s
+        self._least = least_s
+        self._amount = self._seconds = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        """Record ``seconds`` of work with the result ``amount``."""
+        fade = math.exp2(-seconds / self._half_life)
+        self._amount = self._amount * fade + amount
+        self._seconds = self._seconds * fade + seconds
+
+    @property
+    def value(self) -> float | None:
+        """The rate, or None before enough work was recorded."""
+        if self._seconds < self._least or self._amount <= 0:
+            return None
+        return self._amount / self._seconds

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...prefill_worker.start_order import LATE_TURN
-from .counters import Deltas, Rate
-from .history import History, Values, fewest, growth, headroom
+from .history import Deltas, History, Rate, Values, fewest, growth, headroom
 from .metrics import LONGEST_STEP_S, RouterSample, WorkerSample
 from .settings import ScaleSettings
 

@@ -1,9 +1,8 @@
-"""All output of the supervisor on the terminal, as pure functions from facts to lines."""
+"""The start-up banner and the lines of metrics, as pure functions from facts to lines."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 
 import msgspec
 
@@ -22,40 +21,9 @@ from ...proto.limits import MAX_DESCRIBED_BYTES
 from ...router.describe import read_text_files
 from ...text.model_files import TokenizerSettings
 from ..config import ServeSettings, kv_size, shares_memory
+from ..messages import mebibytes
 from ..plan.plan import ClusterPlan
 from ..report import ClusterReport, WorkerReport
-from ..supervise.core import Log
-
-_SENTENCES = {
-    "ready": "ready: all workers have registered",
-    "restarting": "{name} ended ({detail}); restarting in {seconds:.1f} s",
-    "back": "{name} serves again",
-    "retired": "{name} finished its requests and was not restarted",
-    "declared_dead": "{name} was declared dead: {detail} (--worker-timeout {seconds:g})",
-    "hung": "{name} hangs ({detail}); killing it",
-    "cannot_run": "{name} cannot run: {detail}",
-    "gave_up": "{name} ended repeatedly before the cluster was ready; stopping. "
-    "Last message: {detail}",
-    "replacing": "{name} cannot run ({detail}); a replacement starts in {seconds:.1f} s",
-    "not_added": "{name} cannot run and was not added: {detail}",
-    "unplaced": "{name} waits for a host: {detail}",
-    "drain_over": "{name} has not finished within the grace period; its requests move elsewhere",
-    "rolled_out": "rollout finished: {detail}",
-    "rollout_stopped": "rollout {detail}",
-    "draining": "draining: running requests have {seconds:.0f} s to finish "
-    "(interrupt again to stop at once)",
-    "grace_over": "the grace period is over; stopping with requests unfinished",
-}
-
-FAILURES = frozenset({"cannot_run", "gave_up"})
-"""Messages about the end of the cluster. They are printed last, on standard error."""
-
-
-def sentence(log: Log) -> str:
-    """Return the line for a :class:`Log` of the core."""
-    return _SENTENCES[log.event].format(
-        name=log.name, detail=log.detail or "no message", seconds=log.seconds
-    )
 
 
 class BannerFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,19 +194,3 @@ def _grown(counter: str, before: ClusterReport, after: ClusterReport) -> int:
 
 def _percent(part: int, whole: int) -> str:
     return f"{100.0 * part / whole if whole else 0.0:.1f} %"
-
-
-def load_progress(progress: Sequence[tuple[str, int, int]]) -> str:
-    """Return one progress bar for all ``(process, bytes done, bytes total)``."""
-    done, total = (sum(sizes) for sizes in ([p[1] for p in progress], [p[2] for p in progress]))
-    return f"loading  {_bar(done, total)}  {', '.join(name for name, _, _ in progress)}"
-
-
-def _bar(done: int, total: int, width: int = 12) -> str:
-    filled = min(width, width * done // total) if total else 0
-    return f"[{'#' * filled}{'.' * (width - filled)}] {mebibytes(done)}/{mebibytes(total)}"
-
-
-def mebibytes(size: int) -> str:
-    """Format a byte count in KiB or MiB."""
-    return f"{size / (1 << 20):.1f} MiB" if size >= 1 << 20 else f"{size / 1024:.1f} KiB"

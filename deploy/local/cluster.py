@@ -25,6 +25,7 @@ from ..controller.backend import MemberEvent, MemberSpec
 from ..controller.core import ControllerCore
 from ..controller.events import Down
 from ..controller.shell import ControllerShell
+from ..messages import FAILURES, sentence
 from ..plan.addresses import admin_address, claim_admin, ipc_path
 from ..plan.prepare import check_keys, check_model, make_plan, memory_refusal, served_context
 from ..plan.revisions import Revisions
@@ -209,10 +210,10 @@ class LocalCluster:
     # ------------------------------------------------------------- the operator's terminal
 
     def _print(self, log: Log) -> None:
-        if log.event in banner.FAILURES:
-            self.failure = banner.sentence(log)
+        if log.event in FAILURES:
+            self.failure = sentence(log)
             return
-        self._out(banner.sentence(log))
+        self._out(sentence(log))
         if log.event == "ready":
             for line in banner.startup(self._facts, self._shell.report):
                 self._out(line)

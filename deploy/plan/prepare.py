@@ -19,8 +19,8 @@ from ...proto.errors import BatonError, CheckpointError, ConfigError
 from ...runtime.keys.allowed import OPERATOR
 from ...runtime.keys.keyring import CONTROLLER, load_keys
 from ..config import ServeSettings, kv_size
-from ..local.banner import mebibytes
 from ..local.run_folder import RunFolder
+from ..messages import mebibytes
 from ..supervise.core import describe_exit
 from ..supervise.process import child_environment
 from .addresses import client_addresses, free_ports

@@ -3,19 +3,24 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ...proto.errors import ConnectionLost
-from ..controller.backend import POOLS, ROUTER, MemberSpec
+from ..controller.backend import DECODE, POOLS, PREFILL, ROUTER, MemberSpec
 from .actors import PoolMember
 from .connect import NAMESPACE
 from .member import MemberReport
-from .node_types import autoscaling_config, capacity_of
 from .placing import order_of
 from .watch import ActorGone
 
+ROLES = (ROUTER, PREFILL, DECODE)
+_FLAG = "--autoscaling-config="
+_MOST_BYTES = 4 << 20
 _ON_HEAD = 0.001
 """Share of the resource ``router`` per router, so that the head's node holds all routers."""
 
@@ -195,3 +200,59 @@ def existing() -> list[str]:
 def _first_line(problem: Exception) -> str:
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     return (lines or [type(problem).__name__])[0][:300]
+
+
+# ------------------------------------------------------------- limits of the node types
+# Ray has no API for these limits, so they are read from the configuration file with which the
+# autoscaler on the head was started. For nodes that are added manually there are no limits.
+
+
+def autoscaling_config(gcs_address: str, proc: Path = Path("/proc")) -> dict[str, Any] | None:
+    """Return the configuration of this head's autoscaler; None without one or if unreadable.
+
+    ``gcs_address``: ``HOST:PORT`` of the head, which is also in the autoscaler's command line.
+    """
+    import yaml  # type: ignore[import-untyped]  # of Ray
+
+    path = _config_path(gcs_address, proc)
+    if path is None:
+        return None
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+        with path.open("rb") as file:
+            config = yaml.safe_load(file.read(_MOST_BYTES))
+        return config if isinstance(config, dict) else None
+    return None
+
+
+def _config_path(gcs_address: str, proc: Path) -> Path | None:
+    """Find the path in the command line of the autoscaler's process."""
+    port = gcs_address.rpartition(":")[2]
+    for entry in proc.iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            words = (entry / "cmdline").read_bytes().decode().split("\0")
+            paths = [word.removeprefix(_FLAG) for word in words if word.startswith(_FLAG)]
+            ours = any(word.endswith(f":{port}") and "gcs" in word for word in words)
+            if paths and ours and any("autoscaler" in word for word in words):
+                return Path(paths[0])
+    return None
+
+
+def capacity_of(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the maximum members of each role.
+
+    A node type without ``max_workers`` uses the maximum of the cluster.
+    """
+    types = config.get("available_node_types") or {}
+    overall = int(config.get("max_workers", 2))  # Ray's own default
+    return {role: _most(types, config.get("head_node_type"), role, overall) for role in ROLES}
+
+
+def _most(types: Mapping[str, Any], head: object, role: str, overall: int) -> int:
+    total = 0
+    for name, kind in types.items():
+        each = int((kind.get("resources") or {}).get(role, 0))
+        count = min(int(kind.get("max_workers", overall)), overall)
+        total += each * (1 if name == head else count)
+    return total

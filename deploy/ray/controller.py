@@ -24,7 +24,7 @@ from ..controller.core import ControllerCore
 from ..controller.events import Down, Drain
 from ..controller.members import Stage
 from ..controller.shell import ControllerShell
-from ..local import banner
+from ..messages import FAILURES, sentence
 from ..plan.addresses import admin_address, claim_admin
 from ..plan.plan import role_of
 from ..plan.prepare import check_keys, with_task
@@ -163,10 +163,10 @@ class RayCluster:
             self._backend.put(lambda: self._api.save(data))
 
     def _print(self, log: Log) -> None:
-        sentence = banner.sentence(log)
-        if log.event in banner.FAILURES:
-            self.failure = sentence
-        sys.stderr.write(f"{sentence}\n")
+        line = sentence(log)
+        if log.event in FAILURES:
+            self.failure = line
+        sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
 
 

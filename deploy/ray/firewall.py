@@ -1,7 +1,12 @@
-"""Firewall rules (nftables) that close Ray's ports to every machine outside the cluster.
+"""TCP ports of Ray's processes, and firewall rules (nftables) that close them.
 
-Any machine with access to one of Ray's ports can end Ray's processes, even without Ray's token.
-Baton's own ports stay open, because they accept only listed keys. Pure.
+The ports are fixed in every cluster file, so that a firewall can name them; without these options
+Ray takes random ports for half of its processes. A test compares the cluster files, the manifest
+for Kubernetes and the firewall rules with this module.
+
+Any machine with access to one of Ray's ports can end Ray's processes, even without Ray's token. So
+the rules close these ports to every machine outside the cluster. Baton's own ports stay open,
+because they accept only listed keys. Pure.
 """
 
 from __future__ import annotations
@@ -10,9 +15,45 @@ import ipaddress
 from collections.abc import Sequence
 
 from ...proto.errors import ConfigError
-from . import ports
 
+GCS = 6379
+"""Ray's head, ``ray start --port``."""
+NODE_PORTS = {
+    "node-manager-port": 6380,
+    "object-manager-port": 6381,
+    "runtime-env-agent-port": 6382,
+    "dashboard-agent-grpc-port": 6383,
+    "metrics-export-port": 6384,
+    "dashboard-agent-listen-port": 52365,
+}
+"""Options of every ``ray start``, head and nodes."""
+WORKER_PORTS = {"min-worker-port": 10002, "max-worker-port": 10999}
+"""Options of every ``ray start``: one port for each of Ray's worker processes and drivers."""
+CLIENT = 10001
+"""Ray Client on the head: listens where ``ray[client]`` is installed, as in Ray's images, and
+cannot be turned off there. Baton does not use it."""
+METRICS = {"autoscaler": 44217, "dashboard": 44227}
+"""Ports on the head if ``ray[default]`` is installed; used only by Prometheus."""
+START_OPTIONS = {**NODE_PORTS, **WORKER_PORTS}
 TABLE = "baton_ray"
+
+
+def between_hosts() -> list[tuple[int, int]]:
+    """Ranges of ports (first, last) that Ray on one host of a cluster uses on another."""
+    low, high = WORKER_PORTS.values()
+    single = sorted({GCS, *NODE_PORTS.values()} - {NODE_PORTS["metrics-export-port"]})
+    ranges: list[tuple[int, int]] = []
+    for port in single:
+        if ranges and port == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], port)
+        else:
+            ranges.append((port, port))
+    return sorted([*ranges, (low, high)])
+
+
+def metrics_ports() -> list[int]:
+    """Return the ports that Prometheus reads on a head; a node has only the first."""
+    return [NODE_PORTS["metrics-export-port"], *METRICS.values()]
 
 
 def firewall_rules(hosts: Sequence[str], metrics: Sequence[str] = ()) -> str:
@@ -22,7 +63,7 @@ def firewall_rules(hosts: Sequence[str], metrics: Sequence[str] = ()) -> str:
     (Prometheus). Raises ConfigError for an invalid IP address.
     """
     accepted = [f"    {rule} accept" for rule in _from(hosts)]
-    read = f"tcp dport {{ {', '.join(map(str, sorted(ports.metrics())))} }}"
+    read = f"tcp dport {{ {', '.join(map(str, sorted(metrics_ports())))} }}"
     accepted += [f"    {rule} {read} accept" for rule in _from(metrics)]
     return "\n".join(
         [
@@ -63,6 +104,6 @@ def _from(addresses: Sequence[str]) -> list[str]:
 
 
 def _closed() -> str:
-    single = {ports.GCS, ports.CLIENT, *ports.NODE_PORTS.values(), *ports.METRICS.values()}
-    low, high = ports.WORKER_PORTS.values()
+    single = {GCS, CLIENT, *NODE_PORTS.values(), *METRICS.values()}
+    low, high = WORKER_PORTS.values()
     return ", ".join([*map(str, sorted(single)), f"{low}-{high}"])

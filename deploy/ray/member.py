@@ -21,8 +21,8 @@ import msgspec
 
 from ...runtime.net.loop import Loop
 from ..controller.backend import MemberDown, MemberEnded, MemberEvent, MemberStarted
-from ..local.banner import sentence
 from ..local.run_folder import RunFolder, sweep
+from ..messages import sentence
 from ..supervise.children import Children
 from ..supervise.core import Log, SupervisorCore, describe_exit
 from ..supervise.process import ProcessSpec

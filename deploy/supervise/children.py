@@ -15,8 +15,8 @@ from pathlib import Path
 from ...proto.errors import BatonError
 from ...runtime.net.loop import Loop
 from ..controller.backend import ROUTER, MemberDown, MemberEnded, MemberEvent, MemberStarted
-from ..local import banner
 from ..local.run_folder import RunFolder
+from ..messages import sentence
 from ..report import ClusterReport
 from .child_log import ChildLog
 from .core import (
@@ -164,7 +164,7 @@ class Children:
             case Kill(name) if name in self._children:
                 self._children[name].kill()
             case Log():
-                self._out(banner.sentence(action))
+                self._out(sentence(action))
             case MemberDown():
                 self._tell(action)
             case MemberEnded(name):

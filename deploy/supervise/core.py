@@ -123,7 +123,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Print a message to the operator. ``event``: a key of ``banner._SENTENCES``."""
+    """Print a message to the operator. ``event``: a key of ``messages._SENTENCES``."""
 
     event: str
     name: str = ""

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.deploy import messages
 from baton.deploy.config import ServeSettings
 from baton.deploy.local import banner
 from baton.deploy.report import ClusterReport, RouterReport, WorkerReport, parse_report
@@ -101,13 +102,13 @@ def test_banner_warns_when_no_whole_context_fits_a_worker():
     assert "warning" not in lines(512)
 
 
-@pytest.mark.parametrize("what", list(banner._SENTENCES))
+@pytest.mark.parametrize("what", list(messages._SENTENCES))
 def test_every_sentence_formats(what):
-    assert "{" not in banner.sentence(Log(what, "decode-0", "because", 1.25))
+    assert "{" not in messages.sentence(Log(what, "decode-0", "because", 1.25))
 
 
 def test_load_progress_bar():
-    line = banner.load_progress([("decode-0", 5 << 20, 6 << 20), ("decode-1", 1 << 20, 6 << 20)])
+    line = messages.load_progress([("decode-0", 5 << 20, 6 << 20), ("decode-1", 1 << 20, 6 << 20)])
     assert line == "loading  [######......] 6.0 MiB/12.0 MiB  decode-0, decode-1"
 
 
@@ -120,8 +121,8 @@ def test_a_report_with_unknown_keys_is_read_and_garbage_is_a_typed_error():
 
 @pytest.mark.parametrize("file", ["supervise/core", "controller/core", "controller/pools"])
 def test_everything_the_cores_say_has_a_sentence(file):
-    source = (Path(banner.__file__).parents[1] / f"{file}.py").read_text()
+    source = (Path(messages.__file__).parent / f"{file}.py").read_text()
     found = re.findall(r'Log\(\s*"(\w+)"', source)
     assert found
     for what in found:
-        assert banner.sentence(Log(what, "decode-0", "why", 1.0))
+        assert messages.sentence(Log(what, "decode-0", "why", 1.0))

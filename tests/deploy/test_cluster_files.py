@@ -13,7 +13,7 @@ import baton.deploy.ray.leave
 from baton.cli.command import build_parser, main
 from baton.cli.down import _SPARE_S as DOWN_SPARE_S
 from baton.deploy.controller.pools import ControllerLimits
-from baton.deploy.ray import ports
+from baton.deploy.ray import firewall
 from baton.deploy.ray.cluster_file import (
     RECONNECT_VARIABLE,
     FixedCluster,
@@ -175,9 +175,9 @@ def test_every_ray_start_of_a_file_names_all_its_ports(name):
     starts = re.findall(r"ray start .*", texts()[name])
     assert len(starts) == 2
     for start in starts:
-        assert f"--port={ports.GCS}" in start or f":{ports.GCS} " in start
+        assert f"--port={firewall.GCS}" in start or f":{firewall.GCS} " in start
         found = {key: int(value) for key, value in re.findall(r"--(\S+-port)=(\d+)", start)}
-        assert found == ports.START_OPTIONS
+        assert found == firewall.START_OPTIONS
 
 
 def pods():
@@ -193,10 +193,10 @@ def pods():
 def test_every_ray_pod_has_fixed_ports_its_own_probes_and_no_memory_monitor():
     groups, _ = pods()
     assert len(groups) == 3
-    agent = ports.NODE_PORTS["dashboard-agent-listen-port"]
+    agent = firewall.NODE_PORTS["dashboard-agent-listen-port"]
     for group, container in groups:
         found = {k: int(v) for k, v in group["rayStartParams"].items() if k.endswith("-port")}
-        assert found == ports.START_OPTIONS
+        assert found == firewall.START_OPTIONS
         assert {"name": "RAY_memory_monitor_refresh_ms", "value": "0"} in container["env"]
         for probe in ("livenessProbe", "readinessProbe"):
             assert container[probe]["httpGet"] == {"path": "/api/healthz", "port": agent}
@@ -217,8 +217,10 @@ def test_policies_open_rays_ports_to_pods_of_the_cluster_alone():
             for port in rule["ports"]
         )
 
-    assert ranges("podSelector") == ports.between_hosts()
-    assert ranges("namespaceSelector") == [(port, port) for port in sorted(ports.metrics())]
+    assert ranges("podSelector") == firewall.between_hosts()
+    assert ranges("namespaceSelector") == [
+        (port, port) for port in sorted(firewall.metrics_ports())
+    ]
     open_to_all = [rule["ports"] for _, rule in rules if "from" not in rule]
     assert open_to_all == [[{"protocol": "TCP", "port": 7070}]]
 

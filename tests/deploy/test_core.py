@@ -2,7 +2,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.deploy.controller.backend import MemberDown, MemberEnded
-from baton.deploy.local.banner import sentence
+from baton.deploy.messages import sentence
 from baton.deploy.report import DEAD, ClusterReport, WorkerReport
 from baton.deploy.supervise.core import (
     Add,

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from baton.deploy.local.terminal import Terminal
-from baton.deploy.supervise.progress import INTERVAL, MOMENT, LoadProgress
+from baton.deploy.supervise.child_log import INTERVAL, MOMENT, LoadProgress
 
 END = "a loaded 1.0 MiB of weights in 3.0 s"
 MIB = 1 << 20

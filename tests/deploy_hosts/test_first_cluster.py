@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.deploy.ray import ports
+from baton.deploy.ray import firewall
 from baton.deploy.supervise.oom import WORKER_MARGIN, score_adjustment
 
 from .cluster import RayCluster, wait_until
@@ -137,13 +137,13 @@ def test_a_host_has_the_keys_of_what_runs_there_and_no_others(cluster):
 
 def test_every_port_that_a_host_opens_is_one_that_firewall_rules_name(cluster):
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    low, high = ports.WORKER_PORTS.values()
-    node = {22, *ports.NODE_PORTS.values(), *range(low, high + 1)}
-    head = {*node, ports.GCS, ports.CLIENT, *ports.METRICS.values(), 7070, 7170}
+    low, high = firewall.WORKER_PORTS.values()
+    node = {22, *firewall.NODE_PORTS.values(), *range(low, high + 1)}
+    head = {*node, firewall.GCS, firewall.CLIENT, *firewall.METRICS.values(), 7070, 7170}
     worker = {*node, *range(first, last + 1)}  # Baton's ports, which accept only listed keys
     for host, known in zip(cluster.lab.hosts, (head, worker, worker), strict=False):
         found = host.listening()
-        assert found >= {22, ports.NODE_PORTS["node-manager-port"]} and found <= known, host.name
+        assert found >= {22, firewall.NODE_PORTS["node-manager-port"]} and found <= known, host.name
 
 
 def test_the_kernel_would_kill_workers_before_what_manages_them(cluster):
@@ -175,7 +175,7 @@ def test_firewall_rules_keep_strangers_from_ray_and_let_clients_in(cluster, expe
         return cluster.outside_run(try_it).returncode == 0
 
     assert reached(22) and reached(7070)
-    closed = [ports.GCS, *ports.NODE_PORTS.values()]
+    closed = [firewall.GCS, *firewall.NODE_PORTS.values()]
     assert [port for port in closed if reached(port)] == []
     assert answers(ask(cluster)) == expected
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.deploy.autoscale.governor import Governor
+from baton.deploy.autoscale.policy import Governor
 
 
 def play(governor, wants, start=0.0):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from baton.deploy.ray.node_types import autoscaling_config, capacity_of
+from baton.deploy.ray.api import autoscaling_config, capacity_of
 
 CONFIG = {
     "max_workers": 6,

@@ -1,0 +1,54 @@
+"""Messages for operators: the sentence of each :class:`Log`, and the progress of loading. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .supervise.core import Log
+
+_SENTENCES = {
+    "ready": "ready: all workers have registered",
+    "restarting": "{name} ended ({detail}); restarting in {seconds:.1f} s",
+    "back": "{name} serves again",
+    "retired": "{name} finished its requests and was not restarted",
+    "declared_dead": "{name} was declared dead: {detail} (--worker-timeout {seconds:g})",
+    "hung": "{name} hangs ({detail}); killing it",
+    "cannot_run": "{name} cannot run: {detail}",
+    "gave_up": "{name} ended repeatedly before the cluster was ready; stopping. "
+    "Last message: {detail}",
+    "replacing": "{name} cannot run ({detail}); a replacement starts in {seconds:.1f} s",
+    "not_added": "{name} cannot run and was not added: {detail}",
+    "unplaced": "{name} waits for a host: {detail}",
+    "drain_over": "{name} has not finished within the grace period; its requests move elsewhere",
+    "rolled_out": "rollout finished: {detail}",
+    "rollout_stopped": "rollout {detail}",
+    "draining": "draining: running requests have {seconds:.0f} s to finish "
+    "(interrupt again to stop at once)",
+    "grace_over": "the grace period is over; stopping with requests unfinished",
+}
+
+FAILURES = frozenset({"cannot_run", "gave_up"})
+"""Messages about the end of the cluster. They are printed last, on standard error."""
+
+
+def sentence(log: Log) -> str:
+    """Return the line for a :class:`Log` of the core."""
+    return _SENTENCES[log.event].format(
+        name=log.name, detail=log.detail or "no message", seconds=log.seconds
+    )
+
+
+def load_progress(progress: Sequence[tuple[str, int, int]]) -> str:
+    """Return one progress bar for all ``(process, bytes done, bytes total)``."""
+    done, total = (sum(sizes) for sizes in ([p[1] for p in progress], [p[2] for p in progress]))
+    return f"loading  {_bar(done, total)}  {', '.join(name for name, _, _ in progress)}"
+
+
+def _bar(done: int, total: int, width: int = 12) -> str:
+    filled = min(width, width * done // total) if total else 0
+    return f"[{'#' * filled}{'.' * (width - filled)}] {mebibytes(done)}/{mebibytes(total)}"
+
+
+def mebibytes(size: int) -> str:
+    """Format a byte count in KiB or MiB."""
+    return f"{size / (1 << 20):.1f} MiB" if size >= 1 << 20 else f"{size / 1024:.1f} KiB"
