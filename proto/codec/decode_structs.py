@@ -8,6 +8,8 @@ decodes it without a hook, and the object is built from it.
 
 A record with only defaults takes one byte in a message, and hundreds of bytes as an object. So the
 decode structs of records inside a container count the bytes before the objects are built.
+Containers in containers stay the bytes they are in the message (``msgspec.Raw``) until the memory
+of their values is counted (:mod:`.plain_size`).
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ from collections.abc import (
     Set as AbstractSet,
 )
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
 
 from ..wire.arrays import ArrayMap, ArrayReader
+from .plain_size import has_sets, is_hashable, is_nested, is_plain, may_grow
 
 Build = Callable[[Any, ArrayReader], Any]
 """Builds an object from its decoded form."""
@@ -56,13 +59,23 @@ class DecodeStructs:
     """Makes the forms of types that msgspec decodes: decode structs, and containers of them.
 
     ``known``: form and builder of some classes. ``count``: called with the bytes of each object
-    inside a container before the object is built.
+    inside a container before the object is built. ``plain``: makes the builder of a plain type,
+    which counts its values in their bytes first.
+
+    ``uncounted``: there are nested plain types that msgspec decodes itself, so the whole message
+    must be counted first. ``numbers``: there are flat lists of numbers, so that must be done if the
+    message has many small ones. ``sets``: any of these are sets.
     """
 
-    def __init__(self, known: Mapping[type, tuple[Any, Build]], count: Count) -> None:
+    def __init__(
+        self, known: Mapping[type, tuple[Any, Build]], count: Count, plain: Callable[[Any], Build]
+    ) -> None:
         self._known = known
         self._count = count
-        self._made: dict[tuple[type, bool], tuple[Any, Build | None]] = {}
+        self._plain = plain
+        self._made: dict[tuple[Any, bool], tuple[Any, Build | None]] = {}
+        self._open: set[tuple[Any, bool]] = set()
+        self.uncounted = self.numbers = self.sets = False
 
     def of(self, kind: Any, many: bool = False) -> tuple[Any, Build | None]:
         """Return the form of a type and its builder (None: the form is the object).
@@ -70,6 +83,8 @@ class DecodeStructs:
         ``many``: the type is part of a container, so a message may have any number of its objects.
         """
         origin, arguments = get_origin(kind), get_args(kind)
+        if is_plain(kind):
+            return self._counted_plain(kind)
         if kind is np.ndarray or origin is np.ndarray:
             return ArrayMap, _read
         if origin is Annotated:
@@ -78,16 +93,29 @@ class DecodeStructs:
         if origin in (Union, types.UnionType):
             return self._union(arguments, many)
         if origin is not None:
-            return self._generic(origin, arguments, many)
-        if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, msgspec.Struct)):
+            return self._generic(kind, many)
+        if _is_record(kind):
             return self._record(kind, many)
         return (_NEVER if getattr(kind, "_is_protocol", False) else kind), None
+
+    def _counted_plain(self, kind: Any) -> tuple[Any, Build | None]:
+        if not is_nested(kind):
+            self.numbers = self.numbers or (kind is not int and may_grow(kind))
+            return kind, None
+        if is_hashable(kind):  # Raw is not
+            return self._uncounted(kind), None
+        return msgspec.Raw, self._plain(kind)
+
+    def _uncounted(self, kind: Any) -> Any:
+        self.uncounted, self.sets = True, self.sets or has_sets(kind)
+        return kind
 
     def _union(self, members: tuple[Any, ...], many: bool) -> tuple[Any, Build | None]:
         forms: list[Any] = []
         builds: dict[Any, Build] = {}
         for member in members:
-            form, build = self.of(member, many)
+            nested = is_plain(member) and is_nested(member)
+            form, build = (self._uncounted(member), None) if nested else self.of(member, many)
             if form is _NEVER:
                 continue
             inner = get_args(form) if get_origin(form) is Union else (form,)
@@ -108,9 +136,11 @@ class DecodeStructs:
 
         return union, build_member
 
-    def _generic(
-        self, origin: Any, arguments: tuple[Any, ...], many: bool
-    ) -> tuple[Any, Build | None]:
+    def _generic(self, kind: Any, many: bool) -> tuple[Any, Build | None]:
+        origin: Any = get_origin(kind)
+        arguments = get_args(kind)
+        if _is_record(origin):
+            return self._record(kind, many)
         many = origin in _CONTAINERS and (many or not _is_fixed(origin, arguments))
         pairs = [(a, None) if a is ... else self.of(a, many) for a in arguments]
         if origin is Callable or any(form is _NEVER for form, _ in pairs):
@@ -124,10 +154,15 @@ class DecodeStructs:
     def _record(self, kind: Any, many: bool) -> tuple[Any, Build | None]:
         if kind in self._known:
             return self._known[kind]
-        if (kind, many) not in self._made:
-            make = self._struct if issubclass(kind, msgspec.Struct) else self._dataclass
-            self._made[kind, many] = make(kind, many)
-        return self._made[kind, many]
+        key = kind, many
+        if key in self._open:
+            raise TypeError(f"{kind} holds itself: such types have no decoder")
+        if key not in self._made:
+            struct = issubclass(get_origin(kind) or kind, msgspec.Struct)
+            self._open.add(key)
+            self._made[key] = (self._struct if struct else self._dataclass)(kind, many)
+            self._open.remove(key)
+        return self._made[key]
 
     def _counted(self, kind: Any, items: Sequence[Any]) -> dict[str, Any]:
         """Return the namespace of a form that counts the bytes of its object."""
@@ -137,11 +172,12 @@ class DecodeStructs:
         count = self._count
         return {"__post_init__": lambda _: count(size)}
 
-    def _dataclass(self, kind: Any, many: bool) -> tuple[Any, Build | None]:
-        hints = get_type_hints(kind, include_extras=True)
+    def _dataclass(self, alias: Any, many: bool) -> tuple[Any, Build | None]:
+        kind: Any = get_origin(alias) or alias
+        hints = field_types(alias)
         forms = {item.name: self.of(hints[item.name], many) for item in fields(kind)}
         if not many and all(form is hints[n] or form == hints[n] for n, (form, _) in forms.items()):
-            return kind, None
+            return alias, None
         form = msgspec.defstruct(
             kind.__name__,
             [_field(item.name, forms[item.name][0], item) for item in fields(kind)],
@@ -161,11 +197,12 @@ class DecodeStructs:
 
         return form, build_object
 
-    def _struct(self, kind: Any, many: bool) -> tuple[Any, Build | None]:
-        known = msgspec.structs.fields(kind)
+    def _struct(self, alias: Any, many: bool) -> tuple[Any, Build | None]:
+        kind: Any = get_origin(alias) or alias
+        known = msgspec.structs.fields(alias)
         forms = {item.name: self.of(item.type, many) for item in known}
         if not many and all(forms[item.name][0] == item.type for item in known):
-            return kind, None
+            return alias, None
         config = kind.__struct_config__
         form = msgspec.defstruct(
             kind.__name__,
@@ -184,6 +221,31 @@ class DecodeStructs:
             return kind(**{n: _built(getattr(value, n), b, reader) for n, (_, b) in forms.items()})
 
         return form, build_struct
+
+
+def field_types(alias: Any) -> dict[str, Any]:
+    """Return the types of a dataclass's fields, with the arguments of a generic one in place."""
+    kind = get_origin(alias) or alias
+    types: dict[str, Any] = {}
+    for base in getattr(kind, "__orig_bases__", ()):
+        if get_origin(base) is not Generic and is_dataclass(get_origin(base) or base):
+            types |= field_types(base)
+    hints = get_type_hints(kind, include_extras=True)
+    types = {name: types.get(name, hint) for name, hint in hints.items()}
+    own = dict(zip(getattr(kind, "__parameters__", ()), get_args(alias), strict=False))
+    return {name: _with_arguments(hint, own) for name, hint in types.items()}
+
+
+def _with_arguments(hint: Any, arguments: Mapping[Any, Any]) -> Any:
+    """Return a type with its type variables replaced; those without an argument are ``Any``."""
+    if isinstance(hint, TypeVar):
+        return arguments.get(hint, Any)
+    free = getattr(hint, "__parameters__", ())
+    return hint[tuple(arguments.get(one, Any) for one in free)] if free else hint
+
+
+def _is_record(kind: Any) -> bool:
+    return isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, msgspec.Struct))
 
 
 def _is_fixed(origin: Any, arguments: tuple[Any, ...]) -> bool:

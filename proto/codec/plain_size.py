@@ -8,10 +8,14 @@ shown that its objects stay within a multiple of its bytes.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from uuid import UUID
 
 from ..errors import LimitExceeded
 
@@ -47,7 +51,10 @@ _COUNT_WIDTH = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 FACTOR, MARGIN = 31, 900_000
 """Objects may take so many times the bytes of the message, and so many more."""
 
-_STEADY = frozenset({float, bool, str, bytes, bytearray, type(None)})
+_STEADY = frozenset(
+    {float, bool, str, bytes, bytearray, type(None)}
+    | {datetime, date, time, timedelta, UUID, Decimal}
+)
 """Scalars whose objects take less than that, whatever their values."""
 _CONTAINERS = frozenset({list, tuple, dict})
 
@@ -59,27 +66,68 @@ def is_plain(kind: Any) -> bool:
         return is_plain(arguments[0])
     if origin in (Union, UnionType):
         return all(map(is_plain, arguments))
-    if origin is not None:
+    if origin is not None and origin is not Literal:
         return _is_container(origin) and all(one is ... or is_plain(one) for one in arguments)
-    return kind is Any or kind is int or kind in _STEADY or _is_container(kind)
+    return kind is Any or kind is int or _is_steady(kind) or _is_container(kind)
 
 
 def may_grow(kind: Any) -> bool:
     """Whether a plain type has values that take more memory than :data:`FACTOR` allows."""
+    if get_origin(kind) is Annotated:
+        return may_grow(get_args(kind)[0])
     arguments = [one for one in get_args(kind) if one is not ...]
-    flat = _is_container(get_origin(kind)) and _STEADY.issuperset(arguments) and not has_sets(kind)
-    return not (flat or kind is int or kind in _STEADY)
+    flat = (
+        _is_container(get_origin(kind)) and all(map(_is_steady, arguments)) and not has_sets(kind)
+    )
+    return not (flat or kind is int or _is_steady(kind))
+
+
+def is_nested(kind: Any) -> bool:
+    """Whether a plain type has containers in containers, sets, dicts of numbers, or ``Any``.
+
+    The other types that :func:`may_grow` are flat lists of numbers: only numbers of one byte below
+    -5 take more than :data:`FACTOR` allows there.
+    """
+    origin, arguments = get_origin(kind), [one for one in get_args(kind) if one is not ...]
+    if origin is Annotated:
+        return is_nested(arguments[0])
+    if origin in (Union, UnionType):
+        return any(map(is_nested, arguments))
+    if origin is None or origin is Literal:
+        return kind is Any or _is_container(kind)
+    flat = all(_is_scalar(one) for one in arguments)
+    mapping = origin is dict or issubclass(origin, Mapping)
+    return not flat or has_sets(kind) or (mapping and may_grow(kind))
+
+
+def is_hashable(kind: Any) -> bool:
+    """Whether all values of a plain type can be in sets and be keys of dicts."""
+    origin, arguments = get_origin(kind), [one for one in get_args(kind) if one is not ...]
+    if origin is Annotated:
+        return is_hashable(arguments[0])
+    fixed = origin in (Union, UnionType, tuple, frozenset) or kind in (tuple, frozenset)
+    return all(map(is_hashable, arguments)) if fixed else _is_scalar(kind)
 
 
 def has_sets(kind: Any) -> bool:
     """Whether lists of a message may become sets."""
     origin = get_origin(kind) or kind
-    return _is_set(origin) or any(map(has_sets, get_args(kind)))
+    return _is_set(origin) or (origin is not Literal and any(map(has_sets, get_args(kind))))
 
 
-def check_plain_size(message: bytes, room: int, *, sets: bool) -> None:
-    """Raise LimitExceeded if the objects of a message would take more than ``room`` bytes.
+def has_small_numbers(message: bytes, room: int) -> bool:
+    """Whether flat lists of a message may take more than ``room`` bytes; False if certainly not.
 
+    Counts in C the bytes that could be numbers of one byte below -5.
+    """
+    negative = len(message) - len(message.translate(None, _NEGATIVE))
+    return _NEGATIVE_NUMBER * negative + (_NUMBER + _SLOT) * len(message) > room
+
+
+def check_plain_size(message: bytes, room: int, *, sets: bool) -> int:
+    """Return the rest of ``room`` bytes when the objects of a message are built.
+
+    LimitExceeded if they would take more. Records are counted as dicts.
     ``sets``: count every list as a set. What is no msgpack is left to the decoder.
     """
     at, end = 0, len(message)
@@ -97,6 +145,7 @@ def check_plain_size(message: bytes, room: int, *, sets: bool) -> None:
             room -= taken
     if room < 0:
         raise LimitExceeded("the objects of a message would be much larger than its bytes")
+    return room
 
 
 def _value(message: bytes, at: int, sets: bool) -> tuple[int, int]:
@@ -159,6 +208,21 @@ def _map_bytes(pairs: int) -> int:
     if not pairs:
         return _MAP
     return _SMALL_MAP if pairs <= _SMALL_MAP_PAIRS else _PAIR * pairs
+
+
+def _is_steady(kind: Any) -> bool:
+    enum = isinstance(kind, type) and issubclass(kind, Enum)
+    return enum or get_origin(kind) is Literal or kind in _STEADY
+
+
+def _is_scalar(kind: Any) -> bool:
+    """Whether the values of a plain type have no items."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _is_scalar(arguments[0])
+    if origin in (Union, UnionType):
+        return all(map(_is_scalar, arguments))
+    return kind is int or _is_steady(kind)
 
 
 def _is_set(kind: Any) -> bool:

@@ -51,7 +51,16 @@ from ..wire.wire_context import (
     WireVisionContext,
 )
 from .decode_structs import Build, DecodeStructs
-from .plain_size import FACTOR, MARGIN, SMALL, check_plain_size, has_sets, is_plain, may_grow
+from .plain_size import (
+    FACTOR,
+    MARGIN,
+    SMALL,
+    check_plain_size,
+    has_sets,
+    has_small_numbers,
+    is_plain,
+    may_grow,
+)
 from .shared_memory import SharedArrays
 
 T = TypeVar("T")
@@ -313,18 +322,24 @@ class NumpyDecoder(Generic[T]):
         return self._others[form]
 
     def _decoder_of(self, contexts: Mapping[type, tuple[Any, Build]]) -> Form:
-        if is_plain(self._type) and may_grow(self._type):
-            return _plain_decoder(self._type), None
-        form, build = DecodeStructs({**_KNOWN, **contexts}, _count).of(self._type)
-        return msgspec.msgpack.Decoder(form).decode, build
+        if is_plain(self._type):
+            decode = msgspec.msgpack.Decoder(self._type).decode
+            if may_grow(self._type):
+                return _counted_first(decode, has_sets(self._type)), None
+            return decode, None
+        structs = DecodeStructs({**_KNOWN, **contexts}, _count, _plain_builder)
+        form, build = structs.of(self._type)
+        decode = msgspec.msgpack.Decoder(form).decode
+        if structs.uncounted:
+            return _counted_first(decode, structs.sets), build
+        return _counted_if_small_numbers(decode) if structs.numbers else decode, build
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return type(self), (self._type, self._copy, self._use_shared_memory)
 
 
-def _plain_decoder(kind: Any) -> Callable[[Frame], Any]:
-    """Decodes a type of plain values, after the memory they need is known."""
-    decode, sets = msgspec.msgpack.Decoder(kind).decode, has_sets(kind)
+def _counted_first(decode: Callable[[Frame], Any], sets: bool) -> Callable[[Frame], Any]:
+    """Decode a message after the memory that its values need is known."""
 
     def decode_counted(message: Frame) -> Any:
         size = _size(message)
@@ -333,6 +348,35 @@ def _plain_decoder(kind: Any) -> Callable[[Frame], Any]:
         return decode(message)
 
     return decode_counted
+
+
+def _counted_if_small_numbers(decode: Callable[[Frame], Any]) -> Callable[[Frame], Any]:
+    """Decode a message; count its values first if flat lists in it may take too much."""
+
+    def decode_counted(message: Frame) -> Any:
+        size = _size(message)
+        if size > SMALL:
+            content, room = bytes(message), FACTOR * size + MARGIN
+            if has_small_numbers(content, room):
+                check_plain_size(content, room, sets=False)
+        return decode(message)
+
+    return decode_counted
+
+
+def _plain_builder(kind: Any) -> Build:
+    """Builder of a plain type from its bytes in the message, after its memory is counted."""
+    decode, sets = msgspec.msgpack.Decoder(kind).decode, has_sets(kind)
+
+    def build(value: Any, _: ArrayReader) -> Any:
+        if not isinstance(value, msgspec.Raw):
+            return value  # the field's default
+        content = bytes(value)
+        room = _room.left + (FACTOR - _FACTOR) * len(content)
+        _room.left = check_plain_size(content, room, sets=sets)
+        return decode(value)
+
+    return build
 
 
 def _size(frame: Frame) -> int:
