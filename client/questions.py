@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..proto.errors import BatonError, CapacityError, ConnectionLost, error_from_code
 from ..proto.wire.messages import Describe, Described, Drain, Drained, Message, Status, StatusReport
-from .events import Answered, Ask
+from .events import Action, Answered, Ask
 
 REPEAT_S = 1.0
 NO_MODEL_REPEAT_S = 0.1
@@ -37,7 +37,6 @@ class Questions:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self.hint = ""  # appended to the error of a query without an answer
         self._open: list[_Open] = []
 
     def __len__(self) -> int:
@@ -72,23 +71,23 @@ class Questions:
             return Answered(question.ask.ticket, _checked(answer))
         return None
 
-    def fail_oldest(self, error: BatonError) -> Answered | None:
+    def fail_oldest(self, error: BatonError) -> list[Action]:
         """Fail the oldest query, which a rejection without a request id must concern."""
-        return Answered(self._open.pop(0).ask.ticket, error) if self._open else None
+        return [Answered(self._open.pop(0).ask.ticket, error)] if self._open else []
 
-    def fail_all(self, error: BatonError) -> list[Answered]:
+    def fail_all(self, error: BatonError) -> list[Action]:
         """Fail all queries, because no router can answer them."""
-        failed = [Answered(question.ask.ticket, error) for question in self._open]
+        failed: list[Action] = [Answered(question.ask.ticket, error) for question in self._open]
         self._open.clear()
         return failed
 
-    def expired(self, now: float) -> list[Answered]:
-        """Remove and fail the queries whose timeout has passed."""
+    def expired(self, now: float, hint: str) -> list[Action]:
+        """Remove and fail the queries whose timeout has passed. ``hint``: ends their error."""
         over = [question for question in self._open if now >= question.expires]
         self._open = [question for question in self._open if now < question.expires]
-        return [Answered(question.ask.ticket, self._why(question)) for question in over]
+        return [Answered(question.ask.ticket, self._why(question, hint)) for question in over]
 
-    def _why(self, question: _Open) -> BatonError:
+    def _why(self, question: _Open, hint: str) -> BatonError:
         if question.modelless:
             return CapacityError(
                 f"the router at {self._address} has no worker yet", retry_after=1.0
@@ -97,7 +96,7 @@ class Questions:
         return ConnectionLost(
             f"no answer from {self._address} to the query for {about} within "
             f"{question.ask.timeout:g} s ({setting}); is a cluster running there? "
-            f"start one with: baton serve{self.hint}"
+            f"start one with: baton serve{hint}"
         )
 
 

@@ -412,8 +412,8 @@ def test_a_call_during_the_routers_absence_waits_for_it(cluster, client):
 
 def test_a_silent_router_is_left_and_the_stream_resumed(cluster, client, monkeypatch):
     """Its sockets answer, its loop does not: only the client's own pings can tell."""
-    monkeypatch.setattr("baton.client.core.SILENCE_S", 0.3)
-    monkeypatch.setattr("baton.client.core.PING_S", 0.1)
+    monkeypatch.setattr("baton.client.link.SILENCE_S", 0.3)
+    monkeypatch.setattr("baton.client.link.PING_S", 0.1)
     generation = client.generate([1], greedy(800))
     got = [*next(generation).tokens]
     cluster.router.loop.post(lambda: time.sleep(0.7))

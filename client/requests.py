@@ -1,0 +1,493 @@
+"""The client's requests: the state of each, and the messages that continue it after a loss. Pure.
+
+Invariants:
+
+- A request accepts tokens only at ``position == next``. So the user gets each token once and in
+  order, whichever worker or router sends it, and however often.
+- Every started request gets exactly one Ended, unless the user stopped it without ``report``.
+- An unanswered message is repeated until the answer, the deadline, or a timeout of the router.
+
+::
+
+    PENDING --Submitted--> OPEN --gap, reconnect--> RESUMING --Submitted, tokens--> OPEN
+       |                     |                          |
+       +---------------------+------- Stop -------------+---> STOPPING
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from ..proto.errors import (
+    BatonError,
+    ConnectionLost,
+    DeadlineExceeded,
+    RequestFailed,
+    RouterClosing,
+    error_from_code,
+)
+from ..proto.ids import request_key
+from ..proto.limits import MAX_DEADLINE_S
+from ..proto.wire.messages import (
+    Cancel,
+    FinalAck,
+    Message,
+    Moved,
+    Resume,
+    Submit,
+    Submitted,
+    Terminal,
+    TokenRun,
+    Tokens,
+)
+from .events import Action, Ended, NewTokens, RequestSpec, Send
+from .link import Link
+
+FIRST_RETRY_S = 1.0
+LAST_RETRY_S = 4.0
+FIRST_DOUBT_S = 10.0
+LAST_DOUBT_S = 60.0
+"""Seconds without tokens before an open request is resumed: the router may have dropped it."""
+DEADLINE_GRACE_S = 2.0
+"""Seconds after the deadline when the client ends a request that the router has not ended."""
+STOP_GRACE_S = 0.03
+"""Seconds for a request to end by itself before a Cancel, if its end is reported to the user."""
+STOP_PATIENCE_S = 2.0
+"""Seconds to wait for the end of a cancelled request."""
+
+
+class State(Enum):
+    """State of a request."""
+
+    PENDING = "pending"  # submitted, not answered
+    OPEN = "open"
+    RESUMING = "resuming"  # Resume from ``next`` sent, not answered
+    STOPPING = "stopping"  # cancelled by the user
+
+
+class Request:
+    """One request: its tokens so far, its state, and its timers."""
+
+    def __init__(self, spec: RequestSpec, serial: int, now: float) -> None:
+        self.spec = spec
+        self.serial = serial  # unique in this client, unlike request ids, which may be reused
+        self.state = State.PENDING
+        self.started = now
+        self.next = len(spec.context.tokens)
+        self.emitted: list[int] = []
+        self.attempt = 0
+        self.key = b""
+        self.secret = b""
+        self.terminal: Terminal | None = None  # came before the last tokens
+        self.report = True
+        self.deadline_at = None if spec.deadline is None else now + spec.deadline
+        # Without a deadline, the router applies its own, which is at most MAX_DEADLINE_S.
+        self.ends_by = now + (MAX_DEADLINE_S if spec.deadline is None else spec.deadline)
+        self.asked_at = now  # time of the first unanswered message, or of the last tokens since
+        self.stop_until = 0.0
+        self.turned_away = 0  # number of rejections by routers that were shutting down
+        self.retry_at = now
+        self._backoff = FIRST_RETRY_S
+        self._said_at = now  # time of the last message that needs an answer
+        self._asked = -1  # position of the last Resume
+        self._doubt_at = now + FIRST_DOUBT_S
+        self._doubt = FIRST_DOUBT_S
+
+    # ------------------------------------------------------------------ received messages
+
+    def take(self, run: TokenRun, now: float) -> NewTokens | None:
+        """Return the new tokens of ``run``, or None if it has no new tokens or follows a gap.
+
+        Only the position counts, not the attempt number: a restarted router counts attempts from
+        the start.
+        """
+        skip = self.next - run.position
+        if not 0 <= skip < len(run.tokens):
+            return None
+        self.attempt = max(self.attempt, run.attempt)
+        tokens = run.tokens[skip:] if skip else run.tokens
+        logprobs = run.logprobs[skip:] if run.logprobs is not None else None
+        fresh = NewTokens(self.spec.request_id, self.next, tokens, logprobs)
+        self.next += len(tokens)
+        self.emitted += tokens
+        self.asked_at = now
+        self._doubt = FIRST_DOUBT_S
+        self._doubt_at = now + FIRST_DOUBT_S
+        return fresh
+
+    def misses(self, run: TokenRun) -> bool:
+        """Whether tokens before ``run`` are missing."""
+        return run.position > self.next
+
+    def opened(self, key: bytes, secret: bytes, attempt: int) -> None:
+        """Handle Submitted: the router accepted the request."""
+        self.key, self.secret = key, secret
+        # After a repeated Submit, a restarted router counts attempts from the start.
+        pending = self.state is State.PENDING
+        self.attempt = attempt if pending else max(self.attempt, attempt)
+        if self.state in (State.PENDING, State.RESUMING):
+            self.state = State.OPEN
+            self._backoff = FIRST_RETRY_S
+
+    def stop(self, now: float, *, report: bool) -> None:
+        """Cancel the request. ``report``: report its end to the user."""
+        self.state = State.STOPPING
+        self.report = report
+        self.stop_until = now + STOP_PATIENCE_S
+        self._backoff, self._said_at = FIRST_RETRY_S, float("inf")
+        # At a stop string, most workers end the request by themselves: wait for that status first.
+        self.retry_at = now + STOP_GRACE_S if report else now
+
+    # ------------------------------------------------------------------ messages to send
+
+    def repeat(self, now: float) -> Message | None:
+        """Return the message to send or repeat in this state, and schedule the next repetition."""
+        if self.state is State.OPEN:
+            return self._doubted(now)
+        self._said_at = now
+        self.retry_at = now + self._backoff
+        self._backoff = min(2 * self._backoff, LAST_RETRY_S)
+        if self.state is State.STOPPING:
+            return self.cancel()
+        return self._resume(now) if self.secret else self._submit(now)
+
+    def unheard(self, since: float, now: float) -> Message | None:
+        """Return the message to repeat after the router answered a ping sent at ``since``.
+
+        The router answers in order. If this request's message was sent before the ping and has no
+        answer, the message or its answer was lost.
+        """
+        if self.state is State.OPEN or self._said_at >= since:
+            return None
+        self._backoff = FIRST_RETRY_S
+        return self.repeat(now)
+
+    def cancel(self) -> Cancel:
+        """Make the message that cancels the request at the router."""
+        return Cancel(
+            request_id=self.spec.request_id,
+            request=self.key,
+            serial=self.serial,
+            secret=self.secret,
+        )
+
+    def resume(self, now: float) -> Message | None:
+        """Request the tokens from ``next`` on. None if that was requested recently."""
+        asked_lately = now < self.retry_at and self._asked == self.next
+        if self.state is State.STOPPING or asked_lately:
+            return None
+        self._asked = self.next
+        self._ask_again(now)
+        return self.repeat(now)
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether the router has neither accepted nor rejected the last Submit or Resume."""
+        return self.state in (State.PENDING, State.RESUMING)
+
+    def _ask_again(self, now: float) -> None:
+        if not self.unanswered:
+            self.asked_at = now
+        self.state = State.RESUMING if self.secret else State.PENDING
+
+    def _doubted(self, now: float) -> Message | None:
+        """Resume an open request without tokens for long.
+
+        A delayed Submitted may have opened the request after the router dropped it.
+        """
+        if now < self._doubt_at:
+            return None
+        self._doubt = min(2 * self._doubt, LAST_DOUBT_S)
+        self._doubt_at = now + self._doubt
+        return self.resume(now)
+
+    def reconnected(self, now: float) -> Message | None:
+        """Return the first message on a new connection, or None."""
+        if self.state is State.STOPPING:
+            return None  # the router cancelled it with the old connection
+        self._backoff = FIRST_RETRY_S
+        self._ask_again(now)
+        return self.repeat(now)
+
+    def _remaining(self, now: float) -> float | None:
+        # Never zero, which the router rejects. With a tiny deadline, the router ends the request.
+        return None if self.deadline_at is None else max(self.deadline_at - now, 0.001)
+
+    def _submit(self, now: float) -> Submit:
+        spec = self.spec
+        return Submit(
+            request_id=spec.request_id,
+            context=spec.context,
+            deadline=self._remaining(now),
+            pool=spec.pool,
+            pin=spec.pin,
+            fallback=spec.fallback,
+            serial=self.serial,
+        )
+
+    def _resume(self, now: float) -> Resume:
+        spec = self.spec
+        return Resume(
+            request_id=spec.request_id,
+            request=self.key,
+            secret=self.secret,
+            position=self.next,
+            attempt=self.attempt,
+            context=spec.context,
+            emitted=list(self.emitted),
+            deadline=self._remaining(now),
+            pool=spec.pool,
+            pin=spec.pin,
+            fallback=spec.fallback,
+        )
+
+
+class Requests:
+    """All requests of a client that have not ended.
+
+    ``connect_timeout``, ``reconnect_timeout``: see :class:`.core.ClientCore`.
+    """
+
+    def __init__(self, link: Link, *, connect_timeout: float, reconnect_timeout: float) -> None:
+        self._link = link
+        self._connect_timeout = connect_timeout
+        self._reconnect_timeout = reconnect_timeout
+        self._accept_timeout = max(connect_timeout, reconnect_timeout)
+        self._by_id: dict[str, Request] = {}
+        self._by_key: dict[bytes, Request] = {}
+        self._started = 0  # number of started requests, the serial of the latest
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_id
+
+    # ------------------------------------------------------------------ the user
+
+    def start(self, spec: RequestSpec, now: float) -> list[Action]:
+        """Start a request. Its id must not be in use."""
+        self._started += 1
+        request = self._by_id[spec.request_id] = Request(spec, self._started, now)
+        return self._send(request, request.repeat(now)) if self._link.connected else []
+
+    def stop(self, request_id: str, now: float, *, report: bool) -> list[Action]:
+        """Cancel a request, if it has not ended. ``report``: return an Ended for it later."""
+        request = self._by_id.get(request_id)
+        if request is None:
+            return []
+        if request.state is State.STOPPING or not self._link.connected:
+            return self._stopped(request, report=report)
+        request.stop(now, report=report)
+        return self._send(request, request.repeat(now)) if now >= request.retry_at else []
+
+    # ------------------------------------------------------------------ the connection
+
+    def reconnected(self, now: float) -> list[Action]:
+        """Continue all requests on a new connection."""
+        actions: list[Action] = []
+        for request in list(self._by_id.values()):
+            if request.state is State.STOPPING:
+                actions += self._stopped(request, report=request.report)
+            else:
+                actions += self._send(request, request.reconnected(now))
+        return actions
+
+    def on_pong(self, since: float | None, now: float, *, lost: bool) -> list[Action]:
+        """Repeat unanswered messages sent before ``since``: the router answers in order.
+
+        ``since``: time of the ping that was answered; None if a later ping is unanswered.
+        ``lost``: an earlier ping was lost, or its answer. Then tokens may be lost as well, and
+        all open requests are resumed.
+        """
+        actions: list[Action] = []
+        for request in list(self._by_id.values()):
+            if since is not None:
+                actions += self._send(request, request.unheard(since, now))
+            if lost and request.state is State.OPEN:
+                actions += self._send(request, request.resume(now))
+        return actions
+
+    # ------------------------------------------------------------------ the router
+
+    def on_submitted(self, message: Submitted) -> list[Action]:
+        """Handle the router's confirmation that it accepted a request."""
+        request = self._named(message.request_id, message.request)
+        if request is None:
+            return []
+        self._by_key.pop(request.key, None)
+        self._by_key[message.request] = request
+        request.opened(message.request, message.secret, message.attempt)
+        return self._end_if_complete(request)
+
+    def on_tokens(self, message: Tokens, now: float) -> list[Action]:
+        """Return the new tokens, and resume requests whose tokens have a gap."""
+        actions: list[Action] = []
+        for run in message.runs:
+            request = self._by_key.get(run.request)
+            if request is None or request.state is State.STOPPING:
+                continue
+            fresh = request.take(run, now)
+            if fresh is not None:
+                actions.append(fresh)
+                actions += self._end_if_complete(request)
+            elif request.misses(run):
+                actions += self._send(request, request.resume(now))
+        return actions
+
+    def on_terminal(self, message: Terminal, now: float) -> list[Action]:
+        """End a request, or resume it if its last tokens are missing."""
+        request = self._by_key.get(message.request)
+        request = request or self._named(message.request_id, message.request)
+        if request is None:
+            # The client's FinalAck was lost. Without another, the router repeats the Terminal.
+            return _acknowledge(message)
+        if self._router_closes(request, message):
+            # Not connected: another Terminal of the same envelope caused the move.
+            return [self._link.move(now)] if self._link.connected else []
+        request.terminal = message
+        if request.state is State.STOPPING:
+            return self._stopped(request, report=request.report)
+        return self._end_if_complete(request) or self._send(request, request.resume(now))
+
+    def _router_closes(self, request: Request, message: Terminal) -> bool:
+        """Whether the router rejects a request only because the router is shutting down.
+
+        False after each router has done so once: the request then fails.
+        """
+        if message.code != RouterClosing.code or request.state is State.STOPPING:
+            return False
+        request.turned_away += 1
+        return request.turned_away < self._link.routers.count
+
+    def on_moved(self, message: Moved, now: float) -> list[Action]:
+        """Resume the request here: another router took it over because of a delayed message."""
+        request = self._by_key.get(message.request)
+        return [] if request is None else self._send(request, request.resume(now))
+
+    def _named(self, request_id: str, key: bytes) -> Request | None:
+        """Find a request by its id, unless ``key`` belongs to an earlier request with that id.
+
+        A router without support for serials derives the key without a serial.
+        """
+        request = self._by_id.get(request_id)
+        if request is None:
+            return None
+        keys = (b"", request.key, request_key(self._link.identity, request_id))
+        return request if key in keys else None
+
+    # ------------------------------------------------------------------ failures
+
+    def fail(self, request_id: str, error: BatonError) -> list[Action]:
+        """Fail one request."""
+        return self._end(self._by_id[request_id], error=error)
+
+    def fail_unanswered(self, error: BatonError) -> list[Action]:
+        """Fail the requests that the router has neither accepted nor rejected."""
+        return self._fail([one for one in self._by_id.values() if one.unanswered], error)
+
+    def fail_all(self, error: BatonError) -> list[Action]:
+        """Fail all requests, because no router can accept them."""
+        return self._fail(list(self._by_id.values()), error)
+
+    def _fail(self, requests: list[Request], error: BatonError) -> list[Action]:
+        return [action for request in requests for action in self._end(request, error=error)]
+
+    # ------------------------------------------------------------------ ends
+
+    def _end_if_complete(self, request: Request) -> list[Action]:
+        """End the request if its Terminal and all its tokens arrived, or if it failed."""
+        terminal = request.terminal
+        if terminal is None:
+            return []
+        if terminal.status is None:
+            code = terminal.code or RequestFailed.code
+            error = error_from_code(code, terminal.message, terminal.retry_after)
+            return self._end(request, error=error)
+        return [] if terminal.position > request.next else self._end(request, terminal.status)
+
+    def _stopped(self, request: Request, *, report: bool) -> list[Action]:
+        """Finish a cancelled request, after the router confirmed or when it cannot be reached."""
+        return self._end(request, "cancelled") if report else self._remove(request)
+
+    def _end(
+        self, request: Request, status: str | None = None, *, error: BatonError | None = None
+    ) -> list[Action]:
+        terminal = request.terminal or Terminal(request=request.key)
+        ended = Ended(
+            request_id=request.spec.request_id,
+            position=request.next,
+            status=status,
+            error=error,
+            prefill=terminal.prefill,
+            decode=terminal.decode,
+            cached_tokens=terminal.cached_tokens,
+            embedding=terminal.embedding,
+        )
+        return [*self._remove(request), ended]
+
+    def _remove(self, request: Request) -> list[Action]:
+        self._by_id.pop(request.spec.request_id, None)
+        self._by_key.pop(request.key, None)
+        return [] if request.terminal is None else _acknowledge(request.terminal)
+
+    # ------------------------------------------------------------------ time
+
+    def tick(self, now: float) -> list[Action]:
+        """Repeat unanswered messages, and end requests whose time is over."""
+        actions: list[Action] = []
+        for request in list(self._by_id.values()):
+            actions += self._check(request, now)
+        return actions
+
+    def _check(self, request: Request, now: float) -> list[Action]:
+        if request.state is State.STOPPING and now >= request.stop_until:
+            return self._stopped(request, report=request.report)
+        if now >= request.ends_by + DEADLINE_GRACE_S:
+            limit = request.ends_by - request.started
+            error = DeadlineExceeded(f"no end within {limit:g} s (deadline)")
+            return [Send(request.cancel()), *self._end(request, error=error)]
+        if self._silent_too_long(request, now):
+            return self._end(request, error=self._unreachable(request))
+        if request.unanswered and now - request.asked_at > self._accept_timeout:
+            return [Send(request.cancel()), *self._end(request, error=self._unanswered())]
+        if self._link.connected and now >= request.retry_at:
+            return self._send(request, request.repeat(now))
+        return []
+
+    def _silent_too_long(self, request: Request, now: float) -> bool:
+        limit = self._reconnect_timeout if request.secret else self._connect_timeout
+        return now - max(self._link.heard_at, request.started) > limit
+
+    def _unreachable(self, request: Request) -> ConnectionLost:
+        routers, hint = self._link.routers.shown, self._link.hint
+        if request.secret:
+            return ConnectionLost(
+                f"no message from the router at {routers} for"
+                f" {self._reconnect_timeout:g} s (reconnect_timeout){hint}"
+            )
+        return ConnectionLost(
+            f"no answer from {routers} within {self._connect_timeout:g} s"
+            f" (connect_timeout); is a cluster running there? start one with: baton serve{hint}"
+        )
+
+    def _unanswered(self) -> ConnectionLost:
+        """Return the error of a request that a router leaves unanswered but answers others."""
+        return ConnectionLost(
+            f"the router at {self._link.routers.shown} answers, but has neither accepted nor"
+            f" refused the request within {self._accept_timeout:g} s (reconnect_timeout)"
+        )
+
+    def _send(self, request: Request, message: Message | None) -> list[Action]:
+        if message is None:
+            return []
+        if not request.secret:
+            # The router derives the same key, so tokens can be matched even before Submitted.
+            self._by_key.pop(request.key, None)
+            request.key = request_key(self._link.identity, request.spec.request_id, request.serial)
+            self._by_key[request.key] = request
+        return [Send(message)]
+
+
+def _acknowledge(terminal: Terminal) -> list[Action]:
+    return [Send(FinalAck(requests=[terminal.request]))] if terminal.request else []
