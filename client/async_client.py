@@ -10,54 +10,33 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import partial
+from collections.abc import Coroutine, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack, overload
+from typing import Any, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.contexts.text import TextContext
-from ..proto.errors import BatonError, ConnectionLost, InputError, InternalError
-from ..proto.ids import RequestID
+from ..proto.errors import BatonError, ConnectionLost, InputError
 from ..proto.wire.messages import Describe, Described, Drained, Message, StatusReport
 from ..runtime.keys.keyring import GivenKeys, client_keys
 from ..runtime.net.loop import Loop
+from .calls import Answer, Calls, Draft, answer_of_kind, at_prompt
 from .connection import Connection
 from .embedding import Embedding, embed_specs
 from .events import Ended, NewTokens
-from .many import (
-    Each,
-    at_prompt,
-    chats_of,
-    prompts_of,
-    refuse_same_ids,
-    sampling_of_each,
-    sampling_of_one,
-)
 from .model import (
     DESCRIBED_FILES,
     Description,
-    Messages,
     ModelCache,
     Prepared,
-    Prompt,
-    Prompts,
-    Sampling,
     ServedModel,
     TokensOrText,
     described,
-    encode_chat,
-    prepare,
-    prepare_context,
-    prepare_text,
 )
 from .options import (
     RequestOptions,
-    check_options,
     check_timeouts,
-    check_variables,
     drain_question,
     question_timeout,
     status_question,
@@ -66,15 +45,17 @@ from .output import Assembler, Output
 from .routers import router_addresses
 from .window import Sink, Window
 
-Answer = TypeVar("Answer", bound=Message)
 _Preparing = Coroutine[Any, Any, Prepared]
-_Prepare = Callable[[Any, Sampling, RequestOptions], _Preparing]
 
 
-class AsyncClient:
+class AsyncClient(Calls["AsyncGeneration"]):
     """Like :class:`baton.client.Client`, but for one asyncio event loop.
 
     The client connects on first use. Disconnect with :meth:`close` or ``async with``.
+
+    ``generate`` and ``chat`` return at once, with an iterator for ``async for``. The iterator also
+    raises the errors of encoding its prompt. Cancel a request with ``aclose`` on its iterator, or
+    by deleting the iterator.
     """
 
     def __init__(
@@ -100,74 +81,23 @@ class AsyncClient:
 
     # ------------------------------------------------------------------ generation
 
-    @overload
-    def generate(
-        self, prompt: Prompt, sampling_params: Sampling = None, **options: Unpack[RequestOptions]
-    ) -> AsyncGeneration: ...
-    @overload
-    def generate(
-        self,
-        prompt: Prompts,
-        sampling_params: Sampling | Each = None,
-        **options: Unpack[RequestOptions],
-    ) -> list[AsyncGeneration]: ...
-    def generate(
-        self,
-        prompt: Prompt | Prompts,
-        sampling_params: Sampling | Each = None,
-        **options: Unpack[RequestOptions],
-    ) -> AsyncGeneration | list[AsyncGeneration]:
-        """Start a request and return an iterator over its outputs, for ``async for``.
+    def _start_requests(
+        self, drafts: Sequence[Draft], window: Window | None
+    ) -> list[AsyncGeneration]:
+        connection = self._connected()
+        return [
+            AsyncGeneration(self, connection, draft.request_id, self._prepare(draft), window)
+            for draft in drafts
+        ]
 
-        Arguments as in :meth:`baton.client.Client.generate`. Raises InputError for a wrong
-        option or parameter. The iterator raises all other errors. ``aclose`` on the iterator, or
-        deleting the iterator, cancels the request.
-        """
-        checked = check_options(options)
-        prompts = prompts_of(prompt)
-        if prompts is None:
-            params = sampling_of_one(sampling_params)
-            return self._start(_name(prompt, checked), self._prepare, prompt, params, checked)
-        each = sampling_of_each(len(prompts), sampling_params, checked)
-        names = [_name(one, checked) for one in prompts]
-        return self._start_all(names, self._prepare, prompts, each, checked)
-
-    @overload
-    def chat(
-        self,
-        messages: Messages,
-        sampling_params: Sampling = None,
-        *,
-        variables: Mapping[str, Any] | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> AsyncGeneration: ...
-    @overload
-    def chat(
-        self,
-        messages: Sequence[Messages],
-        sampling_params: Sampling | Each = None,
-        *,
-        variables: Mapping[str, Any] | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> list[AsyncGeneration]: ...
-    def chat(
-        self,
-        messages: Messages | Sequence[Messages],
-        sampling_params: Sampling | Each = None,
-        *,
-        variables: Mapping[str, Any] | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> AsyncGeneration | list[AsyncGeneration]:
-        """Like :meth:`generate`, for messages that the model's chat template renders."""
-        checked, given = check_options(options), check_variables(variables)
-        prepare_one = partial(self._prepare_chat, given)
-        chats = chats_of(messages)
-        if chats is None:
-            params = sampling_of_one(sampling_params)
-            return self._start(_name(None, checked), prepare_one, messages, params, checked)
-        each = sampling_of_each(len(chats), sampling_params, checked)
-        names = [_name(None, checked) for _ in chats]
-        return self._start_all(names, prepare_one, chats, each, checked)
+    async def _prepare(self, draft: Draft) -> Prepared:
+        with at_prompt(draft.index):
+            if draft.is_context:
+                return draft.prepare_context()
+            model = await self._model()
+            if draft.is_text:
+                return await asyncio.to_thread(draft.prepare, model)
+            return draft.prepare(model)
 
     async def embed(
         self, texts: Sequence[TokensOrText], **options: Unpack[RequestOptions]
@@ -253,64 +183,6 @@ class AsyncClient:
             raise InputError("an AsyncClient belongs to the event loop of its first use")
         return self._connection
 
-    def _start(
-        self,
-        request_id: str,
-        prepare_one: _Prepare,
-        prompt: Any,
-        sampling: Sampling,
-        options: RequestOptions,
-        window: Window | None = None,
-    ) -> AsyncGeneration:
-        connection = self._connected()
-        preparing = prepare_one(prompt, sampling, {**options, "request_id": request_id})
-        return AsyncGeneration(self, connection, request_id, preparing, window)
-
-    def _start_all(
-        self,
-        names: Sequence[str],
-        prepare_one: _Prepare,
-        prompts: Sequence[Any],
-        each: Sequence[Sampling],
-        options: RequestOptions,
-    ) -> list[AsyncGeneration]:
-        refuse_same_ids(names)
-        window = Window()
-
-        async def prepare_at(
-            index: int, prompt: Any, sampling: Sampling, own: RequestOptions
-        ) -> Prepared:
-            with at_prompt(index):
-                return await prepare_one(prompt, sampling, own)
-
-        return [
-            self._start(names[at], partial(prepare_at, at), prompt, each[at], options, window)
-            for at, prompt in enumerate(prompts)
-        ]
-
-    async def _prepare(self, prompt: Any, sampling: Sampling, options: RequestOptions) -> Prepared:
-        if isinstance(prompt, TextContext):
-            return prepare_context(prompt, sampling, options)
-        model = await self._model()
-        if isinstance(prompt, str):  # tokenizing a long text takes a while
-            return await asyncio.to_thread(prepare, prompt, sampling, options, model)
-        return prepare(prompt, sampling, options, model)
-
-    async def _prepare_chat(
-        self,
-        variables: Mapping[str, Any],
-        messages: Messages,
-        sampling: Sampling,
-        options: RequestOptions,
-    ) -> Prepared:
-        model = await self._model()
-
-        def render() -> Prepared:
-            tokens = encode_chat(messages, model, variables)
-            return prepare_text(tokens, sampling, options, model)
-
-        return await asyncio.to_thread(render)
-
     async def _model(self) -> ServedModel:
         """Return the served model. Confirm it with the router after each reconnection."""
         failures = self._models.failures
@@ -337,12 +209,7 @@ class AsyncClient:
 
         seconds = question_timeout(timeout, self._timeout)
         self._connected().ask(question, seconds, settle)
-        answer = await future
-        if isinstance(answer, BatonError):
-            raise answer
-        if not isinstance(answer, kind):
-            raise InternalError(f"a {type(question).__name__} got a {type(answer).__name__}")
-        return answer
+        return answer_of_kind(kind, question, await future)
 
 
 class _Mailbox:
@@ -368,12 +235,6 @@ class _Mailbox:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         return self._news.popleft()
-
-
-def _name(prompt: object, options: RequestOptions) -> str:
-    """Return the request id: from the options, from the context, or random."""
-    own = prompt.request_id if isinstance(prompt, TextContext) else RequestID()
-    return options.get("request_id") or str(own)
 
 
 async def _begin(

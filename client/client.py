@@ -11,52 +11,33 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack, overload
+from typing import Any, Self, TypeVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.contexts.text import TextContext
-from ..proto.errors import BatonError, ConnectionLost, InternalError
+from ..proto.errors import BatonError, ConnectionLost
 from ..proto.wire.messages import Describe, Described, Drained, Message, StatusReport
 from ..runtime.keys.keyring import GivenKeys, Keys, client_keys
 from ..runtime.net.loop import Loop
+from .calls import Answer, Calls, Draft, answer_of_kind, at_prompt
 from .connection import Connection
 from .embedding import Embedding, embed_specs
 from .events import Ended, NewTokens, RequestSpec
-from .many import (
-    Each,
-    at_prompt,
-    chats_of,
-    prompts_of,
-    refuse_same_ids,
-    sampling_of_each,
-    sampling_of_one,
-)
 from .model import (
     DESCRIBED_FILES,
     Description,
-    Messages,
     ModelCache,
     Prepared,
-    Prompt,
-    Prompts,
-    Sampling,
     ServedModel,
     TokensOrText,
     described,
-    encode_chat,
-    prepare,
-    prepare_context,
-    prepare_text,
 )
 from .options import (
     RequestOptions,
-    check_options,
     check_timeouts,
-    check_variables,
     drain_question,
     question_timeout,
     status_question,
@@ -64,7 +45,6 @@ from .options import (
 from .output import Output
 from .window import Sink, Window
 
-Answer = TypeVar("Answer", bound=Message)
 Item = TypeVar("Item")
 LOOK_S = 1.0
 """Seconds between checks of a waiting call that the background thread still runs."""
@@ -140,7 +120,7 @@ class _Background:
         self._loop.stop()
 
 
-class Client:
+class Client(Calls["Generation"]):
     """Connection to a cluster's router at ``address`` (``ipc://path`` or ``tcp://host:port``).
 
     ``address`` may contain several routers of the cluster: a list, or a text with addresses
@@ -152,6 +132,9 @@ class Client:
     ``reconnect_timeout``: the same for running requests, for example while the router restarts.
     ``keys``: key folder of the cluster, for ``tcp://``. Raises ConfigError for an invalid address
     and for a key folder that cannot be used.
+
+    ``generate`` and ``chat`` encode the prompts before they return. So they also raise InputError
+    for a wrong prompt, and ConnectionLost if no router answers.
     """
 
     def __init__(
@@ -173,110 +156,13 @@ class Client:
 
     # ------------------------------------------------------------------ generation
 
-    @overload
-    def generate(
-        self, prompt: Prompt, sampling_params: Sampling = None, **options: Unpack[RequestOptions]
-    ) -> Generation: ...
-    @overload
-    def generate(
-        self,
-        prompt: Prompts,
-        sampling_params: Sampling | Each = None,
-        **options: Unpack[RequestOptions],
-    ) -> list[Generation]: ...
-    def generate(
-        self,
-        prompt: Prompt | Prompts,
-        sampling_params: Sampling | Each = None,
-        **options: Unpack[RequestOptions],
-    ) -> Generation | list[Generation]:
-        """Start a request and return an iterator over its outputs.
+    def _start_requests(self, drafts: Sequence[Draft], window: Window | None) -> list[Generation]:
+        prepared = [self._prepare(draft) for draft in drafts]
+        return [Generation(self, self._background, one, window) for one in prepared]
 
-        Closing the iterator cancels the request. ``prompt``: text, token ids or a TextContext. A
-        list of prompts starts one request per prompt and returns a list of iterators in the same
-        order. ``sampling_params``: parameters for all prompts, or a list with one item per
-        prompt; unset fields come from the model's generation config. ``options``: see
-        :class:`RequestOptions`; a deadline counts from the call. Raises InputError for a wrong
-        argument, ConnectionLost if no router answers. The iterator raises errors of the cluster.
-        """
-        checked = check_options(options)
-        prompts = prompts_of(prompt)
-        if prompts is None:
-            return self._run(self._prepare(prompt, sampling_of_one(sampling_params), checked))
-        each = sampling_of_each(len(prompts), sampling_params, checked)
-        prepared = []
-        for index, (one, params) in enumerate(zip(prompts, each, strict=True)):
-            with at_prompt(index):
-                prepared.append(self._prepare(one, params, checked))
-        return self._run_all(prepared)
-
-    def _prepare(self, prompt: Any, sampling: Sampling, options: RequestOptions) -> Prepared:
-        if isinstance(prompt, TextContext):  # complete: needs no tokenizer and no defaults
-            return prepare_context(prompt, sampling, options)
-        return prepare(prompt, sampling, options, self._model())
-
-    @overload
-    def chat(
-        self,
-        messages: Messages,
-        sampling_params: Sampling = None,
-        *,
-        variables: Mapping[str, Any] | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> Generation: ...
-    @overload
-    def chat(
-        self,
-        messages: Sequence[Messages],
-        sampling_params: Sampling | Each = None,
-        *,
-        variables: Mapping[str, Any] | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> list[Generation]: ...
-    def chat(
-        self,
-        messages: Messages | Sequence[Messages],
-        sampling_params: Sampling | Each = None,
-        *,
-        variables: Mapping[str, Any] | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> Generation | list[Generation]:
-        """Like :meth:`generate`, for messages that the model's chat template renders.
-
-        ``messages``: mappings with ``role`` and ``content``, or a list of such conversations.
-        ``variables``: variables for the template.
-        """
-        checked, given = check_options(options), check_variables(variables)
-        chats = chats_of(messages)
-        if chats is None:
-            one: Any = messages
-            return self._run(
-                self._prepare_chat(one, given, sampling_of_one(sampling_params), checked)
-            )
-        each = sampling_of_each(len(chats), sampling_params, checked)
-        prepared = []
-        for index, (chat, params) in enumerate(zip(chats, each, strict=True)):
-            with at_prompt(index):
-                prepared.append(self._prepare_chat(chat, given, params, checked))
-        return self._run_all(prepared)
-
-    def _prepare_chat(
-        self,
-        messages: Messages,
-        variables: Mapping[str, Any],
-        sampling: Sampling,
-        options: RequestOptions,
-    ) -> Prepared:
-        model = self._model()
-        return prepare_text(encode_chat(messages, model, variables), sampling, options, model)
-
-    def _run(self, prepared: Prepared, window: Window | None = None) -> Generation:
-        return Generation(self, self._background, prepared, window)
-
-    def _run_all(self, prepared: Sequence[Prepared]) -> list[Generation]:
-        refuse_same_ids([one.spec.request_id for one in prepared])
-        window = Window()
-        return [self._run(one, window) for one in prepared]
+    def _prepare(self, draft: Draft) -> Prepared:
+        with at_prompt(draft.index):
+            return draft.prepare_context() if draft.is_context else draft.prepare(self._model())
 
     def embed(
         self, texts: Sequence[TokensOrText], **options: Unpack[RequestOptions]
@@ -382,12 +268,7 @@ class Client:
         seconds = question_timeout(timeout, self._timeout)
         connection = self._background.connection
         self._background.post(lambda: connection.ask(question, seconds, answers.put))
-        answer = self._background.wait(answers)
-        if isinstance(answer, BatonError):
-            raise answer
-        if not isinstance(answer, kind):
-            raise InternalError(f"a {type(question).__name__} got a {type(answer).__name__}")
-        return answer
+        return answer_of_kind(kind, question, self._background.wait(answers))
 
 
 class Generation:

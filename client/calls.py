@@ -1,0 +1,256 @@
+"""``generate`` and ``chat``, for one prompt or a list of prompts: the same for both clients.
+
+A call is checked at once and becomes one :class:`Draft` per prompt. The clients differ in when
+they prepare a draft, because that needs the served model and takes time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, Unpack, overload
+
+import numpy as np
+
+from ..proto.contexts.text import TextContext
+from ..proto.errors import BatonError, InputError, InternalError
+from ..proto.ids import RequestID
+from ..proto.sampling import SamplingParams
+from ..proto.wire.messages import Message
+from .model import (
+    Messages,
+    Prepared,
+    Prompt,
+    Prompts,
+    Sampling,
+    ServedModel,
+    check_sampling,
+    encode_chat,
+    prepare,
+    prepare_context,
+    prepare_text,
+)
+from .options import RequestOptions, check_options, check_variables
+from .window import Window
+
+Each = Sequence[Sampling]
+Answer = TypeVar("Answer", bound=Message)
+Started = TypeVar("Started")
+"""Iterator over the outputs of one request: Generation or AsyncGeneration."""
+
+
+@dataclass(slots=True, frozen=True)
+class Draft:
+    """A request whose prompt is not encoded yet.
+
+    ``prompt``: text, token ids or a TextContext; or the messages of a chat, if there are
+    ``variables`` for its template. ``index``: position of the prompt if the call has a list.
+    """
+
+    request_id: str
+    prompt: Any
+    sampling: Sampling
+    options: RequestOptions
+    variables: Mapping[str, Any] | None
+    index: int | None = None
+
+    @property
+    def is_context(self) -> bool:
+        """Whether the prompt is complete: it needs no tokenizer and no defaults of the model."""
+        return self.variables is None and isinstance(self.prompt, TextContext)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the prompt must be tokenized, which takes a while for a long text."""
+        return self.variables is not None or isinstance(self.prompt, str)
+
+    def prepare(self, model: ServedModel) -> Prepared:
+        """Encode the prompt and make the request. Raises InputError."""
+        options: RequestOptions = {**self.options, "request_id": self.request_id}
+        if self.variables is None:
+            return prepare(self.prompt, self.sampling, options, model)
+        tokens = encode_chat(self.prompt, model, self.variables)
+        return prepare_text(tokens, self.sampling, options, model)
+
+    def prepare_context(self) -> Prepared:
+        """Make the request from a context. Raises InputError."""
+        options: RequestOptions = {**self.options, "request_id": self.request_id}
+        return prepare_context(self.prompt, self.sampling, options)
+
+
+class Calls(ABC, Generic[Started]):
+    """The calls that start requests. ``Started``: an iterator over the outputs of one request."""
+
+    @abstractmethod
+    def _start_requests(self, drafts: Sequence[Draft], window: Window | None) -> list[Started]:
+        """Start the requests of one call; ``window`` limits how many of a list run."""
+
+    @overload
+    def generate(
+        self, prompt: Prompt, sampling_params: Sampling = None, **options: Unpack[RequestOptions]
+    ) -> Started: ...
+    @overload
+    def generate(
+        self,
+        prompt: Prompts,
+        sampling_params: Sampling | Each = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Started]: ...
+    def generate(
+        self,
+        prompt: Prompt | Prompts,
+        sampling_params: Sampling | Each = None,
+        **options: Unpack[RequestOptions],
+    ) -> Started | list[Started]:
+        """Start a request and return an iterator over its outputs.
+
+        Closing the iterator cancels the request. ``prompt``: text, token ids or a TextContext. A
+        list of prompts starts one request per prompt and returns a list of iterators in the same
+        order. ``sampling_params``: parameters for all prompts, or a list with one item per
+        prompt; unset fields come from the model's generation config. ``options``: see
+        :class:`RequestOptions`; a deadline counts from the call. Raises InputError for a wrong
+        option or parameter. The iterator raises errors of the cluster.
+        """
+        checked = check_options(options)
+        prompts = prompts_of(prompt)
+        return self._call(prompt, prompts, sampling_params, checked, variables=None)
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        sampling_params: Sampling = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Started: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Messages],
+        sampling_params: Sampling | Each = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Started]: ...
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Sampling | Each = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Started | list[Started]:
+        """Like :meth:`generate`, for messages that the model's chat template renders.
+
+        ``messages``: mappings with ``role`` and ``content``, or a list of such conversations.
+        ``variables``: variables for the template.
+        """
+        checked, given = check_options(options), check_variables(variables)
+        chats = chats_of(messages)
+        return self._call(messages, chats, sampling_params, checked, variables=given)
+
+    def _call(
+        self,
+        prompt: Any,
+        prompts: Sequence[Any] | None,
+        sampling: Sampling | Each,
+        options: RequestOptions,
+        *,
+        variables: Mapping[str, Any] | None,
+    ) -> Started | list[Started]:
+        if prompts is None:
+            one = sampling_of_one(sampling)
+            draft = Draft(_name(prompt, options), prompt, one, options, variables)
+            return self._start_requests([draft], None)[0]
+        each = sampling_of_each(len(prompts), sampling, options)
+        drafts = [
+            Draft(_name(prompt, options), prompt, each[index], options, variables, index)
+            for index, prompt in enumerate(prompts)
+        ]
+        refuse_same_ids([draft.request_id for draft in drafts])
+        return self._start_requests(drafts, Window())
+
+
+def _name(prompt: object, options: RequestOptions) -> str:
+    """Return the request id: from the options, from the context, or random."""
+    own = prompt.request_id if isinstance(prompt, TextContext) else RequestID()
+    return options.get("request_id") or str(own)
+
+
+def answer_of_kind(kind: type[Answer], question: Message, answer: Message | BatonError) -> Answer:
+    """Return the answer to a query. Raises the error that prevented it, or InternalError."""
+    if isinstance(answer, BatonError):
+        raise answer
+    if not isinstance(answer, kind):
+        raise InternalError(f"a {type(question).__name__} got a {type(answer).__name__}")
+    return answer
+
+
+def prompts_of(prompt: Any) -> Sequence[Any] | None:
+    """Return a list of prompts, or None if ``prompt`` is a single prompt."""
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return None
+    several = isinstance(prompt[0], str | list | tuple | np.ndarray | TextContext)
+    return prompt if several else None
+
+
+def chats_of(messages: Any) -> Sequence[Any] | None:
+    """Return a list of conversations, or None if ``messages`` is a single conversation."""
+    if not isinstance(messages, list | tuple) or not messages:
+        return None
+    several = isinstance(messages[0], Sequence) and not isinstance(messages[0], str | Mapping)
+    return messages if several else None
+
+
+def sampling_of_one(sampling: Sampling | Each) -> Sampling:
+    """Check the parameters of a single prompt. Raises InputError."""
+    check_sampling(sampling)
+    return sampling  # type: ignore[return-value]  # just checked
+
+
+def sampling_of_each(
+    count: int, sampling: Sampling | Each, options: RequestOptions
+) -> list[Sampling]:
+    """Return parameters for each of ``count`` prompts.
+
+    ``sampling``: parameters for all prompts, or a list with ``count`` items. If parameters for
+    all prompts have no seed, each prompt gets a different seed. Raises InputError.
+    """
+    if options.get("request_id") is not None and count != 1:
+        raise InputError(f"request_id names one request, but the call has {count} prompts")
+    if not isinstance(sampling, list | tuple):
+        check_sampling(sampling)
+        one: Any = sampling
+        return [one, *(_reseeded(one) for _ in range(count - 1))]
+    if len(sampling) != count:
+        raise InputError(f"{len(sampling)} sampling_params for {count} prompts")
+    for item in sampling:
+        check_sampling(item)
+    return list(sampling)
+
+
+def _reseeded(sampling: Sampling) -> Sampling:
+    return sampling.reseeded() if isinstance(sampling, SamplingParams) else sampling
+
+
+def refuse_same_ids(names: Sequence[str]) -> None:
+    """Raise InputError if two prompts of a call have the same request id."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise InputError(f"two prompts of the call have the request id {name!r}")
+        seen.add(name)
+
+
+@contextmanager
+def at_prompt(index: int | None) -> Iterator[None]:
+    """Add the index of the prompt, if the call has a list, to errors that the body raises."""
+    try:
+        yield
+    except BatonError as error:
+        if index is None:
+            raise
+        raise type(error)(f"prompts[{index}]: {error}", retry_after=error.retry_after) from error
