@@ -16,7 +16,7 @@ from .sequence import Sequence
 by_rank = attrgetter("rank")
 
 
-class Roster:
+class Queues:
     """The sequences of one scheduler, by request and by queue."""
 
     def __init__(self) -> None:

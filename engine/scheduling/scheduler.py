@@ -14,8 +14,7 @@ Invariants, after every call:
 * at most two steps are out, the second planned ahead while the first runs. Blocks of their
   sequences are freed only after the last of these results is applied. A step whose sequences have
   all left is reported once (:meth:`Scheduler.take_unwanted`), because it need not be finished;
-* a sequence is preempted only for one that ranks before it (priority, then arrival), so the first
-  in rank always progresses. A sequence fails only if the whole pool cannot hold it.
+* the first in rank always progresses (:mod:`.admission`).
 
 The scheduler uses no device, socket or clock, and does not interpret tokens.
 """
@@ -27,14 +26,15 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ...proto.errors import BatonError, CapacityError, InternalError
+from ...proto.errors import BatonError, InternalError
 from ...proto.wire.messages import WorkerLoad
 from ..cache.paged_cache import Allocation, PagedCache
-from .chunk_budget import ChunkBudget
+from .admission import Admission
 from .events import ChunkDone, Event, Failed, Finished, Prefilled, TokenEvent
 from .plan import Chunk, Sampled, StepPlan, StepResult
-from .queues import Roster, by_rank
+from .queues import Queues
 from .sequence import Sequence
+from .step_time import ChunkBudget
 
 _Rows = dict[bytes, tuple[Sequence, int]]
 """Sequences of a step and the number of tokens it computes for each, by request."""
@@ -45,7 +45,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     ``max_batch``: maximum running sequences. ``token_budget``: maximum prefill tokens per step, 0 =
     unlimited; decode rows are not counted, so neither can starve the other. ``step_seconds``:
-    target duration of a step with prefill tokens, 0 = none (:mod:`.chunk_budget`).
+    target duration of a step with prefill tokens, 0 = none (:class:`.step_time.ChunkBudget`).
     ``one_token``: prefill mode, a sequence leaves after its first token. ``growth``: tokens for
     which an admitted sequence gets additional blocks, to avoid early preemption.
     """
@@ -57,21 +57,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     growth: int = 64
 
 
-class _Counters:
-    """Totals since the start, for :class:`WorkerLoad`."""
-
-    __slots__ = (
-        "compute_seconds", "generated_tokens", "preemptions", "prefix_hit_tokens", "prompt_tokens"
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.compute_seconds = 0.0
-        self.generated_tokens = 0
-        self.preemptions = 0
-        self.prefix_hit_tokens = 0
-        self.prompt_tokens = 0
-
-
 class Scheduler:
     """Continuous batching over one :class:`PagedCache`: ``plan``, compute, ``apply``, again."""
 
@@ -79,14 +64,15 @@ class Scheduler:
         self.config = config
         self.cache = cache
         self.steps = 0  # number of applied steps: the engine's progress
-        self._roster = Roster()
+        self._queues = Queues()
         self._prefilled: set[Sequence] = set()
         self._out: deque[_Rows] = deque()  # rows of the steps not applied yet, oldest first
         self._left = False  # a sequence of such a step has left since the last take_unwanted()
         self._unwanted: set[int] = set()  # steps that take_unwanted() has reported
         self._events: list[Event] = []
-        self._refused: tuple[Sequence, int] | None = None
-        self._counters = _Counters()
+        self._prompt_tokens = self._generated_tokens = 0  # since the start
+        self._compute_seconds = 0.0
+        self._admission = Admission(cache, self._queues, 0 if config.one_token else config.growth)
         self._budget = ChunkBudget(config.token_budget, config.step_seconds)
 
     # ------------------------------------------------------------------ adding and removing
@@ -94,7 +80,7 @@ class Scheduler:
     def add(self, sequence: Sequence, now: float) -> None:
         """Queue a request without computed tokens; ``now`` becomes its arrival."""
         sequence.arrival = now
-        self._roster.enter(sequence)
+        self._queues.enter(sequence)
 
     def adopt(self, sequence: Sequence) -> None:
         """Add a request whose KV is complete up to the last token (a handoff)."""
@@ -103,7 +89,7 @@ class Scheduler:
             raise InternalError("an adopted sequence has no room for the KV it claims")
         if sequence.num_computed_tokens != computed:
             raise InternalError("an adopted sequence must have exactly one token to compute")
-        self._roster.enter(sequence)
+        self._queues.enter(sequence)
 
     def abort(self, request: bytes) -> bool:
         """Remove a request. Return False if the scheduler does not have it.
@@ -111,10 +97,10 @@ class Scheduler:
         Its blocks are free on return, unless a step that is out may still write to them
         (:meth:`is_inflight`). Then :meth:`apply` of that step frees them and drops its result.
         """
-        sequence = self._roster.find(request)
+        sequence = self._queues.find(request)
         if sequence is None:
             return False
-        self._roster.leave(sequence)
+        self._queues.leave(sequence)
         self._let_go(sequence)
         return True
 
@@ -123,7 +109,7 @@ class Scheduler:
         if sequence not in self._prefilled:
             raise InternalError("only a prefilled sequence can be released, and only once")
         self._prefilled.remove(sequence)
-        self._free(sequence)
+        sequence.free(self.cache)
 
     def is_inflight(self, request: bytes) -> bool:
         """True if a step that is out works on ``request``, even if it was aborted."""
@@ -158,19 +144,19 @@ class Scheduler:
     @property
     def requests(self) -> frozenset[bytes]:
         """Requests that wait or run."""
-        return self._roster.requests
+        return self._queues.requests
 
     @property
     def has_work(self) -> bool:
         """True if a request waits or runs."""
-        return len(self._roster) > 0
+        return len(self._queues) > 0
 
     @property
     def blocks_wanted(self) -> int:
         """Blocks already promised to local requests; excluded from new grants."""
-        roster, cache = self._roster, self.cache
-        wanted = cache.blocks_for(roster.waiting[0].num_tokens) if roster.waiting else 0
-        for sequence in roster.running:
+        queues, cache = self._queues, self.cache
+        wanted = cache.blocks_for(queues.waiting[0].num_tokens) if queues.waiting else 0
+        for sequence in queues.running:
             allocation = sequence.allocation
             if allocation is not None and allocation.capacity < sequence.num_tokens:
                 wanted += 1
@@ -179,7 +165,7 @@ class Scheduler:
     @property
     def tokens_waiting(self) -> int:
         """Number of tokens not computed yet, without decode rows."""
-        return self._roster.tokens_waiting
+        return self._queues.tokens_waiting
 
     def _is_out(self, sequence: Sequence) -> bool:
         request = sequence.request
@@ -194,8 +180,8 @@ class Scheduler:
         """
         if self._out:
             raise InternalError("the result of the last step is not applied yet")
-        self._make_room()
-        self._admit(now)
+        budget = self._budget.tokens
+        self._events += self._admission.update(self.config.max_batch, budget, now)
         rows: _Rows = {}
         chunks = self._chunks(rows)
         if not chunks:
@@ -212,13 +198,13 @@ class Scheduler:
         token has a surplus row in this step. That row's result is dropped, and the request's blocks
         are kept until then.
         """
-        roster = self._roster
-        joins = (roster.waiting or roster.ready) and len(roster.running) < self.config.max_batch
+        queues = self._queues
+        joins = (queues.waiting or queues.ready) and len(queues.running) < self.config.max_batch
         if len(self._out) != 1 or joins or self.config.one_token:
             return None
         running = self._out[0]
-        rows = [s for s in roster.running if s.remaining_tokens > 1]  # the others certainly end
-        if not rows or not all(_draws(s, running) for s in roster.running):
+        rows = [s for s in queues.running if s.remaining_tokens > 1]  # the others certainly end
+        if not rows or not all(_draws(s, running) for s in queues.running):
             return None
         if not all(self._may_go_on(s) for s in rows):
             return None
@@ -232,81 +218,6 @@ class Scheduler:
             return False
         return self.cache.grow(allocation, sequence.num_tokens + 1)
 
-    def _make_room(self) -> None:
-        """Get blocks for all tokens of the running sequences; preempt the last in rank if short."""
-        for sequence in tuple(self._roster.running):
-            allocation = sequence.allocation
-            if allocation is None or sequence.num_tokens <= allocation.capacity:
-                continue
-            if not self.cache.fits(sequence.num_tokens):
-                self._fail_for_room(sequence)
-                continue
-            while not self.cache.grow(allocation, sequence.num_tokens):
-                holders = self._roster.holders()
-                if len(holders) == 1:
-                    break  # only grants hold the other blocks: keep these and skip a step
-                victim = max(holders, key=by_rank)
-                self._preempt(victim)
-                if victim is sequence:
-                    break
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Free the blocks. The tokens are later computed again or found in the prefix cache."""
-        self._free(sequence)
-        sequence.num_computed_tokens = 0
-        self._roster.send_back(sequence)
-        self._counters.preemptions += 1
-
-    def _fail_for_room(self, sequence: Sequence) -> None:
-        tokens, room = sequence.num_tokens, self.cache.num_blocks * self.cache.block_size
-        message = f"{tokens} tokens need more KV blocks than this worker has ({room} tokens)"
-        self._fail(sequence, CapacityError.code, message, self._events)
-
-    def _admit(self, now: float) -> None:
-        """Fill the batch by rank. If a waiting sequence has no room, only ready ones pass it."""
-        running = self._roster.running
-        left = (s.num_tokens - s.num_computed_tokens for s in running)
-        budget = self._budget.tokens - sum(n for n in left if n > 1)
-        while len(running) < self.config.max_batch:
-            sequence = self._next(budget)
-            if sequence is None:
-                return
-            if sequence.admitted is None:
-                sequence.admitted = now
-            running.append(sequence)
-            count = sequence.num_tokens - sequence.num_computed_tokens
-            budget -= count if count > 1 else 0
-
-    def _next(self, budget: int) -> Sequence | None:
-        waiting, ready = self._roster.waiting, self._roster.ready
-        while waiting and not self.cache.fits(waiting[0].num_tokens):
-            self._fail_for_room(waiting[0])
-        waiting_first = waiting and (not ready or waiting[0].rank < ready[0].rank)
-        if waiting_first and budget > 0 and self._reserve(waiting[0]):
-            return waiting.pop(0)
-        return ready.pop(0) if ready else None
-
-    def _reserve(self, sequence: Sequence) -> bool:
-        """Reserve blocks for all known tokens and some growth, starting with the cached prefix."""
-        available, alone = self.cache.pool.available, not self._roster.running
-        if self._refused is not None and not alone:
-            refused, then = self._refused
-            if refused is sequence and available <= then:
-                return False  # nothing was freed since: skip the walk over the hashes
-        hashes, tokens = sequence.extend_hashes(), sequence.num_tokens
-        growth = 0 if self.config.one_token else sequence.remaining_tokens
-        allocation = self.cache.reserve(hashes, tokens, min(growth, self.config.growth))
-        if allocation is None and alone:
-            allocation = self.cache.reserve(hashes, tokens)
-        self._refused = (sequence, available) if allocation is None else None
-        if allocation is None:
-            return False
-        sequence.allocation = allocation
-        sequence.cached_tokens = allocation.cached_blocks * self.cache.block_size
-        sequence.num_computed_tokens = sequence.cached_tokens
-        self._counters.prefix_hit_tokens += sequence.cached_tokens
-        return True
-
     def _chunks(self, out: _Rows) -> tuple[Chunk, ...]:
         """Return decode rows first, then prefill chunks in admission order within the budget.
 
@@ -316,7 +227,7 @@ class Scheduler:
         prefills: list[Chunk] = []
         budget = self._budget.tokens
         one_token = self.config.one_token
-        for sequence in self._roster.running:
+        for sequence in self._queues.running:
             tokens, allocation = sequence.num_tokens, sequence.allocation
             count = tokens - sequence.num_computed_tokens
             if allocation is None or allocation.capacity < tokens:
@@ -341,7 +252,7 @@ class Scheduler:
             raise InternalError(f"step {result.step} is not the running step ({self.steps})")
         self._unwanted.discard(self.steps)
         self.steps += 1
-        self._counters.compute_seconds += result.seconds
+        self._compute_seconds += result.seconds
         rows = self._out.popleft()
         counts = [count for _, count in rows.values()]
         if max(counts) > 1 and not result.abandoned:
@@ -367,7 +278,7 @@ class Scheduler:
         self, sequence: Sequence, count: int, drawn: Sampled | None, now: float, events: list[Event]
     ) -> None:
         if sequence.num_computed_tokens < sequence.prompt_length:
-            self._counters.prompt_tokens += count
+            self._prompt_tokens += count
         sequence.num_computed_tokens += count
         self._publish(sequence)
         if sequence.num_computed_tokens < sequence.num_tokens:
@@ -385,16 +296,16 @@ class Scheduler:
             code = error.code if isinstance(error, BatonError) else InternalError.code
             self._fail(sequence, code, str(error), events)
             return
-        self._counters.generated_tokens += 1
+        self._generated_tokens += 1
         if sequence.first_token is None:
             sequence.first_token = now
         events.append(TokenEvent(sequence.request, position, drawn.token, drawn.logprobs))
         if sequence.context.is_done:
-            self._roster.leave(sequence)
+            self._queues.leave(sequence)
             self._let_go(sequence)
             events.append(Finished(sequence.request, sequence.context.status.value))
         elif self.config.one_token:
-            self._roster.leave(sequence)
+            self._queues.leave(sequence)
             self._prefilled.add(sequence)
             events.append(Prefilled(sequence.request))
 
@@ -406,7 +317,7 @@ class Scheduler:
     # ------------------------------------------------------------------ ending
 
     def _fail(self, sequence: Sequence, code: str, message: str, events: list[Event]) -> None:
-        self._roster.leave(sequence)
+        self._queues.leave(sequence)
         self._let_go(sequence)
         events.append(Failed(sequence.request, code, message))
 
@@ -416,30 +327,25 @@ class Scheduler:
         if self._is_out(sequence):
             self._left = True
         else:
-            self._free(sequence)
-
-    def _free(self, sequence: Sequence) -> None:
-        allocation, sequence.allocation = sequence.allocation, None
-        if allocation is not None:
-            self.cache.free(allocation)
+            sequence.free(self.cache)
 
     # ------------------------------------------------------------------ accounting
 
     def load(self) -> WorkerLoad:
         """Return the load that heartbeats report."""
-        pool, counters = self.cache.pool, self._counters
+        pool = self.cache.pool
         return WorkerLoad(
             kv_blocks_total=pool.num_blocks,
             kv_blocks_used=pool.used,
             kv_blocks_cached=pool.cached,
-            requests_running=len(self._roster.running),
-            requests_waiting=len(self._roster.waiting) + len(self._roster.ready),
+            requests_running=len(self._queues.running),
+            requests_waiting=len(self._queues.waiting) + len(self._queues.ready),
             tokens_waiting=self.tokens_waiting,
-            prefix_hit_tokens=counters.prefix_hit_tokens,
-            prompt_tokens=counters.prompt_tokens,
-            generated_tokens=counters.generated_tokens,
-            preemptions=counters.preemptions,
-            compute_seconds=counters.compute_seconds,
+            prefix_hit_tokens=self._admission.prefix_hit_tokens,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            preemptions=self._admission.preemptions,
+            compute_seconds=self._compute_seconds,
         )
 
     def check_integrity(
@@ -450,8 +356,8 @@ class Scheduler:
         ``others``: live allocations outside the scheduler (grants of the decode worker).
         ``held``: blocks kept for readers.
         """
-        self._roster.check_integrity()
-        holders = {*self._roster.holders(), *self._prefilled}
+        self._queues.check_integrity()
+        holders = {*self._queues.holders(), *self._prefilled}
         holders |= {sequence for rows in self._out for sequence, _ in rows.values()}
         live = [s.allocation for s in holders if s.allocation is not None]
         self.cache.check_integrity([*live, *others], held)

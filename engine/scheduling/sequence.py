@@ -15,7 +15,7 @@ from ...proto.contexts.status import GenerationStatus
 from ...proto.contexts.text import TextContext
 from ...proto.contexts.tokens import FUTURE_TOKEN
 from ...proto.hashing import block_hashes
-from ..cache.paged_cache import Allocation
+from ..cache.paged_cache import Allocation, PagedCache
 from .plan import Chunk, Int32, SampleSpec, TokenMask
 
 _NO_HISTORY: Int32 = np.empty(0, np.int32)
@@ -82,6 +82,12 @@ class Sequence:
         """Constrain the next tokens by a grammar; ``matcher`` has accepted all tokens so far."""
         self.context.set_matcher(matcher)
         self.mask = _mask_of(matcher)
+
+    def free(self, cache: PagedCache) -> None:
+        """Return the blocks to ``cache``, if the sequence holds any."""
+        allocation, self.allocation = self.allocation, None
+        if allocation is not None:
+            cache.free(allocation)
 
     @property
     def remaining_tokens(self) -> int:

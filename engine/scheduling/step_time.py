@@ -1,9 +1,7 @@
-"""Predicts the duration of a step from earlier steps, to distinguish slow steps from hung ones.
+"""What earlier steps show about the next: how long it may take, and how many tokens it may have.
 
-Sizes are grouped by powers of two. The duration of a new size is predicted from the nearest smaller
-size, in proportion (real durations grow more slowly), but it is never longer than the longer of its
-two neighbours. Without a smaller size it is that of the nearest larger size.
-Predictions are used for timeouts, so they follow a slow step at once and a fast step slowly.
+The cost of a step depends on the model, the machine and its load, so it is learned. Pure: durations
+are passed in.
 """
 
 from __future__ import annotations
@@ -12,10 +10,24 @@ UNKNOWN_S = 60.0
 """Prediction before the first measurement, seconds."""
 FORGET = 0.1
 """Fraction by which a prediction moves towards a faster step."""
+GRAIN = 16
+"""Budgets are multiples of this number, because kernels work on tiles of rows."""
+LEAST = 32
+"""Smallest budget: with fewer rows, reading the weights dominates."""
+FIRST = 64
+"""Budget before the first measurement."""
+_NEW = 0.25
+_UNBOUNDED = 1 << 62
 
 
 class StepTime:
-    """Predicts seconds from the number of tokens."""
+    """Predicts seconds from the number of tokens, to distinguish slow steps from hung ones.
+
+    Sizes are grouped by powers of two. The duration of a new size is predicted from the nearest
+    smaller size, in proportion (real durations grow more slowly), but it is never longer than the
+    longer of its two neighbours. Without a smaller size it is that of the nearest larger size.
+    Predictions are used for timeouts, so they follow a slow step at once and a fast step slowly.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[int, tuple[int, float]] = {}  # size group -> tokens, seconds
@@ -41,3 +53,38 @@ class StepTime:
             return predicted
         # One stall in a small step must not multiply: a hang would go unnoticed for minutes.
         return min(predicted, max(seconds, self._seconds[above][1]))
+
+
+class ChunkBudget:
+    """The prompt token budget of the next step, chosen so that a step takes its target time.
+
+    Long steps delay others: a cancelled request keeps its blocks until its step ends, and in a
+    decode worker every request waits for the step. Generated tokens do not depend on how a prompt
+    is cut into chunks (``docs/architecture.md``, Determinism).
+
+    ``most``: maximum tokens, 0 = unlimited. ``seconds``: target duration of a step, 0 = none.
+    Invariant: with a target, the budget at most doubles from one step to the next.
+    """
+
+    def __init__(self, most: int = 0, seconds: float = 0.0) -> None:
+        self._most = most or _UNBOUNDED
+        self._seconds = seconds
+        self._per_token = 0.0
+        self.tokens = min(self._most, FIRST) if seconds else self._most
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        """Learn from a step of ``tokens`` tokens (prompt and decode rows) that took ``seconds``.
+
+        A small step within the target time is ignored: its tokens cause little of its time.
+        """
+        if not self._seconds or tokens <= 0:
+            return
+        if 2 * tokens < self.tokens and seconds <= self._seconds:
+            return
+        rate = seconds / tokens
+        known = self._per_token
+        self._per_token = known + _NEW * (rate - known) if known else rate
+        fitting = self._most
+        if self._per_token > 0:
+            fitting = int(self._seconds / self._per_token) // GRAIN * GRAIN
+        self.tokens = min(self._most, max(LEAST, min(fitting, 2 * self.tokens)))

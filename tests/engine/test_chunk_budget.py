@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from baton.engine.scheduling.chunk_budget import FIRST, GRAIN, LEAST, ChunkBudget
+from baton.engine.scheduling.step_time import FIRST, GRAIN, LEAST, ChunkBudget
 
 
 def settle(budget: ChunkBudget, fixed: float, per_token: float, steps: int = 60) -> None:

@@ -10,6 +10,7 @@ import pytest
 from baton.client.routers import Routers
 from baton.decode_worker.core import DecodeCore, GrantStore
 from baton.decode_worker.grammars import Grammars
+from baton.engine.scheduling.admission import Admission
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.kv_transfer import receiver
 from baton.kv_transfer.credit import CreditPool
@@ -210,7 +211,7 @@ def preempted_blocks_still_count_as_computed(monkeypatch):
 
         return preempt
 
-    around(monkeypatch, Scheduler, "_preempt", make)
+    around(monkeypatch, Admission, "_preempt", make)
 
 
 def lost_assign_not_repeated(monkeypatch):
