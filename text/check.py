@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from .template_worker import limit_process
+from ..runtime.process.helper import limit_process
 from .tokenizer import Tokenizer
 
 MEMORY_BYTES = 4 << 30

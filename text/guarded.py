@@ -1,84 +1,75 @@
-"""Runs untrusted templates and tokenizers in a process that can be killed.
+"""Untrusted templates and tokenizers in a helper process, which limits can end.
 
-Each :class:`GuardedProcess` has one helper process, started at the first request and reused.
-:meth:`GuardedProcess.ask` always returns within ``timeout`` seconds. After a request that exceeds
-a limit, the helper is replaced. Thread-safe: requests run one after the other.
+:meth:`GuardedProcess.ask` always returns within its time limit. After a request that exceeds a
+limit on time or memory, the helper is replaced. Thread-safe: requests run one after the other.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import selectors
-import struct
-import subprocess
-import sys
 import threading
-import time
-import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..runtime.process.helper import HelperProcess
 from .sandbox import MAX_OUTPUT_CHARS, RenderError, RenderLimit
+from .tokenizer_core import AddedToken, TokenizerFailed
 
-_LENGTH = struct.Struct(">I")
-_CHUNK = 1 << 16
 # The template cannot read the environment; as a second barrier, the helper gets few variables.
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "TZ")
 
 MAX_ANSWER_BYTES = 256 << 20
 """More than the token ids of any accepted text. A longer answer is treated as endless."""
-DEFAULT_TIMEOUT_S = 10.0
-DEFAULT_CPU_S = 5
-DEFAULT_MEMORY_BYTES = 512 << 20
+TIMEOUT_S = 10.0
+TEMPLATE_CPU_S = 5
+TEMPLATE_MEMORY_BYTES = 512 << 20
+TOKENIZER_CPU_S = 8
+TOKENIZER_MEMORY_BYTES = 2 << 30
+"""Limit of the address space; the largest vocabularies in use need a quarter of it to load."""
 
 
 class GuardedProcess:
-    """A helper process with limits on memory, CPU time and wall-clock time.
+    """A helper process with limits on memory, CPU time and wall-clock time, started when needed.
 
-    ``module``: module of this package that the helper runs. ``what``: name of the untrusted part
-    in messages. ``first_request``: sent to every new helper before other requests.
+    ``kind``: ``template`` or ``tokenizer`` (:mod:`.guarded_worker`). ``first_request``: sent to
+    every new helper before other requests.
     """
 
-    def __init__(
-        self, module: str, what: str, timeout: float, cpu_seconds: int, memory_bytes: int
-    ) -> None:
+    def __init__(self, kind: str, timeout: float, cpu_seconds: int, memory_bytes: int) -> None:
         self.first_request: dict[str, Any] | None = None
-        self._what = what
+        self._name = f"the {kind}"
         self._timeout = timeout
-        self._command = ["-m", f"{__package__}.{module}", str(memory_bytes), str(cpu_seconds)]
+        self._arguments = (kind, str(memory_bytes), str(cpu_seconds))
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._finalizer: weakref.finalize[..., GuardedProcess] | None = None
+        self._helper: HelperProcess | None = None
 
     def ask(self, request: dict[str, Any] | None) -> dict[str, Any]:
         """Return the helper's reply, or ``{"limit": reason}``. None repeats the first request."""
         with self._lock:
-            if not self._runs():
-                self._start()
+            helper = self._helper
+            if helper is None or not helper.running:
+                helper = self._start()
                 if self.first_request is not None:
-                    reply = self._exchange(self.first_request)
+                    reply = self._exchange(helper, self.first_request)
                     if request is None or "limit" in reply or "error" in reply:
                         return reply
-            return self._exchange(request if request is not None else self.first_request or {})
+            return self._exchange(helper, request or self.first_request or {})
 
     def close(self) -> None:
         """End the process. A later request starts another process."""
         with self._lock:
             self._end()
 
-    def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
-        process = self._process
-        if process is None:
-            return {"limit": f"{self._what} has no process"}
-        body = json.dumps(request).encode()
+    def _exchange(self, helper: HelperProcess, request: dict[str, Any]) -> dict[str, Any]:
         try:
-            message = _LENGTH.pack(len(body)) + body
-            reply: dict[str, Any] = json.loads(_exchange(process, message, self._timeout))
+            body = json.dumps(request).encode()
+            answer = helper.exchange(body, self._timeout, MAX_ANSWER_BYTES)
+            reply: dict[str, Any] = json.loads(answer)
         except TimeoutError:
-            reply = {"limit": f"{self._what} took longer than {self._timeout:g} seconds"}
+            reply = {"limit": f"{self._name} took longer than {self._timeout:g} seconds"}
         except (OSError, EOFError):
-            reply = {"limit": _why_ended(process, self._what)}
+            reply = {"limit": self._why_ended(helper)}
         except BaseException:
             self._end()  # an interrupted exchange leaves a stale answer in the pipe
             raise
@@ -86,26 +77,26 @@ class GuardedProcess:
             self._end()
         return reply
 
-    def _runs(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+    def _why_ended(self, helper: HelperProcess) -> str:
+        code = helper.exit_code(1.0) or 0
+        if code < 0:  # killed by SIGXCPU, or by SIGKILL on a machine without free memory
+            return f"{self._name} used too much processor time or memory"
+        return f"the process of {self._name} failed with exit code {code}"
 
-    def _start(self) -> None:
+    def _start(self) -> HelperProcess:
         self._end()
-        process = subprocess.Popen(  # noqa: S603 - our own module in our own interpreter
-            [sys.executable, "-P", *self._command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
-            start_new_session=True,  # Ctrl-C in a terminal must reach the parent only
+        helper = self._helper = HelperProcess(
+            f"{__package__}.guarded_worker",
+            *self._arguments,
+            environment={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
+            own_session=True,  # Ctrl-C in a terminal must reach the parent only
         )
-        self._process = process
-        self._finalizer = weakref.finalize(self, _kill, process)
+        return helper
 
     def _end(self) -> None:
-        if self._finalizer is not None:
-            self._finalizer()
-        self._process = self._finalizer = None
+        helper, self._helper = self._helper, None
+        if helper is not None:
+            helper.close()
 
 
 class GuardedRenderer(GuardedProcess):
@@ -113,11 +104,11 @@ class GuardedRenderer(GuardedProcess):
 
     def __init__(
         self,
-        timeout: float = DEFAULT_TIMEOUT_S,
-        cpu_seconds: int = DEFAULT_CPU_S,
-        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        timeout: float = TIMEOUT_S,
+        cpu_seconds: int = TEMPLATE_CPU_S,
+        memory_bytes: int = TEMPLATE_MEMORY_BYTES,
     ) -> None:
-        super().__init__("template_worker", "the template", timeout, cpu_seconds, memory_bytes)
+        super().__init__("template", timeout, cpu_seconds, memory_bytes)
 
     def render(
         self, source: str, variables: Mapping[str, Any], max_output_chars: int = MAX_OUTPUT_CHARS
@@ -139,61 +130,50 @@ class GuardedRenderer(GuardedProcess):
         raise RenderError(reply.get("error", "the template process sent no answer"))
 
 
-def _why_ended(process: subprocess.Popen[bytes], what: str) -> str:
-    try:
-        code = process.wait(timeout=1.0)
-    except subprocess.TimeoutExpired:
-        code = 0
-    if code < 0:  # killed by SIGXCPU, or by SIGKILL on a machine without free memory
-        return f"{what} used too much processor time or memory"
-    return f"the process of {what} failed with exit code {code}"
+class GuardedTokenizer(GuardedProcess):
+    """A :class:`.tokenizer_core.TokenizerCore` whose library runs in another process.
 
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            stream.close()
-
-
-def _exchange(process: subprocess.Popen[bytes], request: bytes, timeout: float) -> bytes:
-    """Send the request and read the whole answer. Neither direction can block indefinitely.
-
-    Raises:
-        TimeoutError: no complete answer in time, or an answer above ``MAX_ANSWER_BYTES``.
-        EOFError, OSError: the process has ended.
-
+    For tokenizer files outside :mod:`.plain_tokenizers`. Whatever the file does, every call
+    returns or raises TokenizerFailed within its time limit.
     """
-    if process.stdin is None or process.stdout is None:
-        raise OSError("the process has no pipes")
-    source, sink = process.stdout.fileno(), process.stdin.fileno()
-    os.set_blocking(sink, False)
-    deadline = time.monotonic() + timeout
-    left, answer = memoryview(request), bytearray()
-    with selectors.DefaultSelector() as selector:
-        selector.register(source, selectors.EVENT_READ)
-        selector.register(sink, selectors.EVENT_WRITE)
-        while not _complete(answer):
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise TimeoutError
-            for key, _ in ready:
-                if key.fd == sink:
-                    left = left[os.write(sink, left[:_CHUNK]) :]
-                    if not left:
-                        selector.unregister(sink)
-                elif part := os.read(source, _CHUNK):
-                    answer += part
-                    if len(answer) > MAX_ANSWER_BYTES:
-                        raise TimeoutError
-                else:
-                    raise EOFError
-    return bytes(answer[_LENGTH.size :])
 
+    def __init__(
+        self,
+        text: str,
+        timeout: float = TIMEOUT_S,
+        cpu_seconds: int = TOKENIZER_CPU_S,
+        memory_bytes: int = TOKENIZER_MEMORY_BYTES,
+    ) -> None:
+        """Load a ``tokenizer.json``. Raises TokenizerFailed."""
+        super().__init__("tokenizer", timeout, cpu_seconds, memory_bytes)
+        self.first_request = {"load": text}
+        facts = self._call(None)
+        self.vocab_size = int(facts["vocab_size"])
+        self.is_byte_level = bool(facts["byte_level"])
+        self.added_tokens = [AddedToken(*one) for one in facts["added"]]
 
-def _complete(answer: bytearray) -> bool:
-    if len(answer) < _LENGTH.size:
-        return False
-    body: int = _LENGTH.unpack_from(answer)[0]
-    return len(answer) == _LENGTH.size + body
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+        text.encode()  # raises for a lone surrogate, as the library does
+        ids: list[int] = self._call({"encode": text, "special": add_special_tokens})["ids"]
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of token ids."""
+        return str(self._call({"decode": list(ids), "skip": skip_special_tokens})["text"])
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a vocabulary entry."""
+        found: int | None = self._call({"token": token})["id"]
+        return found
+
+    def id_to_token(self, index: int) -> str | None:
+        """The vocabulary entry of an id."""
+        found: str | None = self._call({"id": index})["token"]
+        return found
+
+    def _call(self, request: dict[str, Any] | None) -> dict[str, Any]:
+        reply = self.ask(request)
+        if "limit" in reply or "error" in reply:
+            raise TokenizerFailed(reply.get("limit") or reply["error"])
+        return reply

@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from ..proto.errors import CheckpointError, InputError
 from .chat_template import ChatTemplate, Message
-from .guarded import GuardedRenderer
-from .guarded_tokenizer import GuardedTokenizer
+from .guarded import GuardedRenderer, GuardedTokenizer
 from .model_files import TOKENIZER_FILES, TokenizerSettings
 from .plain_tokenizers import is_plain
 from .tokenizer_core import LocalCore, TokenizerCore, TokenizerFailed

@@ -15,20 +15,18 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import select
 import signal
-import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ...proto.errors import BatonError, CapacityError, InputError, SchemaTooComplex
+from ...runtime.process.helper import HelperProcess, read_message, serve, write_message
 from ...runtime.process.os_settings import die_with_parent
 from .compiler import compile_schema, load_tokenizer
 
@@ -42,6 +40,8 @@ MAX_SCHEMA_BYTES = 128 << 20
 _SLACK_BYTES = 256 << 20  # reserved address space without memory: the allocator's arenas
 _START_S = 60.0  # for the helper to read the tokenizer
 _ANSWER_S = 1.0  # added to the trial's own time limit
+_MAX_ANSWER_BYTES = 1 << 20  # a cost, or the message of an error
+_READY = b"\xff"  # the first request, not a schema; answered after the tokenizer is loaded
 
 
 class SchemaCost(msgspec.Struct, frozen=True, array_like=True):
@@ -66,12 +66,10 @@ class SchemaTrial:
     def __init__(
         self, folder: Path, vocab_size: int, eos: Iterable[int], limit_s: float = 5.0
     ) -> None:
-        self._command = [
-            sys.executable, "-P", "-m", __name__, str(folder), str(vocab_size),
-            ",".join(map(str, eos)), str(limit_s),
-        ]  # fmt: skip
+        eos_ids = ",".join(map(str, eos))
+        self._arguments = (str(folder), str(vocab_size), eos_ids, str(limit_s))
         self._limit_s = limit_s
-        self._helper: subprocess.Popen[bytes] | None = None
+        self._helper: HelperProcess | None = None
         self._lock = threading.Lock()  # held during a trial
         self._closed = False
 
@@ -82,11 +80,10 @@ class SchemaTrial:
         """
         with self._lock:
             try:
-                helper = self._started()
-                _write(helper.stdin, schema.encode())
-                answer = _read(helper.stdout, self._limit_s + _ANSWER_S)
+                timeout = self._limit_s + _ANSWER_S
+                answer = self._started().exchange(schema.encode(), timeout, _MAX_ANSWER_BYTES)
                 verdict = msgspec.msgpack.decode(answer, type=_Verdict)
-            except (OSError, EOFError, TimeoutError, msgspec.MsgspecError) as error:
+            except (OSError, EOFError, msgspec.MsgspecError) as error:
                 self._stop()
                 text = f"json_schema cannot be checked now: {error!r}"
                 raise CapacityError(text, retry_after=1.0) from None
@@ -99,68 +96,24 @@ class SchemaTrial:
         self._closed = True
         self._stop()
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _started(self) -> HelperProcess:
         if self._closed:
             raise EOFError("closed")
-        if self._helper is not None and self._helper.poll() is None:
-            return self._helper
-        helper = self._helper = subprocess.Popen(  # noqa: S603 -- our own interpreter and module
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # fork() must not find other threads
-        )
-        weakref.finalize(self, _end, helper)
-        _read(helper.stdout, _START_S)
-        return helper
+        if self._helper is None or not self._helper.running:
+            helper = self._helper = HelperProcess(
+                __name__,
+                *self._arguments,
+                # One thread: the helper must not have other threads when it forks.
+                environment={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+            )
+            helper.exchange(_READY, _START_S, _MAX_ANSWER_BYTES)
+            return helper
+        return self._helper
 
     def _stop(self) -> None:
         helper, self._helper = self._helper, None
         if helper is not None:
-            _end(helper)
-
-
-def _end(helper: subprocess.Popen[bytes]) -> None:
-    helper.kill()
-    helper.wait()
-
-
-# --------------------------------------------------------------------------- frames on the pipes
-
-
-def _write(pipe: IO[bytes] | None, content: bytes) -> None:
-    if pipe is None:
-        raise EOFError("no pipe")
-    content = len(content).to_bytes(4, "little") + content
-    view = memoryview(content)
-    while view:
-        view = view[os.write(pipe.fileno(), view) :]
-
-
-def _read(pipe: IO[bytes] | None, seconds: float | None = None) -> bytes:
-    """Read one frame. Raises EOFError, or TimeoutError after ``seconds``."""
-    if pipe is None:
-        raise EOFError("no pipe")
-    until = None if seconds is None else time.monotonic() + seconds
-    size = int.from_bytes(_exactly(pipe.fileno(), 4, until), "little")
-    return _exactly(pipe.fileno(), size, until)
-
-
-def _exactly(pipe: int, size: int, until: float | None) -> bytes:
-    content = b""
-    while len(content) < size:
-        left = None if until is None else max(0.0, until - time.monotonic())
-        ready = select.poll()  # select() rejects descriptors above 1,023
-        ready.register(pipe, select.POLLIN)
-        if not ready.poll(None if left is None else 1000 * left):
-            raise TimeoutError("no answer in time")
-        piece = os.read(pipe, size - len(content))
-        if not piece:
-            raise EOFError("the helper has ended")
-        content += piece
-    return content
+            helper.kill()
 
 
 # --------------------------------------------------------------------------- the helper's side
@@ -174,11 +127,13 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ids = [int(token) for token in eos.split(",")]
     tokenizer = load_tokenizer(Path(folder), int(vocab_size), ids)
-    _write(sys.stdout.buffer, b"ready")
-    while True:
-        schema = _read(sys.stdin.buffer).decode()
-        verdict = _fork(tokenizer, schema, float(limit_s))
-        _write(sys.stdout.buffer, msgspec.msgpack.encode(verdict))
+
+    def answer(request: bytes) -> bytes:
+        if request == _READY:
+            return _READY
+        return msgspec.msgpack.encode(_fork(tokenizer, request.decode(), float(limit_s)))
+
+    serve(answer)
 
 
 def _fork(tokenizer: LLTokenizer, schema: str, limit_s: float) -> _Verdict:
@@ -191,18 +146,17 @@ def _fork(tokenizer: LLTokenizer, schema: str, limit_s: float) -> _Verdict:
             die_with_parent(helper, signal.SIGKILL)
             _bound(limit_s)
             verdict = _on_small_stack(tokenizer, schema)
-            with os.fdopen(into, "wb", buffering=0) as pipe:
-                _write(pipe, msgspec.msgpack.encode(verdict))
+            write_message(into, msgspec.msgpack.encode(verdict))
         os._exit(0)
     os.close(into)
     try:
-        with os.fdopen(answers, "rb", buffering=0) as pipe:
-            return msgspec.msgpack.decode(_read(pipe, limit_s), type=_Verdict)
+        return msgspec.msgpack.decode(read_message(answers, limit_s), type=_Verdict)
     except TimeoutError:
         return _too_complex(f"it does not compile within {limit_s:g} s")
     except (EOFError, msgspec.MsgspecError):
         return _too_complex("it exceeds the memory limit, or its references nest too deep")
     finally:
+        os.close(answers)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
@@ -251,5 +205,5 @@ def _pages(index: int) -> int:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(EOFError, OSError):
+    with contextlib.suppress(OSError):  # the worker has ended
         main(sys.argv[1:])

@@ -310,7 +310,7 @@ def test_a_helper_that_is_lost_is_replaced(blow):
     pid = one._helper.pid
     os.kill(pid, blow)
     if blow == signal.SIGKILL:
-        one._helper.wait()
+        assert one._helper.exit_code(60) == -blow
     else:
         with pytest.raises(CapacityError) as caught:
             one.cost(INTEGER)

@@ -9,7 +9,7 @@ import pytest
 
 from baton.proto.errors import CheckpointError, InputError
 from baton.text import tokenizer as module
-from baton.text.guarded_tokenizer import GuardedTokenizer
+from baton.text.guarded import GuardedTokenizer
 from baton.text.plain_tokenizers import LLAMA_3, QWEN, is_plain
 from baton.text.tokenizer import Tokenizer
 from baton.text.tokenizer_core import LocalCore, TokenizerFailed

@@ -1,0 +1,98 @@
+"""Helper processes: every exchange ends, and every helper ends with its owner."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from baton.runtime.process.helper import HelperProcess
+
+MODULE = """
+import os, time
+from baton.runtime.process.helper import serve
+
+def answer(request):
+    if request == b"end":
+        os._exit(3)
+    if request == b"sleep":
+        time.sleep(600)
+    if request == b"many":
+        return bytes(1 << 20)
+    return request[::-1]
+
+serve(answer)
+"""
+MAX_BYTES = 4 << 20
+
+
+@pytest.fixture
+def start(tmp_path):
+    (tmp_path / "some_helper.py").write_text(MODULE)
+    started = []
+
+    def start() -> HelperProcess:
+        paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        started.append(HelperProcess("some_helper", environment=environment))
+        return started[-1]
+
+    yield start
+    for helper in started:
+        helper.close()
+
+
+def test_a_helper_answers_requests_in_order(start):
+    helper = start()
+    for request in (b"", b"abc", bytes(range(256)) * 4096):
+        assert helper.exchange(request, 60.0, MAX_BYTES) == request[::-1]
+    assert helper.running
+
+
+def test_an_exchange_ends_after_its_time(start):
+    helper = start()
+    with pytest.raises(TimeoutError):
+        helper.exchange(b"sleep", 0.1, MAX_BYTES)
+
+
+def test_an_endless_answer_is_an_error(start):
+    with pytest.raises(TimeoutError, match="does not end"):
+        start().exchange(b"many", 60.0, 1000)
+
+
+def test_the_end_of_a_helper_is_an_error(start):
+    helper = start()
+    with pytest.raises(EOFError):
+        helper.exchange(b"end", 60.0, MAX_BYTES)
+    assert helper.exit_code(60.0) == 3
+    assert not helper.running
+
+
+def test_killing_ends_the_exchange_of_another_thread(start):
+    helper, errors = start(), []
+    helper.exchange(b"started", 60.0, MAX_BYTES)
+
+    def sleep() -> None:
+        try:
+            helper.exchange(b"sleep", 600.0, MAX_BYTES)
+        except (EOFError, OSError) as error:
+            errors.append(error)
+
+    sleeping = threading.Thread(target=sleep)
+    sleeping.start()
+    time.sleep(0.05)
+    helper.kill()
+    sleeping.join(60)
+    assert len(errors) == 1 and not isinstance(errors[0], TimeoutError)
+
+
+def test_deleting_the_object_ends_the_process():
+    helper = HelperProcess("http.server", "--help", environment=os.environ)
+    pid = helper.pid
+    del helper
+    gc.collect()
+    assert not Path(f"/proc/{pid}").exists()
