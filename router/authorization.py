@@ -1,4 +1,4 @@
-"""Access control at sockets with CURVE keys: the messages that a key may send.
+"""Access control: the messages that a CURVE key may send, and proofs of assignment.
 
 Invariant: only an operator may drain workers and see the requests of other keys. A worker's key
 permits its role and its name. While a worker is connected, no other key can register its name,
@@ -11,11 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from ..proto.errors import AccessDenied, BatonError, CapacityError
 from ..proto.wire.messages import Drain, Drained, Hello, Message
+from ..proto.wire.proofs import assignment_proof, same
 from ..runtime.keys.allowed import OPERATOR, AllowedKeys, KeyEntry
 from ..runtime.keys.name_owners import Claims
+from .config import RouterConfig
+from .recent import Recent
+
+if TYPE_CHECKING:
+    from .requests import Request
+    from .status import Metrics
+    from .workers import Worker
+
+REMEMBER_ASKED = 4096
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,3 +91,47 @@ class WorkerGate:
     def gone(self, identity: bytes) -> None:
         """Drop the claims of a lost connection."""
         self._claims.gone(identity)
+
+
+class Proofs:
+    """Checks proofs of assignment, which decide whether a worker may report about a request.
+
+    Invariant: a worker's message about a known request has an effect only if this router assigned
+    the attempt to the worker, or if the worker proves that a router of this cluster assigned it. So
+    a malicious worker can harm only the requests assigned to it.
+    """
+
+    def __init__(self, config: RouterConfig, metrics: Metrics) -> None:
+        self._key = config.key
+        self._ask_again_s = config.adopt_retry_s
+        self._metrics = metrics
+        self._asked: Recent[tuple[int, bytes], float] = Recent(REMEMBER_ASKED)  # when to ask again
+
+    def shown(self, worker: Worker, request: Request, attempt: int, proof: bytes) -> bool:
+        """True if ``proof`` proves that ``attempt`` of the request was assigned to the worker."""
+        return self._is_right(proof, request.key, attempt, worker.incarnation)
+
+    def proven(self, hello: Hello) -> Hello:
+        """Return the Hello without the requests whose proofs are missing or wrong."""
+        held = [
+            one
+            for one in hello.requests
+            if self._is_right(one.proof, one.request, one.attempt, hello.incarnation)
+        ]
+        lacking = len(hello.requests) - len(held)
+        if not lacking:
+            return hello
+        self._metrics.dropped["unproven"] += lacking
+        return msgspec.structs.replace(hello, requests=held)
+
+    def may_ask(self, worker: Worker, request: Request, now: float) -> bool:
+        """True if a worker may be asked for its proof: at most once per ``adopt_retry_s``."""
+        key = (worker.incarnation, request.key)
+        if now < self._asked.get(key, 0.0):
+            return False
+        self._asked.put(key, now + self._ask_again_s)
+        return True
+
+    def _is_right(self, proof: bytes, request: bytes, attempt: int, incarnation: int) -> bool:
+        right = assignment_proof(self._key, request, attempt, incarnation) if proof else b""
+        return same(proof, right)

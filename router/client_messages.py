@@ -40,14 +40,20 @@ from ..proto.wire.messages import (
     Submitted,
     Terminal,
 )
-from .admission import check_deadline
+from .admission import Admission, check_deadline
 from .authorization import Caller
-from .drains import last_worker
-from .events import ToClient, ToWorker
+from .clients import Clients
+from .config import RouterConfig
+from .events import Action, ToClient, ToWorker
 from .lifecycle import Lifecycle
+from .placement import Placement
 from .recovery import Recovery
+from .registry import Registry
+from .request_table import RequestTable
 from .requests import Request, State
 from .status import Reporter
+from .takeover import Takeover
+from .workers import last_worker
 
 ENDED_ABSENT_S = 30.0
 """Seconds for which a terminal is kept for a disconnected client; native clients retry as long."""
@@ -56,7 +62,7 @@ CLOSING_WINDOW_S = 1.0
 _ENDED = State.ENDED
 
 
-class ClientSide:
+class ClientMessages:
     """Handles every message of ClientToRouter.
 
     ``files``: text files of the model folder by name, returned by Describe. ``caller_of``: maps a
@@ -65,18 +71,34 @@ class ClientSide:
 
     def __init__(
         self,
-        life: Lifecycle,
+        config: RouterConfig,
+        out: list[Action],
+        table: RequestTable,
+        registry: Registry,
+        placement: Placement,
+        admission: Admission,
+        clients: Clients,
+        lifecycle: Lifecycle,
         recovery: Recovery,
+        takeover: Takeover,
         reporter: Reporter,
         files: dict[str, bytes],
         caller_of: Callable[[bytes], Caller],
     ) -> None:
-        self._life = life
+        self._config = config
+        self._out = out
+        self._table = table
+        self._registry = registry
+        self._placement = placement
+        self._admission = admission
+        self._clients = clients
+        self._lifecycle = lifecycle
         self._recovery = recovery
+        self._takeover = takeover
         self._reporter = reporter
         self._files = files
         self._caller_of = caller_of
-        self._key = life.config.key
+        self._key = config.key
         self.closing = False
         self.drains: dict[str, list[bytes]] = {}  # clients that wait for Drained, by worker id
 
@@ -87,60 +109,58 @@ class ClientSide:
 
     def gone(self, identity: bytes, now: float) -> None:
         """Handle a lost connection: its requests end now, or after the resume window."""
-        life = self._life
-        window = life.config.resume_window_s
+        window = self._config.resume_window_s
         if self.closing:  # gives the client's next router time to find the request
             window = max(window, CLOSING_WINDOW_S)
-        for request in life.clients.gone(identity):
+        for request in self._clients.gone(identity):
             if request.state is State.ENDED:  # keep the terminal: the client may reconnect
                 request.limit = min(request.limit, now + ENDED_ABSENT_S)
-                life.wake(request, request.retry_at, now)
+                self._table.wake(request, request.retry_at, now)
             elif window <= 0:
-                life.cancel(request, now, "client gone")
-                life.forget(request)
+                self._lifecycle.cancel(request, now, "client gone")
+                self._lifecycle.forget(request)
             else:
                 request.limit = min(request.deadline, now + window)
-                life.wake(request, request.retry_at, now)
+                self._table.wake(request, request.retry_at, now)
 
     def writable(self, identity: bytes) -> None:
         """Send a client that has caught up everything it has missed."""
-        client = self._life.clients.writable(identity)
+        client = self._clients.writable(identity)
         if client is None:
             return
         for request in list(client.requests.values()):
             if request.sent >= 0:
-                self._life.resend(request, request.sent)
+                self._lifecycle.resend(request, request.sent)
 
     # ------------------------------------------------------------------ begin
 
     def _submit(self, identity: bytes, message: Submit, now: float) -> None:
-        life = self._life
         request_id = message.request_id
         key = request_key(identity, request_id, message.serial)
-        known = life.requests.get(key)
+        known = self._table.requests.get(key)
         if known is not None:
             self._submit_again(identity, known, message)
             return
-        if life.tombstones.holds(key, now):
+        if self._table.cancelled.holds(key, now):
             self._nothing_runs(identity, key, request_id)
             return
         try:
             self._check_id(request_id)
             if self.closing:
                 raise RouterClosing("the router is shutting down", retry_after=1.0)
-            attempt = max(life.last_attempt(key), self._recovery.orphans.highest(key)) + 1
+            attempt = max(self._table.last_attempt(key), self._takeover.unclaimed.highest(key)) + 1
             request = self._checked(key, message, attempt, now)
-            life.registry.check_pool(message.pool)
+            self._registry.check_pool(message.pool)
             target = message.context.target_endpoint
             if target is not None:
-                life.placement.pin(request, target, fallback=message.fallback)
-            registry = life.registry
-            life.admission.admit(request, registry.slots, registry.prefills, now, registry.others)
+                self._placement.pin(request, target, fallback=message.fallback)
+            registry = self._registry
+            self._admission.admit(request, registry.slots, registry.prefills, now, registry.others)
         except BatonError as error:
             self._refuse(identity, key, request_id, error)
             return
         self._attach(identity, request)
-        life.start(request, now)
+        self._lifecycle.start(request, now)
 
     def _submit_again(self, identity: bytes, known: Request, message: Submit) -> None:
         """Re-attach to a running request; reject the same id with different content."""
@@ -150,36 +170,35 @@ class ClientSide:
             self._refuse(identity, b"", message.request_id, DuplicateRequest(text))
             return
         self._attach(identity, known)
-        self._life.resend(known, known.base)
+        self._lifecycle.resend(known, known.base)
 
     def _resume(self, identity: bytes, message: Resume, now: float) -> None:
-        life = self._life
         key = message.request
         if not hmac.compare_digest(message.secret, resume_secret(self._key, key)):
             error: BatonError = InputError("wrong secret for this request")
             self._refuse(identity, key, message.request_id, error)
             return
-        known = life.requests.get(key)
+        known = self._table.requests.get(key)
         if known is not None:
             self._resume_known(identity, known, message, now)
             return
-        if life.tombstones.holds(key, now):
+        if self._table.cancelled.holds(key, now):
             self._nothing_runs(identity, key, message.request_id)
             return
         try:
             self._check_id(message.request_id)
             if message.attempt > MAX_RESUMED_ATTEMPT:
                 raise InputError(f"attempt is {message.attempt}, limit {MAX_RESUMED_ATTEMPT}")
-            attempt = max(message.attempt, life.last_attempt(key))
+            attempt = max(message.attempt, self._table.last_attempt(key))
             request = self._checked(key, message, attempt, now)
             self._take_emitted(request, message)
-            life.placement.repin(request, message.context.target_endpoint)
-            life.admission.admit_resumed(request, life.registry.prefills, now)
+            self._placement.repin(request, message.context.target_endpoint)
+            self._admission.admit_resumed(request, self._registry.prefills, now)
         except BatonError as error:
             self._refuse(identity, key, message.request_id, error)
             return
         self._attach(identity, request)
-        self._recovery.resume(request, now)
+        self._takeover.resume(request, now)
 
     def _resume_known(self, identity: bytes, request: Request, message: Resume, now: float) -> None:
         """Continue from the client's position, which may be ahead of a restarted router."""
@@ -197,7 +216,7 @@ class ClientSide:
                 request.logprobs.extend([None] * ahead)
         known = request.client is not None and request.client.identity == identity
         self._attach(identity, request)
-        self._life.resend(request, message.position)
+        self._lifecycle.resend(request, message.position)
         # A client that has every token resumes only if it suspects that the stream is stuck.
         if not known or message.position >= request.next:
             self._recovery.reclaim(request, now)
@@ -208,7 +227,7 @@ class ClientSide:
             raise InputError(
                 f"position is {message.position}, the emitted tokens end at {_end(message)}"
             )
-        check_emitted(message.context, message.emitted, self._life.registry.card)
+        check_emitted(message.context, message.emitted, self._registry.card)
         if _content(request) != _content(message):
             raise DuplicateRequest(f"{message.request_id!r} was resumed with different content")
         if array("i", message.emitted[: len(request.emitted)]) != request.emitted:
@@ -216,8 +235,7 @@ class ClientSide:
 
     def _attach(self, identity: bytes, request: Request) -> None:
         """Stream the request to this connection and send Submitted, with the secret for Resume."""
-        life = self._life
-        life.clients.attach(request, identity)
+        self._clients.attach(request, identity)
         request.identity, request.owner = identity, self._caller_of(identity).key
         request.limit = request.deadline
         submitted = Submitted(
@@ -226,12 +244,12 @@ class ClientSide:
             secret=resume_secret(self._key, request.key),
             attempt=request.attempt.number,
         )
-        life.out.append(ToClient(identity, submitted))
+        self._out.append(ToClient(identity, submitted))
 
     def _checked(self, key: bytes, message: Submit | Resume, attempt: int, now: float) -> Request:
         """Return a record for a valid request; raises a BatonError for an invalid one."""
-        life, config = self._life, self._life.config
-        card = life.registry.card
+        config = self._config
+        card = self._registry.card
         if message.pin not in ("prefer", "strict"):
             raise InputError(f"pin must be prefer or strict, not {message.pin!r}")
         if card is not None:
@@ -254,7 +272,7 @@ class ClientSide:
                 f"position is {message.position}, but the prompt has {request.base} tokens and"
                 f" {len(message.emitted)} tokens were emitted"
             )
-        check_emitted(message.context, message.emitted, self._life.registry.card)
+        check_emitted(message.context, message.emitted, self._registry.card)
         request.emitted = array("i", message.emitted)
         request.next = message.position
         if request.logprobs is not None:
@@ -273,25 +291,24 @@ class ClientSide:
             retry_after=error.retry_after,
             request_id=request_id,
         )
-        self._life.out.append(ToClient(identity, terminal))
+        self._out.append(ToClient(identity, terminal))
 
     # ------------------------------------------------------------------ end
 
     def _cancel(self, identity: bytes, message: Cancel, now: float) -> None:
-        life = self._life
         own = request_key(identity, message.request_id, message.serial)
         key = message.request or own
-        request = life.requests.get(key)
+        request = self._table.requests.get(key)
         if request is None or not (key == own or self._may_end(identity, request, message.secret)):
             # The Submit may be lost or late; the client still needs its terminal.
-            if key == own and not life.last_attempt(key):
-                life.tombstones.add(key, now)
-                self._recovery.orphans.cancelled(key)
+            if key == own and not self._table.last_attempt(key):
+                self._table.cancelled.add(key, now)
+                self._takeover.unclaimed.cancelled(key)
             self._nothing_runs(identity, key, message.request_id)
         elif request.terminal is not None:
             self._answer(identity, request.terminal)
         else:
-            life.cancel(request, now, "cancelled")
+            self._lifecycle.cancel(request, now, "cancelled")
 
     def _may_end(self, identity: bytes, request: Request, secret: bytes) -> bool:
         """True if the connection owns the request, or knows its secret. A key is not a secret."""
@@ -302,26 +319,26 @@ class ClientSide:
     def _nothing_runs(self, identity: bytes, key: bytes, request_id: str) -> None:
         text = "no such request is running"
         terminal = Terminal(request=key, request_id=request_id, status="cancelled", message=text)
-        self._life.out.append(ToClient(identity, terminal))
+        self._out.append(ToClient(identity, terminal))
 
     def _final_ack(self, identity: bytes, message: FinalAck, _now: float) -> None:
-        requests = self._life.requests
+        requests = self._table.requests
         for key in message.requests:
             request = requests.get(key)
             if request is None or request.state is not _ENDED:
                 continue
             if request.identity == identity:
-                self._life.forget(request)
+                self._lifecycle.forget(request)
 
     # ------------------------------------------------------------------ queries
 
     def _describe(self, identity: bytes, message: Describe, _now: float) -> None:
         wanted = {name: self._files[name] for name in message.files if name in self._files}
-        folder = self._life.config.model_folder
+        folder = self._config.model_folder
         if not self._caller_of(identity).operator:
             folder = PurePath(folder).name
         answer = Described(
-            model=self._life.registry.card,
+            model=self._registry.card,
             folder=folder,
             files=wanted,
             available=list(self._files),
@@ -338,8 +355,8 @@ class ClientSide:
     def _drain(self, identity: bytes, message: Drain, now: float) -> None:
         """Forward an operator's Drain, which the timers repeat until the worker confirms."""
         try:
-            worker = self._life.registry.named(message.worker)
-            ready = self._life.registry.ready(worker.role)
+            worker = self._registry.named(message.worker)
+            ready = self._registry.ready(worker.role)
             last = not worker.draining and all(other is worker for other in ready)
             if last and not message.force:
                 raise InputError(last_worker(worker.id, worker.role))
@@ -347,9 +364,9 @@ class ClientSide:
             answer = Drained(worker=message.worker, code=error.code, message=str(error))
             self._answer(identity, answer)
             return
-        self._life.registry.drain(worker)
-        worker.drain_at = now + self._life.config.retry_ceiling_s
-        self._life.out.append(ToWorker(worker.identity, Drain()))
+        self._registry.drain(worker)
+        worker.drain_at = now + self._config.retry_ceiling_s
+        self._out.append(ToWorker(worker.identity, Drain()))
         waiting = self.drains.setdefault(worker.id, [])
         if identity not in waiting:
             waiting.append(identity)
@@ -363,9 +380,9 @@ class ClientSide:
 
     def _answer(self, identity: bytes, message: Message) -> None:
         """Send an answer, unless the client reads too slowly."""
-        client = self._life.clients.get(identity)
+        client = self._clients.get(identity)
         if client is None or not client.behind:
-            self._life.out.append(ToClient(identity, message))
+            self._out.append(ToClient(identity, message))
 
     def _pong(self, identity: bytes, message: Pong, now: float) -> None:
         """Ignore: a Pong needs no answer."""

@@ -8,7 +8,9 @@ order and once, on any sequence of workers. All records together stay below the 
 
 The core does not track KV blocks: only the decode worker's grant decides about its memory.
 Modules: :mod:`.client_messages` and :mod:`.worker_messages` handle messages, :mod:`.lifecycle`
-places and ends requests, :mod:`.recovery` replays them, :mod:`.timers` handles timeouts.
+places and ends requests, :mod:`.recovery` replays them, :mod:`.takeover` adopts those that began
+elsewhere, :mod:`.timers` handles timeouts. They share the actions to return (``out``), the
+requests (:mod:`.request_table`), the workers (:mod:`.registry`) and the metrics.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from typing import ClassVar
 
 from ..proto.errors import InternalError, LimitExceeded
 from ..proto.wire.messages import Assign, Rejected
-from .authorization import ANYBODY, Caller
-from .client_messages import ClientSide, merge_queries
+from .admission import Admission
+from .authorization import ANYBODY, Caller, Proofs
+from .client_messages import ClientMessages, merge_queries
+from .clients import Clients
 from .config import RouterConfig
 from .events import (
     Action,
@@ -39,11 +43,17 @@ from .events import (
     WorkerInputRejected,
 )
 from .lifecycle import Lifecycle
-from .recovery import Recovery
+from .placement import Placement
+from .policy import make_policy
+from .recovery import Recovery, WorkerLosses
+from .registry import Registry
+from .request_table import RequestTable
 from .requests import State
-from .status import Handoffs, Reporter
+from .status import Handoffs, Metrics, Reporter
+from .takeover import Takeover
 from .timers import Timers
-from .worker_messages import WorkerSide
+from .worker_messages import WorkerMessages
+from .worker_registration import WorkerRegistration
 
 
 class RouterCore:
@@ -63,24 +73,48 @@ class RouterCore:
         now: float = 0.0,
         caller_of: Callable[[bytes], Caller] = lambda _identity: ANYBODY,
     ) -> None:
-        self.life = Lifecycle(config, now)
-        self.handoffs = Handoffs()
-        recovery = Recovery(self.life, now)
-        self.reporter = Reporter(self.life, self.handoffs, now)
-        self._clients = ClientSide(self.life, recovery, self.reporter, files or {}, caller_of)
-        self._workers = WorkerSide(
-            self.life, recovery, self.handoffs, self._clients.drained, incarnation
+        out = self._out = list[Action]()
+        table = self.table = RequestTable()
+        registry = self.registry = Registry(config, now)
+        admission = self.admission = Admission(config.admission, now)
+        clients = self.clients = Clients()
+        metrics = self.metrics = Metrics()
+        handoffs = self.handoffs = Handoffs()
+        policy = make_policy(config.policy, config.name)
+        placement = self.placement = Placement(registry, policy, config.policy)
+        lifecycle = self._lifecycle = Lifecycle(
+            config, out, table, registry, placement, admission, clients, metrics
         )
-        recovery.on_lost = self._clients.drained
-        self._timers = Timers(self.life, recovery, now)
+        recovery = Recovery(config, out, table, placement, lifecycle, metrics)
+        takeover = Takeover(config, out, table, registry, lifecycle, recovery, metrics, now)
+        pairs = placement.failed_pairs
+        reporter = Reporter(
+            config, table, registry, pairs, admission, clients, metrics, handoffs, now
+        )
+        self._client_messages = ClientMessages(
+            config, out, table, registry, placement, admission, clients,
+            lifecycle, recovery, takeover, reporter, files or {}, caller_of,
+        )  # fmt: skip
+        drained = self._client_messages.drained
+        losses = WorkerLosses(out, registry, placement, lifecycle, recovery, metrics, drained)
+        self._registration = WorkerRegistration(
+            config, out, registry, admission, takeover, losses, metrics, incarnation, drained
+        )
+        self._worker_messages = WorkerMessages(
+            config, out, table, registry, pairs, admission, lifecycle, recovery, takeover,
+            self._registration, Proofs(config, metrics), metrics, handoffs,
+        )  # fmt: skip
+        self._timers = Timers(
+            config, out, table, registry, admission, lifecycle, recovery, takeover, losses, now
+        )
 
     # ------------------------------------------------------------------ entry
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Handle one event and return the actions, to be performed in order."""
         self._handlers[type(event)](self, event, now)
-        actions = self.life.out
-        self.life.out = []
+        actions = self._out.copy()
+        self._out.clear()
         return actions
 
     def next_timer(self) -> float:
@@ -90,26 +124,25 @@ class RouterCore:
     @property
     def dropped(self) -> Counter[str]:
         """Counts of dropped messages by reason, including those that the shell drops."""
-        return self.life.counters.dropped
+        return self.metrics.dropped
 
     # ------------------------------------------------------------------ end of the process
 
     @property
     def unfinished(self) -> int:
         """Number of requests without a terminal."""
-        return self.life.admission.requests
+        return self.admission.requests
 
     @property
     def kept(self) -> int:
         """Number of records, including ended requests with an unacknowledged terminal."""
-        return len(self.life.requests)
+        return len(self.table.requests)
 
     # ------------------------------------------------------------------ inner
 
     def check_integrity(self) -> None:
         """Raise InternalError if records, counters and the workers' loads do not agree."""
-        life = self.life
-        requests, admission = life.requests.values(), life.admission
+        requests, admission = self.table.requests.values(), self.admission
         unfinished = [request for request in requests if not request.done]
         sums = (
             len(unfinished),
@@ -120,57 +153,59 @@ class RouterCore:
             raise InternalError(f"admission counts do not match the records' sums {sums}")
         for request in requests:
             request.check_integrity()
-            if (request.key in life.queued) != (request.state is State.QUEUED):
+            if (request.key in self.table.queued) != (request.state is State.QUEUED):
                 raise InternalError(f"{request.request_id} is queued, or should be")
-        for worker in life.registry.live():
+        for worker in self.registry.live():
             charged = sum(request.attempt.cost_on(worker) for request in requests)
             if worker.outstanding != charged:
                 text = f"{worker.outstanding} tokens outstanding, the requests have {charged}"
                 raise InternalError(f"{worker.id}: {text}")
             for key, request in worker.requests.items():
-                if life.requests.get(key) is not request or not request.attempt.runs_on(worker):
+                if self.table.requests.get(key) is not request or not request.attempt.runs_on(
+                    worker
+                ):
                     raise InternalError(f"{worker.id} keeps {request.request_id}, which it lost")
 
     def _from_client(self, event: FromClient, now: float) -> None:
         messages = event.messages
         folded = messages if len(messages) == 1 else merge_queries(messages)
-        self._clients.handle(event.identity, folded, now)
+        self._client_messages.handle(event.identity, folded, now)
 
     def _from_worker(self, event: FromWorker, now: float) -> None:
-        self._workers.handle(event.identity, event.messages, now)
+        self._worker_messages.handle(event.identity, event.messages, now)
 
     def _client_input_rejected(self, event: ClientInputRejected, _now: float) -> None:
         self.dropped[f"client_{event.error.code}"] += 1
-        self._clients.reject(event.identity, event.error, event.request_id)
+        self._client_messages.reject(event.identity, event.error, event.request_id)
 
     def _worker_input_rejected(self, event: WorkerInputRejected, _now: float) -> None:
         self.dropped[f"worker_{event.error.code}"] += 1
         rejected = Rejected(code=event.error.code, message=str(event.error))
-        self.life.out.append(ToWorker(event.identity, rejected))
+        self._out.append(ToWorker(event.identity, rejected))
 
     def _not_sent(self, event: NotSent, now: float) -> None:
         """Fail the request of an Assign that is too large for any envelope."""
         message = event.message
         if isinstance(message, Assign):
-            request = self.life.requests.get(message.request)
+            request = self.table.requests.get(message.request)
             if request is None or request.done or request.attempt.number != message.attempt:
                 return
-            self.life.fail(request, LimitExceeded(event.reason), now)
+            self._lifecycle.fail(request, LimitExceeded(event.reason), now)
 
     def _stop_requested(self, _event: StopRequested, _now: float) -> None:
-        self._clients.closing = True
+        self._client_messages.closing = True
 
     def _client_gone(self, event: ClientGone, now: float) -> None:
-        self._clients.gone(event.identity, now)
+        self._client_messages.gone(event.identity, now)
 
     def _worker_gone(self, event: WorkerGone, now: float) -> None:
-        self._workers.gone(event.identity, now)
+        self._registration.gone(event.identity, now)
 
     def _client_full(self, event: ClientFull, _now: float) -> None:
-        self.life.clients.full(event.identity)
+        self.clients.full(event.identity)
 
     def _client_writable(self, event: ClientWritable, _now: float) -> None:
-        self._clients.writable(event.identity)
+        self._client_messages.writable(event.identity)
 
     def _tick(self, _event: Tick, now: float) -> None:
         self._timers.tick(now)

@@ -14,8 +14,9 @@ from ..proto.hashing import block_hashes
 from .config import PolicyConfig
 from .pairs import FailedPairs
 from .policy import NO_HASHES, Policy
+from .registry import Registry
 from .requests import Request
-from .workers import Registry, Worker
+from .workers import Worker
 
 Pair = tuple[Worker, Worker | None]
 """Prefill worker and decode worker; a request for embeddings has no decode worker."""

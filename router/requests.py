@@ -41,7 +41,7 @@ from .workers import roles_for
 
 if TYPE_CHECKING:
     from .clients import Client
-    from .takeover import Sought
+    from .takeover import OpenSearch
     from .workers import Worker
 
 
@@ -167,7 +167,7 @@ class Attempt:
     def __init__(self, number: int) -> None:
         self.number = number
         self.foreign = False
-        self.search: Sought | None = None
+        self.search: OpenSearch | None = None
         self.grace_until = NEVER
         self.prefill: Worker | None = None
         self.decode: Worker | None = None

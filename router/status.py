@@ -5,18 +5,52 @@ The router keeps the handoff reports, so they survive the workers that sent them
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 import msgspec
 
-from ..proto.wire.messages import HandoffReport
+from ..proto.wire.messages import HandoffReport, Terminal
+from .admission import Admission
 from .authorization import ANYBODY, Caller
-from .lifecycle import Lifecycle
-from .pairs import FailedPair
+from .clients import Clients
+from .config import RouterConfig
+from .latency import Latency
+from .pairs import FailedPair, FailedPairs
+from .registry import Registry
+from .request_table import RequestTable
 from .requests import State
 from .workers import Worker
 
 KEEP_HANDOFFS = 256
+
+
+class Metrics:
+    """Numbers of requests by outcome since the start, and their latencies.
+
+    ``dropped``: messages and token runs without effect, by reason. ``first_tokens``: TTFT;
+    ``between_tokens``: ITL.
+    """
+
+    __slots__ = (
+        "between_tokens", "cancelled", "dropped", "failed", "finished", "first_tokens", "moved",
+        "replayed", "submitted",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.submitted = self.finished = self.failed = self.cancelled = 0
+        self.replayed = self.moved = 0
+        self.dropped: Counter[str] = Counter()
+        self.first_tokens = Latency()
+        self.between_tokens = Latency()
+
+    def count(self, terminal: Terminal) -> None:
+        """Count a terminal by its outcome."""
+        if terminal.status == "cancelled" or terminal.code == "cancelled":
+            self.cancelled += 1
+        elif terminal.code:
+            self.failed += 1
+        else:
+            self.finished += 1
 
 
 class Handoffs:
@@ -77,8 +111,25 @@ def _failed_pair(pair: FailedPair, now: float) -> dict[str, object]:
 class Reporter:
     """Builds the status report."""
 
-    def __init__(self, life: Lifecycle, handoffs: Handoffs, started_at: float) -> None:
-        self._life = life
+    def __init__(
+        self,
+        config: RouterConfig,
+        table: RequestTable,
+        registry: Registry,
+        failed_pairs: FailedPairs,
+        admission: Admission,
+        clients: Clients,
+        metrics: Metrics,
+        handoffs: Handoffs,
+        started_at: float,
+    ) -> None:
+        self._config = config
+        self._table = table
+        self._registry = registry
+        self._failed_pairs = failed_pairs
+        self._admission = admission
+        self._clients = clients
+        self._metrics = metrics
         self._handoffs = handoffs
         self._started_at = started_at
 
@@ -87,50 +138,50 @@ class Reporter:
 
         A caller without operator rights sees only handoffs of requests with its key.
         """
-        self._life.admission.roll(now)
-        workers = self._life.registry.listed()
+        self._admission.roll(now)
+        workers = self._registry.listed()
         return msgspec.json.encode(
             {
                 "workers": [_worker(worker, now) for worker in workers],
                 "handoffs": self._handoffs.listed(handoffs, caller),
                 "failed_pairs": [
-                    _failed_pair(pair, now)
-                    for pair in self._life.placement.failed_pairs.listed(now)
+                    _failed_pair(pair, now) for pair in self._failed_pairs.listed(now)
                 ],
                 "router": self._router(now),
             }
         )
 
     def _router(self, now: float) -> dict[str, object]:
-        life = self._life
-        admission, counters, card = life.admission, life.counters, life.registry.card
+        admission, metrics, card = self._admission, self._metrics, self._registry.card
         return {
-            "name": life.config.name,
-            "policy": life.config.policy.name,
+            "name": self._config.name,
+            "policy": self._config.policy.name,
             "uptime_s": round(now - self._started_at, 3),
             "model": card.name if card else "",
             "task": card.task if card else "",
             "architecture": card.architecture if card else "",
             "numerics": card.numerics if card else "",
             "kv_dtype": card.layout.dtype if card else "",
-            "clients": len(life.clients),
+            "clients": len(self._clients),
             "requests": {
                 "in_flight": admission.requests,
-                "queued": len(life.queued),
-                "unacknowledged": sum(r.state is State.ENDED for r in life.requests.values()),
-                "submitted": counters.submitted,
-                "finished": counters.finished,
-                "failed": counters.failed,
-                "cancelled": counters.cancelled,
+                "queued": len(self._table.queued),
+                "unacknowledged": sum(
+                    r.state is State.ENDED for r in self._table.requests.values()
+                ),
+                "submitted": metrics.submitted,
+                "finished": metrics.finished,
+                "failed": metrics.failed,
+                "cancelled": metrics.cancelled,
                 "refused": admission.refused,
-                "replayed": counters.replayed,
-                "moved": counters.moved,
+                "replayed": metrics.replayed,
+                "moved": metrics.moved,
             },
             "latency": {
-                "first_token_s": life.first_tokens.summary(now),
-                "between_tokens_s": life.between_tokens.summary(now),
+                "first_token_s": self._metrics.first_tokens.summary(now),
+                "between_tokens_s": self._metrics.between_tokens.summary(now),
             },
-            "dropped": dict(counters.dropped),
+            "dropped": dict(metrics.dropped),
             "queued_tokens": admission.queued_tokens,
             "prompt_tokens": admission.prompt_tokens.total,
             "context_bytes": admission.context_bytes,

@@ -1,11 +1,12 @@
-"""Find the worker that holds a request of another router.
+"""Requests that began elsewhere: at another router, or before a restart of this one.
 
-The search sends Adopt to every worker. The worker that holds the request proves the assignment
-(:mod:`.proofs`) and sends its tokens; every other worker denies it with Aborted.
+A client resumes such a request here. :class:`Search` sends Adopt to every worker. The worker that
+holds the request proves the assignment (:class:`.authorization.Proofs`) and sends its tokens; every
+other worker denies it with Aborted.
 
 A request can move from a prefill to a decode worker during the search, but never back. So after
 all workers have denied it, a second round asks the decode workers once more. If all of them deny
-it again, no worker holds the request.
+it again, no worker holds the request, and the router replays it.
 
 Adopt is repeated to a worker that does not answer, until the worker is dead or the search ends.
 """
@@ -14,34 +15,46 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..proto.wire.messages import Adopt
-from .events import ToWorker
+from ..proto.wire.messages import Abort, Adopt, Moved, RequestState
+from .config import RouterConfig
+from .events import Action, ToClient, ToWorker
 from .lifecycle import Lifecycle
-from .requests import Request
+from .recovery import Recovery
+from .registry import Registry
+from .request_table import RequestTable
+from .requests import NEVER, Request, State, Step
+from .status import Metrics
 from .workers import Worker
 
 SEARCH_S = 2.5
 """Longest search in seconds; after it the request is replayed."""
 
+Holder = tuple[Worker, RequestState]
+
 
 @dataclass(slots=True)
-class Sought:
+class OpenSearch:
     """State of one search: its end, the workers without an answer, and the round."""
 
     until: float
     waiting: dict[int, Worker] = field(default_factory=dict)  # by incarnation
-    again: bool = False  # in the second round
+    second_round: bool = False
 
 
 class Search:
-    """Sends the Adopts and collects the denials; :class:`.recovery.Recovery` acts on the result."""
+    """Sends the Adopts and collects the denials."""
 
-    def __init__(self, life: Lifecycle) -> None:
-        self._life = life
+    def __init__(
+        self, config: RouterConfig, out: list[Action], table: RequestTable, registry: Registry
+    ) -> None:
+        self._config = config
+        self._out = out
+        self._table = table
+        self._registry = registry
 
     def begin(self, request: Request, now: float) -> bool:
         """Ask all workers; return False if no worker can answer."""
-        sought = request.attempt.search = Sought(now + SEARCH_S)
+        sought = request.attempt.search = OpenSearch(now + SEARCH_S)
         return self._ask(request, sought, request.roles, now)
 
     def repeat(self, request: Request, now: float) -> bool:
@@ -62,26 +75,285 @@ class Search:
             return True  # not asked, or has answered already
         return bool(sought.waiting) or self._second_round(request, sought, now)
 
-    def _second_round(self, request: Request, sought: Sought, now: float) -> bool:
-        if sought.again or request.embeds:
+    def _second_round(self, request: Request, sought: OpenSearch, now: float) -> bool:
+        if sought.second_round or request.embeds:
             return False
-        sought.again = True
+        sought.second_round = True
         return self._ask(request, sought, ("decode",), now)
 
-    def _ask(self, request: Request, sought: Sought, roles: tuple[str, ...], now: float) -> bool:
-        live = self._life.registry.live()
+    def _ask(
+        self, request: Request, sought: OpenSearch, roles: tuple[str, ...], now: float
+    ) -> bool:
+        live = self._registry.live()
         workers = [worker for worker in live if worker.role in roles and _answers(worker)]
         sought.waiting = {worker.incarnation: worker for worker in workers}
         self._send(request, sought, now)
         return bool(workers)
 
-    def _send(self, request: Request, sought: Sought, now: float) -> None:
+    def _send(self, request: Request, sought: OpenSearch, now: float) -> None:
         adopt = Adopt(request=request.key, position=request.next)
-        self._life.out += [ToWorker(one.identity, adopt) for one in sought.waiting.values()]
-        retry = now + self._life.config.adopt_retry_s
-        self._life.wake(request, min(retry, sought.until), now)
+        self._out += [ToWorker(one.identity, adopt) for one in sought.waiting.values()]
+        retry = now + self._config.adopt_retry_s
+        self._table.wake(request, min(retry, sought.until), now)
 
 
 def _answers(worker: Worker) -> bool:
     """True if the worker can answer. A disconnected one lists its requests when it returns."""
     return worker.live and not worker.hung_up
+
+
+class UnclaimedRequests:
+    """Decides which requests may continue that workers hold, but that have no record here.
+
+    They began before a restart of the router. For ``orphan_grace_s`` their clients may resume them.
+    After that the router aborts every unknown request that a worker reports, so that no blocks stay
+    allocated without a client. A client that resumes later gets a replay.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        table: RequestTable,
+        registry: Registry,
+        lifecycle: Lifecycle,
+        now: float,
+    ) -> None:
+        self._config = config
+        self._table = table
+        self._registry = registry
+        self._lifecycle = lifecycle
+        self._until = now + config.orphan_grace_s
+        self._swept = False
+
+    def expected(self, worker: Worker, key: bytes, attempt: int, now: float) -> bool:
+        """True if a client may still resume the attempt that ``worker`` holds."""
+        held = worker.reported.get(key)
+        return held is not None and self._is_ours(held) and not self._is_over(key, attempt, now)
+
+    def unknown(self, worker: Worker, key: bytes, attempt: int, now: float) -> None:
+        """Abort a request without a record that a worker reports, unless it may continue."""
+        if self._is_over(key, attempt, now):
+            self._lifecycle.abort_on(worker, key, attempt, NEVER, "unknown")
+
+    def reported(self, worker: Worker, now: float) -> None:
+        """Abort the listed requests of a worker that may not continue."""
+        for held in list(worker.reported.values()):
+            key = held.request
+            known = key in self._table.requests
+            if not known and self._is_ours(held) and self._is_over(key, held.attempt, now):
+                self._drop(worker, held)
+
+    def cancelled(self, key: bytes) -> None:
+        """Abort an unknown request on every worker that holds it; its client cancelled it."""
+        for worker in self._registry.reporting:
+            held = worker.reported.get(key)
+            if held is not None and self._is_ours(held):
+                self._drop(worker, held)
+
+    def highest(self, key: bytes) -> int:
+        """Return the highest attempt of an unknown request that a worker reports, else 0."""
+        highest = 0
+        for worker in self._registry.reporting:
+            held = worker.reported.get(key)
+            if held is not None:
+                highest = max(highest, held.attempt)
+        return highest
+
+    def tick(self, now: float) -> None:
+        """Abort the remaining requests once the grace period has passed."""
+        if not self._swept and now >= self._until:
+            self._swept = True
+            for worker in self._registry.live():
+                self.reported(worker, now)
+
+    def _drop(self, worker: Worker, held: RequestState) -> None:
+        del worker.reported[held.request]
+        self._table.remember_attempt(held.request, held.attempt)
+        self._lifecycle.abort_on(worker, held.request, held.attempt, NEVER, "not resumed")
+
+    def _is_ours(self, held: RequestState) -> bool:
+        return held.router == self._config.name
+
+    def _is_over(self, key: bytes, attempt: int, now: float) -> bool:
+        ended = attempt <= self._table.last_attempt(key) or self._table.cancelled.holds(key, now)
+        return ended or now >= self._until
+
+
+class Takeover:
+    """Adopts requests that workers hold, and replays those that no worker holds."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        out: list[Action],
+        table: RequestTable,
+        registry: Registry,
+        lifecycle: Lifecycle,
+        recovery: Recovery,
+        metrics: Metrics,
+        now: float,
+    ) -> None:
+        self._config = config
+        self._out = out
+        self._table = table
+        self._lifecycle = lifecycle
+        self._registry = registry
+        self._recovery = recovery
+        self._metrics = metrics
+        self._until = now + config.recovery_s
+        self._search = Search(config, out, table, registry)
+        self.unclaimed = UnclaimedRequests(config, table, registry, lifecycle, now)
+
+    def resume(self, request: Request, now: float) -> None:
+        """Resume an unknown request: find the worker that holds it, or wait for its Hello."""
+        self._table.add(request)
+        self._metrics.submitted += 1
+        request.state = State.RECOVERING
+        request.attempt.foreign = True
+        holder = self._holder(request)
+        if holder is not None:
+            self._adopt(request, *holder, now)
+            return
+        if not self._search.begin(request, now):
+            self._replay_unheld(request, now)
+
+    def continue_search(self, request: Request, now: float) -> None:
+        """Continue the search for a resumed request."""
+        if not self._search.repeat(request, now):
+            self._replay_unheld(request, now)
+
+    def denied(self, request: Request, worker: Worker, now: float) -> None:
+        """Note that a worker does not hold the request."""
+        if not self._search.denied(request, worker, now):
+            self._replay_unheld(request, now)
+
+    def _replay_unheld(self, request: Request, now: float) -> None:
+        """Replay a request that no worker holds, but not before ``recovery_s`` has passed.
+
+        Directly after this router's start, some workers may not have registered yet.
+        """
+        request.attempt.search = None
+        if now < self._until:
+            self._table.wake(request, self._until, now)
+        else:
+            self._lifecycle.requeue(request, now)
+
+    def found(self, request: Request, worker: Worker, attempt: int, now: float) -> None:
+        """Adopt a request whose search has found a worker."""
+        request.attempt.number = attempt
+        request.attempt.search = None
+        request.step(Step.ADOPT)
+        self._recovery.served_by(request, worker)
+        self._follow(request, worker, now)
+
+    def claimed(self, request: Request, worker: Worker, now: float) -> None:
+        """Note that a worker has proved its assignment; its tokens follow in the same answer.
+
+        Adopt is repeated later, in case those tokens are lost. After the handoff, a prefill
+        worker's proof arrives too late to matter.
+        """
+        if request.state is State.DECODING and worker.role == "prefill":
+            return
+        attempt = request.attempt
+        if attempt.server is not worker:
+            self._recovery.served_by(request, worker)
+        attempt.answered, attempt.adopts = False, 0
+        request.backoff = self._config.adopt_retry_s
+        self._table.repeat_later(request, now, request.backoff)
+
+    def _follow(self, request: Request, worker: Worker, now: float) -> None:
+        """Repeat Adopt to a prefill worker of another router's request until the handoff is known.
+
+        The decode worker sends its tokens to the router that the handoff names: the other one.
+        """
+        if request.attempt.foreign and worker.role == "prefill" and not request.embeds:
+            request.step(Step.FOLLOW)
+            request.backoff = self._config.adopt_retry_s
+            self._table.repeat_later(request, now, request.backoff)
+        else:
+            self._table.wake(request, NEVER, now)
+
+    def registered(self, worker: Worker, now: float, *, joined: bool) -> None:
+        """Handle the requests that a worker's Hello lists, as far as they have a record.
+
+        ``joined``: the worker is new, so no listed request was assigned since this router's start.
+        """
+        self.unclaimed.reported(worker, now)
+        for held in list(worker.reported.values()):
+            request = self._table.requests.get(held.request)
+            if request is None or held.attempt < request.attempt.number:
+                continue
+            attempt = request.attempt
+            asked = attempt.server is worker and not attempt.answered  # the Hello may be older
+            if not asked and self._is_elsewhere(request, held):
+                self.moved(request, held.router)
+            elif joined and held.attempt >= request.own:
+                self._collide(request, worker, held, now)
+            elif request.state is State.RECOVERING:
+                self._adopt(request, worker, held, now)
+            elif request.state is State.PREFILLING or request.state is State.FOLLOWED:
+                attempt.number = held.attempt
+                self._recovery.served_by(request, worker)
+                self._recovery.ask_again(request, now)
+            elif attempt.server is worker:
+                self._recovery.ask_again(request, now)
+
+    def _is_elsewhere(self, request: Request, held: RequestState) -> bool:
+        """True if another router has adopted the request, unless its client resumed it here."""
+        mine = held.router in ("", self._config.name)
+        return not mine and not request.done and request.state is not State.RECOVERING
+
+    def moved(self, request: Request, router: str) -> None:
+        """Drop the record of a request that another router serves; notify its client, if any."""
+        if request.client is not None:
+            moved = Moved(request=request.key, router=router)
+            self._out.append(ToClient(request.client.identity, moved))
+        self._lifecycle.drop_moved(request)
+
+    def registered_again(self, worker: Worker, now: float) -> None:
+        """Handle another Hello of a live worker: requests that it does not list are lost there.
+
+        Its aborts may have been lost with the old connection, so they are repeated at once.
+        """
+        for key, (attempt, _, _) in worker.aborts.items():
+            abort = Abort(request=key, attempt=attempt, reason="repeated")
+            self._out.append(ToWorker(worker.identity, abort))
+        for request in list(worker.requests.values()):
+            held = worker.reported.get(request.key)
+            missing = held is None or held.attempt < request.attempt.number
+            if missing and request.attempt.server is worker:
+                self._recovery.lost(request, f"worker {worker.id} no longer holds it", now)
+        self.registered(worker, now, joined=False)
+
+    def _collide(self, request: Request, worker: Worker, held: RequestState, now: float) -> None:
+        """Abort an attempt from before this router's start, and use a higher number for ours.
+
+        The two attempts have the same number, but perhaps different content.
+        """
+        self._lifecycle.abort_on(worker, request.key, held.attempt, request.deadline, "superseded")
+        if request.done:
+            return
+        request.attempt.number = held.attempt
+        if request.state is State.QUEUED:
+            request.attempt.number += 1
+        else:
+            self._recovery.lost(
+                request, "its attempt number was used before the router's restart", now
+            )
+
+    def _adopt(self, request: Request, worker: Worker, held: RequestState, now: float) -> None:
+        request.attempt.foreign = held.router not in ("", self._config.name)
+        self.found(request, worker, held.attempt, now)
+        self._recovery.ask_again(request, now)
+
+    def _holder(self, request: Request) -> Holder | None:
+        """Return the live worker that reported the highest attempt, preferring decode workers."""
+        best: Holder | None = None
+        best_rank = (request.attempt.number, False, -1)
+        for worker in self._registry.reporting:
+            held = worker.reported.get(request.key)
+            if held is not None:
+                rank = (held.attempt, worker.role == "decode", held.position)
+                if rank > best_rank:
+                    best, best_rank = (worker, held), rank
+        return best

@@ -35,7 +35,7 @@ class Timed(Protocol):
 T = TypeVar("T", bound=Timed)
 
 
-class Wheel(Generic[T]):
+class TimerWheel(Generic[T]):
     """Timers kept in slots of :data:`SLOT_S` seconds."""
 
     def __init__(self) -> None:

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from ..proto.errors import DeadlineExceeded
 from ..proto.wire.messages import Abort, Drain
-from .events import ToWorker
+from .admission import Admission
+from .config import RouterConfig
+from .events import Action, ToWorker
 from .lifecycle import Lifecycle
-from .recovery import Recovery
+from .recovery import Recovery, WorkerLosses
+from .registry import Registry
+from .request_table import RequestTable
 from .requests import NEVER, Request, State
+from .takeover import Takeover
 from .workers import Worker
 
 WORKERS_EVERY_S = 0.05
@@ -21,90 +26,108 @@ WORKERS_EVERY_S = 0.05
 class Timers:
     """Evaluates all timers of the router."""
 
-    def __init__(self, life: Lifecycle, recovery: Recovery, now: float) -> None:
-        self._life = life
+    def __init__(
+        self,
+        config: RouterConfig,
+        out: list[Action],
+        table: RequestTable,
+        registry: Registry,
+        admission: Admission,
+        lifecycle: Lifecycle,
+        recovery: Recovery,
+        takeover: Takeover,
+        losses: WorkerLosses,
+        now: float,
+    ) -> None:
+        self._config = config
+        self._out = out
+        self._table = table
+        self._registry = registry
+        self._admission = admission
+        self._lifecycle = lifecycle
         self._recovery = recovery
+        self._takeover = takeover
+        self._losses = losses
         self._workers_next = now
         self._rates_next = now
 
     def next_time(self) -> float:
         """Return the time at which :meth:`tick` must be called next."""
-        requests = self._life.wheel.next_time()
+        requests = self._table.timers.next_time()
         return self._workers_next if requests is None else min(requests, self._workers_next)
 
     def tick(self, now: float) -> None:
         """Handle all timers that are due."""
-        for request in self._life.wheel.due(now):
+        for request in self._table.timers.due(now):
             self._request(request, now)
         if now >= self._workers_next:
             self._workers(now)
-            self._recovery.tick(now)
+            self._takeover.unclaimed.tick(now)
+            self._losses.tick(now)
         if now >= self._rates_next:
             self._rates_next = now + 1.0
-            self._life.admission.roll(now)
+            self._admission.roll(now)
 
     # ------------------------------------------------------------------ requests
 
     def _request(self, request: Request, now: float) -> None:
-        life = self._life
         if now >= request.limit:
             self._over(request, now)
         elif now < request.retry_at:
-            life.wake(request, request.retry_at, now)
+            self._table.wake(request, request.retry_at, now)
         elif request.state is State.ASSIGNED:
-            life.assign(request, now)
+            self._lifecycle.assign(request, now)
         elif request.state is State.QUEUED:
-            life.place(request, now)
+            self._lifecycle.place(request, now)
         elif request.state is State.RECOVERING:
-            self._recovery.continue_search(request, now)
+            self._takeover.continue_search(request, now)
         elif request.state is State.ENDED:
-            life.send_terminal(request, now)
+            self._lifecycle.send_terminal(request, now)
         elif request.attempt.waits or request.state is State.FOLLOWED:
             self._recovery.ask(request, now)
         else:
-            life.wake(request, NEVER, now)
+            self._table.wake(request, NEVER, now)
 
     def _over(self, request: Request, now: float) -> None:
         """Handle a reached limit: the deadline, the age of the terminal, or the resume window."""
-        life = self._life
         if request.state is State.ENDED:
-            life.hand_out(request)
-            life.forget(request)
+            self._lifecycle.hand_out(request)
+            self._lifecycle.forget(request)
         elif now >= request.deadline:
             made = len(request.emitted)
             where = "running" if request.running else request.state.value
             text = f"the deadline passed while {where}, after {made} tokens"
             if request.unreachable:
                 text = f"{text}; {request.unreachable}"
-            life.fail(request, DeadlineExceeded(text), now)
+            self._lifecycle.fail(request, DeadlineExceeded(text), now)
         else:
-            life.cancel(request, now, "client gone")
-            life.forget(request)
+            self._lifecycle.cancel(request, now, "client gone")
+            self._lifecycle.forget(request)
 
     # ------------------------------------------------------------------ workers
 
     def _workers(self, now: float) -> None:
-        registry = self._life.registry
-        registry.look(now)
+        registry, health = self._registry, self._registry.health
+        health.look(registry.live(), now)
         self._workers_next = now + WORKERS_EVERY_S
-        for worker, reason in registry.failing(now):
-            self._recovery.lose(worker, reason, now)
-        self._recovery.suspected(registry.doubtful(now), now)
+        for worker, reason in health.failing(registry.live(), now):
+            self._losses.lose(worker, reason, now)
+        self._losses.suspected(health.doubtful(registry.live(), now), now)
         for worker in registry.live():
             if worker.aborts:
                 self._repeat_aborts(worker, now)
             if now >= worker.drain_at and worker.draining:
-                worker.drain_at = now + self._life.config.retry_ceiling_s
-                self._life.out.append(ToWorker(worker.identity, Drain()))
+                worker.drain_at = now + self._config.retry_ceiling_s
+                self._out.append(ToWorker(worker.identity, Drain()))
 
     def _repeat_aborts(self, worker: Worker, now: float) -> None:
-        later = now + self._life.config.abort_retry_s
+        later = now + self._config.abort_retry_s
         for key, (attempt, repeat_at, until) in list(worker.aborts.items()):
             if now >= until:
                 del worker.aborts[key]
                 continue
             if now >= repeat_at:
                 abort = Abort(request=key, attempt=attempt, reason="repeated")
-                self._life.out.append(ToWorker(worker.identity, abort))
+                self._out.append(ToWorker(worker.identity, abort))
             if now >= repeat_at or repeat_at == NEVER:
                 worker.aborts[key] = (attempt, later, until)

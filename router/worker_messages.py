@@ -1,4 +1,4 @@
-"""Messages from workers: registration, heartbeats, tokens, terminals, and answers to Assign.
+"""Messages from workers about requests: tokens, terminals, and answers to Assign.
 
 Invariant: the router relays only tokens of the current attempt at exactly the next position, even
 if workers repeat, lose or reorder messages. It answers messages of a lower attempt with an Abort.
@@ -8,9 +8,8 @@ One message carries a step's tokens for one client, with the runs as received.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
-from ..proto.errors import AccessDenied, BatonError, HandoffFailed, InternalError
+from ..proto.errors import HandoffFailed, InternalError
 from ..proto.wire.messages import (
     Aborted,
     Accepted,
@@ -30,145 +29,103 @@ from ..proto.wire.messages import (
     TerminalAck,
     TokenRun,
     Tokens,
-    Welcome,
 )
-from ..proto.wire.proofs import worker_key
+from .admission import Admission
+from .authorization import Proofs
 from .clients import Client
-from .events import ToClient, ToWorker
+from .config import RouterConfig
+from .events import Action, ToClient, ToWorker
 from .latency import bucket
 from .lifecycle import Lifecycle
-from .proofs import Proofs
+from .pairs import FailedPairs
 from .recent import Recent
 from .recovery import Recovery
+from .registry import Registry
+from .request_table import RequestTable
 from .requests import NEVER, PLACED, Request, State, Step
-from .status import Handoffs
-from .workers import Worker, WorkerState
+from .status import Handoffs, Metrics
+from .takeover import Takeover
+from .worker_registration import WorkerRegistration
+from .workers import Worker
 
 _ASSIGNED = State.ASSIGNED  # before Python 3.12, Enum member access is slow
 _QUEUED = State.QUEUED
 _DECODING = State.DECODING
 REMEMBER_REPORTS = 4096
-REMEMBER_REFUSED = 256
 
 
-class WorkerSide:
-    """Handles every message of WorkerToRouter."""
+class WorkerMessages:
+    """Handles every message of WorkerToRouter; :mod:`.worker_registration` handles some of them."""
 
     def __init__(
         self,
-        life: Lifecycle,
+        config: RouterConfig,
+        out: list[Action],
+        table: RequestTable,
+        registry: Registry,
+        failed_pairs: FailedPairs,
+        admission: Admission,
+        lifecycle: Lifecycle,
         recovery: Recovery,
+        takeover: Takeover,
+        registration: WorkerRegistration,
+        proofs: Proofs,
+        metrics: Metrics,
         handoffs: Handoffs,
-        drained: Callable[[str], None],
-        incarnation: int,
     ) -> None:
-        self._life = life
+        self._config = config
+        self._out = out
+        self._table = table
+        self._registry = registry
+        self._failed_pairs = failed_pairs
+        self._admission = admission
+        self._lifecycle = lifecycle
         self._recovery = recovery
+        self._takeover = takeover
+        self._registration = registration
+        self._proofs = proofs
+        self._metrics = metrics
         self._handoffs = handoffs
-        self._drained = drained
-        self._incarnation = incarnation
         self._reported: Recent[bytes, int] = Recent(REMEMBER_REPORTS)
-        self._refused: Recent[int, str] = Recent(REMEMBER_REFUSED)  # logged, by incarnation
-        self._proofs = Proofs(life)
         self._acknowledged: dict[bytes, list[tuple[bytes, int]]] = {}  # of this envelope
+        self._handlers: dict[type[Message], Callable[..., None]] = {
+            Tokens: self._tokens,
+            Heartbeat: registration.heartbeat,
+            Accepted: self._accepted,
+            Terminal: self._terminal,
+            HandoffReport: self._handoff,
+            Busy: self._busy,
+            Aborted: self._aborted,
+            PeerLost: self._peer_lost,
+            Drained: registration.drained,
+            Moved: self._moved,
+            Ping: self._ping,
+            Pong: self._pong,
+        }
 
     def handle(self, identity: bytes, messages: Sequence[Message], now: float) -> None:
         """Handle the messages of one envelope."""
-        by_identity = self._life.registry.by_identity
+        by_identity = self._registry.by_identity
         worker = by_identity(identity)
         if worker is not None:
             worker.seen_at = now
         for message in messages:
             if type(message) is Hello:
-                self._join(identity, self._proofs.proven(message), now)
+                self._registration.hello(identity, self._proofs.proven(message), now)
                 worker = by_identity(identity)
             elif worker is not None:
-                self._handlers[type(message)](self, worker, message, now)
+                self._handlers[type(message)](worker, message, now)
             else:
                 self._drop("unknown_worker")
                 text = "not registered: send Hello first"
                 self._send(identity, Rejected(code="endpoint_unknown", message=text))
         self._acknowledged.clear()
 
-    def gone(self, identity: bytes, now: float) -> None:
-        """Handle a closed connection of a worker."""
-        worker = self._life.registry.by_identity(identity)
-        if worker is None:
-            return
-        if worker.finished:
-            self._recovery.lose(worker, "drained", now)
-        else:
-            self._recovery.disconnected(worker, now)
-
-    # ------------------------------------------------------------------ membership
-
-    def _join(self, identity: bytes, hello: Hello, now: float) -> None:
-        """Register a new worker, a known one again, or a successor.
-
-        All checks precede all changes: a rejected Hello has no effect on other workers.
-        """
-        registry, life = self._life.registry, self._life
-        known = registry.known(hello.incarnation)
-        try:
-            if known is not None:
-                self._check_known(known, hello)
-                self._rejoin(known, identity, hello, now)
-                return
-            replaced = registry.check_join(hello, now, idle=not life.admission.requests)
-        except BatonError as error:
-            if self._refused.get(hello.incarnation, "") != error.code:  # it retries
-                self._refused.put(hello.incarnation, error.code)
-                life.log("worker.refused", worker=hello.worker, reason=str(error))
-            self._drop("refused_worker")
-            self._send(identity, Rejected(code=error.code, message=str(error)))
-            return
-        for old in replaced:
-            self._recovery.lose(old, f"replaced by process {hello.pid}", now)
-        returned = registry.is_dead(hello.incarnation)
-        worker = registry.join(identity, hello, now)
-        life.log("worker.joined", worker=worker.id, role=worker.role, pid=worker.pid)
-        self._welcome(identity)
-        self._recovery.registered(worker, now, joined=not returned)
-        self._recovery.ready(now)
-
-    @staticmethod
-    def _check_known(known: Worker, hello: Hello) -> None:
-        """Raise AccessDenied if a different worker uses a known incarnation.
-
-        It would receive the messages for the worker with that incarnation.
-        """
-        if (known.id, known.role, known.endpoint) != (hello.worker, hello.role, hello.endpoint):
-            raise AccessDenied(f"this incarnation is {known.role} {known.id!r} at {known.endpoint}")
-
-    def _rejoin(self, worker: Worker, identity: bytes, hello: Hello, now: float) -> None:
-        returned = worker.state is WorkerState.SUSPECT
-        self._life.registry.rejoin(worker, identity, hello, now)
-        self._welcome(identity)
-        self._recovery.registered_again(worker, now)
-        if returned:
-            self._recovery.returned(worker, now)
-
-    def _welcome(self, identity: bytes) -> None:
-        name = self._life.config.name
-        worker = self._life.registry.by_identity(identity)
-        key = worker_key(self._life.config.key, worker.incarnation) if worker else b""
-        self._send(identity, Welcome(router=name, incarnation=self._incarnation, key=key))
-
-    def _heartbeat(self, worker: Worker, beat: Heartbeat, now: float) -> None:
-        if beat.incarnation == worker.incarnation and self._life.registry.beat(worker, beat, now):
-            self._recovery.returned(worker, now)
-
-    def _on_drained(self, worker: Worker, message: Drained, _now: float) -> None:
-        self._life.registry.drain(worker)
-        worker.drain_at = NEVER
-        worker.finished = True
-        self._drained(worker.id)
-
     # ------------------------------------------------------------------ tokens
 
     def _tokens(self, worker: Worker, message: Tokens, now: float) -> None:
         """Relay tokens. Hot path: one dictionary look-up and a few comparisons per run."""
-        requests = self._life.requests
+        requests = self._table.requests
         touched: list[Client] = []
         total = same = 0
         since = NEVER
@@ -209,17 +166,17 @@ class WorkerSide:
                 self._first_heard(worker, request, touched, now)
         if since != NEVER:
             self._waited(worker, since, same, now)
-        self._life.admission.tokens.add(total)
+        self._admission.tokens.add(total)
         self._flush(touched)
 
     def _waited(self, worker: Worker, since: float, runs: int, now: float) -> None:
         """Add the ITL of ``runs`` requests whose previous tokens arrived at ``since``."""
         index = bucket(now - since)
         worker.latency.add_to_bucket(index, now, runs)
-        self._life.between_tokens.add_to_bucket(index, now, runs)
+        self._metrics.between_tokens.add_to_bucket(index, now, runs)
 
     def _flush(self, touched: list[Client]) -> None:
-        out = self._life.out
+        out = self._out
         for client in touched:
             if client.runs:
                 out.append(ToClient(client.identity, Tokens(runs=client.runs)))
@@ -241,11 +198,10 @@ class WorkerSide:
     def _started(self, request: Request, now: float) -> None:
         """Note that the prompt is computed: the first token or the embedding has arrived."""
         request.started = True
-        life = self._life
-        life.admission.started(request, life.registry.prefills, now)
+        self._admission.started(request, self._registry.prefills, now)
         if request.submitted_at != NEVER:
             index = bucket(now - request.submitted_at)
-            life.first_tokens.add_to_bucket(index, now)
+            self._metrics.first_tokens.add_to_bucket(index, now)
             if request.attempt.prefill is not None:
                 request.attempt.prefill.latency.add_to_bucket(index, now)
 
@@ -256,7 +212,7 @@ class WorkerSide:
         if not self._current(worker, request, run.attempt, now):
             return None
         if request.state is _ASSIGNED:
-            self._life.accepted(request)
+            self._lifecycle.accepted(request)
         # After the handoff, a late first token may still arrive from the prefill worker.
         attempt = request.attempt
         late = request.state is _DECODING and worker.role == "prefill"
@@ -279,20 +235,20 @@ class WorkerSide:
     def _unknown(self, worker: Worker, key: bytes, attempt: int, now: float) -> None:
         """Drop a message about a request without a record; abort it unless it may be resumed."""
         self._drop("unknown_request")
-        self._recovery.orphans.unknown(worker, key, attempt, now)
+        self._takeover.unclaimed.unknown(worker, key, attempt, now)
 
     def _current(
         self, worker: Worker, request: Request, attempt: int, now: float, proof: bytes = b""
     ) -> bool:
         """True if a worker's message is about the current attempt; abort a lower attempt there."""
-        life, key, current = self._life, request.key, request.attempt
+        key, current = request.key, request.attempt
         if self._is_foreign(worker, request, attempt, now, proof):
             return False
         if request.state is State.RECOVERING and attempt >= current.number:
             if worker.aborts.get(key, (0,))[0] >= attempt:
                 self._drop("late_attempt")  # sent before our Abort arrived, which releases it
                 return False
-            self._recovery.found(request, worker, attempt, now)
+            self._takeover.found(request, worker, attempt, now)
             return True
         if request.state is _QUEUED and attempt >= current.number:
             current.number = attempt + 1  # from before this router's start
@@ -300,13 +256,13 @@ class WorkerSide:
             last = current.number if request.done else current.number - 1
             if attempt <= last:
                 self._drop("late_attempt")
-                life.abort_on(worker, key, attempt, request.deadline, "over")
+                self._lifecycle.abort_on(worker, key, attempt, request.deadline, "over")
                 if request.state is State.RECOVERING:
-                    self._recovery.denied(request, worker, now)  # it holds only an old attempt
+                    self._takeover.denied(request, worker, now)  # it holds only an old attempt
             return False
         if attempt < current.number:
             self._drop("late_attempt")
-            life.abort_on(worker, key, attempt, request.deadline, "superseded")
+            self._lifecycle.abort_on(worker, key, attempt, request.deadline, "superseded")
             return False
         if attempt > current.number:  # assigned by another router
             current.number = attempt
@@ -336,7 +292,7 @@ class WorkerSide:
 
     def _terminal(self, worker: Worker, message: Terminal, now: float) -> None:
         key, attempt = message.request, message.attempt
-        request = self._life.requests.get(key)
+        request = self._table.requests.get(key)
         if (
             request is not None
             and request.attempt.server is not worker
@@ -353,7 +309,7 @@ class WorkerSide:
             return
         request.attempt.number = attempt
         if request.state is _ASSIGNED:
-            self._life.accepted(request)
+            self._lifecycle.accepted(request)
         if request.attempt.server is not worker:
             self._recovery.served_by(request, worker)
         if message.position > request.next and message.code is None:
@@ -367,7 +323,7 @@ class WorkerSide:
     ) -> bool:
         """True if a worker should keep the terminal and tokens of a request that may be resumed."""
         if request is None:
-            return self._recovery.orphans.expected(worker, key, attempt, now)
+            return self._takeover.unclaimed.expected(worker, key, attempt, now)
         return request.state is State.RECOVERING
 
     def _finish(self, request: Request, message: Terminal, now: float) -> None:
@@ -381,11 +337,11 @@ class WorkerSide:
         if request.embeds and message.code is None:
             if message.embedding is None:
                 error = InternalError("the worker ended the request without an embedding")
-                self._life.fail(request, error, now)
+                self._lifecycle.fail(request, error, now)
                 return
             if not request.started:
                 self._started(request, now)
-        self._life.end(request, message, now)
+        self._lifecycle.end(request, message, now)
 
     def _acknowledge(self, worker: Worker, message: Terminal) -> None:
         """Acknowledge a terminal; one TerminalAck serves all terminals of an envelope."""
@@ -398,22 +354,22 @@ class WorkerSide:
     # ------------------------------------------------------------------ answers to Assign
 
     def _accepted(self, worker: Worker, message: Accepted, now: float) -> None:
-        request = self._life.requests.get(message.request)
+        request = self._table.requests.get(message.request)
         if request is None:
             self._unknown(worker, message.request, message.attempt, now)
             return
         attempt = request.attempt
         expected = worker is attempt.prefill and message.attempt == attempt.number
         if expected and request.state is _ASSIGNED:
-            self._life.accepted(request)
+            self._lifecycle.accepted(request)
             return
         if request.done:
             return  # it ended before this message arrived
         assigned = attempt.runs_on(worker)
         if self._current(worker, request, message.attempt, now, message.proof):
-            self._life.accepted(request)
+            self._lifecycle.accepted(request)
             if not assigned:
-                self._recovery.claimed(request, worker, now)
+                self._takeover.claimed(request, worker, now)
 
     def _busy(self, worker: Worker, message: Busy, now: float) -> None:
         """Place the request elsewhere; back off after every few refusals by decode workers."""
@@ -426,12 +382,12 @@ class WorkerSide:
         if full is not None:
             avoid.add(full.incarnation)
         request.decode_tries += message.decode_full
-        tries = self._life.config.decode_tries
+        tries = self._config.decode_tries
         delay = 0.0
         if message.decode_full and request.decode_tries % tries == 0:
             request.avoid = None
-            delay = self._life.back_off(request, message.retry_after, now)
-        self._life.requeue(request, now, delay)
+            delay = self._lifecycle.back_off(request, message.retry_after, now)
+        self._lifecycle.requeue(request, now, delay)
 
     def _given_back(
         self, worker: Worker, key: bytes, attempt: int, now: float, proof: bytes = b""
@@ -441,14 +397,14 @@ class WorkerSide:
         None if the message is outdated, or if the handoff is already finished. The worker then
         gets an Abort.
         """
-        request = self._life.requests.get(key)
+        request = self._table.requests.get(key)
         if request is None:
             self._unknown(worker, key, attempt, now)
             return None
         if not self._current(worker, request, attempt, now, proof):
             return None
         if request.state is _DECODING:
-            self._life.abort_on(worker, key, attempt, request.deadline, "handed over")
+            self._lifecycle.abort_on(worker, key, attempt, request.deadline, "handed over")
             return None
         return request
 
@@ -460,9 +416,9 @@ class WorkerSide:
             del worker.aborts[key]
             if attempt == waiting[0]:
                 return
-        request = self._life.requests.get(key)
+        request = self._table.requests.get(key)
         if request is not None and request.state is State.RECOVERING and not attempt:
-            self._recovery.denied(request, worker, now)
+            self._takeover.denied(request, worker, now)
             return
         current = None if request is None else request.attempt
         if request is None or current is None or worker not in (current.prefill, current.server):
@@ -488,13 +444,13 @@ class WorkerSide:
                 avoid.add(decode.incarnation)
             self._recovery.lost(request, reason, now)
             return
-        self._life.placement.failed_pairs.failed(worker, decode, message.reason, now)
+        self._failed_pairs.failed(worker, decode, message.reason, now)
         if not {worker.incarnation, decode.incarnation} <= {*request.shunned}:
             request.shunned += (worker.incarnation, decode.incarnation)
         self._recovery.unreachable(request, reason, now)
 
     def _handoff(self, worker: Worker, message: HandoffReport, now: float) -> None:
-        request = self._life.requests.get(message.request)
+        request = self._table.requests.get(message.request)
         attempt = None if request is None else request.attempt
         if attempt is not None and worker is not attempt.prefill:
             self._drop("unproven")
@@ -503,34 +459,34 @@ class WorkerSide:
             return
         self._reported.put(message.request, message.attempt)
         self._handoffs.add(message, request.owner if request is not None else b"")
-        if self._life.placement.failed_pairs.known:
+        if self._failed_pairs.known:
             self._passed_on(worker, message)
         if request is None or attempt is None or message.attempt != attempt.number:
             return
         if request.state is _ASSIGNED:
-            self._life.accepted(request)
+            self._lifecycle.accepted(request)
         if not request.running or request.state is _DECODING:
             return
         if attempt.decode is not None:
-            self._life.handed_over(request)
-        elif (decode := self._life.registry.find(message.decode)) is not None:
+            self._lifecycle.handed_over(request)
+        elif (decode := self._registry.find(message.decode)) is not None:
             self._recovery.served_by(request, decode)  # its tokens went to another router
             attempt.answered = True  # the last Adopt went to another worker
             self._recovery.ask_again(request, now)
 
     def _passed_on(self, worker: Worker, message: HandoffReport) -> None:
         """Clear a failed pair after a finished handoff."""
-        decode = self._life.registry.find(message.decode)
+        decode = self._registry.find(message.decode)
         if decode is not None:
-            self._life.placement.failed_pairs.handed_over(worker, decode)
+            self._failed_pairs.handed_over(worker, decode)
 
     def _moved(self, worker: Worker, message: Moved, _now: float) -> None:
         """Drop the record of a request that another router serves."""
-        request = self._life.requests.get(message.request)
+        request = self._table.requests.get(message.request)
         if request is None or request.done or request.state is State.RECOVERING:
             return  # RECOVERING: the client resumed it here since
         if request.attempt.runs_on(worker):
-            self._recovery.moved(request, message.router)
+            self._takeover.moved(request, message.router)
 
     # ------------------------------------------------------------------ keep-alive
 
@@ -541,22 +497,7 @@ class WorkerSide:
         """Ignore: a Pong needs no answer."""
 
     def _drop(self, reason: str) -> None:
-        self._life.counters.dropped[reason] += 1
+        self._metrics.dropped[reason] += 1
 
     def _send(self, identity: bytes, message: Message) -> None:
-        self._life.out.append(ToWorker(identity, message))
-
-    _handlers: ClassVar[dict[type, Callable[..., None]]] = {
-        Tokens: _tokens,
-        Heartbeat: _heartbeat,
-        Accepted: _accepted,
-        Terminal: _terminal,
-        HandoffReport: _handoff,
-        Busy: _busy,
-        Aborted: _aborted,
-        PeerLost: _peer_lost,
-        Drained: _on_drained,
-        Moved: _moved,
-        Ping: _ping,
-        Pong: _pong,
-    }
+        self._out.append(ToWorker(identity, message))

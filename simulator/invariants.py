@@ -197,10 +197,10 @@ def check_forgotten(cluster: Cluster) -> None:
         if node.core.remembered:
             raise Violation(f"{node.name} never removes {node.core.remembered} entries")
     for router in cluster.routers:
-        life = router.core.life
-        if life.requests or len(life.clients) or len(life.wheel):
+        core = router.core
+        if core.kept or len(core.clients) or len(core.table.timers):
             raise Violation(f"{router.name} keeps ended requests")
-        for worker in life.registry.live():
+        for worker in core.registry.live():
             if worker.requests or worker.aborts or worker.outstanding:
                 raise Violation(f"{router.name} still counts load on {worker.id}")
             if worker.state is WorkerState.DRAINING:

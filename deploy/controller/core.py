@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Self
 
-from ...router.drains import last_worker
+from ...router.workers import last_worker
 from ..config import ServeSettings
 from ..plan.bounds import Bounds, clamped, describe_targets, scale_refusal
 from ..plan.plan import router_names

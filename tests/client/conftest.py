@@ -318,7 +318,7 @@ class Cluster:
         self.prefill.start()
         self.decode.start()
         deadline = time.monotonic() + 60
-        while len(list(self.router.shell.core.life.registry.live())) < 2:
+        while len(list(self.router.shell.core.registry.live())) < 2:
             assert time.monotonic() < deadline, "the workers did not join"
             time.sleep(0.001)
 

@@ -137,7 +137,7 @@ class Played:
 
     def _send(self, key: bytes, message: Tokens | Terminal) -> None:
         """Send a message, with a proof if the router is still searching for the request."""
-        request = self.bench.core.life.requests.get(key)
+        request = self.bench.core.table.requests.get(key)
         server = None if request is None else request.attempt.server
         if request is not None and request.state is State.RECOVERING and server is None:
             self.adopt(message)
@@ -210,7 +210,7 @@ class Bench:
 
     def beat_all(self) -> None:
         for worker in self.workers:
-            found = self.core.life.registry.by_identity(worker.identity)
+            found = self.core.registry.by_identity(worker.identity)
             if found is not None and found.incarnation == worker.hello.incarnation:
                 worker.beat()
 
@@ -326,14 +326,14 @@ class Bench:
         return [m for m in self.sent[identity] if isinstance(m, Terminal) and m.request == key]
 
     def assert_nothing_kept(self) -> None:
-        life = self.core.life
-        assert not life.requests
-        assert not life.queued
-        assert len(life.wheel) == 0
-        assert len(life.clients) == 0
-        admission = life.admission
+        core = self.core
+        assert not core.table.requests
+        assert not core.table.queued
+        assert len(core.table.timers) == 0
+        assert len(core.clients) == 0
+        admission = core.admission
         assert (admission.requests, admission.queued_tokens, admission.context_bytes) == (0, 0, 0)
-        for worker in life.registry.live():
+        for worker in core.registry.live():
             assert not worker.requests
             assert worker.outstanding == 0
 

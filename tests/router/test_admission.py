@@ -16,7 +16,7 @@ def refusals(bench):
 
 
 def finish(bench, key):
-    request = bench.core.life.requests[key]
+    request = bench.core.table.requests[key]
     decode = next(w for w in bench.workers if w.endpoint == request.attempt.decode.endpoint)
     decode.tokens(key, request.next, 5)
     decode.end(key, request.next)
@@ -56,7 +56,7 @@ def test_the_cap_on_queued_tokens_frees_with_the_first_token(make_bench):
     prefill.tokens(first, 600, 5)
     bench.submit("b", prompt=600)
     assert len(refusals(bench)) == 1
-    assert bench.core.life.admission.queued_tokens == 600
+    assert bench.core.admission.queued_tokens == 600
 
 
 def test_one_prompt_larger_than_the_cap_is_served_when_nothing_waits(make_bench):
@@ -70,12 +70,12 @@ def test_the_cap_on_memory_counts_everything_kept(make_bench):
     bench = make_bench(admission=AdmissionConfig(max_context_bytes=20_000))
     _, decode = bench.pair()
     keys = [bench.submit(f"r{i}", prompt=1000) for i in range(5)]
-    kept = bench.core.life.admission.context_bytes
+    kept = bench.core.admission.context_bytes
     assert 10_000 < kept <= 20_000
     assert "memory" in refusals(bench)[0].message
     decode.tokens(keys[0], 1000, 5)
     decode.end(keys[0], 1001)
-    assert bench.core.life.admission.context_bytes == kept  # until acknowledged
+    assert bench.core.admission.context_bytes == kept  # until acknowledged
     bench.ack(keys[0])
     bench.submit("again", prompt=1000)
     assert len(refusals(bench)) == 2
@@ -123,11 +123,11 @@ def test_at_ten_times_capacity_memory_is_bounded_and_the_admitted_finish(make_be
     for second in range(20):
         keys = [bench.submit(f"{second}/{i}") for i in range(160)]
         for key in keys:
-            if key in bench.core.life.requests:
+            if key in bench.core.table.requests:
                 finish(bench, key)
                 done += 1
         assert bench.core.kept <= 32
-        assert len(bench.core.life._last_attempts) <= 16_384
+        assert len(bench.core.table._last_attempts) <= 16_384
     assert done == 20 * 32
     bench.assert_nothing_kept()
 

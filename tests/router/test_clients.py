@@ -676,7 +676,7 @@ def resumable(bench):
 )
 def test_a_resume_that_is_wrong_extends_nothing(bench, change):
     key, submitted = resumable(bench)
-    request = bench.core.life.requests[key]
+    request = bench.core.table.requests[key]
     bench.client(bench.resume_message(submitted, **change))
     assert bench.one(b"client", Terminal).code in ("input", "duplicate_request")
     assert (request.next, len(request.emitted)) == (10, 0)
@@ -684,13 +684,13 @@ def test_a_resume_that_is_wrong_extends_nothing(bench, change):
 
 def test_a_resume_of_other_tokens_extends_nothing(bench):
     key, submitted = resumable(bench)
-    decode = bench.core.life.requests[key].attempt.decode
+    decode = bench.core.table.requests[key].attempt.decode
     bench.hear(decode.identity, Tokens(runs=[TokenRun(key, 1, 10, [5])]))
     bench.client(bench.resume_message(submitted, [6, 7]))
     assert bench.one(b"client", Terminal).code == "input"
-    assert list(bench.core.life.requests[key].emitted) == [5]
+    assert list(bench.core.table.requests[key].emitted) == [5]
     bench.client(bench.resume_message(submitted, [5, 7]))
-    assert list(bench.core.life.requests[key].emitted) == [5, 7]
+    assert list(bench.core.table.requests[key].emitted) == [5, 7]
 
 
 @pytest.mark.parametrize("emitted", [[1] * 21, [1 << 30], [-1]], ids=["many", "large", "negative"])
@@ -710,7 +710,7 @@ def refused_resume(bench, emitted, **fields):
     bench.take(b"client", Terminal)
     bench.client(bench.resume_message(submitted, emitted, **fields))
     assert bench.one(b"client", Terminal).code == "input"
-    assert key not in bench.core.life.requests
+    assert key not in bench.core.table.requests
 
 
 def test_before_any_worker_a_context_is_checked_too(bench, context):
@@ -724,24 +724,24 @@ def test_before_any_worker_a_context_is_checked_too(bench, context):
     for number, fields in enumerate(wrong):
         bench.submit(f"r{number}", context=msgspec.structs.replace(context(), **fields))
         assert bench.one(b"client", Terminal).code == "input", fields
-    assert bench.core.life.admission.context_bytes == 0
+    assert bench.core.admission.context_bytes == 0
 
 
 def test_names_of_pools_that_clients_invent_are_not_kept(bench):
     bench.submit("early", pool="nobody")
     bench.take(b"client", Submitted)
     bench.pair()
-    kept = len(bench.core.life.registry._ready)
+    kept = len(bench.core.registry._ready)
     for number in range(100):
         bench.submit(f"r{number}", pool=f"pool-{number}")
         assert bench.one(b"client", Terminal).code == "input"
     bench.submit("long", pool="p" * 300)
     assert bench.one(b"client", Terminal).code == "input"
-    assert len(bench.core.life.registry._ready) <= kept + 2
+    assert len(bench.core.registry._ready) <= kept + 2
 
 
 def test_a_placed_request_keeps_no_hashes(make_bench):
     bench = make_bench()
     bench.pair()
     key, _ = bench.run("r", prompt=64)
-    assert bench.core.life.requests[key].hashes is None
+    assert bench.core.table.requests[key].hashes is None

@@ -65,7 +65,7 @@ def test_a_whole_life_without_a_decode_worker(bench, embeds):
     assert (terminal.status, terminal.prefill, terminal.decode) == (
         "end_of_sequence", "prefill-0", "",
     )  # fmt: skip
-    assert bench.core.life.admission.queued_tokens == 0
+    assert bench.core.admission.queued_tokens == 0
     bench.ack(key)
     bench.assert_nothing_kept()
 

@@ -103,7 +103,7 @@ def test_a_resumed_request_waits_for_no_first_token(make_bench):
     new.join("prefill")
     decode = new.join("decode")
     new.advance(5.0)
-    decode.tokens(key, 11, 6, attempt=new.core.life.requests[key].attempt.number)
+    decode.tokens(key, 11, 6, attempt=new.core.table.requests[key].attempt.number)
     latency = report(new)["router"]["latency"]
     assert latency["first_token_s"]["count"] == latency["between_tokens_s"]["count"] == 0
 

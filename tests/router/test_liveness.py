@@ -18,7 +18,7 @@ from baton.proto.wire.messages import (
 
 
 def states(bench):
-    return {worker.id: worker.state.value for worker in bench.core.life.registry.listed()}
+    return {worker.id: worker.state.value for worker in bench.core.registry.listed()}
 
 
 def silence(bench, seconds, *heard):
@@ -47,7 +47,7 @@ def running(bench, *tokens):
 def queued_prompt(served):
     """Assign a request; return key, Assign, prefill worker and all other workers."""
     key, assign = served.run()
-    identity = served.core.life.requests[key].attempt.prefill.identity
+    identity = served.core.table.requests[key].attempt.prefill.identity
     first = next(w for w in served.workers if w.identity == identity)
     return key, assign, first, [w for w in served.workers if w is not first]
 
@@ -65,7 +65,7 @@ def test_a_pause_makes_a_worker_suspect_and_its_next_heartbeat_clears_it(bench):
     assert states(bench)["decode-0"] == "ready"
     decode.tokens(key, 11, 6)
     assert bench.streamed(key) == [(10, 5), (11, 6)]
-    assert bench.core.life.counters.replayed == 0
+    assert bench.core.metrics.replayed == 0
     assert not bench.take(prefill, PeerDead)
 
 
@@ -98,7 +98,7 @@ def test_prompts_that_only_wait_at_a_suspect_worker_move(served):
     first.beat()
     served.advance(0.5)
     assert served.take(first, Abort)[0].attempt == assign.attempt, "the old attempt is fenced"
-    assert not served.core.life.requests[key].losses
+    assert not served.core.table.requests[key].losses
 
 
 def test_prompts_also_move_once_a_worker_is_ready_again(served):
@@ -128,7 +128,7 @@ def test_prompts_also_move_if_the_connection_closes_before_silence_is_suspect(se
     first.gone()
     second, _ = served.find(Assign)
     assert second.id != first.id
-    assert not served.core.life.requests[key].losses
+    assert not served.core.table.requests[key].losses
 
 
 def test_a_prompt_that_is_computed_stays_where_it_is(served):
@@ -161,8 +161,8 @@ def test_the_same_incarnation_is_taken_back_and_what_moved_is_fenced(served):
     decode.tokens(key, 11, 99, attempt=1)
     assert served.streamed(key) == [(10, 5)], "no token of the old attempt is relayed"
     assert {m.attempt for m in served.take(decode, Abort)} == {1}
-    assert served.core.life.requests[key].doubts == set()
-    assert not served.core.life.requests[key].deaths
+    assert served.core.table.requests[key].doubts == set()
+    assert not served.core.table.requests[key].deaths
 
 
 def test_a_connection_that_timed_out_keeps_its_requests(bench):
@@ -170,13 +170,13 @@ def test_a_connection_that_timed_out_keeps_its_requests(bench):
     prefill, decode, key = running(bench, 5)
     silence(bench, 1.6, prefill)
     decode.gone()
-    assert bench.core.life.counters.replayed == 0
+    assert bench.core.metrics.replayed == 0
     silence(bench, 2.0, prefill)
     hello_again(decode, RequestState(key, 1, 13, 10))
     assert bench.one(decode, Adopt).position == 11
     decode.tokens(key, 11, 6, 7)
     assert bench.streamed(key) == [(10, 5), (11, 6), (12, 7)]
-    assert bench.core.life.counters.replayed == 0
+    assert bench.core.metrics.replayed == 0
 
 
 def test_what_a_returned_worker_does_not_have_any_more_is_replayed(bench):
@@ -329,7 +329,7 @@ def test_a_healthy_worker_keeps_its_name(bench):
     assert bench.streamed(key) == [(10, 5), (11, 6)]
     silence(bench, 1.2, prefill)
     bench.hear(b"newcomer", hello_of(decode))
-    assert bench.core.life.registry.by_identity(b"newcomer") is not None
+    assert bench.core.registry.by_identity(b"newcomer") is not None
     assert bench.one(prefill, Assign).decode_incarnation == 999_999
 
 
@@ -350,7 +350,7 @@ def test_a_successor_takes_the_name_of_a_closed_connection_at_once(bench):
     bench.run()
     old.gone()
     new = bench.join("decode")
-    assert bench.core.life.registry.by_identity(old.identity) is None
+    assert bench.core.registry.by_identity(old.identity) is None
     _, assign = bench.find(Assign)
     assert assign.decode_incarnation == new.hello.incarnation
 
@@ -374,11 +374,11 @@ def test_a_refused_hello_harms_nobody(bench, changes, code, idle):
     fingerprint = changes.pop("fingerprint", None)
     if fingerprint:
         changes["model"] = msgspec.structs.replace(decode.hello.model, fingerprint=fingerprint)
-    card = bench.core.life.registry.card
+    card = bench.core.registry.card
     bench.hear(b"newcomer", hello_of(decode, **changes))
     assert bench.one(b"newcomer", Rejected).code == code
-    assert bench.core.life.registry.by_identity(decode.identity) is not None
-    assert bench.core.life.registry.card == card
+    assert bench.core.registry.by_identity(decode.identity) is not None
+    assert bench.core.registry.card == card
     assert not bench.take(prefill, PeerDead)
     bench.hear(decode.identity, decode.hello)
     assert not bench.take(decode, Rejected), "the healthy worker is still accepted"
@@ -391,7 +391,7 @@ def test_a_zombie_of_an_earlier_life_harms_nobody(bench):
     bench.take(prefill, PeerDead)
     bench.hear(b"zombie", zombie.hello)
     assert bench.one(b"zombie", Rejected).code == "endpoint_dead"
-    assert bench.core.life.registry.by_identity(successor.identity) is not None
+    assert bench.core.registry.by_identity(successor.identity) is not None
     assert not bench.take(prefill, PeerDead)
 
 
@@ -413,7 +413,7 @@ def test_with_every_worker_gone_and_nothing_to_do_the_model_may_change(bench):
     bench.join("decode", model=other)
     bench.join("prefill", model=other)
     assert states(bench) == {"prefill-0": "ready", "decode-0": "ready"}
-    assert bench.core.life.registry.card.fingerprint == "another"
+    assert bench.core.registry.card.fingerprint == "another"
 
 
 def test_an_incarnation_belongs_to_one_worker(bench):
@@ -422,7 +422,7 @@ def test_an_incarnation_belongs_to_one_worker(bench):
     bench.hear(b"thief", stolen)
     assert bench.one(b"thief", Rejected).code == "access_denied"
     assert isinstance(decode.hello, Hello)
-    assert bench.core.life.registry.by_identity(b"thief") is None
+    assert bench.core.registry.by_identity(b"thief") is None
 
 
 # ------------------------------------------------------------------ draining

@@ -100,7 +100,7 @@ def test_a_healed_pair_serves_again(served):
 
 def test_several_requests_that_fail_at_once_count_as_one_failure(served):
     cut = Cut(served, (0, 0), (0, 1), (1, 0), (1, 1))
-    pairs = served.core.life.placement.failed_pairs
+    pairs = served.core.placement.failed_pairs
     for number in range(12):
         served.submit(f"r{number}")
     given = [(w, a) for w in served.workers for a in served.take(w, Assign)]
@@ -169,7 +169,7 @@ def test_status_tells_of_failed_pairs_and_forgets_those_of_the_dead(served):
 
 
 def test_the_table_is_bounded_and_forgets(served):
-    registry = served.core.life.registry
+    registry = served.core.registry
     prefill, decode = registry.find("prefill-0"), registry.find("decode-0")
     pairs = FailedPairs()
     for number in range(MAX_PAIRS + 10):
@@ -187,7 +187,7 @@ def test_a_request_that_lost_time_goes_to_two_other_workers(served, cut_off):
     cut = Cut(served, *(((0, 0), (0, 1)) if cut_off == "prefill-0" else ((0, 1), (1, 1))))
     for number in range(8):
         key = served.submit(f"r{number}", target_endpoint="ipc:///run/prefill-0", pin="prefer")
-        served.core.life.requests[key].pin = None  # the pin only selected the first pair
+        served.core.table.requests[key].pin = None  # the pin only selected the first pair
         assert key in cut.play()
         assert [a for _, _, a in cut.tried] in ([1], [1, 2])
         cut.tried.clear()

@@ -110,10 +110,10 @@ def test_higher_attempt_while_the_old_prefill_was_only_stopped(served):
     assert served.one(first, Rejected).code == "endpoint_unknown"
     first.say(first.hello)
     assert served.one(first, Rejected).code == "endpoint_dead"
-    assert served.core.life.registry.known(first.hello.incarnation) is None
+    assert served.core.registry.known(first.hello.incarnation) is None
     assert not served.streamed(key)
     renewed = served.join("prefill", int(first.id[-1]))
-    assert served.core.life.registry.known(renewed.hello.incarnation) is not None
+    assert served.core.registry.known(renewed.hello.incarnation) is not None
 
 
 def test_lower_attempts_of_a_live_worker_are_ignored_and_aborted(served):
@@ -375,5 +375,5 @@ def test_an_accepted_for_a_forgotten_request_is_aborted(bench):
 
 
 def _requests(bench, worker, role):
-    found = bench.core.life.registry.by_identity(worker.identity)
+    found = bench.core.registry.by_identity(worker.identity)
     return found.requests if found is not None and found.role == role else {}

@@ -254,7 +254,7 @@ class World:
         if open_:
             key = self.random.choice(open_)
             identity, name = self.submitted[key]
-            if key in self.bench.core.life.requests:
+            if key in self.bench.core.table.requests:
                 self.bench.submit(name, identity, new=12)
 
     def resume(self) -> None:
@@ -412,11 +412,11 @@ class World:
         assert terminal.code not in {"internal", "duplicate_request", "input"}, terminal
 
     def check(self) -> None:
-        self.bench.core.check_integrity()
-        life = self.bench.core.life
-        for request in life.requests.values():
+        core = self.bench.core
+        core.check_integrity()
+        for request in core.table.requests.values():
             for incarnation in request.doubts:
-                worker = life.registry.known(incarnation)
+                worker = core.registry.known(incarnation)
                 assert worker is not None and worker.hung_up, "a doubt that is never resolved"
                 assert request in worker.doubted
 

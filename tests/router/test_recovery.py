@@ -40,7 +40,7 @@ def place(bench):
 def test_an_attempt_given_back_twice_is_placed_once(served):
     key, assign = served.run()
     prefill = next(w for w in served.workers if w.hello.role == "prefill")
-    request = served.core.life.requests[key]
+    request = served.core.table.requests[key]
     prefill = next(w for w in served.workers if w.identity == request.attempt.prefill.identity)
     busy = Busy(request=key, attempt=1, decode_full=True)
     prefill.say(busy)
@@ -71,7 +71,7 @@ def test_what_is_given_back_of_a_lower_attempt_is_let_go_while_the_request_waits
     decode.gone()
     bench.take(prefill, Abort)
     prefill.say(Aborted(request=key, attempt=1))
-    assert bench.core.life.requests[key].state.value == "queued"
+    assert bench.core.table.requests[key].state.value == "queued"
     prefill.say(Busy(request=key, attempt=1, decode_full=True))
     assert bench.one(prefill, Abort).attempt == 1
 
@@ -107,8 +107,8 @@ def test_the_end_of_a_drained_worker_is_no_loss_for_what_was_to_come_to_it(bench
     bench.join("decode", 1)
     decode.beat(draining=True)
     decode.gone()
-    request = bench.core.life.requests[key]
-    assert (request.losses, bench.core.life.counters.replayed) == (0, 0)
+    request = bench.core.table.requests[key]
+    assert (request.losses, bench.core.metrics.replayed) == (0, 0)
     assert bench.one(prefill, Assign).attempt == 2
 
 
@@ -120,7 +120,7 @@ def test_what_an_earlier_life_assigned_is_let_go_while_the_request_waits(bench):
     draining = bench.join("prefill", draining=True)
     bench.join("decode")
     key = bench.submit()
-    assert bench.core.life.requests[key].state.value == "queued"
+    assert bench.core.table.requests[key].state.value == "queued"
     proof = draining.proof(held(attempt=3, key=key))
     draining.say(Busy(request=key, attempt=3, decode_full=True, proof=proof))
     assert bench.one(draining, Abort).attempt == 3
@@ -188,7 +188,7 @@ def say_tokens(bench, request, count):
 
 def kill_decode(bench):
     """Crash the decode worker and its requests; join a successor."""
-    for request in list(bench.core.life.requests.values()):
+    for request in list(bench.core.table.requests.values()):
         if request.running:
             say_tokens(bench, request, 1)
     decode = decode_worker(bench)
@@ -207,7 +207,7 @@ def test_suspects_run_one_by_one_so_only_the_guilty_one_is_given_up(bench):
             deaths += 1
             running = set()
         for name in running:
-            say_tokens(bench, bench.core.life.requests[keys[name]], 9)
+            say_tokens(bench, bench.core.table.requests[keys[name]], 9)
         bench.advance(1.0)
         running = set(place(bench))
         alone = alone or (deaths == 2 and len(running) == 1)
@@ -220,7 +220,7 @@ def test_suspects_run_one_by_one_so_only_the_guilty_one_is_given_up(bench):
 def test_tokens_made_since_the_last_death_clear_a_request(served):
     key, _ = served.run()
     for number in range(6):
-        request = served.core.life.requests[key]
+        request = served.core.table.requests[key]
         decode = next(w for w in served.workers if w.identity == request.attempt.decode.identity)
         start = request.next
         decode.tokens(key, start, *range(9), attempt=request.attempt.number)

@@ -24,7 +24,7 @@ from baton.router.requests import (
     context_bytes,
     new_tokens,
 )
-from baton.router.timer_wheel import SLOT_S, Wheel
+from baton.router.timer_wheel import SLOT_S, TimerWheel
 
 
 @pytest.mark.parametrize(("state", "step"), list(itertools.product(State, Step)))
@@ -131,7 +131,7 @@ class Owner:
 
 
 def test_wheel_hands_out_in_time_never_early():
-    wheel: Wheel[Owner] = Wheel()
+    wheel: TimerWheel[Owner] = TimerWheel()
     times = [0.003, 0.5, 1.999, 2.001, 37.123, 600.0]
     owners = {}
     for when in times:
@@ -149,7 +149,7 @@ def test_wheel_hands_out_in_time_never_early():
 
 
 def test_wheel_moves_both_ways_and_cancels():
-    wheel: Wheel[Owner] = Wheel()
+    wheel: TimerWheel[Owner] = TimerWheel()
     owner = Owner()
     wheel.arm(owner, 5.0, 0.0)
     wheel.arm(owner, 1.0, 0.0)
@@ -164,7 +164,7 @@ def test_wheel_moves_both_ways_and_cancels():
 
 
 def test_wheel_stays_small_whatever_comes_and_goes():
-    wheel: Wheel[Owner] = Wheel()
+    wheel: TimerWheel[Owner] = TimerWheel()
     for i in range(20_000):
         owner = Owner()
         wheel.arm(owner, i * 0.001 + 600.0, i * 0.001)

@@ -42,7 +42,7 @@ class Both:
                 shares = {
                     other.config.name: Share(len(known.requests), known.outstanding)
                     for other in self.benches
-                    if (known := other.core.life.registry.find(worker.endpoint)) is not None
+                    if (known := other.core.registry.find(worker.endpoint)) is not None
                 }
                 load = WorkerLoad(shares=shares)
                 worker.say(Heartbeat(incarnation=worker.hello.incarnation, progress=0, load=load))
@@ -100,6 +100,6 @@ def test_every_router_may_fill_the_slots_whatever_the_others_have(make_bench):
 def test_a_workers_own_share_is_not_counted_twice(both):
     both.submit(0)
     both.beat()
-    registry = both.benches[0].core.life.registry
+    registry = both.benches[0].core.registry
     assert registry.others == 0
     assert all(worker.others == 0 for worker in registry.live())

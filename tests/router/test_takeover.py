@@ -48,7 +48,7 @@ def resumed(pair):
     new, prefill, decode, message = pair
     new.client(message, SECOND)
     assert new.one(SECOND, Submitted).request == KEY
-    return new, prefill, decode, new.core.life.requests[KEY]
+    return new, prefill, decode, new.core.table.requests[KEY]
 
 
 def no(worker):
@@ -99,7 +99,7 @@ def test_a_later_attempt_of_another_router_replaces_one_that_was_handed_over(pai
 def test_an_empty_run_says_that_it_is_here(pair):
     new, _prefill, decode, request = resumed(pair)
     decode.tokens(KEY, 12)
-    assert request.attempt.server is new.core.life.registry.by_identity(decode.identity)
+    assert request.attempt.server is new.core.registry.by_identity(decode.identity)
 
 
 def test_the_end_is_taken_over_as_well(pair):
@@ -191,7 +191,7 @@ def test_a_report_that_overtakes_the_first_token_is_followed_all_the_same(pair):
     new, prefill, decode, message = pair
     hello_again(prefill, requests=[RequestState(KEY, 1, 13, 10, router="router-0")])
     new.client(message, SECOND)
-    context = new.core.life.requests[KEY].context
+    context = new.core.table.requests[KEY].context
     assign = Assign(request=KEY, attempt=1, context=context, decode=decode.id, deadline=5.0)
     prefill.report(assign)
     prefill.tokens(KEY, 12, 7)
@@ -262,7 +262,7 @@ def test_a_paused_router_lets_go_what_its_workers_now_hold_for_another(make_benc
     decode.say(type(decode.hello)(**told))
     assert old.one(b"client", Moved).router == "router-1"
     assert not old.take(decode, Adopt) + old.take(decode, Abort)
-    assert key not in old.core.life.requests
+    assert key not in old.core.table.requests
 
 
 def test_a_hello_that_crosses_the_adopt_does_not_give_the_request_away(pair):

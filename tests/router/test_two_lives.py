@@ -37,7 +37,7 @@ class Life:
 
     @property
     def registered(self) -> bool:
-        found = self.bench.core.life.registry.by_identity(self.identity)
+        found = self.bench.core.registry.by_identity(self.identity)
         return found is not None and found.incarnation == self.hello.incarnation
 
     @property
@@ -141,7 +141,7 @@ class World:
             last.connect()
         last.beat()
         self.bench.feed(Tick())
-        found = self.bench.core.life.registry.by_identity(last.identity)
+        found = self.bench.core.registry.by_identity(last.identity)
         assert found is not None and found.state is WorkerState.READY
 
 

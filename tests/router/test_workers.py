@@ -24,7 +24,7 @@ from baton.router.events import NotSent, Tick
 
 
 def states(bench):
-    return {w.id: w.state.value for w in bench.core.life.registry.listed()}
+    return {w.id: w.state.value for w in bench.core.registry.listed()}
 
 
 # ------------------------------------------------------------------ joining
@@ -48,7 +48,7 @@ def test_a_worker_is_welcomed(bench):
 def test_a_worker_that_cannot_take_part_is_told_why(bench, fields, code):
     worker = bench.join("decode", **fields)
     assert bench.one(worker, Rejected).code == code
-    assert not bench.core.life.registry.live()
+    assert not bench.core.registry.live()
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_the_smallest_worker_decides_the_longest_context(bench, card, context):
     bench.join("decode", 1, model=sized(256))
     key = bench.submit("r", context=context(prompt=128, max_length=200))
     assert "prompt too long: 128 tokens, limit 127" in bench.terminals(key)[0].message
-    bench.core.life.registry.declare_dead(bench.core.life.registry.find(small.id), "test")
+    bench.core.registry.declare_dead(bench.core.registry.find(small.id), "test")
     bench.submit("s", context=context(prompt=128, max_length=200))
     assert bench.find(Assign)[1].request_id == "s"
 
@@ -143,7 +143,7 @@ def test_connections_lost_in_a_pause_of_the_router_itself_are_no_deaths(bench):
     bench.workers.remove(prefill)
     bench.advance(5.2)
     assert states(bench) == {"prefill-0": "dead", "decode-0": "ready"}
-    assert bench.core.life.counters.replayed == 0
+    assert bench.core.metrics.replayed == 0
 
 
 def test_the_last_one_running_at_a_second_death_is_not_blamed_for_both(bench):
@@ -166,7 +166,7 @@ def test_company_at_two_deaths_is_no_guilt(served):
     for _ in range(2):
         decode = next(w for w in served.workers if w.id.startswith("decode"))
         for key in keys:
-            request = served.core.life.requests[key]
+            request = served.core.table.requests[key]
             if request.attempt.decode.identity == decode.identity:
                 decode.tokens(key, 10, 5, attempt=request.attempt.number)
         decode.gone()
@@ -267,7 +267,7 @@ def test_a_prefill_worker_that_cannot_reach_the_decode_worker(served):
     key, assign = served.run()
     prefill = next(
         w for w in served.workers
-        if key in served.core.life.registry.by_identity(w.identity).requests and "prefill" in w.id
+        if key in served.core.registry.by_identity(w.identity).requests and "prefill" in w.id
     )  # fmt: skip
     prefill.say(PeerLost(endpoint=assign.decode, request=key, attempt=1, reason="silent"))
     prefill.say(Busy(request=key, attempt=1, decode_full=True))
@@ -374,7 +374,7 @@ def test_a_replay_may_leave_the_pin_unless_it_is_strict(served):
     assert not served.take(b"client", Terminal), "it may return"
     served.advance(5.2)
     assert served.one(b"client", Terminal).code == "worker_lost"
-    assert served.core.life.requests[strict].done
+    assert served.core.table.requests[strict].done
 
 
 def test_pools(served):

@@ -20,13 +20,13 @@ from baton.kv_transfer.sender import HandoffState, Sender
 from baton.prefill_worker.embed_core import BatchDone, EmbedCore
 from baton.proto.wire.envelope import EnvelopeDecoder
 from baton.proto.wire.messages import Committed, Drain, TokenRun, Tokens
-from baton.router.client_messages import ClientSide
+from baton.router.client_messages import ClientMessages
 from baton.router.lifecycle import Lifecycle
-from baton.router.recovery import Recovery
+from baton.router.recovery import Recovery, WorkerLosses
+from baton.router.registry import Registry
 from baton.router.requests import NEVER, State
-from baton.router.unclaimed import Orphans
-from baton.router.worker_messages import WorkerSide
-from baton.router.workers import Registry
+from baton.router.takeover import UnclaimedRequests
+from baton.router.worker_messages import WorkerMessages
 from baton.simulator.cluster import Shape
 from baton.simulator.invariants import Violation
 from baton.simulator.network import Faults
@@ -157,7 +157,7 @@ def any_position_passes_the_router(monkeypatch):
 
         return irregular
 
-    around(monkeypatch, WorkerSide, "_irregular", make)
+    around(monkeypatch, WorkerMessages, "_irregular", make)
 
 
 def terminal_not_repeated(monkeypatch):
@@ -226,15 +226,15 @@ def lost_assign_not_repeated(monkeypatch):
 
 
 def ends_are_kept_for_clients_that_never_come(monkeypatch):
-    monkeypatch.setattr(Orphans, "expected", lambda self, worker, key, attempt, now: True)
+    monkeypatch.setattr(UnclaimedRequests, "expected", lambda self, worker, key, attempt, now: True)
 
 
 def orphans_have_no_time_of_grace(monkeypatch):
     def over(self, key, attempt, now):
-        ended = attempt <= self._life.last_attempt(key)
-        return ended or self._life.tombstones.holds(key, now)
+        ended = attempt <= self._table.last_attempt(key)
+        return ended or self._table.cancelled.holds(key, now)
 
-    monkeypatch.setattr(Orphans, "_is_over", over)
+    monkeypatch.setattr(UnclaimedRequests, "_is_over", over)
 
 
 def what_is_given_back_while_its_request_waits_is_not_let_go(monkeypatch):
@@ -246,7 +246,7 @@ def what_is_given_back_while_its_request_waits_is_not_let_go(monkeypatch):
 
         return current
 
-    around(monkeypatch, WorkerSide, "_current", make)
+    around(monkeypatch, WorkerMessages, "_current", make)
 
 
 def acknowledged_before_it_is_owned(monkeypatch):
@@ -284,7 +284,7 @@ def deaths_not_counted(monkeypatch):
     def make(original):
         return lambda self, there: None
 
-    around(monkeypatch, Recovery, "_blame", make)
+    around(monkeypatch, Recovery, "blame", make)
 
 
 def newcomers_take_any_name(monkeypatch):
@@ -311,7 +311,7 @@ def suspects_are_dead(monkeypatch):
 
         return suspected
 
-    around(monkeypatch, Recovery, "suspected", make)
+    around(monkeypatch, WorkerLosses, "suspected", make)
 
 
 def lost_connections_are_deaths(monkeypatch):
@@ -321,19 +321,19 @@ def lost_connections_are_deaths(monkeypatch):
 
         return disconnected
 
-    around(monkeypatch, Recovery, "disconnected", make)
+    around(monkeypatch, WorkerLosses, "disconnected", make)
 
 
 def drain_asked_once(monkeypatch):
     def make(original):
         def drain(self, identity, message, now):
             original(self, identity, message, now)
-            for worker in self._life.registry.live():
+            for worker in self._registry.live():
                 worker.drain_at = NEVER
 
         return drain
 
-    monkeypatch.setitem(ClientSide._handlers, Drain, make(ClientSide._handlers[Drain]))
+    monkeypatch.setitem(ClientMessages._handlers, Drain, make(ClientMessages._handlers[Drain]))
 
 
 def matcher_not_shown_prefills_token(monkeypatch):
@@ -456,7 +456,7 @@ def tokens_of_a_taken_over_request_begin_anew(monkeypatch):
 
         return take_emitted
 
-    around(monkeypatch, ClientSide, "_take_emitted", make)
+    around(monkeypatch, ClientMessages, "_take_emitted", make)
 
 
 LATE = Scenario(

@@ -1,0 +1,332 @@
+"""The registered workers.
+
+Invariants: a name belongs to one live worker, and a healthy worker keeps its name. An incarnation
+that was declared dead returns only if another router served it all the time. Then this router was
+cut off, and its replays have higher attempt numbers. All live workers serve one model.
+
+Pure: derives the states from messages and the time. :mod:`.recovery` acts on the requests.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from ..proto.errors import (
+    EndpointDead,
+    EndpointDraining,
+    EndpointUnknown,
+    InputError,
+    ModelMismatch,
+    NameTaken,
+    ProtocolError,
+)
+from ..proto.layout import ModelCard
+from ..proto.wire.endpoints import check_endpoint
+from ..proto.wire.messages import Heartbeat, Hello
+from ..proto.wire.versions import check_version
+from ..runtime.liveness import closed_by_peer, suspect_after
+from .config import RouterConfig
+from .worker_health import CONNECTION_CLOSED, SILENCES, WorkerHealth
+from .workers import Worker, WorkerState, roles_for
+
+KEEP_GONE = 64
+"""Maximum number of dead and refused workers in the list."""
+KEEP_DEAD_INCARNATIONS = 4096
+
+
+class Registry:
+    """All live and recently dead workers."""
+
+    def __init__(self, config: RouterConfig, now: float) -> None:
+        self._config = config
+        self.health = WorkerHealth(config, now)
+        self._by_identity: dict[bytes, Worker] = {}
+        self._others: int | None = None  # cache, cleared by each heartbeat
+        self._live: dict[str, Worker] = {}  # by endpoint
+        self._gone: OrderedDict[str, Worker] = OrderedDict()  # dead or refused, by worker id
+        self._dead_incarnations: OrderedDict[int, bool] = OrderedDict()  # True: for SILENCES
+        self._ready: dict[tuple[str, str | None], list[Worker]] = {}
+        self.card: ModelCard | None = None
+        """Card of the served model, with the shortest context length of all live workers."""
+        self.ever_ready = False
+        self.slots = 0
+        """Batch slots of all live decode workers that are not draining."""
+        self.prefills = 0
+        """Number of live prefill workers that are not draining."""
+        self.reporting: list[Worker] = []
+        """Live workers whose last Hello lists requests."""
+
+    # ------------------------------------------------------------------ look up
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles of the workers that the served model needs."""
+        return roles_for("generate" if self.card is None else self.card.task)
+
+    def by_identity(self, identity: bytes) -> Worker | None:
+        """Return the worker of a connection, or None before its Hello."""
+        return self._by_identity.get(identity)
+
+    def named(self, name: str) -> Worker:
+        """Return a live worker by id or endpoint; raises EndpointDead or EndpointUnknown."""
+        worker = self.find(name)
+        if worker is not None:
+            return worker
+        for gone in self._gone.values():
+            if name in (gone.id, gone.endpoint):
+                raise EndpointDead(f"worker {gone.id} is {gone.state.value}: {gone.reason}")
+        known = ", ".join(sorted(worker.id for worker in self._live.values())[:8])
+        raise EndpointUnknown(f"no worker {name[:80]!r}; workers: {known or 'none'}")
+
+    def find(self, name: str) -> Worker | None:
+        """Return a live worker by id or endpoint, or None."""
+        worker = self._live.get(name)
+        if worker is not None:
+            return worker
+        return next((w for w in self._live.values() if w.id == name), None)
+
+    def live(self) -> list[Worker]:
+        """Return all live workers."""
+        return list(self._live.values())
+
+    def listed(self) -> list[Worker]:
+        """Return the live workers, then dead and refused workers that were not replaced."""
+        return [*self._live.values(), *self._gone.values()]
+
+    def ready(self, role: str, pool: str | None = None) -> list[Worker]:
+        """Return the workers of ``role`` (and pool) that take new requests."""
+        found = self._ready.get((role, pool))
+        if found is None:
+            found = [
+                worker
+                for worker in self._live.values()
+                if worker.state is WorkerState.READY
+                and worker.role == role
+                and pool in (None, worker.pool)
+            ]
+            if found or pool is None:  # unbounded otherwise: clients choose pool names
+                self._ready[role, pool] = found
+        return found
+
+    @property
+    def others(self) -> int:
+        """Requests of other routers on ready decode workers (for embeddings: prefill workers)."""
+        if self._others is None:
+            ready = self.ready(self.roles[-1])
+            self._others = sum(worker.others_requests for worker in ready)
+        return self._others
+
+    def check_pool(self, pool: str | None) -> None:
+        """Raise InputError for an unknown pool while the cluster can serve requests."""
+        if pool is None or not all(self.ready(role) for role in self.roles):
+            return
+        pools = {worker.pool for worker in self.listed()}
+        if pool not in pools:
+            known = ", ".join(sorted(pools)[:8])
+            raise InputError(f"no worker is in pool {pool!r}; pools: {known}")
+
+    def resolve(self, endpoint: str) -> Worker:
+        """Return the worker of a ``target_endpoint``.
+
+        Raises EndpointUnknown, EndpointDead or EndpointDraining.
+        """
+        worker = self._live.get(endpoint)
+        if worker is not None:
+            if worker.hung_up:
+                raise EndpointDead(f"worker {worker.id} at {endpoint}: {worker.reason}")
+            if worker.draining:
+                raise EndpointDraining(f"worker {worker.id} at {endpoint} is draining")
+            return worker
+        for gone in self._gone.values():
+            if gone.endpoint == endpoint and gone.state is WorkerState.DEAD:
+                raise EndpointDead(f"worker {gone.id} at {endpoint} is dead: {gone.reason}")
+        raise EndpointUnknown(f"target_endpoint {endpoint!r} names no worker")
+
+    # ------------------------------------------------------------------ change
+
+    def check_join(self, hello: Hello, now: float, *, idle: bool) -> list[Worker]:
+        """Check the Hello of an unknown incarnation, without changing any live worker.
+
+        Returns the workers that it replaces. ``idle``: the router has no unfinished request, so
+        the model may change once no worker is connected. Raises EndpointDead, NameTaken (the
+        worker retries), ModelMismatch, VersionMismatch, ProtocolError or InputError.
+        """
+        self._check(hello)
+        replaced = self._replaced_by(hello)
+        for holder in replaced:
+            silent = now - holder.seen_at
+            heard = silent <= suspect_after(self._config.worker_timeout_s) or self.health.excused(
+                now
+            )
+            if holder.connected and heard and not holder.finished:
+                raise NameTaken(
+                    f"{holder.id} at {holder.endpoint} (process {holder.pid}) is connected and"
+                    f" sent a message {silent:.1f} s ago; stop it before you replace it"
+                )
+        mismatch = self.card.mismatch(hello.model) if self.card else None
+        if mismatch and idle and not any(worker.connected for worker in self._live.values()):
+            return list(self._live.values())  # no worker of the old model can return
+        if mismatch:
+            field, ours, theirs = mismatch
+            reason = f"{field} is {theirs}, the cluster has {ours}"
+            refused = Worker(b"", hello, now)
+            refused.enter(WorkerState.REFUSED, reason)
+            self._list_gone(refused)
+            raise ModelMismatch(reason)
+        return replaced
+
+    def join(self, identity: bytes, hello: Hello, now: float) -> Worker:
+        """Register a worker after :meth:`check_join`; the workers it replaces must be dead."""
+        if self.card is not None and self.card.mismatch(hello.model):
+            self.card = None
+        worker = Worker(identity, hello, now)
+        worker.report(hello.load, self._config.name)
+        worker.enter(WorkerState.DRAINING if hello.draining else WorkerState.READY)
+        self._dead_incarnations.pop(worker.incarnation, None)
+        self._by_identity[identity] = worker
+        self._live[worker.endpoint] = worker
+        self._gone.pop(worker.id, None)
+        self._changed()
+        return worker
+
+    def rejoin(self, worker: Worker, identity: bytes, hello: Hello, now: float) -> None:
+        """Handle another Hello of a live worker, perhaps over a new connection."""
+        if worker.identity != identity:
+            self._by_identity.pop(worker.identity, None)
+            worker.identity = identity
+        self._by_identity[identity] = worker
+        worker.connected, worker.hung_up = True, False
+        worker.reported = {r.request: r for r in hello.requests}
+        worker.report(hello.load, self._config.name)
+        worker.seen_at = worker.progress_at = now
+        worker.draining = worker.draining or hello.draining
+        self.clear(worker)
+        if hello.draining:
+            self.drain(worker)
+        self._changed()
+
+    def known(self, incarnation: int) -> Worker | None:
+        """Return the live worker with this incarnation, or None."""
+        return next((w for w in self._live.values() if w.incarnation == incarnation), None)
+
+    def is_dead(self, incarnation: int) -> bool:
+        """True if this router declared the incarnation dead."""
+        return incarnation in self._dead_incarnations
+
+    def _may_return(self, hello: Hello) -> bool:
+        """True if only this router was cut off, while another router served the worker."""
+        return hello.elsewhere and self._dead_incarnations[hello.incarnation]
+
+    def _replaced_by(self, hello: Hello) -> list[Worker]:
+        """Return the live workers whose name or endpoint a new incarnation takes over."""
+        return [
+            worker
+            for worker in self._live.values()
+            if hello.incarnation != worker.incarnation
+            and (worker.id == hello.worker or worker.endpoint == hello.endpoint)
+        ]
+
+    def drain(self, worker: Worker) -> None:
+        """Assign no new requests to the worker."""
+        worker.draining = True
+        if worker.state is WorkerState.READY:
+            worker.enter(WorkerState.DRAINING)
+            self._changed()
+
+    def disconnected(self, worker: Worker, now: float) -> bool:
+        """Handle a closed connection; return True if the worker's process has probably ended.
+
+        A process that ends closes its connections shortly after its last message. A connection
+        that timed out, or was lost during a pause of this process, proves nothing.
+        """
+        silent = now - worker.seen_at
+        self._by_identity.pop(worker.identity, None)
+        worker.connected = False
+        worker.hung_up = not self.health.excused(now) and closed_by_peer(
+            silent, self._config.worker_timeout_s
+        )
+        self.suspect(worker, CONNECTION_CLOSED)
+        return worker.hung_up
+
+    def suspect(self, worker: Worker, reason: str) -> None:
+        """Mark the worker as suspect."""
+        if worker.state is not WorkerState.SUSPECT:
+            worker.enter(WorkerState.SUSPECT, reason)
+            self._changed()
+        worker.reason = reason
+
+    def clear(self, worker: Worker) -> bool:
+        """Clear the suspicion; return False if the worker was not suspect."""
+        if worker.state is not WorkerState.SUSPECT:
+            return False
+        worker.enter(WorkerState.DRAINING if worker.draining else WorkerState.READY)
+        self._changed()
+        return True
+
+    def declare_dead(self, worker: Worker, reason: str) -> None:
+        """Declare this incarnation dead."""
+        self.suspect(worker, reason)
+        worker.enter(WorkerState.DEAD, reason)
+        worker.connected = False
+        self._by_identity.pop(worker.identity, None)
+        if self._live.get(worker.endpoint) is worker:
+            del self._live[worker.endpoint]
+        self._dead_incarnations[worker.incarnation] = reason.startswith(SILENCES)
+        while len(self._dead_incarnations) > KEEP_DEAD_INCARNATIONS:
+            self._dead_incarnations.popitem(last=False)
+        self._list_gone(worker)
+        self._changed()
+
+    # ------------------------------------------------------------------ health
+
+    def beat(self, worker: Worker, beat: Heartbeat, now: float) -> bool:
+        """Handle a heartbeat; return True if it clears the worker's suspicion."""
+        worker.seen_at = now
+        if beat.progress != worker.progress or not beat.busy:
+            worker.progress_at = now
+        worker.progress = beat.progress
+        worker.busy = beat.busy
+        worker.step_s = beat.step_s
+        worker.report(beat.load, self._config.name)
+        self._others = None
+        worker.dropped = beat.dropped
+        if beat.draining:
+            self.drain(worker)
+        return self.health.progresses(worker, now) and self.clear(worker)
+
+    # ------------------------------------------------------------------ inner
+
+    def _check(self, hello: Hello) -> None:
+        check_version(hello.version, f"worker {hello.worker}")
+        check_endpoint(hello.endpoint)
+        if hello.role not in ("prefill", "decode"):
+            raise ProtocolError(f"role must be prefill or decode, not {hello.role!r}")
+        if self.is_dead(hello.incarnation) and not self._may_return(hello):
+            raise EndpointDead(
+                f"{hello.worker} was declared dead here and its requests were moved;"
+                " register again with a new incarnation"
+            )
+
+    def _list_gone(self, worker: Worker) -> None:
+        self._gone.pop(worker.id, None)
+        if self.find(worker.id) is None:
+            self._gone[worker.id] = worker
+        while len(self._gone) > KEEP_GONE:
+            self._gone.popitem(last=False)
+
+    def _changed(self) -> None:
+        self._ready.clear()
+        self._others = None
+        self.card = shortest((worker.card for worker in self._live.values()), self.card)
+        staffed = [worker for worker in self._live.values() if not worker.draining]
+        self.slots = sum(worker.max_batch for worker in staffed if worker.role == "decode")
+        self.prefills = sum(worker.role == "prefill" for worker in staffed)
+        self.reporting = [worker for worker in self._live.values() if worker.reported]
+        if not self.ever_ready:
+            self.ever_ready = all(self.ready(role) for role in self.roles)
+
+
+def shortest(cards: Iterable[ModelCard], default: ModelCard | None = None) -> ModelCard | None:
+    """Return the card with the shortest context length, which every worker can serve."""
+    return min(cards, key=lambda card: card.max_length, default=default)

@@ -1,0 +1,137 @@
+"""Registration of workers, their heartbeats, drains and lost connections.
+
+Invariant: all checks of a Hello precede all changes, so a rejected Hello has no effect on other
+workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..proto.errors import AccessDenied, BatonError
+from ..proto.wire.messages import Drained, Heartbeat, Hello, Rejected, Welcome
+from ..proto.wire.proofs import worker_key
+from .admission import Admission
+from .config import RouterConfig
+from .events import Action, Log, ToWorker
+from .recent import Recent
+from .recovery import WorkerLosses
+from .registry import Registry
+from .requests import NEVER
+from .status import Metrics
+from .takeover import Takeover
+from .workers import Worker, WorkerState
+
+REMEMBER_REFUSED = 256
+
+
+class WorkerRegistration:
+    """Registers workers and follows their states.
+
+    ``incarnation``: of this router. ``on_drained``: called with the id of every worker that has
+    finished its drain.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        out: list[Action],
+        registry: Registry,
+        admission: Admission,
+        takeover: Takeover,
+        losses: WorkerLosses,
+        metrics: Metrics,
+        incarnation: int,
+        on_drained: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._out = out
+        self._registry = registry
+        self._admission = admission
+        self._takeover = takeover
+        self._losses = losses
+        self._metrics = metrics
+        self._incarnation = incarnation
+        self._on_drained = on_drained
+        self._refused: Recent[int, str] = Recent(REMEMBER_REFUSED)  # logged, by incarnation
+
+    def hello(self, identity: bytes, hello: Hello, now: float) -> None:
+        """Register a new worker, a known one again, or a successor.
+
+        All checks precede all changes: a rejected Hello has no effect on other workers.
+        """
+        registry = self._registry
+        known = registry.known(hello.incarnation)
+        try:
+            if known is not None:
+                self._check_known(known, hello)
+                self._rejoin(known, identity, hello, now)
+                return
+            replaced = registry.check_join(hello, now, idle=not self._admission.requests)
+        except BatonError as error:
+            if self._refused.get(hello.incarnation, "") != error.code:  # it retries
+                self._refused.put(hello.incarnation, error.code)
+                self._out.append(
+                    Log("worker.refused", {"worker": hello.worker, "reason": str(error)})
+                )
+            self._metrics.dropped["refused_worker"] += 1
+            self._out.append(ToWorker(identity, Rejected(code=error.code, message=str(error))))
+            return
+        for old in replaced:
+            self._losses.lose(old, f"replaced by process {hello.pid}", now)
+        returned = registry.is_dead(hello.incarnation)
+        worker = registry.join(identity, hello, now)
+        self._losses.registered(worker)
+        self._out.append(
+            Log("worker.joined", {"worker": worker.id, "role": worker.role, "pid": worker.pid})
+        )
+        self._welcome(identity)
+        self._takeover.registered(worker, now, joined=not returned)
+        self._losses.ready(now)
+
+    @staticmethod
+    def _check_known(known: Worker, hello: Hello) -> None:
+        """Raise AccessDenied if a different worker uses a known incarnation.
+
+        It would receive the messages for the worker with that incarnation.
+        """
+        if (known.id, known.role, known.endpoint) != (hello.worker, hello.role, hello.endpoint):
+            raise AccessDenied(f"this incarnation is {known.role} {known.id!r} at {known.endpoint}")
+
+    def _rejoin(self, worker: Worker, identity: bytes, hello: Hello, now: float) -> None:
+        returned = worker.state is WorkerState.SUSPECT
+        self._registry.rejoin(worker, identity, hello, now)
+        self._losses.registered(worker)
+        self._welcome(identity)
+        self._takeover.registered_again(worker, now)
+        if returned:
+            self._losses.returned(worker, now)
+
+    def _welcome(self, identity: bytes) -> None:
+        name = self._config.name
+        worker = self._registry.by_identity(identity)
+        key = worker_key(self._config.key, worker.incarnation) if worker else b""
+        welcome = Welcome(router=name, incarnation=self._incarnation, key=key)
+        self._out.append(ToWorker(identity, welcome))
+
+    def heartbeat(self, worker: Worker, beat: Heartbeat, now: float) -> None:
+        """Note a heartbeat, which may clear the worker's suspicion."""
+        if beat.incarnation == worker.incarnation and self._registry.beat(worker, beat, now):
+            self._losses.returned(worker, now)
+
+    def drained(self, worker: Worker, message: Drained, _now: float) -> None:
+        """Note that a worker has finished its requests, and notify those that asked for it."""
+        self._registry.drain(worker)
+        worker.drain_at = NEVER
+        worker.finished = True
+        self._on_drained(worker.id)
+
+    def gone(self, identity: bytes, now: float) -> None:
+        """Handle a closed connection of a worker."""
+        worker = self._registry.by_identity(identity)
+        if worker is None:
+            return
+        if worker.finished:
+            self._losses.lose(worker, "drained", now)
+        else:
+            self._losses.disconnected(worker, now)
