@@ -65,12 +65,11 @@ from ..proto.wire.versions import check_version
 from ..runtime.keyed_heap import Agenda
 from ..worker.attempts import Attempts, Key
 from ..worker.base_core import Handler, WorkerCore
-from ..worker.events import Fault, Note, Tick, ToRouter
+from ..worker.events import AbandonStep, Fault, Note, RunStep, StepDone, Tick, ToRouter
 from ..worker.membership import EngineState, Membership, left_alone, moved_to, other_owner
 from ..worker.token_replay import LOGPROBS_KEPT, runs_again
 from .blocks import GrantStore as GrantStore
 from .events import (
-    AbandonStep,
     Action,
     Event,
     FrameStored,
@@ -78,8 +77,6 @@ from .events import (
     MapPool,
     PeerGone,
     PoolMapped,
-    RunStep,
-    StepDone,
     ToPeer,
 )
 from .grammars import Grammars

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
-from ..engine.scheduling.plan import StepPlan, StepResult
 from ..proto.wire.messages import DeviceTicket, KVFrame, Message, PoolTicket
 from ..worker.events import (
+    AbandonStep,
     DrainRequested,
     Exit,
     Fault,
@@ -15,6 +15,8 @@ from ..worker.events import (
     Note,
     RouterDown,
     RouterUp,
+    RunStep,
+    StepDone,
     Tick,
     ToRouter,
 )
@@ -44,13 +46,6 @@ class FrameStored:
 
 
 @dataclass(slots=True, frozen=True)
-class StepDone:
-    """The compute thread has finished a step."""
-
-    result: StepResult
-
-
-@dataclass(slots=True, frozen=True)
 class ToPeer:
     """Send a message to a prefill worker."""
 
@@ -75,20 +70,6 @@ class PoolMapped:
     peer: bytes
     failure: str
     transport: str
-
-
-@dataclass(slots=True, frozen=True)
-class RunStep:
-    """Run the plan on the compute thread."""
-
-    plan: StepPlan
-
-
-@dataclass(slots=True, frozen=True)
-class AbandonStep:
-    """End a step whose sequences were all aborted: report :class:`StepDone` early if possible."""
-
-    step: int
 
 
 Event = (

@@ -60,12 +60,11 @@ from ..proto.wire.messages import (
 )
 from ..runtime.expiry import Expiring
 from ..worker.base_core import Handler, WorkerCore
-from ..worker.events import Note, Tick, ToRouter
+from ..worker.events import AbandonStep, Note, RunStep, StepDone, Tick, ToRouter
 from ..worker.membership import EngineState, Membership, left_alone, moved_to, other_owner
 from ..worker.token_replay import runs_again
 from .decode_links import DecodeLink, DecodeLinks, LinkState
 from .events import (
-    AbandonStep,
     Action,
     DataDown,
     DataUp,
@@ -79,8 +78,6 @@ from .events import (
     PackFrame,
     PeerDown,
     PeerUp,
-    RunStep,
-    StepDone,
     ToPeer,
 )
 from .job import Job, JobState, make_job, report

@@ -6,6 +6,7 @@ The I/O thread owns all sockets and the core; the compute thread owns the model.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 
@@ -18,20 +19,18 @@ from ..proto.ids import RequestID
 from ..runtime.keys.keyring import KeyRing
 from ..runtime.net.loop import Loop
 from ..runtime.net.sockets import Context, RouterChannel
-from ..runtime.process.compute import ComputeThread
 from ..runtime.process.log import get_logger
-from ..runtime.process.main import EXIT_RESTART, TICK_S
-from ..worker.events import DrainRequested, Exit, Note, Tick, ToRouter
+from ..worker.host import WorkerHost
 from ..worker.membership import Membership
-from ..worker.router_links import RouterLinks, routing_identity
+from ..worker.router_links import routing_identity
 from .config import PrefillWorkerConfig
-from .embed_core import Action, BatchDone, EmbedCore, EmbedLimits, Event, RunBatch
+from .embed_core import BatchDone, EmbedCore, EmbedLimits, RunBatch
 from .endpoint import Endpoint
 
 _log = get_logger()
 
 
-class EmbedShell:
+class EmbedShell(WorkerHost):
     """One prefill worker process that serves an embedding model."""
 
     def __init__(
@@ -44,11 +43,7 @@ class EmbedShell:
         context: Context,
         keys: KeyRing | None = None,
     ) -> None:
-        self._loop = loop
-        self._control = control
-        self._member = member
         self._pipeline = runner.pipeline
-        self._endpoint = Endpoint(member, control, loop)
         times = StepTime()
         _warm_up(runner.pipeline, times)
         limits = EmbedLimits(
@@ -56,79 +51,35 @@ class EmbedShell:
             max_batch=config.max_active,
             max_queue=config.max_queue,
         )
-        self.core = EmbedCore(member, limits, times)
-        self._compute = ComputeThread(loop, self._encode, self._on_result)
-        identity = routing_identity(config.worker_id)
-        self._links = RouterLinks(
-            loop, context, config.routers, identity, self.feed, keys, member.dropped,
-            config.worker_timeout_s,
+        super().__init__(
+            EmbedCore(member, limits, times), config, lambda: self._pipeline.layers_done,
+            control, loop, context, keys, routing_identity(config.worker_id),
         )  # fmt: skip
-        self._drain_grace_s = config.drain_grace_s
-        self.exit_code = 0
+        self._endpoint = Endpoint(member, control, loop)
 
     def start(self) -> None:
         """Start listening and ticking."""
         self._control.attach(self._loop, self._endpoint.hear)
-        self._loop.on_turn_end(self._links.flush)
-        self._tick()
+        super().start()
 
-    def close(self) -> bool:
-        """Stop computing, then close the sockets. Return False if a step still runs."""
-        ended = self._compute.stop()
-        self._links.close()
-        self._control.close()
-        return ended
+    def _perform(self, action: Any) -> None:
+        if isinstance(action, RunBatch):
+            self._compute.submit(action)
+        else:
+            super()._perform(action)
 
-    # ------------------------------------------------------------------ events
-
-    def feed(self, event: Event) -> None:
-        """Pass an event to the core and perform the actions it returns."""
-        for action in self.core.handle(event, self._loop.now()):
-            self._perform(action)
-
-    def _perform(self, action: Action) -> None:
-        match action:
-            case ToRouter(router=router, message=message):
-                self._links.send(router, message)
-            case RunBatch():
-                self._compute.submit(action)
-            case Note(event=name, fields=fields):
-                _log.info(name, **fields)
-            case Exit(reason=reason, restart=restart):
-                self._exit(reason, EXIT_RESTART if restart else 1)
-
-    def drain(self) -> None:
-        """Accept no new work. Exit after the last request or after the grace period."""
-        self.feed(DrainRequested())
-        self._loop.call_later(self._drain_grace_s, lambda: self._exit("grace_over", 0))
-
-    def _encode(self, run: RunBatch) -> BatchDone:
+    def _execute(self, run: RunBatch, /) -> BatchDone:
         """Compute a batch; runs on the compute thread."""
         began = time.perf_counter()
         outputs = self._pipeline.encode(run.batch)
         vectors = {request_id: output.embeddings for request_id, output in outputs.items()}
         return BatchDone(vectors, time.perf_counter() - began)
 
-    def _on_result(self, _run: RunBatch, result: BatchDone | Exception) -> None:
+    def _computed(self, _run: RunBatch, result: BatchDone | Exception, /) -> None:
         if isinstance(result, Exception):
             _log.error("engine.step_failed", error=repr(result))
             result = BatchDone({}, 0.0, f"forward pass: {type(result).__name__}: {result}")
         self.feed(result)
-
-    def _tick(self) -> None:
-        self._control.stats.count_into(self._member.dropped, "endpoint")
-        self.feed(Tick(self._pipeline.layers_done))
-        if self.core.is_drained:
-            self._exit("drained", 0)
-        else:
-            self._loop.call_later(TICK_S, self._tick)
-
-    def _exit(self, reason: str, code: int) -> None:
-        say = _log.error if code else _log.info
-        say("worker.exit", reason=reason)
-        self.exit_code = code
-        self._links.flush()
-        self._loop.stop()
 
 
 def _warm_up(pipeline: EmbeddingsGenerator, times: StepTime) -> None:

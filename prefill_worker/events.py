@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
-from ..engine.scheduling.plan import Int32, StepPlan, StepResult
+from ..engine.scheduling.plan import Int32
 from ..kv_transfer import sender as handoff
 from ..kv_transfer.sender import Key
 from ..proto.wire.messages import Message
 from ..worker.events import (
+    AbandonStep,
     DrainRequested,
     Exit,
     FromRouter,
     Note,
     RouterDown,
     RouterUp,
+    RunStep,
+    StepDone,
     Tick,
     ToRouter,
 )
@@ -75,13 +78,6 @@ class LayersDone:
 
 
 @dataclass(slots=True, frozen=True)
-class StepDone:
-    """The compute thread has finished a step."""
-
-    result: StepResult
-
-
-@dataclass(slots=True, frozen=True)
 class Packed:
     """A frame was packed and sent."""
 
@@ -131,20 +127,6 @@ class PackFrame:
     send: handoff.SendFrame
     block_table: Int32
     shared: bool = False
-
-
-@dataclass(slots=True, frozen=True)
-class RunStep:
-    """Run the plan on the compute thread."""
-
-    plan: StepPlan
-
-
-@dataclass(slots=True, frozen=True)
-class AbandonStep:
-    """End a step whose sequences were all aborted: report :class:`StepDone` early if possible."""
-
-    step: int
 
 
 Event = (

@@ -44,12 +44,15 @@ from ..proto.wire.messages import (
 from ..router.events import FromWorker
 from ..worker.attempts import Key
 from ..worker.events import (
+    AbandonStep,
     DrainRequested,
     Exit,
     Fault,
     FromRouter,
     RouterDown,
     RouterUp,
+    RunStep,
+    StepDone,
     Tick,
     ToRouter,
 )
@@ -376,9 +379,9 @@ class PrefillNode(EngineNode[PrefillCore]):
                 self._disconnect(endpoint)
             case prefill.PackFrame():
                 self._pack(action)
-            case prefill.RunStep(plan=plan):
+            case RunStep(plan=plan):
                 self._run_plan(plan)
-            case prefill.AbandonStep(step=step):
+            case AbandonStep(step=step):
                 self.unwanted.add(step)
             case _:
                 super().perform(action)
@@ -469,7 +472,7 @@ class PrefillNode(EngineNode[PrefillCore]):
             for chunk in plan.chunks:
                 if chunk.stream_layers:
                     self.feed(prefill.LayersDone(chunk.request, 1))
-            self.feed(prefill.StepDone(result))
+            self.feed(StepDone(result))
 
         self.run(plan.num_tokens, finish)
 
@@ -511,9 +514,9 @@ class DecodeNode(EngineNode[DecodeCore]):
                 self._to_peer(peer, message)
             case decode.MapPool(peer=peer, transport=transport):
                 self.feed(decode.PoolMapped(peer, "", transport))
-            case decode.RunStep(plan=plan):
+            case RunStep(plan=plan):
                 self.run(plan.num_tokens, lambda seconds: self._finish(plan, seconds))
-            case decode.AbandonStep(step=step):
+            case AbandonStep(step=step):
                 self.unwanted.add(step)
             case Fault(error=error):
                 raise Violation(f"{self.name}: internal error: {error!r}") from error
@@ -527,7 +530,7 @@ class DecodeNode(EngineNode[DecodeCore]):
             self.cluster.watcher.grants(self)
 
     def _finish(self, plan: StepPlan, seconds: float) -> None:
-        self.feed(decode.StepDone(self.execute(plan, seconds)))
+        self.feed(StepDone(self.execute(plan, seconds)))
 
     def hear(self, node: PrefillNode, identity: bytes, envelope: Envelope) -> None:
         """Handle a control message from a prefill worker."""

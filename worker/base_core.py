@@ -57,8 +57,14 @@ class WorkerCore(ABC):
         self._member = member
         self._drained_said = False
         self._freed_later: list[tuple[Key, float, Sequence[Any]]] = []  # key, abort time, names
+        self.dropped = member.dropped
+        """Messages that this worker could not use, by reason; heartbeats report them."""
 
     # ------------------------------------------------------------------ of the role
+
+    @abstractmethod
+    def handle(self, event: Any, now: float) -> list[Any]:
+        """Handle one event and return the actions to perform, in order."""
 
     @abstractmethod
     def load(self) -> WorkerLoad:

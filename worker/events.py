@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..engine.scheduling.plan import StepPlan, StepResult
 from ..proto.wire.messages import Message
 
 
@@ -53,6 +54,27 @@ class Tick:
 @dataclass(slots=True, frozen=True)
 class DrainRequested:
     """Drain: accept no new requests. Caused by an operator or SIGTERM."""
+
+
+@dataclass(slots=True, frozen=True)
+class StepDone:
+    """The compute thread has finished a step."""
+
+    result: StepResult
+
+
+@dataclass(slots=True, frozen=True)
+class RunStep:
+    """Run the plan on the compute thread."""
+
+    plan: StepPlan
+
+
+@dataclass(slots=True, frozen=True)
+class AbandonStep:
+    """End a step whose sequences were all aborted: report :class:`StepDone` early if possible."""
+
+    step: int
 
 
 @dataclass(slots=True, frozen=True)

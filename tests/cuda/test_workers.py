@@ -112,7 +112,7 @@ class Workers:
                 ignore_eos=True,
             )
             request = bytes([number]) * 16
-            incarnation = self.prefill._member.identity.incarnation
+            incarnation = self.prefill.core._member.identity.incarnation
             assign = Assign(
                 request=request, attempt=1, request_id=f"r{number}", context=context,
                 decode=self.decode._control.endpoint, deadline=60.0,

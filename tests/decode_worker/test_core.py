@@ -9,17 +9,7 @@ import numpy as np
 import pytest
 
 from baton.decode_worker.core import DecodeCore, GrantStore
-from baton.decode_worker.events import (
-    AbandonStep,
-    FrameStored,
-    FromPeer,
-    MapPool,
-    PeerGone,
-    PoolMapped,
-    RunStep,
-    StepDone,
-    ToPeer,
-)
+from baton.decode_worker.events import FrameStored, FromPeer, MapPool, PeerGone, PoolMapped, ToPeer
 from baton.engine.cache.paged_cache import PagedCache
 from baton.engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
 from baton.engine.scheduling.plan import Sampled, StepPlan, StepResult, abandoned_step
@@ -72,12 +62,15 @@ from baton.proto.wire.messages import (
 from baton.proto.wire.proofs import reserve_ticket
 from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from baton.worker.events import (
+    AbandonStep,
     DrainRequested,
     Exit,
     FromRouter,
     Note,
     RouterDown,
     RouterUp,
+    RunStep,
+    StepDone,
     Tick,
     ToRouter,
 )

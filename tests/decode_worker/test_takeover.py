@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from baton.decode_worker.core import DecodeCore, GrantStore
-from baton.decode_worker.events import FromPeer, RunStep, ToPeer
+from baton.decode_worker.events import FromPeer, ToPeer
 from baton.engine.cache.paged_cache import PagedCache
 from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from baton.kv_transfer.receiver import Receiver, ReceiverConfig
@@ -25,7 +25,7 @@ from baton.proto.wire.messages import (
 )
 from baton.proto.wire.proofs import reserve_ticket
 from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
-from baton.worker.events import Fault, FromRouter, RouterUp, ToRouter
+from baton.worker.events import Fault, FromRouter, RouterUp, RunStep, ToRouter
 from baton.worker.membership import Membership, WorkerIdentity
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=4)

@@ -20,7 +20,6 @@ from baton.kv_transfer import sender
 from baton.kv_transfer.sender import Sender, SenderConfig
 from baton.prefill_worker.core import PrefillCore, PrefillLimits
 from baton.prefill_worker.events import (
-    AbandonStep,
     Connect,
     DataDown,
     DataUp,
@@ -32,8 +31,6 @@ from baton.prefill_worker.events import (
     PackFrame,
     PeerDown,
     PeerUp,
-    RunStep,
-    StepDone,
     ToPeer,
 )
 from baton.proto.contexts.outputs import TokenLogProbs
@@ -82,12 +79,15 @@ from baton.proto.wire.messages import (
 )
 from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from baton.worker.events import (
+    AbandonStep,
     DrainRequested,
     Exit,
     FromRouter,
     Note,
     RouterDown,
     RouterUp,
+    RunStep,
+    StepDone,
     Tick,
     ToRouter,
 )

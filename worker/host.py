@@ -1,0 +1,241 @@
+"""One incarnation of a worker process: sockets, clock and threads around its core.
+
+The I/O thread owns all sockets and the core. The compute thread owns the model; it gets steps or
+batches from the core, and their results return to the core as events. Each role derives its shell
+from :class:`WorkerHost`, those that generate text from :class:`TextHost`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ..engine.grammar.constraint import (
+    CompileGrammar,
+    DropGrammar,
+    GrammarCompiler,
+    GrammarDone,
+    as_result,
+)
+from ..engine.loading.loader import Runner
+from ..engine.scheduling.plan import OnLayers, StepPlan, StepResult, failed_step
+from ..kv_transfer.move_thread import MoveThread
+from ..runtime.keys.keyring import KeyRing
+from ..runtime.net.loop import Loop
+from ..runtime.net.sockets import Context, RouterChannel
+from ..runtime.process.compute import ComputeThread
+from ..runtime.process.log import get_logger
+from ..runtime.process.main import EXIT_RESTART, TICK_S
+from ..runtime.process.time_limit import TimeLimited
+from .base_core import WorkerCore
+from .events import (
+    AbandonStep,
+    DrainRequested,
+    Exit,
+    Fault,
+    Note,
+    RunStep,
+    StepDone,
+    Tick,
+    ToRouter,
+)
+from .router_links import RouterLinks
+
+_log = get_logger()
+
+
+class HostConfig(Protocol):
+    """The settings of a worker that its host needs; see the configurations of both roles."""
+
+    @property
+    def routers(self) -> dict[str, str]:
+        """Router name to worker-side address."""
+        ...
+
+    @property
+    def worker_timeout_s(self) -> float:
+        """Seconds after which a silent worker is dead; connections time out within it."""
+        ...
+
+    @property
+    def drain_grace_s(self) -> float:
+        """Seconds that requests may continue after a drain was requested."""
+        ...
+
+
+class WorkerHost(ABC):
+    """A core with its connections to routers, its compute thread and its timers.
+
+    ``control``: the bound control socket; the role attaches it. ``identity``: prefix of the routing
+    identities of this process's connections. ``layers_done()``: layers computed since the start.
+    """
+
+    def __init__(
+        self,
+        core: WorkerCore,
+        config: HostConfig,
+        layers_done: Callable[[], int],
+        control: RouterChannel,
+        loop: Loop,
+        context: Context,
+        keys: KeyRing | None,
+        identity: bytes,
+    ) -> None:
+        self._core = core
+        self._loop = loop
+        self._control = control
+        self._dropped = core.dropped
+        self._layers_done = layers_done
+        self._drain_grace_s = config.drain_grace_s
+        self._compute: ComputeThread[Any, Any] = ComputeThread(loop, self._execute, self._computed)
+        self._links = RouterLinks(
+            loop, context, config.routers, identity, self.feed, keys, core.dropped,
+            config.worker_timeout_s,
+        )  # fmt: skip
+        self.exit_code = 0
+
+    # ------------------------------------------------------------------ of the role
+
+    @abstractmethod
+    def _execute(self, item: Any, /) -> Any:
+        """Compute a step or batch; runs on the compute thread."""
+
+    @abstractmethod
+    def _computed(self, item: Any, result: Any, /) -> None:
+        """Pass the result of :meth:`_execute`, or the exception it raised, to the core."""
+
+    def _perform(self, action: Any) -> None:
+        """Perform an action of the core; each role adds its own."""
+        match action:
+            case Note(event=name, fields=fields):
+                _log.info(name, **fields)
+            case Fault(event=name, error=error, fields=fields):
+                _log.error(name, exc_info=error, **fields)
+            case Exit(reason=reason, restart=restart):
+                self._exit(reason, EXIT_RESTART if restart else 1)
+
+    def _flush(self) -> None:
+        """Send all queued messages; called at the end of each turn of the loop."""
+        self._links.flush()
+
+    # ------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Start the timers; a role also attaches its sockets."""
+        self._loop.on_turn_end(self._flush)
+        self._tick()
+
+    def drain(self) -> None:
+        """Accept no new work. Exit after the last request or after the grace period."""
+        self.feed(DrainRequested())
+        self._loop.call_later(self._drain_grace_s, lambda: self._exit("grace_over", 0))
+
+    def close(self) -> bool:
+        """Stop computing, then close the sockets. Return False if a step still runs."""
+        ended = self._compute.stop()
+        self._links.close()
+        self._control.close()
+        return ended
+
+    def feed(self, event: object) -> None:
+        """Pass an event to the core and perform the actions it returns."""
+        for action in self._core.handle(event, self._loop.now()):
+            if type(action) is ToRouter:
+                self._links.send(action.router, action.message)
+            else:
+                self._perform(action)
+
+    def _tick(self) -> None:
+        self._control.stats.count_into(self._dropped, "endpoint")
+        self.feed(Tick(self._layers_done()))
+        if self._core.is_drained:
+            self._exit("drained", 0)
+        else:
+            self._loop.call_later(TICK_S, self._tick)
+
+    def _exit(self, reason: str, code: int) -> None:
+        say = _log.error if code else _log.info
+        say("worker.exit", reason=reason)
+        self.exit_code = code
+        self._flush()
+        self._loop.stop()
+
+
+class TextHost(WorkerHost):
+    """The host of a worker that generates text: steps of an engine, grammars, moves of KV blocks.
+
+    ``frame_bytes``: usual size of a KV frame, for the buffers of a GPU's transfer stream.
+    """
+
+    def __init__(
+        self,
+        core: WorkerCore,
+        config: HostConfig,
+        runner: Runner,
+        folder: str,
+        frame_bytes: int,
+        control: RouterChannel,
+        loop: Loop,
+        context: Context,
+        keys: KeyRing | None,
+        identity: bytes,
+    ) -> None:
+        self._pipeline = runner.pipeline
+        self._unwanted: set[int] = set()  # aborted steps; the compute thread only reads this set
+        card = runner.card
+        compiler = self._compiler = GrammarCompiler(folder, card.vocab_size, card.eos_token_ids)
+        self._grammars = TimeLimited(
+            loop,
+            lambda wanted: compiler.compile(wanted.task),
+            self._on_grammar,
+            compiler.time_limit,
+            name="grammar",
+        )
+        self._stream = runner.backend.block_stream(runner.pool, frame_bytes)
+        self._moves = MoveThread(loop) if self._stream is not None else None
+        super().__init__(
+            core, config, lambda: self._pipeline.layers_done, control, loop, context, keys, identity
+        )
+
+    def _perform(self, action: Any) -> None:
+        match action:
+            case RunStep(plan=plan):
+                self._compute.submit(plan)
+            case AbandonStep(step=step):
+                self._unwanted.add(step)
+            case CompileGrammar():
+                self._grammars.submit(action)
+            case DropGrammar(key=key):
+                self._drop_grammar(key)
+            case _:
+                super()._perform(action)
+
+    def _execute(self, plan: StepPlan, /) -> StepResult:
+        return self._run_step(plan)
+
+    def _run_step(self, plan: StepPlan, on_layers: OnLayers | None = None) -> StepResult:
+        """Run a step; if the step is aborted meanwhile, it ends early."""
+        return self._pipeline.execute(plan, on_layers, lambda: plan.step in self._unwanted)
+
+    def _computed(self, plan: StepPlan, result: StepResult | Exception, /) -> None:
+        self._unwanted.discard(plan.step)
+        if isinstance(result, Exception):
+            _log.error("engine.step_failed", error=repr(result))
+            result = failed_step(plan, result)
+        self.feed(StepDone(result))
+
+    def _drop_grammar(self, key: tuple[bytes, int]) -> None:
+        self._grammars.drop(lambda wanted: wanted.key == key)
+
+    def _on_grammar(self, wanted: CompileGrammar, answer: object) -> None:
+        self.feed(GrammarDone(wanted.key, as_result(answer)))
+
+    def close(self) -> bool:
+        """Stop all threads, then close the sockets. Return False if a step still runs."""
+        ended = super().close()
+        if self._moves is not None:
+            self._moves.stop()
+        self._grammars.stop()
+        self._compiler.close()
+        return ended
