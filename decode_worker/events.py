@@ -72,14 +72,12 @@ class PoolMapped:
     transport: str
 
 
+HandoffEvent = FromPeer | PeerGone | FrameStored | PoolMapped
 Event = (
     FromRouter
     | RouterUp
     | RouterDown
-    | FromPeer
-    | PeerGone
-    | FrameStored
-    | PoolMapped
+    | HandoffEvent
     | StepDone
     | GrammarDone
     | Tick

@@ -24,8 +24,9 @@ from ..worker.router_links import routing_identity
 from . import events
 from .config import DecodeWorkerConfig
 from .control_socket import ControlSocket, PeerGate
-from .core import DecodeCore, GrantStore
+from .core import DecodeCore
 from .data_socket import DataSocket
+from .handoffs import GrantStore
 
 FRAME_BYTES = 2 << 20
 """Initial size of the buffers for frames into a GPU, in bytes: the senders' default frame size."""

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..decode_worker import events as decode
-from ..decode_worker.core import DecodeCore, GrantStore
+from ..decode_worker.core import DecodeCore
+from ..decode_worker.handoffs import GrantStore
 from ..engine.cache.paged_cache import PagedCache
 from ..engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
 from ..engine.kernels.reference import NumpyBackend

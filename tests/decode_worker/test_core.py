@@ -8,8 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.decode_worker.core import DecodeCore, GrantStore
+from baton.decode_worker.core import DecodeCore
 from baton.decode_worker.events import FrameStored, FromPeer, MapPool, PeerGone, PoolMapped, ToPeer
+from baton.decode_worker.handoffs import GrantStore
 from baton.engine.cache.paged_cache import PagedCache
 from baton.engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
 from baton.engine.scheduling.plan import Sampled, StepPlan, StepResult, abandoned_step
@@ -500,11 +501,11 @@ def test_steps_that_nobody_waits_for_are_abandoned_and_teach_nothing(bench):
     bench.hear(Abort(request=OTHER, attempt=1))
     abandoned = [each.step for each in bench.other if isinstance(each, AbandonStep)]
     assert abandoned == two
-    known = bench.core._times.predict(2)
+    known = bench.core._steps._times.predict(2)
     for plan in bench.plans:
         bench.feed(StepDone(abandoned_step(plan, 1e-6)))
     assert bench.cache.pool.used == 0
-    assert bench.core._times.predict(2) == known
+    assert bench.core._steps._times.predict(2) == known
 
 
 def test_abort_of_an_unknown_request_is_answered_and_remembered(bench):

@@ -6,8 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.decode_worker.core import DecodeCore, GrantStore
+from baton.decode_worker.core import DecodeCore
 from baton.decode_worker.events import FromPeer, ToPeer
+from baton.decode_worker.handoffs import GrantStore
 from baton.engine.cache.paged_cache import PagedCache
 from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from baton.kv_transfer.receiver import Receiver, ReceiverConfig

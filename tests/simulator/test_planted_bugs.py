@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from baton.client.routers import Routers
-from baton.decode_worker.core import DecodeCore, GrantStore
+from baton.decode_worker.core import DecodeCore
 from baton.decode_worker.grammars import Grammars
+from baton.decode_worker.handoffs import GrantStore
 from baton.engine.scheduling.admission import Admission
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.kv_transfer import receiver
@@ -139,10 +140,10 @@ def abort_frees_twice(monkeypatch):
 
 
 def abort_frees_nothing(monkeypatch):
-    def stop(self, live):
-        del self._live[live.key]
-        self._by_sequence.pop(live.sequence.request, None)
-        self.receiver.close(*live.key)
+    def stop(self, job):
+        del self._jobs[job.key]
+        self._by_sequence.pop(job.sequence.request, None)
+        self.receiver.close(*job.key)
 
     monkeypatch.setattr(DecodeCore, "_stop", stop)
 

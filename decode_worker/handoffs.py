@@ -1,0 +1,242 @@
+"""The conversation of a decode worker with prefill workers, from Open to the end of a grant.
+
+Invariants: only an attempt that a router assigned to the sender, for handoff to this worker,
+reserves blocks or releases them; while draining, nothing new is reserved; both sides agree on
+version, model and transport before blocks are reserved. Pure: the receiver has the state of the
+grants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..engine.cache.paged_cache import Allocation, PagedCache
+from ..engine.grammar.constraint import GrammarTask
+from ..engine.scheduling.scheduler import Scheduler
+from ..kv_transfer.receiver import Output as Received
+from ..kv_transfer.receiver import Receiver
+from ..proto.errors import VersionMismatch
+from ..proto.limits import PROTOCOL_VERSION
+from ..proto.wire.messages import (
+    DEVICE,
+    SHARED,
+    STREAMED,
+    Aborted,
+    Busy,
+    Commit,
+    Fence,
+    Message,
+    Open,
+    Opened,
+    OpenRefused,
+    Ping,
+    Pong,
+    Probe,
+    ProbeReply,
+    Rejected,
+    Release,
+    Released,
+    Reserve,
+)
+from ..proto.wire.versions import check_version
+from ..worker.events import Note
+from ..worker.membership import Membership
+from .events import (
+    Action,
+    FrameStored,
+    FromPeer,
+    HandoffEvent,
+    MapPool,
+    PeerGone,
+    PoolMapped,
+    ToPeer,
+)
+from .grammars import Grammars
+
+Output = Received[Allocation] | Action
+"""The receiver's outputs are for the core, actions for the shell."""
+
+
+class GrantStore:
+    """The receiver's view of the paged cache.
+
+    A handoff delivers the KV of all its tokens, including the prompt's last block. The cache
+    reserves one token more: the token whose KV this worker computes first.
+    """
+
+    def __init__(self, cache: PagedCache, scheduler: Scheduler) -> None:
+        self._cache = cache
+        self._scheduler = scheduler
+
+    def reserve(self, hashes: Sequence[bytes], num_tokens: int, growth: int) -> Allocation | None:
+        """Reserve blocks for the tokens and their growth, or return None.
+
+        Preempted requests wait for blocks too and come first: their need is added.
+        """
+        wanted = self._cache.blocks_for(num_tokens + growth) + self._scheduler.blocks_wanted
+        if self._scheduler.blocks_wanted and wanted > self._cache.pool.available:
+            return None
+        return self._cache.reserve(hashes, num_tokens + 1, max(0, growth - 1))
+
+    def free(self, allocation: Allocation) -> None:
+        """Free blocks that this worker has not computed on. Cached blocks stay cached."""
+        self._cache.free(allocation)
+
+
+class Handoffs:
+    """Answers prefill workers; passes what concerns grants to the receiver.
+
+    ``data_endpoint``: address for KV frames. ``max_frame_bytes``: largest frame accepted there.
+    """
+
+    def __init__(
+        self,
+        member: Membership,
+        receiver: Receiver[Allocation],
+        grammars: Grammars,
+        data_endpoint: str,
+        max_frame_bytes: int,
+    ) -> None:
+        self._member = member
+        self._receiver = receiver
+        self._grammars = grammars
+        self._data_endpoint = data_endpoint
+        self._max_frame_bytes = max_frame_bytes
+
+    def handle(self, event: HandoffEvent, now: float) -> list[Output]:
+        """Handle an event of a prefill worker's connection."""
+        match event:
+            case FromPeer(peer=peer, message=message):
+                self._receiver.peer_heard(peer, now)
+                return self._hear(peer, message, now)
+            case PeerGone(peer=peer):
+                self._receiver.peer_gone(peer, now)
+                return []
+            case FrameStored():
+                return self._stored(event, now)
+            case PoolMapped():
+                return self._mapped(event)
+
+    def _hear(self, peer: bytes, message: Message, now: float) -> list[Output]:
+        receiver = self._receiver
+        match message:
+            case Reserve():
+                return self._reserve(peer, message, now)
+            case Commit():
+                return [*receiver.on_commit(peer, message, now)]
+            case Release():
+                if not self._invited(message) and not self._owns(message):
+                    # The sender has no grant for this attempt, and must not end another's.
+                    gone = Released(request=message.request, attempt=message.attempt)
+                    return [ToPeer(peer, gone)]
+                return [*receiver.on_release(peer, message, now)]
+            case Fence():
+                return [*receiver.on_fence(message)]
+            case Open():
+                return [self._open(peer, message)]
+            case Probe(nonce=nonce):
+                return [ToPeer(peer, self._probe(nonce))]
+            case Ping(nonce=nonce):
+                return [ToPeer(peer, Pong(nonce=nonce))]
+            case _:
+                return []
+
+    # ------------------------------------------------------------------ grants
+
+    def _reserve(self, peer: bytes, message: Reserve, now: float) -> list[Output]:
+        if not self._invited(message):
+            return [ToPeer(peer, self._uninvited(message))]
+        if self._member.draining and not self._receiver.holds(message):
+            return [ToPeer(peer, _busy(message, "draining"))]
+        return [*self._receiver.on_reserve(peer, message, now), *self._prepare(message)]
+
+    def _invited(self, message: Reserve | Release) -> bool:
+        """True if a router assigned this attempt to the sender, for handoff to this worker."""
+        key = (message.request, message.attempt)
+        return self._member.invited(*key, message.incarnation, message.ticket)
+
+    def _uninvited(self, message: Reserve) -> Message:
+        """Return the answer to a Reserve without a valid ticket; nothing is reserved.
+
+        Aborted makes an honest sender return the attempt to its router. The ticket may be for an
+        earlier incarnation of this worker, which has been restarted since.
+        """
+        if not self._member.can_check:
+            return _busy(message, "this worker is not registered with a router yet")
+        self._member.dropped["peer_uninvited"] += 1
+        return Aborted(request=message.request, attempt=message.attempt)
+
+    def _owns(self, message: Release) -> bool:
+        """True if the sender has a live grant for the attempt."""
+        owner = self._receiver.owner_of_attempt(message.request, message.attempt)
+        return owner is not None and owner == message.incarnation
+
+    def _prepare(self, message: Reserve) -> list[Action]:
+        """Compile the request's grammar while its KV is computed and transferred."""
+        spec = message.grammar
+        if spec is None or not self._receiver.holds(message):
+            return []
+        task = GrammarTask(spec.schema, frozenset(spec.eos), tuple(spec.emitted))
+        return list(self._grammars.want((message.request, message.attempt), task))
+
+    def _stored(self, event: FrameStored, now: float) -> list[Output]:
+        outputs = self._receiver.on_frame(event.frame, intact=event.intact, now=now)
+        if event.intact:
+            return [*outputs]
+        return [Note("handoff.frame_damaged", {"frame": event.frame.index}), *outputs]
+
+    # ------------------------------------------------------------------ links
+
+    def _open(self, peer: bytes, message: Open) -> Action:
+        refusal = self._refusal(message)
+        if refusal is not None:
+            return ToPeer(peer, refusal)
+        self._receiver.peer_moved(message.incarnation, peer)
+        if message.pool is not None and SHARED in message.transports:
+            return MapPool(peer, message.incarnation, message.pool, SHARED)
+        if message.device_pool is not None and DEVICE in message.transports:
+            return MapPool(peer, message.incarnation, message.device_pool, DEVICE)
+        return ToPeer(peer, self._opened(STREAMED))
+
+    def _mapped(self, event: PoolMapped) -> list[Output]:
+        if event.failure:
+            note = Note("handoff.not_shared", {"reason": event.failure})
+            return [note, ToPeer(event.peer, self._opened(STREAMED))]
+        return [ToPeer(event.peer, self._opened(event.transport))]
+
+    def _refusal(self, message: Open) -> Message | None:
+        try:
+            check_version(message.version, f"worker {message.worker}")
+        except VersionMismatch as error:
+            return Rejected(code=error.code, message=str(error))
+        mismatch = self._member.identity.model.mismatch(message.model)
+        if mismatch:
+            field, ours, theirs = mismatch
+            return OpenRefused(field=field, ours=ours, theirs=theirs)
+        if STREAMED not in message.transports:
+            theirs = ",".join(message.transports)
+            return OpenRefused(field="transports", ours=STREAMED, theirs=theirs)
+        return None
+
+    def _opened(self, transport: str) -> Opened:
+        return Opened(
+            worker=self._member.identity.worker,
+            incarnation=self._member.identity.incarnation,
+            transport=transport,
+            data_endpoint=self._data_endpoint,
+            max_frame_bytes=self._max_frame_bytes,
+        )
+
+    def _probe(self, nonce: int) -> ProbeReply:
+        me = self._member.identity
+        return ProbeReply(
+            nonce=nonce,
+            version=PROTOCOL_VERSION,
+            worker=me.worker,
+            role=me.role,
+            incarnation=me.incarnation,
+        )
+
+
+def _busy(message: Reserve, reason: str) -> Busy:
+    return Busy(request=message.request, attempt=message.attempt, reason=reason, retry_after=0.2)

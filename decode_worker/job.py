@@ -1,0 +1,115 @@
+"""One attempt of a request on a decode worker, and the messages that report it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from ..engine.cache.paged_cache import Allocation
+from ..engine.grammar.constraint import GrammarTask
+from ..engine.models.registry import read_context
+from ..engine.scheduling.sequence import Sequence
+from ..kv_transfer.receiver import Handover
+from ..proto.contexts.outputs import TokenLogProbs
+from ..proto.contexts.text import TextContext
+from ..proto.errors import HandoffFailed
+from ..proto.hashing import cache_salt
+from ..proto.ids import RequestID
+from ..proto.layout import ModelCard
+from ..proto.requests import check_continued
+from ..proto.wire.messages import Commit, RequestState, Terminal, TokenRun
+from ..worker.attempts import Key
+from ..worker.token_replay import LOGPROBS_KEPT
+
+
+@dataclass(slots=True)
+class Job:
+    """One attempt of a request, from its Commit to its end on this worker."""
+
+    key: Key
+    router: str
+    commit: Commit
+    context: TextContext
+    sequence: Sequence
+    deadline: float
+    prompt_length: int
+    logprobs: deque[TokenLogProbs]  # of the newest tokens, if the client requested them
+    grammar: GrammarTask | None = None  # still compiling; the engine does not have the request yet
+
+    def known_tokens(self, position: int) -> list[int]:
+        """Return the tokens from ``position`` on, without a placeholder for the next token."""
+        tokens: list[int] = self.context.tokens.all[position : self.sequence.num_tokens].tolist()
+        return tokens
+
+    def newest_token(self) -> TokenRun:
+        """Return the run of the newest token in the Commit; prefill's message may be lost."""
+        tokens, newest = self.context.tokens, list(self.logprobs) or None
+        return TokenRun(*self.key, len(tokens) - 1, [tokens[-1]], newest)
+
+    def held(self) -> RequestState:
+        """Return the state that Hello reports to routers."""
+        tokens = self.sequence.num_tokens
+        return RequestState(*self.key, tokens, self.prompt_length, router=self.router)
+
+    def terminal(
+        self,
+        worker: str,
+        *,
+        status: str | None = None,
+        code: str | None = None,
+        message: str = "",
+        retry_after: float | None = None,
+    ) -> Terminal:
+        """Return the terminal for a request that ends on this worker."""
+        return Terminal(
+            request=self.key[0],
+            attempt=self.key[1],
+            position=self.sequence.num_tokens,
+            status=status,
+            code=code,
+            message=message,
+            retry_after=retry_after,
+            request_id=self.commit.request_id,
+            cached_tokens=max(self.commit.cached_tokens, self.sequence.cached_tokens),
+            prefill=self.commit.prefill,
+            decode=worker,
+        )
+
+
+def make_job(handover: Handover[Allocation], card: ModelCard, now: float) -> Job:
+    """Return the job of a committed request; its KV is computed up to its newest token.
+
+    Raises HandoffFailed if the context of the Commit is invalid.
+    """
+    commit = handover.commit
+    key = (commit.request, commit.attempt)
+    context = _read_context(commit, card)
+    sequence = Sequence(
+        key[0] + key[1].to_bytes(8, "little"),
+        context,
+        block_size=card.layout.block_size,
+        salt=cache_salt(card.fingerprint, commit.context.cache_salt),
+        arrival=now,
+    )
+    sequence.allocation = handover.allocation
+    sequence.cached_tokens = handover.cached_tokens
+    sequence.num_computed_tokens = sequence.num_tokens - 1
+    return Job(
+        key,
+        commit.router,
+        commit,
+        context,
+        sequence,
+        now + commit.deadline,
+        context.prompt_length,
+        deque(context.newest_log_probabilities(), maxlen=LOGPROBS_KEPT),
+    )
+
+
+def _read_context(commit: Commit, card: ModelCard) -> TextContext:
+    try:
+        request_id = RequestID(commit.request_id)
+        check_continued(commit.context, card)
+        return read_context(card.architecture, commit.context, request_id)
+    except ValueError as error:
+        raise HandoffFailed(str(error)) from error
