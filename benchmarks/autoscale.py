@@ -13,9 +13,20 @@ import json
 from dataclasses import asdict
 
 from .replay.cases import GOAL, SLOS, VARIATIONS, Variation, case
-from .replay.compare import Row, at_once, equal_cost, first_pools, policy, row
 from .replay.oracle import Case, smallest
-from .replay.oracles import FILE, KINDS, find, goal, stored
+from .replay.rivals import (
+    FILE,
+    KINDS,
+    Row,
+    at_once,
+    equal_cost,
+    find,
+    first_pools,
+    goal,
+    policy,
+    row,
+    stored,
+)
 
 COST = 1.3
 """Times the oracle's worker-hours that the policy may take."""

@@ -25,10 +25,9 @@ from ..proto.layout import ModelCard
 from ..proto.wire.messages import FinalAck, Submit, Terminal, Tokens
 from ..proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from ..runtime.process.os_settings import limit_blas_threads
-from .cancel import Peer, served_card
 from .checkpoints import SHAPES, write_checkpoint
 from .scratch import scratch_folder
-from .served import Served
+from .served import Peer, Served, served_card
 
 PROMPT = 256
 BURST, OVERLOAD, LIMIT = 24, 2.0, 8.0

@@ -23,7 +23,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, cast
@@ -31,15 +31,11 @@ from typing import IO, cast
 import numpy as np
 import zmq
 
-from ..client import Client
 from ..proto.ids import request_key
 from ..proto.layout import ModelCard
-from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
 from ..proto.wire.messages import (
     Cancel,
     FinalAck,
-    Message,
-    RouterToClient,
     Submit,
     Terminal,
     Tokens,
@@ -48,7 +44,7 @@ from ..proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from ..runtime.process.os_settings import limit_blas_threads
 from .checkpoints import SHAPES, write_checkpoint
 from .scratch import scratch_folder
-from .served import Served
+from .served import Peer, Served, served_card
 
 BAR_MS = 100
 WIDTH = 16
@@ -57,33 +53,6 @@ DOOMED = 8
 SETTLE_S = 30.0
 EMBEDDED = "embedded"
 RANDOM = [f"{shape}-{dtype}" for shape in SHAPES for dtype in ("F32", "BF16")]
-
-
-class Peer:
-    """One client's connection."""
-
-    def __init__(self, address: str, name: str) -> None:
-        self.identity = name.encode()
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.IDENTITY, self.identity)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(address)
-        self._decoder = EnvelopeDecoder[Message](RouterToClient)
-        self._encoder = EnvelopeEncoder()
-
-    def say(self, *messages: Message) -> None:
-        """Send at once."""
-        self.socket.send_multipart(self._encoder.encode(messages))
-
-    def read(self) -> Iterator[Message]:
-        """All messages that have arrived."""
-        while True:
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            yield from self._decoder.decode(frames)
 
 
 @dataclass
@@ -360,12 +329,6 @@ def storm(served: Served, card: ModelCard, count: int) -> bool:
     others.begin(WIDTH)
     pump(cancelled, others)
     return show("storm", settled(served.log, cancelled.sent), others.gaps)
-
-
-def served_card(address: str) -> ModelCard:
-    """What the cluster serves."""
-    with Client(address) as client:
-        return client.describe().card
 
 
 def measure(model: Path | None, scratch: Path, options: argparse.Namespace) -> bool:

@@ -6,11 +6,17 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
+import zmq
+
 from ..client import Client
 from ..proto.errors import BatonError
+from ..proto.layout import ModelCard
+from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from ..proto.wire.messages import Message, RouterToClient
 from ..runtime.process.os_settings import die_with_parent
 
 READY_S = 120.0
@@ -85,3 +91,36 @@ class Served:
             time.sleep(0.1)
         client.close()
         raise RuntimeError(f"the cluster did not become ready: {self.log.read_text()[-500:]}")
+
+
+def served_card(address: str) -> ModelCard:
+    """What the cluster serves."""
+    with Client(address) as client:
+        return client.describe().card
+
+
+class Peer:
+    """One client's connection, without the client's core: it sends and reads messages."""
+
+    def __init__(self, address: str, name: str) -> None:
+        self.identity = name.encode()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.IDENTITY, self.identity)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address)
+        self._decoder = EnvelopeDecoder[Message](RouterToClient)
+        self._encoder = EnvelopeEncoder()
+
+    def say(self, *messages: Message) -> None:
+        """Send at once."""
+        self.socket.send_multipart(self._encoder.encode(messages))
+
+    def read(self) -> Iterator[Message]:
+        """All messages that have arrived."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield from self._decoder.decode(frames)

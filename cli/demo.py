@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from ..client import Client
 from ..deploy.config import ServeSettings
@@ -16,7 +19,6 @@ from ..deploy.report import HandoffRecord
 from ..proto.errors import BatonError, InternalError
 from ..proto.sampling import SamplingParamsInput
 from .cluster import parsed
-from .demo_kill import show_kill
 from .serve import run_cluster
 
 QUESTIONS = (
@@ -27,6 +29,14 @@ QUESTIONS = (
 )
 
 REPORT_TIMEOUT = 5.0
+KILL_QUESTION = "Tell me a story about a fox."
+KILL_TOKENS = 1200
+"""Long enough for a kill in mid-stream at 2,000 tokens/s, and within the model's 2,048 tokens."""
+KILL_AFTER = 200
+KILL_SAMPLING = SamplingParamsInput(
+    temperature=0.8, seed=7, max_new_tokens=KILL_TOKENS, ignore_eos=True
+)
+SHOWN_CHARS = 72
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -71,7 +81,7 @@ class _Asker(threading.Thread):
             with Client(self._cluster.plan.address) as client:
                 for question in self._questions:
                     show(client, question)
-                show_kill(client, wait_handoff)
+                show_kill(client)
             self.done = True
         except (BatonError, OSError) as problem:  # OSError: the reader closed the output pipe
             self._problem = problem
@@ -148,4 +158,98 @@ def describe(prefill: str, decode: str, handoff: HandoffRecord) -> str:
         f"{prefill} read the prompt, handed {mebibytes(handoff.bytes_received)} of KV cache "
         f"({handoff.blocks} blocks, {handoff.milliseconds:.1f} ms, {handoff.transport}) "
         f"to {decode}, which wrote the answer"
+    )
+
+
+# --------------------------------------------------------------------------- the killed worker
+
+
+@dataclass(slots=True)
+class Answer:
+    """Tokens and text of one answer.
+
+    ``decode``: the decode worker of the last tokens. ``gap``: longest gap between two outputs in
+    seconds, after the kill.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    decode: str = ""
+    gap: float = 0.0
+
+
+def show_kill(client: Client) -> None:
+    """Print the answers to one request without and with a kill of the decode worker.
+
+    Raises InternalError if their tokens differ.
+    """
+    print(
+        f"\n> {KILL_QUESTION}\n  ({KILL_TOKENS} tokens, sampled with a seed; sent twice, and the "
+        "second time the decode worker is killed)",
+        flush=True,
+    )
+    expected = _answer(client)
+    print(
+        f"  undisturbed  {len(expected.tokens)} tokens from {expected.decode}: "
+        f'"{expected.text[:SHOWN_CHARS]}..."',
+        flush=True,
+    )
+    victims: list[str] = []
+    handoffs = parsed(client.status(handoffs=0)).handoffs.count
+
+    def kill(received: int) -> None:
+        victim = wait_handoff(client, handoffs).decode
+        pid = _pid(client, victim)
+        os.kill(pid, signal.SIGKILL)
+        victims.append(victim)
+        print(f"  {received} tokens  SIGKILL to {victim}, pid {pid}", flush=True)
+
+    actual = _answer(client, kill)
+    if victims == [actual.decode]:
+        raise InternalError("the answer ended before its decode worker was killed")
+    print(
+        f"  {len(actual.tokens)} tokens  completed by {actual.decode}; "
+        f"longest pause {actual.gap * 1000:.0f} ms\n"
+        f"  {compare(expected.tokens, actual.tokens)}",
+        flush=True,
+    )
+
+
+def _answer(client: Client, kill: Callable[[int], None] | None = None) -> Answer:
+    """Send the request and return its answer.
+
+    ``kill(received)`` is called once, after :data:`KILL_AFTER` tokens.
+    """
+    answer = Answer()
+    last = 0.0
+    for output in client.chat([{"role": "user", "content": KILL_QUESTION}], KILL_SAMPLING):
+        now = time.monotonic()
+        answer.gap = max(answer.gap, now - last if last else 0.0)
+        last = now
+        answer.tokens += output.tokens
+        answer.text += output.text or ""
+        answer.decode = output.decode
+        if kill is not None and len(answer.tokens) >= KILL_AFTER:
+            kill(len(answer.tokens))
+            kill, answer.gap, last = None, 0.0, time.monotonic()
+    return answer
+
+
+def _pid(client: Client, worker: str) -> int:
+    """Return the worker's pid. Raises InternalError without one: kill(0) would hit this process."""
+    for report in parsed(client.status(handoffs=0)).workers:
+        if report.id == worker and report.pid > 0:
+            return report.pid
+    raise InternalError(f"the router reports no process id for {worker}")
+
+
+def compare(expected: list[int], actual: list[int]) -> str:
+    """Return a sentence for equal answers. Raises InternalError for different answers."""
+    if expected == actual:
+        return f"all {len(actual)} tokens equal those of the undisturbed answer"
+    pairs = zip(expected, actual, strict=False)
+    same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(actual)))
+    raise InternalError(
+        f"the answer differs from the undisturbed one after {same} tokens: "
+        f"{len(actual)} tokens instead of {len(expected)}"
     )

@@ -164,12 +164,46 @@ def _transformers(stage: Stage, folder: Path) -> Line:
     what = "transformers, compiled, static cache, 1 x 128"
     if not has_torch():
         return skipped(what, "torch is not installed")
-    from .peer_transformers import decode_times
 
     context, steps = stage.size(128, 16), stage.size(40, 2)
     try:
-        timing = Timing.of(decode_times(folder, context, steps, gpu=stage.cupy is not None))
+        timing = Timing.of(_transformers_times(folder, context, steps, gpu=stage.cupy is not None))
     except Exception as error:
         return skipped(what, f"{type(error).__name__}: {str(error)[:160]}")
     rate = 1 / timing.median
     return Line(what, f"{rate:.0f} tok/s, step {timing.text}", figures={"tokens_per_s": rate})
+
+
+def _transformers_times(folder: Path, context: int, steps: int, *, gpu: bool) -> list[float]:
+    """Seconds of each decode step after ``context`` tokens, from a token to the next.
+
+    transformers at its fastest for one stream: compiled, with a static cache.
+    """
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    where = "cuda" if gpu else "cpu"
+    kind: Any = torch.bfloat16
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model: Any = load(folder, dtype=kind).to(where).eval()
+    warm = 8
+    cache = transformers.StaticCache(config=model.config, max_cache_len=context + steps + warm + 1)
+    compiled: Any = torch.compile(model, mode="reduce-overhead" if gpu else "default")
+    ids = torch.randint(4, model.config.vocab_size, (1, context), device=where)
+    times = []
+    with torch.inference_mode():
+        out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        token = out.logits[:, -1:].argmax(-1)
+        for step in range(steps + warm):
+            began = time.perf_counter()
+            if gpu:
+                torch.compiler.cudagraph_mark_step_begin()
+            out = compiled(
+                input_ids=token, past_key_values=cache, use_cache=True,
+                position_ids=torch.tensor([[context + step]], device=where),
+            )  # fmt: skip
+            token = out.logits[:, -1:].argmax(-1).clone()
+            token.item()
+            times.append(time.perf_counter() - began)
+    return times[warm:]

@@ -8,6 +8,8 @@ values give the cut, and ids decide only between values equal to the cut.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -16,7 +18,6 @@ import numpy.typing as npt
 from ...proto.contexts.outputs import TokenLogProbs
 from ...proto.errors import InternalError
 from ...proto.sampling import SamplingParams
-from ..kernels.draw import draw
 from ..scheduling.plan import Bools, SampleSpec
 from .philox import uniform
 
@@ -25,6 +26,17 @@ Ids = npt.NDArray[np.intp]
 
 _BLOCK = 128
 _PIECE = 64
+
+
+def _load_compiled() -> Callable[[F32, float, float, float], int] | None:
+    try:
+        from ..kernels import _cpu
+    except ImportError:
+        return None
+    return partial(_cpu.draw, _cpu.instruction_sets()[0][0])
+
+
+_compiled = _load_compiled()
 
 
 def sample(logits: F32, spec: SampleSpec) -> tuple[int, TokenLogProbs | None]:
@@ -108,7 +120,7 @@ def _draw(logits: F32, spec: SampleSpec) -> int:
         ids = _largest(scaled, params.top_k)
         scaled = scaled[ids]
     weights, share = np.exp(scaled), uniform(params.seed, spec.position)
-    index = draw(weights, params.top_p, params.min_p, share)
+    index = compiled_draw(weights, params.top_p, params.min_p, share)
     if index is None:
         index = _choose(weights, params, share)
     return index if ids is None else int(ids[index])
@@ -120,6 +132,18 @@ def _choose(weights: F32, params: SamplingParams, share: float) -> int:
     if keep is None:
         return _invert(weights, share)
     return int(keep[_invert(weights[keep], share)])
+
+
+def compiled_draw(weights: F32, top_p: float, min_p: float, uniform: float) -> int | None:
+    """Return the index drawn from ``weights[n]`` (>= 0, contiguous) after top-p and min-p.
+
+    The index equals that of the NumPy form. Returns None if rounding could decide a filter, or
+    without compiled kernels.
+    """
+    if _compiled is None:
+        return None
+    index = _compiled(weights, top_p, min_p, uniform)
+    return index if index >= 0 else None
 
 
 def _filtered(weights: F32, params: SamplingParams) -> Ids | None:

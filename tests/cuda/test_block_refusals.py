@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from baton.engine.kernels.cuda import blocks
+from baton.engine.kernels.cuda.blocks import divisor
 from baton.engine.kernels.cuda.device import Device
-from baton.engine.kernels.cuda.geometry import divisor
 from baton.engine.kernels.cuda.payload import PayloadLayout
 
 

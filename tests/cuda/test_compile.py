@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from baton.engine.kernels.cuda.sources import cuda_source
+from baton.engine.kernels.cuda.cupy_device import cuda_source
 
 from .gates import COPY_16, DEFAULT_TARGET, FORBIDDEN, GATES, TARGETS, TENSOR
 from .host.builder import CSRC, HERE

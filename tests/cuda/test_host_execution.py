@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.engine.kernels.cuda.cupy_device import CupyDevice
+from baton.engine.kernels.cuda.cupy_device import CupyDevice, cuda_source
 from baton.engine.kernels.cuda.device import Kernel
-from baton.engine.kernels.cuda.sources import cuda_source
 
 from .conftest import devices, in_order
 from .host_device import VARIANT, HostDevice, LaunchFailed

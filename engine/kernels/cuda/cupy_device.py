@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import importlib.util
+import re
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.resources import files
 from typing import Any, cast
 
 import numpy as np
@@ -14,14 +18,17 @@ import numpy.typing as npt
 from ....proto.errors import ConfigError
 from .cublas import WORKSPACE_BYTES, Cublas, find_library
 from .device import Argument, Array, DeviceArray, Event, Kernel
-from .driver import check_allocation
-from .sources import cuda_source
 
 _PLAIN_SHARED_BYTES = 48 * 1024
 _PIECE = 2 << 20
 _OPTIONS = ("-std=c++17",)
 INSTALL_CUPY = "pip install 'cupy-cuda13x[ctk]'"
 """The extra ``ctk`` includes NVRTC, which compiles the kernels."""
+_INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
+_ONCE = "#pragma once\n"
+_LIBRARY = "libcuda.so.1"
+AddressRange = Callable[[int], tuple[int, int]]
+"""Returns start and size of the allocation at a device address; raises OSError if none exists."""
 
 
 def cupy_is_installed() -> bool:
@@ -36,6 +43,31 @@ def cuda_is_available() -> bool:
     import cupy  # pyright: ignore[reportMissingImports]
 
     return bool(cupy.cuda.is_available())
+
+
+@cache
+def cuda_source(name: str) -> str:
+    """Return ``csrc/name`` for the compiler, with its headers inserted, each once.
+
+    CuPy's cache of compiled kernels is keyed by the source alone, so a changed header outside of it
+    would go unnoticed. Line numbers in messages are those of the files.
+    """
+    return _inline(name, set())
+
+
+def _inline(name: str, seen: set[str]) -> str:
+    text = files("baton.engine.kernels").joinpath("csrc", name).read_text("utf-8")
+    parts, end = [f'#line 1 "{name}"\n'], 0
+    for match in _INCLUDE.finditer(text):
+        parts.append(text[end : match.start()])
+        end = match.end() + 1
+        if match[1] not in seen:
+            seen.add(match[1])
+            parts.append(_inline(match[1], seen))
+        line = text.count("\n", 0, end) + 1
+        parts.append(f'#line {line} "{name}"\n')
+    parts.append(text[end:])
+    return "".join(parts).replace(_ONCE, "\n")
 
 
 class CupyGraph:
@@ -360,3 +392,29 @@ def _as_passed(argument: Argument) -> Any:
     if argument is None:
         return np.uint64(0)
     return np.array([argument]) if isinstance(argument, np.void) else argument
+
+
+def address_range(pointer: int) -> tuple[int, int]:
+    """Ask the driver (cuMemGetAddressRange); the calling thread needs a current context.
+
+    CuPy has no function for this.
+    """
+    query = ctypes.CDLL(_LIBRARY).cuMemGetAddressRange_v2
+    query.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64]
+    start, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+    failure = query(ctypes.byref(start), ctypes.byref(nbytes), pointer)
+    if failure:
+        raise OSError(f"no CUDA allocation at this address: error {failure}")
+    return start.value, nbytes.value
+
+
+def check_allocation(pointer: int, needed: int, ask: AddressRange = address_range) -> None:
+    """Raise ValueError unless ``needed`` bytes from ``pointer`` lie in one allocation.
+
+    The size comes from another process and is not trusted: a read past the end would kill this
+    process. Raises OSError if the driver does not know the allocation.
+    """
+    start, nbytes = ask(pointer)
+    room = start + nbytes - pointer
+    if needed > room:
+        raise ValueError(f"the allocation has {room} bytes, its ticket says {needed}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from baton.engine.kernels import draw as module
+from baton.engine.sampling import sampler as module
 from baton.engine.sampling.sampler import _choose
 from baton.proto.sampling import SamplingParams
 
@@ -69,5 +69,5 @@ def test_bad_arguments_raise(compiled_draw):
 
 
 def test_without_compiled_kernels_the_answer_is_none(monkeypatch):
-    monkeypatch.setattr(module, "_draw", None)
-    assert module.draw(np.ones(4, np.float32), 1.0, 0.0, 0.5) is None
+    monkeypatch.setattr(module, "_compiled", None)
+    assert module.compiled_draw(np.ones(4, np.float32), 1.0, 0.0, 0.5) is None
