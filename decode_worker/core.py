@@ -34,7 +34,7 @@ from ..proto.wire.messages import (
     Tokens,
     WorkerLoad,
 )
-from ..runtime.keyed_heap import Agenda
+from ..runtime.tables import KeyedHeap
 from ..worker.attempts import Attempts, Key
 from ..worker.base_core import Handler, WorkerCore
 from ..worker.events import Fault, StepDone, Tick, ToRouter
@@ -73,7 +73,7 @@ class DecodeCore(WorkerCore):
         self._scheduler = scheduler
         self._card = member.identity.model
         self._jobs: Attempts[Job] = Attempts()
-        self._deadlines: Agenda[Key] = Agenda()
+        self._deadlines: KeyedHeap[Key] = KeyedHeap()
         self._by_sequence: dict[bytes, Job] = {}
         self._grammars = Grammars()
         self._handoffs = Handoffs(member, receiver, self._grammars, data_endpoint, max_frame_bytes)

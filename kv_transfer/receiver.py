@@ -47,7 +47,7 @@ from ..proto.wire.messages import (
     Revoke,
     Stale,
 )
-from ..runtime.expiry import Expiring
+from ..runtime.tables import ExpiringMap
 from .credit import CreditPool
 from .grants import GrantState, GrantTable, IllegalTransition, Peer, Slot
 from .store import A, BlockStore
@@ -133,9 +133,9 @@ class Receiver(Generic[A]):
         self._store = store
         self._config = config
         self._grants: GrantTable[A] = GrantTable(incarnation)
-        self._highest: Expiring[bytes, int] = Expiring()  # highest attempt; lower ones are over
-        self._tombs: Expiring[bytes, int] = Expiring()  # attempts up to this number are aborted
-        self._committed: Expiring[tuple[bytes, int], Committed] = Expiring()
+        self._highest: ExpiringMap[bytes, int] = ExpiringMap()  # highest attempt
+        self._tombs: ExpiringMap[bytes, int] = ExpiringMap()  # aborted up to this attempt
+        self._committed: ExpiringMap[tuple[bytes, int], Committed] = ExpiringMap()
         self._credits = CreditPool(config.budget, config.window)
         self._contacts: dict[Peer, _Contact] = {}  # senders that have grants
         self._looked_at = math.inf

@@ -58,7 +58,7 @@ from ..proto.wire.messages import (
     Tokens,
     WorkerLoad,
 )
-from ..runtime.expiry import Expiring
+from ..runtime.tables import ExpiringMap
 from ..worker.base_core import Handler, WorkerCore
 from ..worker.events import AbandonStep, Note, RunStep, StepDone, Tick, ToRouter
 from ..worker.membership import EngineState, Membership, left_alone, moved_to, other_owner
@@ -124,8 +124,8 @@ class PrefillCore(WorkerCore):
         urgency = Urgency(limits.slo_ttft, scheduler.cache) if limits.slo_ttft else None
         self._queue = Queue(limits.max_active, urgency)
         self._links = DecodeLinks(member.identity, ticket, timeout)
-        self._answered: Expiring[Key, bool] = Expiring()  # attempts that ended here
-        self._aborted: Expiring[bytes, int] = Expiring()  # attempts up to this number are aborted
+        self._answered: ExpiringMap[Key, bool] = ExpiringMap()  # attempts that ended here
+        self._aborted: ExpiringMap[bytes, int] = ExpiringMap()  # aborted up to this attempt
         self._readers: dict[Key, Allocation] = {}  # blocks that a decode worker may still read
         self._serial = 0
         self._progress = 0

@@ -36,8 +36,7 @@ from ..proto.wire.messages import (
     Tokens,
     WorkerLoad,
 )
-from ..runtime.expiry import Expiring
-from ..runtime.keyed_heap import Agenda
+from ..runtime.tables import ExpiringMap, KeyedHeap
 from ..worker.attempts import Attempts, Key
 from ..worker.base_core import Handler, WorkerCore
 from ..worker.events import (
@@ -124,9 +123,9 @@ class EmbedCore(WorkerCore):
         self._queue: dict[Key, EmbedJob] = {}  # in order of arrival
         self._running: dict[RequestID, Key] | None = None
         self._running_tokens = 0
-        self._deadlines: Agenda[Key] = Agenda()
-        self._answered: Expiring[Key, bool] = Expiring()  # attempts that ended here
-        self._aborted: Expiring[bytes, int] = Expiring()  # attempts up to this number are aborted
+        self._deadlines: KeyedHeap[Key] = KeyedHeap()
+        self._answered: ExpiringMap[Key, bool] = ExpiringMap()  # attempts that ended here
+        self._aborted: ExpiringMap[bytes, int] = ExpiringMap()  # aborted up to this attempt
         self._steps = 0
         self._step_s = 0.0
         self._waiting_tokens = 0

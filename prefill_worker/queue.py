@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from ..engine.cache.paged_cache import PagedCache
 from ..kv_transfer.sender import Key
 from ..proto.errors import InternalError
-from ..runtime.keyed_heap import Agenda
+from ..runtime.tables import KeyedHeap
 from ..worker.attempts import Attempts
 from ..worker.load_by_router import Shares
 from .job import Job, JobState
@@ -66,11 +66,11 @@ class Queue:
         self._urgency = urgency
         self._jobs: Attempts[Job] = Attempts()
         self._by_sequence: dict[bytes, Job] = {}
-        self._deadlines: Agenda[Key] = Agenda()
+        self._deadlines: KeyedHeap[Key] = KeyedHeap()
         self._ready: StartOrder[Key] = StartOrder(
             None if urgency is None else lambda key: urgency.start_by(self._jobs[key])
         )
-        self._later: Agenda[Key] = Agenda()  # by the time of the next try
+        self._later: KeyedHeap[Key] = KeyedHeap()  # by the time of the next try
         self._parked: dict[str, dict[Key, None]] = {}  # by the event they wait for
         self._wanted: Counter[str] = Counter()  # jobs per decode endpoint
         self._arrivals = 0

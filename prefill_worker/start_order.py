@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from ..runtime.keyed_heap import Agenda
+from ..runtime.tables import KeyedHeap
 
 LATE_TURN = 16
 """While both kinds wait, one start out of this many goes to a late prompt."""
@@ -39,8 +39,8 @@ class StartOrder(Generic[K]):
 
     def __init__(self, start_by: Callable[[K], float] | None = None) -> None:
         self._start_by = start_by
-        self._in_time: Agenda[K] = Agenda()
-        self._late: Agenda[K] = Agenda()
+        self._in_time: KeyedHeap[K] = KeyedHeap()
+        self._late: KeyedHeap[K] = KeyedHeap()
         self._passed = 0  # starts since the last late one, while late keys wait
 
     def put(self, key: K, place: float) -> None:

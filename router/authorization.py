@@ -20,8 +20,8 @@ from ..proto.wire.messages import Drain, Drained, Hello, Message
 from ..proto.wire.proofs import assignment_proof, same
 from ..runtime.keys.allowed import OPERATOR, AllowedKeys, KeyEntry
 from ..runtime.keys.name_owners import Claims
+from ..runtime.tables import ExpiringMap
 from .config import RouterConfig
-from .recent import Recent
 
 if TYPE_CHECKING:
     from .requests import Request
@@ -105,7 +105,7 @@ class Proofs:
         self._key = config.key
         self._ask_again_s = config.adopt_retry_s
         self._metrics = metrics
-        self._asked: Recent[tuple[int, bytes], float] = Recent(REMEMBER_ASKED)  # when to ask again
+        self._asked: ExpiringMap[tuple[int, bytes], None] = ExpiringMap(REMEMBER_ASKED)
 
     def shown(self, worker: Worker, request: Request, attempt: int, proof: bytes) -> bool:
         """True if ``proof`` proves that ``attempt`` of the request was assigned to the worker."""
@@ -127,9 +127,9 @@ class Proofs:
     def may_ask(self, worker: Worker, request: Request, now: float) -> bool:
         """True if a worker may be asked for its proof: at most once per ``adopt_retry_s``."""
         key = (worker.incarnation, request.key)
-        if now < self._asked.get(key, 0.0):
+        if self._asked.holds(key, now):
             return False
-        self._asked.put(key, now + self._ask_again_s)
+        self._asked.put(key, None, now + self._ask_again_s)
         return True
 
     def _is_right(self, proof: bytes, request: bytes, attempt: int, incarnation: int) -> bool:

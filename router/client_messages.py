@@ -302,7 +302,7 @@ class ClientMessages:
         if request is None or not (key == own or self._may_end(identity, request, message.secret)):
             # The Submit may be lost or late; the client still needs its terminal.
             if key == own and not self._table.last_attempt(key):
-                self._table.cancelled.add(key, now)
+                self._table.remember_cancelled(key, now)
                 self._takeover.unclaimed.cancelled(key)
             self._nothing_runs(identity, key, message.request_id)
         elif request.terminal is not None:

@@ -6,13 +6,17 @@ its admission until it is removed.
 
 from __future__ import annotations
 
-from .recent import Recent
+from ..runtime.tables import ExpiringMap, TimerWheel
 from .requests import Request
-from .timer_wheel import TimerWheel
-from .tombstones import Tombstones
 
 REMEMBER_ATTEMPTS = 16_384
 """Number of dropped requests whose last attempt number is remembered."""
+CANCELLED_KEEP_S = 30.0
+"""Seconds for which a request cancelled before its Submit arrived is remembered.
+
+A late Submit must not start it. Longer than the delay of a message on an open connection."""
+MAX_CANCELLED = 4096
+"""Above this, the oldest is dropped: a late Submit then wastes work on a request nobody reads."""
 
 
 class RequestTable:
@@ -25,8 +29,8 @@ class RequestTable:
         self.requests: dict[bytes, Request] = {}
         self.queued: dict[bytes, Request] = {}
         self.timers: TimerWheel[Request] = TimerWheel()
-        self.cancelled = Tombstones()
-        self._last_attempts: Recent[bytes, int] = Recent(REMEMBER_ATTEMPTS)
+        self.cancelled: ExpiringMap[bytes, None] = ExpiringMap(MAX_CANCELLED)
+        self._last_attempts: ExpiringMap[bytes, int] = ExpiringMap(REMEMBER_ATTEMPTS)
 
     def add(self, request: Request) -> None:
         """Add a new request."""
@@ -44,7 +48,11 @@ class RequestTable:
 
     def last_attempt(self, key: bytes) -> int:
         """Return the last attempt number of a request dropped recently, else 0."""
-        return self._last_attempts.get(key, 0)
+        return self._last_attempts.get(key) or 0
+
+    def remember_cancelled(self, key: bytes, now: float) -> None:
+        """Note that a request was cancelled before its Submit arrived."""
+        self.cancelled.put(key, None, now + CANCELLED_KEEP_S)
 
     def wake(self, request: Request, when: float, now: float) -> None:
         """Wake the request at ``when``, or at its limit if that is earlier."""

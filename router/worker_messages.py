@@ -30,6 +30,7 @@ from ..proto.wire.messages import (
     TokenRun,
     Tokens,
 )
+from ..runtime.tables import ExpiringMap
 from .admission import Admission
 from .authorization import Proofs
 from .clients import Client
@@ -38,7 +39,6 @@ from .events import Action, ToClient, ToWorker
 from .latency import bucket
 from .lifecycle import Lifecycle
 from .pairs import FailedPairs
-from .recent import Recent
 from .recovery import Recovery
 from .registry import Registry
 from .request_table import RequestTable
@@ -86,7 +86,7 @@ class WorkerMessages:
         self._proofs = proofs
         self._metrics = metrics
         self._handoffs = handoffs
-        self._reported: Recent[bytes, int] = Recent(REMEMBER_REPORTS)
+        self._reported: ExpiringMap[bytes, int] = ExpiringMap(REMEMBER_REPORTS)
         self._acknowledged: dict[bytes, list[tuple[bytes, int]]] = {}  # of this envelope
         self._handlers: dict[type[Message], Callable[..., None]] = {
             Tokens: self._tokens,
@@ -455,7 +455,7 @@ class WorkerMessages:
         if attempt is not None and worker is not attempt.prefill:
             self._drop("unproven")
             return
-        if self._reported.get(message.request, 0) >= message.attempt:
+        if (self._reported.get(message.request) or 0) >= message.attempt:
             return
         self._reported.put(message.request, message.attempt)
         self._handoffs.add(message, request.owner if request is not None else b"")

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from ..proto.errors import AccessDenied, BatonError
 from ..proto.wire.messages import Drained, Heartbeat, Hello, Rejected, Welcome
 from ..proto.wire.proofs import worker_key
+from ..runtime.tables import ExpiringMap
 from .admission import Admission
 from .config import RouterConfig
 from .events import Action, Log, ToWorker
-from .recent import Recent
 from .recovery import WorkerLosses
 from .registry import Registry
 from .requests import NEVER
@@ -53,7 +53,7 @@ class WorkerRegistration:
         self._metrics = metrics
         self._incarnation = incarnation
         self._on_drained = on_drained
-        self._refused: Recent[int, str] = Recent(REMEMBER_REFUSED)  # logged, by incarnation
+        self._refused: ExpiringMap[int, str] = ExpiringMap(REMEMBER_REFUSED)  # logged codes
 
     def hello(self, identity: bytes, hello: Hello, now: float) -> None:
         """Register a new worker, a known one again, or a successor.
@@ -69,7 +69,7 @@ class WorkerRegistration:
                 return
             replaced = registry.check_join(hello, now, idle=not self._admission.requests)
         except BatonError as error:
-            if self._refused.get(hello.incarnation, "") != error.code:  # it retries
+            if self._refused.get(hello.incarnation) != error.code:  # it retries
                 self._refused.put(hello.incarnation, error.code)
                 self._out.append(
                     Log("worker.refused", {"worker": hello.worker, "reason": str(error)})

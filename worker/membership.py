@@ -36,8 +36,8 @@ from ..proto.wire.messages import (
     WorkerLoad,
 )
 from ..proto.wire.proofs import reserve_ticket, same
-from ..runtime.expiry import Expiring
 from ..runtime.liveness import HEARTBEAT_S
+from ..runtime.tables import ExpiringMap
 from .attempts import Attempts, Key
 from .events import Exit, Note, ToRouter
 from .token_replay import runs_again
@@ -151,7 +151,7 @@ class Membership:
         self._beat_at = 0.0
         self._introduced_at = float("-inf")
         self._hello_at: dict[str, float] = {}  # by router: time of the last Hello
-        self._proofs: Expiring[Key, bytes] = Expiring()  # proofs of assignment of attempts
+        self._proofs: ExpiringMap[Key, bytes] = ExpiringMap()  # proofs of assignment of attempts
         self._keys: dict[str, bytes] = {}  # by router: the key for reserve tickets
         self.draining = False
         self.dropped: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""The record of a request, its transition table, and the timer wheel."""
+"""The record of a request, its transition table, and the memory it is charged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from baton.router.requests import (
     context_bytes,
     new_tokens,
 )
-from baton.router.timer_wheel import SLOT_S, TimerWheel
 
 
 @pytest.mark.parametrize(("state", "step"), list(itertools.product(State, Step)))
@@ -123,50 +122,3 @@ def test_log_probabilities_are_charged_with_what_they_take(context, likely):
     sys.setswitchinterval(interval)
     assert len(kept) == 1000
     assert taken < charged < 1.5 * taken
-
-
-class Owner:
-    def __init__(self) -> None:
-        self.slot, self.due_at = -1, 0.0
-
-
-def test_wheel_hands_out_in_time_never_early():
-    wheel: TimerWheel[Owner] = TimerWheel()
-    times = [0.003, 0.5, 1.999, 2.001, 37.123, 600.0]
-    owners = {}
-    for when in times:
-        owner = Owner()
-        wheel.arm(owner, when, 0.0)
-        owners[id(owner)] = (owner, when)
-    now = 0.0
-    while owners:
-        now = max(now + 1e-6, wheel.next_time() or 0.0)
-        for owner in wheel.due(now):
-            _, when = owners.pop(id(owner))
-            assert when - 1e-5 <= now <= when + 2 * SLOT_S
-    assert len(wheel) == 0
-    assert wheel.next_time() is None
-
-
-def test_wheel_moves_both_ways_and_cancels():
-    wheel: TimerWheel[Owner] = TimerWheel()
-    owner = Owner()
-    wheel.arm(owner, 5.0, 0.0)
-    wheel.arm(owner, 1.0, 0.0)
-    wheel.arm(owner, 3.0, 0.5)
-    assert wheel.due(2.0) == []
-    assert wheel.due(3.01) == [owner]
-    wheel.arm(owner, 4.0, 3.0)
-    wheel.cancel(owner)
-    wheel.cancel(owner)
-    assert wheel.due(10.0) == []
-    assert len(wheel) == 0
-
-
-def test_wheel_stays_small_whatever_comes_and_goes():
-    wheel: TimerWheel[Owner] = TimerWheel()
-    for i in range(20_000):
-        owner = Owner()
-        wheel.arm(owner, i * 0.001 + 600.0, i * 0.001)
-        wheel.cancel(owner)
-    assert len(wheel._slots) < 100

@@ -14,8 +14,8 @@ from baton.proto.wire.messages import (
     Terminal,
     TerminalAck,
 )
+from baton.router.request_table import CANCELLED_KEEP_S
 from baton.router.requests import TAKEOVER
-from baton.router.tombstones import CAPACITY, KEEP_S, Tombstones
 
 KEY = request_key(b"client", "r")
 
@@ -51,7 +51,7 @@ def test_a_resume_behind_its_cancel_does_not_start_it(make_bench):
 def test_the_id_can_be_used_again_a_while_after_an_early_cancel(bench):
     bench.pair()
     bench.client(Cancel(request_id="r"))
-    bench.advance(KEEP_S + 1)
+    bench.advance(CANCELLED_KEEP_S + 1)
     bench.run()
     assert bench.core.unfinished == 1
 
@@ -172,15 +172,3 @@ def test_tokens_of_an_unknown_request_are_aborted_after_the_grace(bench):
     bench.advance(6.0)
     decode.tokens(KEY, 13, 5)
     assert bench.one(decode, Abort).request == KEY
-
-
-def test_tombstones_are_few_and_do_not_last():
-    tombs = Tombstones()
-    for number in range(CAPACITY + 10):
-        tombs.add(number.to_bytes(4, "big"), 0.0)
-    assert len(tombs) == CAPACITY
-    assert not tombs.holds((0).to_bytes(4, "big"), 1.0)
-    assert tombs.holds((CAPACITY).to_bytes(4, "big"), KEEP_S - 1)
-    assert not tombs.holds((CAPACITY).to_bytes(4, "big"), KEEP_S + 1)
-    tombs.add(b"new", KEEP_S + 1)
-    assert len(tombs) == 1
