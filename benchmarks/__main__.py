@@ -23,6 +23,7 @@ ORDER = (
     "handoff",
     "loop",
     "router",
+    "lone",
     "cluster",
     "cancel",
     "burst",

@@ -2,8 +2,8 @@
 
 The clients and workers here speak the protocol but compute nothing, and only the router's
 own CPU time is counted (``/proc/PID/stat``, its I/O thread included). Beside it ``zmq.proxy``
-passes the same bytes on without decoding them: the floor of any router on ZeroMQ. At the end
-:mod:`.lone` measures a single request.
+passes the same bytes on without decoding them: the floor of any router on ZeroMQ. The benchmark
+``lone`` measures a single request.
 
     python -m baton.benchmarks.router [--seconds 3]
 """
@@ -32,7 +32,6 @@ from ..proto.wire.messages import (
     Tokens,
 )
 from ..proto.wire.wire_context import WireContext
-from . import lone
 from .scratch import scratch_folder
 from .synthetic import (
     CARD,
@@ -335,7 +334,6 @@ def main(arguments: list[str] | None = None) -> None:
     report("requests/CPU-s", requests, proxy["requests"], BARS["requests/CPU-s"])
     report("tokens/CPU-s, 1 run", one, proxy["one"])
     report("tokens/CPU-s, 16 runs", many, proxy["many"], BARS["tokens/CPU-s, 16 runs"])
-    lone.main(["--rounds", str(int(500 * options.seconds))])
 
 
 if __name__ == "__main__":

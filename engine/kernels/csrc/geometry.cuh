@@ -14,7 +14,7 @@ struct Divisor {
     unsigned by, factor, shift;
 };
 
-// The parameters of a move, for all threads; engine/kernels/cuda/geometry.py fills them in.
+// The parameters of a move, for all threads; engine/kernels/cuda/blocks.py sets them.
 struct Geometry {
     long long pool_start, layer_stride;                 // vectors of the pool
     long long scales_at, payload_bytes;                 // bytes of the payload
