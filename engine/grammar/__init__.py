@@ -1,1 +1,1 @@
-"""JSON schemas as constraints on tokens, compiled in a process of their own."""
+"""JSON schemas as constraints on tokens, tried in a helper process before they are compiled."""

@@ -80,7 +80,7 @@ def compile_schema(tokenizer: LLTokenizer, schema: str) -> LLMatcher:
 
 
 def _refusal(text: str) -> InputError:
-    """Convert an error text of llguidance; its wording tells which limit was exceeded."""
+    """Convert an error text of llguidance; its wording shows whether a limit was exceeded."""
     line = one_line(text)
     too_complex = any(word in line for word in ("too large", "too many", "Unable to determine"))
     kind = SchemaTooComplex if too_complex else InputError

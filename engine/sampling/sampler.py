@@ -200,8 +200,8 @@ class _Sums:
     """Running sums of float32 weights in float64.
 
     Order of summation: blocks of 128 entries, each from left to right, then the blocks from
-    left to right. The running sum at an entry is the sum of the previous blocks and of its own
-    block up to the entry. Blocks limit rounding, time and the depth of a parallel version.
+    left to right. The running sum at an entry is the sum of the previous blocks and of the
+    entries of its block up to it. Blocks limit rounding, time and the depth of a parallel version.
     """
 
     def __init__(self, weights: F32) -> None:

@@ -2,8 +2,8 @@
 
 Invariants:
 
-* a sequence is preempted only for one that ranks before it (priority, then arrival), so the first
-  in rank always progresses. A sequence fails only if the whole pool cannot hold it;
+* a sequence is preempted only for a sequence before it in rank (priority, then arrival), so the
+  first in rank always progresses. A sequence fails only if the whole pool cannot hold it;
 * no step is out while blocks are freed here, so nothing writes to them.
 """
 

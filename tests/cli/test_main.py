@@ -219,7 +219,7 @@ def test_a_variable_that_sets_nothing_is_named_with_the_closest_that_does(
 ):
     monkeypatch.setenv("BATON_PREFIL", "2")
     monkeypatch.setenv("BATON_ZZZZ", "2")
-    monkeypatch.setenv("BATON_SERVICE_PORT", "7070")  # set by Kubernetes for a service named baton
+    monkeypatch.setenv("BATON_SERVICE_PORT", "7070")  # Kubernetes sets it for a service named baton
     monkeypatch.setenv("BATON_PORT_7070_TCP_ADDR", "10.0.0.1")
     monkeypatch.setenv("BATON_GRACE", "5")
     monkeypatch.setenv("BATON_SHARED_ARRAYS", "off")

@@ -61,12 +61,12 @@ CARD = ModelCard(
 
 
 def count_up(position: int) -> int:
-    """The default answer: a token that tells its position."""
+    """The default answer: tokens that depend only on their position."""
     return 10 + position % 1000
 
 
 class OnThread:
-    """A loop on a thread of its own; ``setup`` runs there first."""
+    """A loop on a separate thread; ``setup`` runs there first."""
 
     def __init__(self) -> None:
         self.loop = Loop()
@@ -108,7 +108,7 @@ class OnThread:
 
 
 class Router(OnThread):
-    """One life of the real router; :meth:`end` is as sudden as a kill."""
+    """One run of the real router; :meth:`end` stops it abruptly, like a kill."""
 
     def __init__(self, config: RouterConfig) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Playback:
 
 
 class Worker(OnThread):
-    """Answers the router as a worker does; the prefill one plays requests to their end."""
+    """Answers the router as a worker does; the prefill worker plays requests to their end."""
 
     def __init__(self, role: str, address: str, folder: Path) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class Worker(OnThread):
 
 
 class Cluster:
-    """Router and workers; the router can die and come back."""
+    """Router and workers; the router can be killed and restarted."""
 
     def __init__(self, folder: Path) -> None:
         self.address = f"ipc://{folder}/clients"
@@ -354,7 +354,7 @@ def card() -> ModelCard:
 
 @pytest.fixture
 def say(tokenizer: Tokenizer) -> Callable[[str, int], Callable[[int], int]]:
-    """``say(text, prompt)``: an answer of ``text`` and EOS behind a prompt of so many tokens."""
+    """``say(text, prompt)`` answers a prompt of ``prompt`` tokens with ``text`` and EOS."""
 
     def answer(text: str, prompt: int) -> Callable[[int], int]:
         tokens = [*tokenizer.encode(text, add_special_tokens=False).tolist(), EOS]

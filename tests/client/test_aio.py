@@ -24,7 +24,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(params=["asyncio", "uvloop"])
 def run(request):
-    """Run a coroutine on a fresh loop of either kind."""
+    """Run a coroutine on a new loop of asyncio or uvloop."""
     make = asyncio.new_event_loop if request.param == "asyncio" else uvloop.new_event_loop
 
     def run(coroutine):

@@ -70,7 +70,7 @@ def spec(request_id="r", deadline=None, prompt=3):
 
 
 class Bench:
-    """A core with a clock, and what it did."""
+    """A core with a clock, and its actions so far."""
 
     def __init__(self, *addresses, connected=True, reconnect_timeout=30.0):
         addresses = addresses or ("ipc:///x",)
@@ -94,7 +94,7 @@ class Bench:
         return self.hear(Tokens(runs=[TokenRun(KEY, attempt, position, tokens, logprobs)]))
 
     def later(self, seconds, step=0.05):
-        """Tick until then; collects what was done on the way."""
+        """Tick for so long, and return all actions."""
         done = []
         until = self.now + seconds
         while self.now < until:
@@ -158,7 +158,7 @@ def test_an_unanswered_submit_is_repeated_with_back_off():
 
 
 def test_what_was_lost_is_said_again_when_a_later_ping_is_answered():
-    """A router that answers has no need of our back-off."""
+    """Retries wait for no back-off while the router answers pings."""
     bench = Bench("ipc:///x", "ipc:///y")
     bench.do(Start(spec()))
     for _ in range(6):
@@ -172,7 +172,7 @@ def test_what_was_lost_is_said_again_when_a_later_ping_is_answered():
 
 
 def test_requests_are_resumed_when_an_earlier_ping_was_lost():
-    """Tokens and the end may be lost with it; the router repeats only the end, and that late."""
+    """Tokens and the Terminal may be lost as well; the router repeats only the Terminal, late."""
     bench = Bench()
     bench.open()
     bench.run(3, [7, 8])
@@ -192,7 +192,7 @@ def test_requests_are_resumed_when_an_earlier_ping_was_lost():
 
 
 def test_tokens_before_submitted_count():
-    """The message that admitted the request may be the one that got lost."""
+    """The Submitted message may be lost."""
     bench = Bench()
     bench.do(Start(spec()))
     bench.run(3, [7])
@@ -229,7 +229,7 @@ def test_a_router_that_counts_attempts_anew_is_heard():
     bench.run(3, [1], attempt=2)
     bench.run(4, [2], attempt=1)
     assert bench.tokens == [2]
-    bench.run(4, [2], attempt=3)  # said again: the position decides
+    bench.run(4, [2], attempt=3)  # repeated: the position decides
     assert not bench.actions
 
 
@@ -274,7 +274,7 @@ def test_an_unknown_terminal_is_acknowledged():
 
 
 class Network:
-    """Loses, repeats and reorders; answers Submit and Resume as a router that has all tokens."""
+    """A router with all tokens, on a network that loses, repeats and reorders messages."""
 
     def __init__(self, seed):
         self.chaos = random.Random(seed)
@@ -306,7 +306,7 @@ class Network:
 def test_any_loss_repetition_and_reordering_gives_the_same_stream(block):
     """The user sees tokens 0 to 19 once, in order, and then one end."""
     for seed in range(block * 50, block * 50 + 50):
-        # Patient: of what is said and answered on this network half is lost.
+        # A long timeout, because this network loses half of all messages.
         network, bench, seen, ends = Network(seed), Bench(reconnect_timeout=300.0), [], 0
         actions = bench.do(Start(spec()))
         for _ in range(2000):
@@ -375,7 +375,7 @@ def test_a_rejection_without_a_name_ends_what_has_no_answer_and_nothing_else():
     bench.do(Start(spec("resumed")))
     key = request_key(ME, "resumed", 2)
     bench.hear(Submitted(request_id="resumed", request=key, secret=SECRET))
-    bench.hear(Tokens(runs=[TokenRun(key, 1, 5, [3])]))  # behind a gap
+    bench.hear(Tokens(runs=[TokenRun(key, 1, 5, [3])]))  # after a gap
     assert messages(bench.actions, Resume)
     bench.do(Start(spec("new")))
     bench.do(Ask(1, Status(), 5.0))
@@ -390,7 +390,7 @@ def test_a_rejection_without_a_name_ends_what_has_no_answer_and_nothing_else():
 
 
 def answering_pings(bench, seconds):
-    """Ends and cancels while the router answers pings alone."""
+    """Return the Ended and Cancel actions while the router answers only pings."""
     ends, cancels = [], []
     for _ in range(int(seconds * 2)):
         bench.hear(Pong())
@@ -407,7 +407,7 @@ def test_a_request_that_is_never_answered_ends_although_the_router_is_there(aske
         bench.do(Start(spec()))
     else:
         bench.open()
-        bench.run(5, [3])  # behind a gap: Resume
+        bench.run(5, [3])  # after a gap: Resume
     assert answering_pings(bench, 29) == ([], [])
     (end,), cancels = answering_pings(bench, 2)
     assert isinstance(end.error, ConnectionLost) and len(cancels) == 1
@@ -455,7 +455,7 @@ def test_what_another_router_took_up_is_asked_back():
     bench.open()
     bench.run(3, [7])
     bench.hear(Moved(request=KEY, router="b"))
-    (resume,) = bench.sent  # we are here: whoever took it up did so for an older word of ours
+    (resume,) = bench.sent  # another router took it over because of an older message of this client
     assert isinstance(resume, Resume) and resume.position == 4
     assert not bench.ended
 
@@ -471,7 +471,7 @@ def test_the_deadline_is_enforced_here_too():
         ends += [(bench.now, a) for a in done if isinstance(a, Ended)]
         cancels += messages(done, Cancel)
     ((at, end),) = ends
-    assert 102.9 < at < 103.2  # the router, whose clock counts, gets two seconds more
+    assert 102.9 < at < 103.2  # two seconds later than the router, whose clock decides
     assert isinstance(end.error, DeadlineExceeded) and cancels
 
 
@@ -521,7 +521,7 @@ def test_an_unanswered_request_is_submitted_again_under_the_new_identity():
     bench.hear(Tokens(runs=[TokenRun(key, 1, 3, [1])]))
     assert bench.tokens == [1]
     bench.run(4, [2])
-    assert not bench.tokens  # the old key names nothing any more
+    assert not bench.tokens  # the old key is no longer known
 
 
 def test_pings_while_something_is_open_only():
@@ -613,7 +613,7 @@ def test_a_stop_that_wants_to_know():
     bench.open()
     bench.run(3, [1])
     bench.do(Stop("r", report=True))
-    assert not bench.sent  # it may end by itself
+    assert not bench.sent  # the request may end by itself
     assert messages(bench.later(0.1), Cancel)
     bench.hear(Terminal(request=KEY, status="cancelled", decode="d"))
     assert bench.ended[0].status == "cancelled" and bench.ended[0].decode == "d"
@@ -626,7 +626,7 @@ def test_a_stop_that_wants_to_know():
 
 
 def test_a_name_used_again_is_another_request():
-    """What is still said of the one that was cancelled does not end the next."""
+    """A late Terminal of the cancelled request does not end the new one."""
     bench = Bench()
     bench.open()
     bench.do(Stop("r", report=True))
@@ -717,7 +717,7 @@ def test_a_rejection_settles_the_oldest_question():
 
 
 def test_an_end_without_its_tokens_does_not_make_a_storm():
-    """However often the router says it, the same position is asked for once in a while."""
+    """Repeated Terminals cause one Resume per retry delay, not one each."""
     bench = Bench()
     bench.open()
     asked = []
@@ -728,13 +728,13 @@ def test_an_end_without_its_tokens_does_not_make_a_storm():
 
 
 def test_a_stream_open_on_our_side_alone_is_asked_for_again():
-    """The router let it go with an old connection; a late Submitted opened it here."""
+    """The router dropped it with the old connection; a late Submitted opened it in the client."""
     bench = Bench()
     bench.open()
     bench.run(3, [7])
 
     def silence(seconds):
-        """Resumes said while only pings are answered."""
+        """Return the Resumes sent while the router answers only pings."""
         said = []
         for _ in range(seconds):
             said += messages(bench.later(1.0), Resume)

@@ -115,7 +115,7 @@ def test_only_a_window_of_a_call_runs_and_what_is_dropped_makes_room(cluster, cl
     wait_for(lambda: len(cluster.prefill.assigned) == WINDOW)
     client.status()
     assert len(cluster.prefill.assigned) == WINDOW
-    generations[WINDOW].close()  # still waiting: it never starts
+    generations[WINDOW].close()  # it waits, and never starts
     generations[0].close()
     wait_for(lambda: len(cluster.prefill.assigned) == WINDOW + 1)
     cluster.prefill.paused = False

@@ -109,7 +109,7 @@ ASSIGNED = [
 
 
 def calls(client):
-    """Calls that must be refused: by name, what is called, and what the message says."""
+    """Calls that must be refused, each with the words that the error must contain."""
     for name, value in CASES:
         yield lambda n=name, v=value: client.generate([1], **{n: v}), name
     for sampling, message in SAMPLING:

@@ -1,4 +1,4 @@
-"""A client that no handshake lets in says why once: in its error."""
+"""The reason of a failed handshake appears once: in the error of the call."""
 
 import socket
 import threading

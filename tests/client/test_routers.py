@@ -194,7 +194,7 @@ def test_a_router_of_another_version_is_passed_over(event):
     assert moves(bench.do(event)) == [B]
     bench.do(Connected(b"x"))
     assert moves(bench.do(Disconnected())) == [C]
-    assert moves(bench.do(Disconnected())) == [B]  # A is left out
+    assert moves(bench.do(Disconnected())) == [B]  # A is skipped
     assert not bench.ended
 
 
@@ -226,7 +226,7 @@ def test_a_version_mismatch_of_all_is_told_to_all():
 
 
 def away():
-    """A client that was driven from A to B and has nothing to do."""
+    """An idle client that had to move from router A to B."""
     bench = opened(A, B)
     bench.do(Disconnected())
     bench.do(Connected(b"other"))

@@ -65,7 +65,7 @@ def test_what_no_message_can_carry_is_refused_at_once(client):
 
 
 def test_a_text_beyond_any_context_is_refused_without_tokenizing(client):
-    """Three megabytes take seconds and half a gigabyte to tokenize."""
+    """Tokenizing three megabytes would take seconds and half a gigabyte."""
     limit = 64 * client.describe().card.max_length
     with pytest.raises(InputError, match=f"text too long: {limit + 1} characters"):
         client.generate("x" * (limit + 1))
@@ -125,7 +125,7 @@ def test_a_stop_string_ends_the_text_before_it(cluster, client, tokenizer, say):
 
 
 def test_a_stop_string_the_worker_cannot_see_is_found_here(cluster, client, tokenizer, say):
-    """Spelled with other tokens than the tokenizer would choose."""
+    """The stop string arrives in other tokens than the tokenizer would choose."""
     length = len(tokenizer.encode("Hi"))
     spelled = [
         *tokenizer.encode("one", add_special_tokens=False).tolist(),
@@ -397,7 +397,7 @@ def test_streams_outlast_the_router(cluster, client):
     for n, generation in zip((1, 2, 3), generations, strict=True):
         got[generation] += tokens_of(generation)
         assert got[generation] == expect(n, 300)
-    # It was the same run: nothing had to be computed again.
+    # The same attempt continued: nothing was computed again.
     assert len(cluster.prefill.assigned) == 3
 
 
@@ -411,7 +411,7 @@ def test_a_call_during_the_routers_absence_waits_for_it(cluster, client):
 
 
 def test_a_silent_router_is_left_and_the_stream_resumed(cluster, client, monkeypatch):
-    """Its sockets answer, its loop does not: only the client's own pings can tell."""
+    """A router whose sockets answer but whose loop hangs: only missing pongs show it."""
     monkeypatch.setattr("baton.client.link.SILENCE_S", 0.3)
     monkeypatch.setattr("baton.client.link.PING_S", 0.1)
     generation = client.generate([1], greedy(800))

@@ -1,4 +1,4 @@
-"""No call waits without a bound: what no router answers ends with one typed error."""
+"""No call waits without a limit: without an answer, it ends with one typed error."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ UNREADABLE = {
 
 
 def raw_spec(name, **sampling):
-    """A request as a client without any checks would send it."""
+    """A request as a client without checks would send it."""
     context = WireContext(
         tokens=WireTokens(np.array([1], np.int32)), max_length=9, sampling=WireSampling(**sampling)
     )
@@ -55,7 +55,7 @@ def start(client, spec):
 
 
 def end_of(news):
-    """The end of a request, which must come soon."""
+    """Wait for the end of a request."""
     while True:
         heard = news.get(timeout=60)
         if isinstance(heard, Ended):
@@ -68,7 +68,7 @@ def test_every_field_that_travels_is_tried():
 
 @pytest.mark.integration
 def test_what_the_router_cannot_read_ends_alone_and_by_name(cluster):
-    """All in one turn, and so in one envelope: the readable ones beside them are served."""
+    """The requests share one envelope: the router serves those that it can decode."""
     specs = [
         (field, raw_spec(f"{field}-{index}", **{field: value}))
         for field, values in UNREADABLE.items()
@@ -183,7 +183,7 @@ def test_calls_that_waited_for_a_failed_fetch_share_its_failure():
     with pytest.raises(ConnectionLost, match="nobody"), models.attempt(before):
         pytest.fail("it waited for the first one and must not try again")
     with models.attempt(models.failures):
-        pass  # a later call tries anew
+        pass  # a later call fetches again
 
 
 @pytest.mark.integration

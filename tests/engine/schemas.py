@@ -1,4 +1,4 @@
-"""Fifty JSON schemas of every kind people write, small enough for a short answer."""
+"""Fifty JSON schemas of all usual kinds, small enough for a short answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jsonschema
 
 
 def record(required: list[str] | None = None, **properties: Any) -> dict[str, Any]:
-    """A closed object; all its properties are required unless said otherwise."""
+    """A closed object; all its properties are required unless ``required`` is given."""
     return {
         "type": "object",
         "properties": properties,
@@ -44,7 +44,7 @@ TREE: dict[str, Any] = {
     },
     "$ref": "#/$defs/node",
 }
-LINKED: dict[str, Any] = {  # recursive, and ends where the model likes
+LINKED: dict[str, Any] = {  # recursive; the model chooses where it ends
     "$defs": {
         "list": {
             "anyOf": [{"type": "null"}, record(head=SMALL, tail={"$ref": "#/$defs/list"})],
@@ -142,7 +142,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "linked list": LINKED,
     "nullable": record(text={"anyOf": [WORD, {"type": "null"}]}, n={"type": ["integer", "null"],
                        "minimum": 1, "maximum": 5}),
-    # as applications ask
+    # as in applications
     "tool call": record(
         name={"enum": ["search", "open"]},
         arguments=record(query={"type": "string", "minLength": 1, "maxLength": 16}, limit=SMALL),
@@ -157,7 +157,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 def repeated(schema: dict[str, Any], count: int) -> dict[str, Any]:
-    """An array of ``count`` instances: an answer as long as one likes."""
+    """An array of ``count`` instances, for answers of any length."""
     definitions = schema.get("$defs", {})
     items = {key: value for key, value in schema.items() if key != "$defs"}
     return {"$defs": definitions, **array(items, count, count)}
@@ -174,7 +174,7 @@ def _is_moment(value: object) -> bool:
 
 @FORMATS.checks("date")
 def _is_date(value: object) -> bool:
-    """As RFC 3339 writes it, which knows the year 0 and leaves leap years to who reads it."""
+    """A date of RFC 3339: the year 0 is valid, and leap years are not checked."""
     if not isinstance(value, str):
         return True
     if re.fullmatch(r"\d{4}-\d\d-\d\d", value, re.ASCII) is None:

@@ -1,8 +1,8 @@
-"""Paged cache: reservations, shared prefixes and the books, also under random operations.
+"""Paged cache: reservations, shared prefixes and reference counts, also under random operations.
 
 The state machine keeps a model of what a KV pool would contain: every allocation "writes"
 its own tokens into the blocks it may write to, and reading an allocation back must give the
-tokens it stands for. A shared block that somebody overwrites, or a prefix hit on a block
+tokens it stands for. A shared block that is overwritten, or a prefix hit on a block
 with other content, shows as a wrong token.
 """
 
@@ -20,7 +20,7 @@ BLOCK = 4
 
 
 def hashes_of(tokens: list[int]) -> list[bytes]:
-    """Chained by construction: the hash of a block names all tokens up to its end."""
+    """A chain: the hash of a block depends on all tokens up to its end."""
     return [bytes(tokens[:end]) for end in range(BLOCK, len(tokens) + 1, BLOCK)]
 
 
@@ -114,7 +114,7 @@ def test_integrity_check_sees_two_writers() -> None:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Random reservations, growth, publishing and frees against written content."""
+    """Random reservations, growth, publishing and frees, checked by the written tokens."""
 
     allocations = Bundle("allocations")
 
@@ -124,7 +124,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.live: dict[Allocation, list[int]] = {}
         self.content: dict[tuple[int, int], int] = {}
 
-    # Two symbols only, so that prefixes collide often.
+    # Only two symbols, so that many prefixes are equal.
     @rule(
         target=allocations,
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20),

@@ -45,7 +45,7 @@ def test_a_short_prompt_does_not_shrink_it():
     settle(budget, 0.02, 0.00005)
     before = budget.tokens
     for _ in range(20):
-        budget.learn(3, 0.02)  # 7 ms a token, all of it fixed
+        budget.learn(3, 0.02)  # 7 ms per token, all of it fixed cost
     assert budget.tokens == before
 
 

@@ -1,4 +1,4 @@
-"""Schemas as masks over the embedded model's tokenizer: what is allowed, refused and kept."""
+"""Schemas as masks over the embedded model's tokenizer: allowed tokens, refusals and the cache."""
 
 import copy
 import json
@@ -58,7 +58,7 @@ def texts(tokenizer, mask) -> set[str]:
 
 
 def draw(matcher, seed: int, most: int = 400) -> list[int]:
-    """Tokens of a model that knows nothing, at temperature 1."""
+    """Random allowed tokens, as of an untrained model at temperature 1."""
     rng = np.random.default_rng(seed)
     params = SamplingParams(seed=seed)
     tokens: list[int] = []
@@ -156,7 +156,7 @@ def test_a_row_may_be_longer_than_the_vocabulary(tokenizer):
 
 
 def test_too_complex_on_the_way_is_said(compiler, tokenizer):
-    """A step may spend so much; beyond, the request fails instead of taking time for ever."""
+    """The work of one step is limited: beyond the limit, the request fails."""
     words = {"type": "string", "pattern": "^(a|b)*a(a|b){60}c$"}
     matcher = compiler.compile(task(words))
     (quote, a) = tokenizer.encode('"')[0], tokenizer.encode("a")[0]
@@ -194,7 +194,7 @@ def test_tokens_that_do_not_fit_are_refused(compiler):
 @pytest.mark.parametrize("name", ["order", "linked list", "unicode names", "date", "digit"])
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_matcher_that_went_back_stands_where_it_stood(name, asked, compiler):
-    """From any place to any earlier one, also over the end, and on again from there."""
+    """Rollback from any position to any earlier one, also from the end, and onwards from there."""
     tokens = draw(compiler.compile(task(SCHEMAS[name])), seed=3, most=40)
     rng = np.random.default_rng(4)
     matcher, at = compiler.compile(task(SCHEMAS[name])), 0
@@ -223,7 +223,7 @@ def test_going_back_too_far_changes_nothing(compiler, tokenizer):
 
 
 def test_a_matcher_goes_back_from_where_it_could_not_go_on(compiler, tokenizer):
-    """The library's own state is lost then, so it is made again from the tokens."""
+    """An error destroys the library's state, so it is rebuilt from the tokens."""
     quote, *text = tokenizer.encode('"ab').tolist()
     matcher = compiler.compile(task({"type": "string"}))
     assert matcher.consume_token(quote)
@@ -313,7 +313,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_schema_is_an_input_error_on_one_line(name, compiler):
     schema, message = BAD[name]
-    for _ in range(2):  # the second time from what is kept
+    for _ in range(2):  # the second time from the cache
         with pytest.raises(InputError, match=message) as caught:
             compiler.compile(task(schema))
         text = str(caught.value)
@@ -336,7 +336,7 @@ def test_the_largest_schemas_compile():
     assert compiler.compile(task(text)).allowed().any()
 
 
-# ------------------------------------------------------------------ what is kept
+# ------------------------------------------------------------------ the cache
 
 
 def test_a_schema_is_compiled_once():
@@ -471,7 +471,7 @@ def test_an_engine_without_a_compiler_says_so():
 
 
 def run_engine(compiler, contexts, num_blocks: int) -> int:
-    """Run all together; returns how often one was preempted."""
+    """Run all requests together, and return the number of preemptions."""
     runner = load_runner(RunnerConfig(model=str(DEMO_MODEL), num_blocks=num_blocks, block_size=16))
     engine = LLMEngine(runner, SchedulerConfig(growth=0))
     for ctx in contexts:

@@ -1,4 +1,4 @@
-"""Schemas written to do harm: each is one typed error, and the process that meets it goes on."""
+"""Hostile schemas: each is one typed error, and the process continues."""
 
 import json
 import os
@@ -29,7 +29,7 @@ INTEGER = '{"type":"integer","minimum":0,"maximum":99}'
 
 @pytest.fixture
 def make():
-    """Compilers of the embedded model, ended with the test."""
+    """Make compilers of the embedded model, closed after the test."""
     made = []
 
     def start(**settings) -> GrammarCompiler:
@@ -54,7 +54,7 @@ def task(schema, emitted=()) -> GrammarTask:
 
 
 def chain(link, count: int) -> dict:
-    """``count`` definitions, each of which refers to the next."""
+    """``count`` definitions, each referring to the next."""
     links = {f"{i}": link({"$ref": f"#/$defs/{i + 1}"}) for i in range(count)}
     return {"$defs": {**links, f"{count}": {"type": "null"}}, "$ref": "#/$defs/0"}
 
@@ -90,7 +90,7 @@ HARM = {
 @pytest.mark.parametrize("name", HARM)
 def test_what_would_end_a_process_is_refused(name, make):
     compiler = make()
-    for _ in range(2):  # the second time from what is kept
+    for _ in range(2):  # the second time from the cache
         with pytest.raises(SchemaTooComplex, match="json_schema"):
             compiler.compile(task(HARM[name]))
     assert compiler.compile(task(INTEGER)).allowed().any()
@@ -192,7 +192,7 @@ GAPS = {"type": "string", "pattern": "(.*a.{30}b.*c.{30}d.*)"}
 
 
 def walk(matcher, seed: int, most: int = 3000) -> list[int]:
-    """Random letters inside the text, until an error."""
+    """Generate random letters inside a string until an error."""
     rng, tokens = np.random.default_rng(seed), []
     while len(tokens) < most:
         allowed = np.flatnonzero(matcher.allowed())
@@ -211,7 +211,7 @@ def test_too_complex_on_the_way_has_a_code_of_its_own(compiler):
 
 
 def test_a_strange_answer_costs_other_requests_nothing(make):
-    """Requests of one schema share what was seen of it: it must not run out for all of them."""
+    """Requests of one schema share its lexer states: one request must not use up the limit."""
     compiler, alone = make(), make()
     victim, apart = compiler.compile(task(GAPS)), alone.compile(task(GAPS))
     begun = walk(victim, seed=1, most=50)
@@ -244,7 +244,7 @@ def test_how_far_an_answer_gets_does_not_depend_on_others(make):
 
 
 def test_a_row_too_wide_is_said(compiler):
-    """Allowed by the mask, and then too much for the next row: no internal error."""
+    """An allowed token that makes the next row too large is no internal error."""
     properties = {f"p{i}": {"type": "null"} for i in range(3000)}
     matcher = compiler.compile(
         task({"type": "object", "properties": properties, "minProperties": 0})
@@ -257,13 +257,13 @@ def test_a_row_too_wide_is_said(compiler):
 
 
 def costly(number: int) -> str:
-    """A few characters that take about 50 MB."""
+    """A short schema that needs about 50 MB."""
     return f'{{"type":"integer","multipleOf":{99_991 - number}}}'
 
 
 def test_schemas_that_are_kept_take_bounded_memory(make):
     compiler = make(max_bytes=120 << 20)
-    for number in range(4):  # more than go in at once: the oldest are forgotten
+    for number in range(4):  # more than fit at once: the oldest are evicted
         compiler.compile(task(costly(number)))
     assert compiler._taken() <= 120 << 20
 
@@ -352,7 +352,7 @@ def test_closing_waits_for_no_trial():
 
 
 def test_a_helper_ends_with_its_worker():
-    """Also while a trial runs that would take for ever."""
+    """Also during a trial that would never end."""
     program = f"""if True:
         import json, sys, threading
         from pathlib import Path

@@ -1,4 +1,4 @@
-"""The engine alone, from token ids to token ids: exact, and the same whatever runs beside it.
+"""The engine alone, from token ids to token ids: exact, and independent of other requests.
 
 Prompts, greedy tokens and decision margins of the committed checkpoints come from
 transformers. The determinism cases compare logits bit by bit; they need the compiled
@@ -26,7 +26,7 @@ DATA = Path(__file__).resolve().parents[1] / "data" / "checkpoints"
 BLOCK = 8
 GREEDY = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
 NEAR_TIE = 1e-4
-TEMPERATURE = 8.0  # the random checkpoints are so sure of themselves that less repeats one token
+TEMPERATURE = 8.0  # at a lower temperature, the random checkpoints repeat one token
 
 
 def load(model: str = "llama", backend: str = "numpy", num_blocks: int = 256) -> Runner:
@@ -105,7 +105,7 @@ def test_failures_are_typed_and_hurt_nobody_else() -> None:
 
 
 class Recorder:
-    """Keeps the bits of every logits row a token was drawn from."""
+    """Records the bits of every row of logits from which a token is sampled."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: dict[tuple[bytes, int], bytes] = {}
@@ -120,7 +120,7 @@ class Recorder:
 
 
 class Bench:
-    """One model; runs requests and gives back each one's tokens and logits."""
+    """One model; runs requests and returns the tokens and logits of each."""
 
     def __init__(self, model: str, recorder: Recorder) -> None:
         self.model = model
@@ -137,7 +137,9 @@ class Bench:
     ) -> list[tuple[list[int], list[bytes]]]:
         if engine is None:
             runner = load(self.model, "cpu", num_blocks)
-            runner.pool.fill(np.nan)  # whatever is read before it is written shows
+            runner.pool.fill(
+                np.nan
+            )  # so that reading memory before writing to it changes the result
             engine = LLMEngine(runner, SchedulerConfig(**settings))
         self.engine = engine
         self.recorder.rows.clear()

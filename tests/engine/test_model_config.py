@@ -189,7 +189,7 @@ def test_bad_generation_config(tmp_path, content):
 )
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "BertModel"])
 def test_an_absurd_size_is_refused_before_anything_is_made_of_it(tmp_path, name, architecture):
-    """A billion layers made lists of a billion entries."""
+    """A billion layers would make lists of a billion entries."""
     if architecture == "BertModel" and name == "head_dim":
         pytest.skip("a BERT has none")
     write(tmp_path, architectures=[architecture], **{name: 1 << 40})

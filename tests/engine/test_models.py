@@ -20,7 +20,7 @@ EMPTY = np.empty(0, np.int32)
 
 
 class Sequences:
-    """Requests with scattered blocks in a pool of NaN, advanced by plans of any shape."""
+    """Requests with scattered blocks in a pool of NaN, computed in plans of any shape."""
 
     def __init__(self, runner: Runner, prompts: list[np.ndarray], room: int) -> None:
         self.runner = runner
@@ -51,7 +51,7 @@ class Sequences:
             self.tokens[drawn.request[0]].append(drawn.token)
 
     def generate(self, count: int, budget: int) -> list[list[int]]:
-        """All together until each has ``count`` new tokens."""
+        """Run all requests together until each has ``count`` new tokens."""
         while pending := [i for i, t in enumerate(self.tokens) if len(t) < self.prompts[i] + count]:
             self.step(pending, budget)
         return [t[p:] for t, p in zip(self.tokens, self.prompts, strict=True)]
@@ -86,7 +86,7 @@ def references():
 
 
 def logits_of(runner: Runner, tokens: np.ndarray, rows: np.ndarray, budget: int) -> np.ndarray:
-    """Logits after each of ``rows``, the sequence cut into chunks of ``budget``."""
+    """Logits after each of ``rows``, computed in chunks of ``budget`` tokens."""
     size = runner.card.layout.block_size
     table = np.random.default_rng(3).permutation(runner.num_blocks).astype(np.int32)
     table = table[: -(-len(tokens) // size)]
@@ -131,14 +131,14 @@ def test_greedy_tokens_in_one_batch(references, backend, name, budget, block_siz
 
 
 def test_reference_paths_have_no_near_ties(references):
-    """So that exact equality of greedy tokens is a fair demand."""
+    """Otherwise greedy tokens need not be equal."""
     margins = np.concatenate([r[f"margins_{i}"] for r in references.values() for i in range(8)])
     assert margins.min() > 1e-4
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_do_not_depend_on_chunks_blocks_or_neighbours(references, name):
-    """The C kernels: logits alone and whole, and in chunks among others, are the same bits."""
+    """With the C kernels, logits have the same bits alone and whole, and chunked among others."""
     pytest.importorskip("baton.engine.kernels._cpu", reason="the C kernels are not built")
     prompt = references[name]["prompt_6"]
     rows = np.array([len(prompt) - 1])
@@ -166,7 +166,7 @@ def test_rows_do_not_see_later_tokens_or_other_sequences(references):
 
 @pytest.mark.parametrize("dtype", ["F16", "BF16"])
 def test_half_precision_weights(tmp_path, dtype, references):
-    """The same model with rounded weights: near its F32 logits, and equal to itself widened."""
+    """Rounded weights give nearly the F32 logits, and exactly those of the weights in F32 again."""
     half = rewrite(DATA / "llama_plain", tmp_path / "half", dtype)
     widened = rewrite(half, tmp_path / "wide", "F32")
     prompt, rows = references["llama_plain"]["prompt_4"], np.array([5, 32])

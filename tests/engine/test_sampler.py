@@ -13,7 +13,7 @@ EMPTY = np.empty(0, np.int32)
 
 
 class Mask:
-    """A grammar that stands still."""
+    """A grammar whose mask never changes."""
 
     def __init__(self, allowed):
         self.row = np.asarray(allowed, np.bool_)
@@ -46,7 +46,7 @@ def draw(logits, **spec):
 
 
 def frequencies(logits, count=4000, **spec):
-    """Share of each token over many positions."""
+    """Relative frequency of each token over many positions."""
     logits = np.asarray(logits, np.float32)
     tokens = [sample(logits, spec_of(position=p, **spec))[0] for p in range(count)]
     return np.bincount(tokens, minlength=len(logits)) / count

@@ -1,6 +1,6 @@
 """The scheduler against a token function that reads its inputs back from the KV pool.
 
-:class:`TokenFunction` stands where the model stands: "computing KV" stores each token in the
+A :class:`TokenFunction` replaces the model: "computing KV" stores each token in the
 slot its block table names, and the next token is a hash of all tokens read back through the
 table. A wrong position, chunk boundary, block or prefix hit therefore changes the stream.
 """
@@ -38,7 +38,7 @@ EOS = 0
 
 
 def next_token(tokens: np.ndarray, banned: tuple[int, ...]) -> int:
-    """A token that depends on every token before it and on their order."""
+    """Return a token that depends on all tokens before it and on their order."""
     digest = hashlib.blake2b(np.ascontiguousarray(tokens, np.int32).tobytes(), digest_size=8)
     token = int.from_bytes(digest.digest(), "little") % VOCABULARY
     while token in banned:
@@ -48,7 +48,7 @@ def next_token(tokens: np.ndarray, banned: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class Request:
-    """What a test asks for, and the stream it must get."""
+    """A request of a test, and the tokens that it must get."""
 
     prompt: tuple[int, ...]
     max_new_tokens: int | None = 8
@@ -72,7 +72,7 @@ class Request:
         return context
 
     def alone(self, room: int = 1 << 30) -> tuple[list[int], str]:
-        """Tokens and end of this request computed by itself, in a pool of ``room`` tokens."""
+        """Tokens and end of this request if it runs alone, in a pool of ``room`` tokens."""
         tokens = list(self.prompt)
         while True:
             drawn = len(tokens) - len(self.prompt)
@@ -117,7 +117,7 @@ class TokenFunction:
 
 @dataclass
 class Stream:
-    """What came out for one request."""
+    """The results of one request."""
 
     request: Request
     sequence: Sequence
@@ -137,8 +137,8 @@ class Driver:
         self.streams: dict[bytes, Stream] = {}
         self.grants: list[tuple[Stream, Allocation]] = []
         self.abandoned = 0
-        self.plans: list[StepPlan] = []  # that are out
-        self.unwanted: set[int] = set()  # of them, that need not be computed
+        self.plans: list[StepPlan] = []  # not applied yet
+        self.unwanted: set[int] = set()  # those of them that need not be computed
         self._keys = itertools.count()
 
     def sequence(self, request: Request, emitted: tuple[int, ...] = ()) -> Sequence:
@@ -239,7 +239,7 @@ class Driver:
         return self.finish() if self.start() is not None else []
 
     def run(self, limit: int = 10_000) -> None:
-        """Step until nothing is left; the limit is what starvation runs into."""
+        """Step until no request is left; a starving request would exceed the limit of steps."""
         for _ in range(limit):
             if not self.scheduler.has_work:
                 return
@@ -289,7 +289,7 @@ class Driver:
         assert len(set(slots)) == len(slots), "two rows write to one slot"
 
     def check_streams(self) -> None:
-        """Every stream is what its request gives alone, up to where it was cut off."""
+        """Every request gets the tokens it gets alone, up to its abort."""
         room = self.cache.num_blocks * self.cache.block_size
         for stream in self.streams.values():
             tokens, end = stream.request.alone(room)
@@ -333,7 +333,7 @@ def test_decode_rows_come_first_and_on_top_of_the_budget() -> None:
 
 
 def test_a_step_with_prompt_tokens_gets_as_many_as_the_time_it_should_take_allows() -> None:
-    driver = Driver(300, token_budget=200, step_seconds=0.02)  # every step takes 0.01
+    driver = Driver(300, token_budget=200, step_seconds=0.02)  # every step takes 0.01 s
     driver.add(Request(prompt(900), ignore_eos=True))
     sizes = []
     while (plan := driver.start()) is not None and len(plan.chunks[0].tokens) > 1:
@@ -749,7 +749,7 @@ def test_load_counts_what_policies_need() -> None:
 class Mix:
     """One seeded run: arrivals, grants, handoffs and aborts at random moments.
 
-    ``foresight``: how likely a step is planned ahead where that is possible.
+    ``foresight``: probability that a step is planned ahead, where that is possible.
     """
 
     def __init__(self, seed: int) -> None:
@@ -779,7 +779,7 @@ class Mix:
         )
 
     def disturb(self) -> None:
-        """What the I/O thread may do at any moment, also while a step is computed."""
+        """Do what the I/O thread may do at any time, also during a step."""
         driver, rng = self.driver, self.rng
         if rng.random() < 0.35:
             driver.add(self.request())
@@ -812,7 +812,7 @@ class Mix:
                 self.driver.scheduler.release(sequence)
 
     def plan_ahead(self) -> None:
-        """Plan what the running step draws; requests that it ends have a row too many there."""
+        """Plan the step after the running one; requests that end have a surplus row in it."""
         driver = self.driver
         if len(driver.plans) > 1 or self.rng.random() >= self.foresight:
             return
@@ -864,6 +864,6 @@ def test_random_runs_stream_what_each_request_gives_alone(part: int) -> None:
         wasted += mix.wasted
         abandoned += mix.driver.abandoned
         aborted += sum(stream.aborted for stream in mix.driver.streams.values())
-    # The runs are worth nothing unless they go through the hard paths.
+    # The runs must reach the rare paths often.
     assert preemptions > 80 and hits > 1_000 and aborted > 50
     assert ahead > 100 and wasted > 4 and abandoned > 4, (ahead, wasted, abandoned)

@@ -157,7 +157,7 @@ def matched(ctx):
 
 
 def grown(ctx):
-    """Long enough for a frame of its own, partly delivered and rolled back."""
+    """Make a context long enough for a separate frame, partly delivered and rolled back."""
     for token in range(3000):
         ctx.update(1000 + token)
     ctx.to_generation_output()

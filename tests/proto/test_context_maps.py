@@ -53,7 +53,7 @@ def sent(context):
 
 @pytest.fixture(scope="module")
 def peer(tmp_path_factory):
-    """A socket to another process that answers with what it understood."""
+    """A socket to another process, which answers with the context it decoded."""
     endpoint = f"ipc://{tmp_path_factory.mktemp('peer')}/echo"
     context = zmq.Context()
     socket = context.socket(zmq.REQ)
@@ -424,7 +424,7 @@ def test_recorded_digests_are_still_those_of_both_forms(golden, name):
 
 
 def test_vision_fields_are_recorded_by_their_names():
-    """Pixels make the frames large; what is said of them is pinned here."""
+    """The frames with pixels are too large to record, so their fields are compared here."""
     raw = msgspec.msgpack.decode(sent(samples.vision())[0], strict=False)
     assert raw["type"] == "TextAndVisionContext"
     places = [(image["start_idx"], image["end_idx"]) for image in raw["images"]]

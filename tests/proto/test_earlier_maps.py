@@ -35,7 +35,7 @@ pack = msgspec.msgpack.encode
 
 
 def array(values, dtype=np.int64, size=None):
-    """As the earlier encoder writes one; room behind tokens repeats them."""
+    """An array as the earlier encoder writes it; free room after the tokens repeats them."""
     data = np.array(values, dtype)
     data = data if size is None else np.resize(data, size)
     return {"__np__": True, "data": data.tobytes(), "shape": data.shape, "dtype": str(data.dtype)}
@@ -193,7 +193,7 @@ def test_mutated_messages_end_in_a_documented_error():
 @pytest.mark.parametrize("unit", _fuzz.UNITS.values(), ids=_fuzz.UNITS)
 def test_floods_cost_little_memory(unit):
     decode = msgpack_numpy_decoder(TextContext, copy=False)
-    decode(pack(speech()))  # what is made once
+    decode(pack(speech()))  # fills the caches
     seen = {"type"}
     for raw in (text(_log_probabilities_data={}, eos_sequences=[]), vision(), speech()):
         for name in set(raw) - seen:

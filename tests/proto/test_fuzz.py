@@ -294,7 +294,7 @@ ENTRIES = {
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_memory_of_log_probabilities(name):
-    """Bytes, not a map per token, which would become 72 times what it is on the wire."""
+    """Entries stay bytes: one map per token would take 72 times the size on the wire."""
     unit = ENTRIES[name]
     frame = TOKENS + b"\x90\xdd" + COUNT.to_bytes(4, "big") + unit * COUNT
     assert feed([frame]) == (2 if "likely" in name or name == "nothing" else 0)

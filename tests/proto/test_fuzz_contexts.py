@@ -1,6 +1,6 @@
 """Hostile bytes at the decoders of whole contexts: typed errors and little memory.
 
-How long hostile contexts take, the codec's benchmark says.
+The codec's benchmark measures the time that hostile contexts take.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ def test_random_bytes(frames, body):
 
 
 def test_mutated_contexts():
-    """Also beside their arrays; what is understood is a context that can go on."""
+    """Mutations of maps and arrays: whatever decodes is a context that can continue."""
     rng = random.Random(11)
     wires = [[bytes(frame) for frame in encode(make())] for make in CONTEXTS.values()]
     understood = 0
@@ -264,7 +264,7 @@ def test_memory_of_declared_lists(kind, unit):
 
 @dataclasses.dataclass
 class Plain:
-    """Somebody's own class, whose fields all have defaults."""
+    """A class of another project, with a default for every field."""
 
     number: int = 0
     numbers: list[int] = dataclasses.field(default_factory=list)

@@ -76,7 +76,7 @@ def sample(info, name="", full=True):
 
 
 def sample_context(full):
-    """The map of a context: with all a new request can have, or with what it must have."""
+    """The map of a new request's context, with all fields or with the required ones."""
     tokens = np.arange(642, 647, dtype=np.int32)
     if not full:
         return WireContext(tokens=WireTokens(tokens), max_length=1087)
@@ -117,7 +117,7 @@ def golden_bytes():
 
 
 def sealed(kind):
-    """Frames of a Commit between workers, its context long enough for a frame of its own."""
+    """Frames of a Commit between workers, its context long enough for a separate frame."""
     commit = sample(inspect.type_info(Commit), full=kind == "full")
     tokens = np.arange(1024, dtype=np.int32)
     context = msgspec.structs.replace(commit.context, tokens=WireTokens(tokens))

@@ -64,7 +64,7 @@ class BufferModel:
 
     processed: list[int]
     window: list[int]  # the processing window; `offset` of it (or before it) is not active
-    later: list[int]  # behind a chunk
+    later: list[int]  # after a chunk
     prompt: int
     offset: int = 0
     pending: list[int] = field(default_factory=list)
@@ -154,7 +154,7 @@ class BufferModel:
 
 
 def lend(tokens, model, n):
-    """Lend room and take it back; in between the tokens are what the model says."""
+    """Lend room and take it back; in between, the tokens equal the model's."""
     end, length = tokens._end, len(tokens)
     tokens.lend(n)
     everything, active = model.lend(n)

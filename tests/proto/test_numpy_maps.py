@@ -239,7 +239,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 @dataclass
 class Job:
-    """A base class declared inside somebody's own type."""
+    """A base class declared inside a type of another project."""
 
     context: TextContext
     others: list[PixelContext | None]

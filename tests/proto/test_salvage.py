@@ -1,4 +1,4 @@
-"""What is left of an envelope with a message that cannot be read."""
+"""Decoding the other messages of an envelope with an unreadable message."""
 
 from __future__ import annotations
 

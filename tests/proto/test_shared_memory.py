@@ -144,7 +144,7 @@ def test_an_owner_that_ends_takes_its_segments_along():
 
 
 def test_a_killed_owner_is_swept_and_a_living_one_is_not(tmp_path):
-    """In a folder of its own, for any process that begins to share sweeps."""
+    """In a separate folder, because every process that starts sharing sweeps the folder."""
     alive = SegmentStore(tmp_path)
     kept = alive.put(ARRAY)
     code, out, _ = run(f"""

@@ -116,7 +116,7 @@ def test_equality_is_by_value_without_the_room():
     assert one != two
     for at in range(0, 500, 100):
         two.update_speech_tokens(np.arange(at, at + 100, dtype=np.int32))
-    assert one != two  # the block counter tells them apart
+    assert one != two  # their block counters differ
     two._block_counter = 1
     assert (one._speech_token_size, two._speech_token_size) == (640, 512)
     assert one == two

@@ -1,4 +1,4 @@
-"""Versions of the protocol next to each other understand each other; others say who speaks what."""
+"""Neighbouring protocol versions are compatible; for others, the error names both versions."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The demo model's byte-level tokenizer, and small ones in the SentencePiece manner."""
+"""The demo model's byte-level tokenizer, and small tokenizers in the style of SentencePiece."""
 
 from __future__ import annotations
 

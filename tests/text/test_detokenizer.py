@@ -56,7 +56,7 @@ def test_sentencepiece_equals_decoding_at_once_for_any_text(sentencepiece, texts
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(3, 400), max_size=60), st.randoms(use_true_random=False))
 def test_sentencepiece_words_and_lone_bytes_equal_decoding_at_once(sentencepiece, ids, rng):
-    """Any tokens, but no two byte tokens in a row: those would be one run."""
+    """Any tokens, without two byte tokens in a row: the decoder joins these."""
     kept: list[int] = []
     for token in ids:
         follows_byte = bool(kept) and kept[-1] in BYTE_TOKENS

@@ -1,4 +1,4 @@
-"""Tokenizer files nobody vouches for: whatever they do, one typed error in bounded time."""
+"""Untrusted tokenizer files: whatever they do, one typed error in bounded time."""
 
 from __future__ import annotations
 

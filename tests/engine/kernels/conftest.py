@@ -1,4 +1,4 @@
-"""Every backend and instruction set of this machine, the float64 oracle, and poisoned outputs."""
+"""All backends and instruction sets of this machine, a float64 oracle, and poisoned outputs."""
 
 from __future__ import annotations
 

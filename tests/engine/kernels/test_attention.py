@@ -32,7 +32,7 @@ WINDOWS = [0, 1, 7, 100]
 
 
 class Halves:
-    """A backend that is told that what attention multiplies may be rounded to bfloat16."""
+    """A backend whose attention may round its operands to bfloat16."""
 
     def __init__(self, backend):
         self._backend = backend
@@ -216,7 +216,7 @@ def test_good_arguments_pass(backend):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_asked_for_at_the_end_see_the_whole_sequence(backend, oracle, shape):
-    """Attention both ways: a row's position says what it sees, not where its key lies."""
+    """Bidirectional attention: a row sees the tokens up to its position, wherever its key is."""
     p = paged(9, shape, 130)
     heads, kv_heads, dim, size = shape
     positions = np.full(130, 129, np.int32)
@@ -239,7 +239,7 @@ def test_rows_asked_for_at_the_end_see_the_whole_sequence(backend, oracle, shape
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[2] % 32 == 0])
 def test_tiles_are_as_near_as_bfloat16_allows(oracle, poisoned, shape, window):
-    """A value of size 1 is rounded by at most 2^-8 of it, as are weights and scores."""
+    """Values of size 1, weights and scores are rounded by at most 2^-8 of their size."""
     p = paged(1, shape, 150)
     exact = attend(
         oracle, Paged(p.q.astype(float), p.kv.astype(float), p.table), slice(None), window
@@ -254,7 +254,7 @@ def test_tiles_are_as_near_as_bfloat16_allows(oracle, poisoned, shape, window):
 @pytest.mark.skipif("amx" not in ISAS, reason="no amx kernels here")
 @pytest.mark.parametrize("shape", [(8, 1, 32, 16), (9, 1, 64, 16), (16, 1, 32, 8), (3, 3, 96, 16)])
 def test_few_queries_have_the_bits_of_tiles(shape):
-    """Numbers of any size, those below the normal ones too; up to 8 queries take no tiles."""
+    """Numbers of any size, subnormal ones too; up to 8 queries use no tiles."""
     p, rng = paged(9, shape, 200), np.random.default_rng(10)
     p.q *= np.exp2(rng.integers(-130, 1, (*p.q.shape[:2], 1))).astype(np.float32)
     p.kv *= np.exp2(rng.integers(-130, 1, (len(p.kv), 2, 1, 1, 1))).astype(np.float32)

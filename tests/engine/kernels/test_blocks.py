@@ -1,4 +1,4 @@
-"""Blocks on the move: gather, checksum, scatter."""
+"""Moves of blocks: gather, checksum, scatter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The digest of payloads from a GPU: its definition, and that no damage goes unseen."""
+"""The digest of payloads from a GPU: its definition, and that it shows all damage."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_backend_has_it(backend, rng):
 
 
 def test_its_bits_are_fixed():
-    """Both ends of a handoff may be of different builds."""
+    """The two workers of a handoff may be different builds."""
     assert payload_digest(np.arange(256, dtype=np.uint8)) == 0xEB62CB50C2F97FAC
     assert payload_digest(np.zeros(8, np.uint8)) == 0x166359FAD7B24EAA
 
@@ -88,7 +88,7 @@ def test_every_flipped_bit_and_every_swap_is_seen(rng):
 
 
 def test_lengths_and_gaps_are_seen(rng):
-    """Zeros put on, taken off, or in the place of what was there; words moved along by some."""
+    """Zeros appended, removed, or written over other bytes; words moved by some places."""
     payload = rng.integers(0, 256, 4096, np.uint8)
     zeros = np.zeros(4096, np.uint8)
     digests = [payload_digest(zeros[:n]) for n in range(300)]

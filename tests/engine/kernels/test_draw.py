@@ -56,7 +56,9 @@ def test_equal_weights_at_the_cut_stay_from_the_lowest_index(compiled_draw, copi
     weights[[0, copies // 2, -1]] = 1.0
     total = float(weights.sum(dtype=np.float64))
     for share in np.linspace(0, 0.999, 40):
-        top_p = (3 + 0.25 * (copies // 3) + 0.1) / total  # inside the crowd, not at its edges
+        top_p = (
+            3 + 0.25 * (copies // 3) + 0.1
+        ) / total  # inside the range of equal weights, not at its ends
         index = compiled_draw(weights, top_p, 0.0, share)
         assert index in (-1, _choose(weights, SamplingParams(top_p=top_p), share))
         assert index >= 0 or copies > 60

@@ -102,7 +102,7 @@ def test_gates_at_the_ends(compiled, poisoned):
 
 
 def test_largest_products_stay_finite(compiled, poisoned):
-    """A product that rounds to no bfloat16 is cut off instead, as everywhere."""
+    """A product beyond the range of bfloat16 is clamped, as in all kernels."""
     gate_up = compiled.pack_linear([np.full((32, 2), 0x3F80, np.uint16)])
     down = compiled.pack_linear([np.full((1, 16), 0x3D80, np.uint16)])  # 1 / 16
     x = np.array([[2.0**64, -(2.0**54)]], np.float32)

@@ -1,4 +1,4 @@
-"""Which kernels let other threads run: those that take long, and no others."""
+"""Only kernels that take long let other threads run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def no_switches() -> Iterator[None]:
 
 
 class Other:
-    """A thread that waits to be let run, and then says so."""
+    """A thread that records when it could run."""
 
     def __init__(self) -> None:
         self.ran = False
@@ -38,7 +38,7 @@ class Other:
             self.ran = True
 
     def runs_during(self, call: Callable[[], object], times: int) -> bool:
-        """Whether it came to run while ``call`` was made up to ``times`` times."""
+        """Whether the thread ran during up to ``times`` calls of ``call``."""
         self._begin.release()
         for _ in range(times):
             call()

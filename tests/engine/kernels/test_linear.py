@@ -104,7 +104,7 @@ def test_parts_are_stacked(backend, rng, kinds):
         backend.linear(x, backend.pack_linear([part]), y)
         apart[:, start : start + len(part)] = y
         start += len(part)
-    tiles = backend.numerics.endswith("amx") and len(set(kinds)) > 1  # bf16 has bits of its own
+    tiles = backend.numerics.endswith("amx") and len(set(kinds)) > 1  # bf16 results differ
     if backend.row_independent and not tiles:
         assert np.array_equal(together, apart)
     else:
@@ -178,8 +178,9 @@ def test_what_is_no_number_stays_so_in_its_row(compiled, rng, poisoned, kind):
 
 @pytest.mark.parametrize("kind", ["f32", "bf16"])
 def test_the_ends_of_the_range(compiled, rng, poisoned, kind):
-    """The largest floats, which round to no bfloat16, stay finite and, on tiles, lose what is
-    behind its bits; below the normal ones zero is near enough.
+    """The largest floats exceed bfloat16 but stay finite; tiles drop the bits beyond bfloat16.
+
+    Subnormal numbers may become zero.
     """
     tiles = kind == "bf16" and compiled.numerics.endswith("amx")
     top = np.finfo(np.float32).max
@@ -202,7 +203,7 @@ def test_the_ends_of_the_range(compiled, rng, poisoned, kind):
 @pytest.mark.parametrize("kind", ["f32", "bf16"])
 @pytest.mark.parametrize(("rows", "width", "out"), [(300, 2100, 37), (512, 768, 80), (97, 33, 64)])
 def test_many_rows_have_the_bits_of_few(compiled, rng, poisoned, rows, width, out, kind):
-    """As many rows as pass in several parts through the caches."""
+    """Enough rows that they pass the caches in several parts."""
     bias = rng.standard_normal(out, dtype=np.float32)
     packed = compiled.pack_linear([make_weights(rng, out, width, kind)], bias)
     x = rng.standard_normal((rows, width), dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Memory that weights lie in."""
+"""Memory of weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The bits a numerics name stands for.
+"""The bits that a numerics name promises.
 
 Workers with equal names hand requests to each other in the middle of generation, so a change
-of any bit needs a new revision: raise that in cpu.py and record the digests anew.
+of any bit needs a new revision: raise it in cpu.py and record the digests again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GATED_DIGESTS = {("4", "amx"): "505dadbfd2c4cdad"}
 
 
 def floats(seed: int, *shape: int) -> np.ndarray:
-    """Numbers in -2..2 that no library version changes."""
+    """Numbers in -2..2 that are the same with every library version."""
     n = int(np.prod(shape))
     words = (np.arange(n, dtype=np.uint64) + np.uint64(seed * 1000)) * np.uint64(0x9E3779B97F4A7C15)
     return ((words >> np.uint64(40)).astype(np.float32) / 2**22 - 2).reshape(shape)
@@ -58,7 +58,7 @@ def results(backend) -> list[np.ndarray]:
 
 
 def encoder_results(backend) -> list[np.ndarray]:
-    """Of the kernels only encoders use; recorded apart, as decoders do not care."""
+    """Results of the kernels that only encoders use; decoders do not depend on them."""
     normed, active = np.empty((2, 9, 100), np.float32)
     backend.layer_norm(floats(3, 9, 100), floats(4, 100), floats(12, 100), 1e-6, normed)
     backend.gelu(floats(5, 9, 100) * 3, active)
@@ -120,7 +120,7 @@ def test_bf16_bits_are_those_of_the_revision(compiled):
 
 
 def test_bits_of_attention_in_bf16_are_those_of_the_revision(compiled):
-    """Elsewhere than on tiles nothing is rounded."""
+    """Only tiles round."""
     _, revision, isa = compiled.numerics.split("-")
     if isa != "amx":
         pytest.skip("rounds nothing")
@@ -129,7 +129,7 @@ def test_bits_of_attention_in_bf16_are_those_of_the_revision(compiled):
 
 
 def test_bits_of_the_gated_mlp_in_bf16_are_those_of_the_revision(compiled):
-    """Elsewhere than on tiles it is made of the other kernels."""
+    """Except on tiles it is composed of the other kernels."""
     _, revision, isa = compiled.numerics.split("-")
     if isa != "amx":
         pytest.skip("has no kernel of its own")

@@ -21,7 +21,7 @@ def bf16(x):
 
 
 def tile_product(x, weights):
-    """One TDPBF16PS from zero: even and odd terms in sums of their own, then both.
+    """One TDPBF16PS from zero: sums of even and of odd terms, then both added.
 
     Products of two bfloat16 are exact in float32.
     """
@@ -56,7 +56,7 @@ def test_bits_are_those_of_the_order_promised(rng, poisoned, rows, width, out):
 
 
 def test_x_is_rounded_to_the_nearest_bfloat16(rng):
-    """Cutting off would be twice as far away; a tie goes to the even neighbour."""
+    """Truncation would double the error; ties round to even."""
     backend, x = load_backend("cpu", isa="amx"), rng.standard_normal((1000, 1), dtype=np.float32)
     x[:2, 0] = 1 + 2.0**-8, 1 + 3 * 2.0**-8
     y = np.empty((1000, 1), np.float32)

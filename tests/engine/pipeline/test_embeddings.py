@@ -1,4 +1,4 @@
-"""Vectors of the committed embedding checkpoints against transformers, and of any batch."""
+"""Embeddings of the committed checkpoints equal those of transformers, in any batch."""
 
 import json
 import shutil

@@ -97,7 +97,7 @@ def test_a_chunk_that_does_not_fit_fails_alone(runner, bad):
 
 
 def test_a_step_that_nobody_waits_for_ends_behind_its_layer(runner):
-    """Nothing is written later, and the next step finds nothing of it."""
+    """No KV is written afterwards, and the next step is not affected."""
     plan, answers = StepPlan(7, (chunk(b"a"),)), iter([False, False, True])
     runner.pool.fill(7.0)
     result = runner.pipeline.execute(plan, unwanted=lambda: next(answers))
@@ -188,7 +188,7 @@ def test_finished_layers_are_reported_while_the_step_runs(runner):
 
 
 def test_last_layer_skips_rows_nobody_samples(runner):
-    """All chunks of a step draw, some, or none: the drawn tokens are the same."""
+    """Whether all, some or no chunks of a step sample, the sampled tokens are the same."""
     a, b = chunk(b"a"), chunk(b"b", (9, 8, 7, 6, 5), table=(1, 2))
     both = {s.request: s.token for s in execute(runner, a, b).sampled}
     silent = chunk(b"b", (9, 8, 7, 6, 5), table=(1, 2), params=None)
@@ -205,7 +205,7 @@ def same_inputs(one, two):
 
 
 def test_decode_steps_are_made_of_the_step_before_and_only_then(runner, monkeypatch):
-    """Whatever way the rows are made, they are those of the chunks laid out anew."""
+    """Rows derived from the step before equal rows laid out from the chunks."""
     model, made, ways = runner.pipeline.model, [], []
     execute, following = model.execute, model.prepare_next_token_inputs
     monkeypatch.setattr(model, "execute", lambda inputs: made.append(inputs) or execute(inputs))
@@ -238,4 +238,4 @@ def test_decode_steps_are_made_of_the_step_before_and_only_then(runner, monkeypa
     step(row(b"b", (7, 8), 6, b), by_next=False)  # two tokens
     step(row(b"c", (7,), 0, c, params=None), by_next=False)
     step(row(b"c", (7,), 1, c), by_next=True)
-    step(row(b"c", (7,), 2, c.copy()), by_next=False)  # other blocks, for all that is known
+    step(row(b"c", (7,), 2, c.copy()), by_next=False)  # another array, so the blocks may differ
