@@ -15,12 +15,13 @@ from ..proto.wire.messages import Message
 from ..router.config import PolicyConfig, RouterConfig
 from ..router.core import RouterCore
 from .clients import ClientNode
-from .embed_worker import EmbedNode
+from .decode_nodes import DecodeNode
 from .invariants import Watcher
 from .network import Aim, Faults, Network
 from .nodes import DETECT_S, Node, RouterNode
+from .prefill_nodes import EmbedNode, PrefillNode
 from .recording import Recording
-from .workers import DecodeNode, PrefillNode, Sizes, WorkerNode
+from .workers import Sizes, WorkerNode
 
 CLUSTER_KEY = "00" * 16
 FLAP_S = 0.02

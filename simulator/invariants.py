@@ -17,8 +17,9 @@ from .toy_model import expected_tokens, expected_vector
 if TYPE_CHECKING:
     from .clients import Record
     from .cluster import Cluster
+    from .decode_nodes import DecodeNode
     from .nodes import RouterNode
-    from .workers import DecodeNode, WorkerNode
+    from .workers import WorkerNode
 
 GRANT_S = 8.0
 """Seconds within which a grant without a handoff is freed, from the resumption of its worker."""

@@ -1,67 +1,48 @@
-"""Prefill and decode workers of a simulated cluster: the real cores on the toy model.
+"""What all workers of a simulated cluster share. The nodes act as the real shells do.
 
-The nodes act as the real shells do. A frame with contiguous blocks is read from the pool only when
-it arrives, as late as a transport without copies could read it.
+Messages between workers are encoded bytes, and faults damage some of them.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..decode_worker import events as decode
-from ..decode_worker.core import DecodeCore
-from ..decode_worker.handoffs import GrantStore
 from ..engine.cache.paged_cache import PagedCache
 from ..engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
-from ..engine.kernels.reference import NumpyBackend
 from ..engine.scheduling.plan import StepPlan, StepResult, abandoned_step
-from ..engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from ..engine.scheduling.scheduler import Scheduler
 from ..engine.scheduling.step_time import StepTime
-from ..kv_transfer.frames import FramePacker, FrameWriter
-from ..kv_transfer.receiver import Receiver, ReceiverConfig
-from ..kv_transfer.sender import Sender, SenderConfig
-from ..prefill_worker import events as prefill
-from ..prefill_worker.core import PrefillCore, PrefillLimits
-from ..prefill_worker.embed_core import EmbedCore
+from ..kv_transfer.checksums import envelope_digest
 from ..proto.errors import ProtocolError
 from ..proto.layout import ModelCard
-from ..proto.wire.messages import (
-    Credit,
-    DecodeToPrefill,
-    DeviceTicket,
-    KVFrame,
-    Message,
-    PeerDead,
-    PrefillToDecode,
-)
+from ..proto.wire.arrays import Frame
+from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from ..proto.wire.messages import Message
 from ..router.events import FromWorker
 from ..worker.attempts import Key
 from ..worker.events import (
     AbandonStep,
     DrainRequested,
     Exit,
-    Fault,
     FromRouter,
     RouterDown,
     RouterUp,
-    RunStep,
-    StepDone,
     Tick,
     ToRouter,
 )
 from ..worker.membership import Membership, WorkerIdentity
 from .invariants import Violation
-from .nodes import DETECT_S, Node, RouterNode
-from .toy_model import KILLS_DECODE, KILLS_PREFILL, Poisoned, ToyExecutor, ToyMatcher, toy_card
-from .wire import Envelope, sealed_decoder
+from .network import Network
+from .nodes import Node, RouterNode
+from .toy_model import Poisoned, ToyExecutor, ToyMatcher, toy_card
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -103,8 +84,23 @@ def warm_times() -> StepTime:
     return times
 
 
-C = TypeVar("C", bound=PrefillCore | DecodeCore | EmbedCore)
-T = TypeVar("T", bound=PrefillCore | DecodeCore)
+class Core(Protocol):
+    """The core of a worker."""
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether the worker has drained and may exit."""
+        ...
+
+    def handle(self, event: Any, now: float) -> list[Any]:
+        """Return the actions for an event."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Compare the counters with the state. Raises if they differ."""
+
+
+C = TypeVar("C", bound=Core)
 
 
 class WorkerNode(Node, Generic[C]):
@@ -204,7 +200,7 @@ class WorkerNode(Node, Generic[C]):
     def feed(self, event: object) -> None:
         """Pass an event to the core, perform its actions, check the invariants."""
         envelopes: defaultdict[str, list[Message]] = defaultdict(list)
-        actions = self.core.handle(cast(Any, event), self.now)
+        actions = self.core.handle(event, self.now)
         self.record(event, actions)
         for action in actions:
             if isinstance(action, ToRouter):
@@ -241,7 +237,7 @@ class WorkerNode(Node, Generic[C]):
         network.at(self.idle_from, self.when_up(done))
 
 
-class EngineNode(WorkerNode[T]):
+class EngineNode(WorkerNode[C]):
     """Common part of text workers: KV, grammars, preemption."""
 
     scheduler: Scheduler
@@ -287,6 +283,8 @@ class EngineNode(WorkerNode[T]):
         elif isinstance(action, DropGrammar):
             self.cluster.stats["grammars_dropped"] += 1
             del self.grammars[action.key]
+        elif isinstance(action, AbandonStep):
+            self.unwanted.add(action.step)
         else:
             super().perform(action)
 
@@ -332,257 +330,35 @@ class MoveDelays:
         network.after(self._free_at - network.now, self._node.when_up(move))
 
 
-class PrefillNode(EngineNode[PrefillCore]):
-    """A prefill worker with the real core."""
+class Envelope:
+    """One message between workers, encoded with a checksum as in the shells.
 
-    role = "prefill"
+    The network's faults may flip one bit.
+    """
 
-    def make(self) -> None:
-        """Create pool, scheduler, sender and core."""
-        sizes, layout = self.sizes, self.card.layout
-        self.executor = ToyExecutor(layout, sizes.prefill_blocks, KILLS_PREFILL)
-        self.cache = PagedCache(sizes.prefill_blocks, layout.block_size)
-        config = SchedulerConfig(
-            max_batch=MAX_BATCH, token_budget=sizes.token_budget, one_token=True
-        )
-        self.scheduler = Scheduler(config, self.cache)
-        self.sender = Sender(self.incarnation, layout, SenderConfig(frame_bytes=sizes.frame_bytes))
-        limits = PrefillLimits(
-            max_active=6,
-            stream_tokens=sizes.stream_tokens,
-            growth=sizes.growth,
-            slo_ttft=sizes.slo_ttft,
-        )
-        ticket = DeviceTicket("here", b"", 0, 0) if sizes.in_place else None
-        self.core = PrefillCore(
-            self.member, self.scheduler, self.sender, limits, warm_times(), ticket
-        )
-        self.packer = FramePacker(NumpyBackend(), self.executor.pool)
-        self.moves = MoveDelays(self, sizes.move_s)
-        self.decoder = sealed_decoder(DecodeToPrefill)
-        self.connected: set[str] = set()
-        self.buried: set[int] = set()
+    _encoder = EnvelopeEncoder(digest=envelope_digest)
 
-    def hear_router(self, name: str, message: Message) -> None:
-        """Record decode workers declared dead: their blocks may have been reused since."""
-        if isinstance(message, PeerDead):
-            self.buried.add(message.incarnation)
-        super().hear_router(name, message)
+    def __init__(self, message: Message, network: Network) -> None:
+        self._frames: list[Frame] = self._encoder.encode([message])
+        chance, random = network.faults.damage, network.random
+        self._damaged = chance > 0 and random.random() < chance
+        if self._damaged:
+            which = random.randrange(len(self._frames))
+            body = bytearray(self._frames[which])
+            body[random.randrange(len(body))] ^= 1 << random.randrange(8)
+            self._frames[which] = bytes(body)
 
-    def perform(self, action: object) -> None:
-        """Perform an action as the shell would."""
-        match action:
-            case prefill.ToPeer(endpoint=endpoint, message=message):
-                self._to_peer(endpoint, message)
-            case prefill.Connect(endpoint=endpoint):
-                self._connect(endpoint)
-            case prefill.Disconnect(endpoint=endpoint):
-                self._disconnect(endpoint)
-            case prefill.PackFrame():
-                self._pack(action)
-            case RunStep(plan=plan):
-                self._run_plan(plan)
-            case AbandonStep(step=step):
-                self.unwanted.add(step)
-            case _:
-                super().perform(action)
-
-    # ------------------------------------------------------------------ decode workers
-
-    def _connect(self, endpoint: str) -> None:
-        self.connected.add(endpoint)
-        self.cluster.network.after(0.001, self.when_up(lambda: self.reach(endpoint)))
-
-    def _disconnect(self, endpoint: str) -> None:
-        self.connected.discard(endpoint)
-        node = self.cluster.decode_at(endpoint)
-        if node is not None:
-            self.cluster.peer_gone(node, self)
-
-    def believed_alive(self) -> list[DecodeNode]:
-        """Return decode workers whose incarnation was never declared dead to this worker.
-
-        A decode worker that is cut off from its router may be declared dead and still run. It may
-        read blocks of old handoffs, but its results are never used: its router rejects it.
-        """
-        nodes = [n for n in self.cluster.decodes if n.incarnation not in self.buried]
-        return [n for n in nodes if self.core.knows(n.endpoint, n.incarnation)]
-
-    def peer_down(self, endpoint: str) -> None:
-        """Handle the loss of a decode worker's connection; the socket keeps trying."""
-        if endpoint in self.connected:
-            self.feed(prefill.PeerDown(endpoint))
-            self.cluster.network.after(DETECT_S, self.when_up(lambda: self.reach(endpoint)))
-
-    def reach(self, endpoint: str) -> None:
-        """Connect as soon as the decode worker is alive."""
-        if endpoint not in self.connected:
-            return
-        node = self.cluster.decode_at(endpoint)
-        if node is not None and node.alive:
-            self.feed(prefill.PeerUp(endpoint))
-        else:
-            self.cluster.network.after(0.05, self.when_up(lambda: self.reach(endpoint)))
-
-    def _to_peer(self, endpoint: str, message: Message) -> None:
-        node, identity = self.cluster.decode_at(endpoint), self.identity
-        if node is not None and endpoint in self.connected:
-            envelope = Envelope(message, self.cluster.network)
-            self.transmit(node, lambda: node.hear(self, identity, envelope))
-
-    def hear(self, endpoint: str, envelope: Envelope) -> None:
-        """Handle a control message from a decode worker."""
-        for message in envelope.read(self.decoder, self.cluster.stats):
-            self.feed(prefill.FromPeer(endpoint, message))
-
-    def _pack(self, action: prefill.PackFrame) -> None:
-        self.moves.start(lambda: self._packed(action))
-
-    def _packed(self, action: prefill.PackFrame) -> None:
-        send = action.send
-        ready = self.packer.view(send.frame, action.block_table)
-        if action.shared:
-            frame, payload = self.packer.name(send.frame, action.block_table)
-        elif ready is not None:
-            frame, payload = ready
-        else:
-            payload = np.empty(send.frame.nbytes, np.uint8)
-            frame = self.packer.pack(send.frame, action.block_table, payload)
-        self._send_frame(send.endpoint, frame, payload)
-        self.feed(prefill.Packed(send.key, frame.index, frame.checksum))
-
-    def _send_frame(self, endpoint: str, frame: KVFrame, payload: Bytes) -> None:
-        network, node = self.cluster.network, self.cluster.decode_at(endpoint)
-        damaged = network.random.random() < network.faults.damage
-        at = network.random.randrange(frame.nbytes)
-
-        def arrive() -> None:
-            received = payload.copy()  # copied on arrival: the pool may have been overwritten
-            if damaged:
-                received[at % len(received)] ^= 0x5A
-                self.cluster.stats["damaged"] += 1
-            if node is not None:
-                node.data(frame, received)
-
-        if node is not None and node.alive:
-            network.send(self.name + "/data", node.name, node.when_up(arrive))
-
-    def _run_plan(self, plan: StepPlan) -> None:
-        def finish(seconds: float) -> None:
-            result = self.execute(plan, seconds)
-            for chunk in plan.chunks:
-                if chunk.stream_layers:
-                    self.feed(prefill.LayersDone(chunk.request, 1))
-            self.feed(StepDone(result))
-
-        self.run(plan.num_tokens, finish)
-
-
-class DecodeNode(EngineNode[DecodeCore]):
-    """A decode worker with the real core."""
-
-    role = "decode"
-
-    def make(self) -> None:
-        """Create pool, scheduler, receiver and core."""
-        sizes, layout = self.sizes, self.card.layout
-        self.executor = ToyExecutor(layout, sizes.decode_blocks, KILLS_DECODE)
-        self.cache = PagedCache(sizes.decode_blocks, layout.block_size)
-        config = SchedulerConfig(
-            max_batch=MAX_BATCH, token_budget=sizes.token_budget, growth=sizes.growth
-        )
-        self.scheduler = Scheduler(config, self.cache)
-        store = GrantStore(self.cache, self.scheduler)
-        limits = ReceiverConfig(window=sizes.window, budget=sizes.budget, device=sizes.device)
-        self.receiver = Receiver(self.incarnation, layout, store, limits)
-        self.core = DecodeCore(
-            self.member,
-            self.scheduler,
-            self.receiver,
-            "ipc:///simulated/data",
-            1 << 20,
-            warm_times(),
-        )
-        self.writer = FrameWriter(NumpyBackend(), self.executor.pool)
-        self.moves = MoveDelays(self, sizes.move_s)
-        self.decoder = sealed_decoder(PrefillToDecode)
-        self.peers: dict[bytes, PrefillNode] = {}
-
-    def perform(self, action: object) -> None:
-        """Perform an action as the shell would."""
-        match action:
-            case decode.ToPeer(peer=peer, message=message):
-                self._to_peer(peer, message)
-            case decode.MapPool(peer=peer, transport=transport):
-                self.feed(decode.PoolMapped(peer, "", transport))
-            case RunStep(plan=plan):
-                self.run(plan.num_tokens, lambda seconds: self._finish(plan, seconds))
-            case AbandonStep(step=step):
-                self.unwanted.add(step)
-            case Fault(error=error):
-                raise Violation(f"{self.name}: internal error: {error!r}") from error
-            case _:
-                super().perform(action)
-
-    def tick(self) -> None:
-        """Check timers and unused grants."""
-        super().tick()
-        if self.alive:
-            self.cluster.watcher.grants(self)
-
-    def _finish(self, plan: StepPlan, seconds: float) -> None:
-        self.feed(StepDone(self.execute(plan, seconds)))
-
-    def hear(self, node: PrefillNode, identity: bytes, envelope: Envelope) -> None:
-        """Handle a control message from a prefill worker."""
-        self.peers[identity] = node
-        for message in envelope.read(self.decoder, self.cluster.stats):
-            self.feed(decode.FromPeer(identity, message))
-
-    def peer_gone(self, identity: bytes) -> None:
-        """Handle the loss of a prefill worker's connection."""
-        self.peers.pop(identity, None)
-        self.feed(decode.PeerGone(identity))
-
-    def _to_peer(self, peer: bytes, message: Message) -> None:
-        """Answer over the peer's connection, if that incarnation is still alive."""
-        node = self.peers.get(peer)
-        if node is not None and node.alive and node.identity == peer:
-            endpoint = self.endpoint
-            self.cluster.stats["credits"] += isinstance(message, Credit)
-            envelope = Envelope(message, self.cluster.network)
-            self.transmit(node, lambda: node.hear(endpoint, envelope))
-
-    def data(self, frame: KVFrame, payload: Bytes) -> None:
-        """Handle a KV frame."""
+    def read(self, decoder: EnvelopeDecoder[Message], stats: Counter[str]) -> list[Message]:
+        """Decode the messages; empty if the envelope is damaged."""
         try:
-            blocks = self.receiver.locate(frame)
+            return decoder.decode(self._frames)
         except ProtocolError:
-            self.cluster.stats["bad_frames"] += 1
-            return
-        if blocks is not None:
-            self.moves.start(lambda: self._write(frame, blocks, payload))
+            if not self._damaged:
+                raise
+            stats["damaged_control"] += 1
+            return []
 
-    def _fetch(
-        self, frame: KVFrame, blocks: npt.NDArray[np.int32], payload: Bytes, owner: int
-    ) -> bool:
-        """Read blocks in their owner's pool. A live owner must still hold them."""
-        node = next((n for n in self.cluster.prefills if n.alive and n.incarnation == owner), None)
-        theirs = payload.view(np.int32)
-        if node is None or theirs.min() < 0 or theirs.max() >= node.cache.num_blocks:
-            return self.writer.fetch(frame, blocks, None, payload)  # owner dead or frame damaged
-        damaged = self.cluster.stats["damaged"] > 0
-        held = all(map(node.cache.pool.is_owned, theirs.tolist()))
-        if not held and not damaged and self in node.believed_alive():
-            raise Violation(f"{self.name}: frame {frame.index} is read from free blocks")
-        return self.writer.fetch(frame, blocks, node.executor.pool, payload)
 
-    def _write(self, frame: KVFrame, blocks: npt.NDArray[np.int32], payload: Bytes) -> None:
-        owner = self.receiver.owner(frame.grant)
-        if owner is None:
-            raise Violation(f"{self.name}: frame {frame.index} is written to unowned blocks")
-        if frame.shared:
-            intact = self._fetch(frame, blocks, payload, owner)
-        else:
-            intact = self.writer.write(frame, blocks, payload)
-        self.feed(decode.FrameStored(frame, intact))
+def sealed_decoder(union: object) -> EnvelopeDecoder[Message]:
+    """Return the decoder for one direction."""
+    return EnvelopeDecoder(union, digest=envelope_digest)

@@ -1,0 +1,139 @@
+"""Decode workers of a simulated cluster: the real core on the toy model."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..decode_worker import events as decode
+from ..decode_worker.core import DecodeCore
+from ..decode_worker.handoffs import GrantStore
+from ..engine.cache.paged_cache import PagedCache
+from ..engine.kernels.reference import NumpyBackend
+from ..engine.scheduling.plan import StepPlan
+from ..engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from ..kv_transfer.frames import FrameWriter
+from ..kv_transfer.receiver import Receiver, ReceiverConfig
+from ..proto.errors import ProtocolError
+from ..proto.wire.messages import Credit, KVFrame, Message, PrefillToDecode
+from ..worker.events import Fault, RunStep, StepDone
+from .invariants import Violation
+from .prefill_nodes import PrefillNode
+from .toy_model import KILLS_DECODE, ToyExecutor
+from .workers import (
+    MAX_BATCH,
+    Bytes,
+    EngineNode,
+    Envelope,
+    MoveDelays,
+    sealed_decoder,
+    warm_times,
+)
+
+
+class DecodeNode(EngineNode[DecodeCore]):
+    """A decode worker with the real core."""
+
+    role = "decode"
+
+    def make(self) -> None:
+        """Create pool, scheduler, receiver and core."""
+        sizes, layout = self.sizes, self.card.layout
+        self.executor = ToyExecutor(layout, sizes.decode_blocks, KILLS_DECODE)
+        self.cache = PagedCache(sizes.decode_blocks, layout.block_size)
+        config = SchedulerConfig(
+            max_batch=MAX_BATCH, token_budget=sizes.token_budget, growth=sizes.growth
+        )
+        self.scheduler = Scheduler(config, self.cache)
+        store = GrantStore(self.cache, self.scheduler)
+        limits = ReceiverConfig(window=sizes.window, budget=sizes.budget, device=sizes.device)
+        self.receiver = Receiver(self.incarnation, layout, store, limits)
+        self.core = DecodeCore(
+            self.member,
+            self.scheduler,
+            self.receiver,
+            "ipc:///simulated/data",
+            1 << 20,
+            warm_times(),
+        )
+        self.writer = FrameWriter(NumpyBackend(), self.executor.pool)
+        self.moves = MoveDelays(self, sizes.move_s)
+        self.decoder = sealed_decoder(PrefillToDecode)
+        self.peers: dict[bytes, PrefillNode] = {}
+
+    def perform(self, action: object) -> None:
+        """Perform an action as the shell would."""
+        match action:
+            case decode.ToPeer(peer=peer, message=message):
+                self._to_peer(peer, message)
+            case decode.MapPool(peer=peer, transport=transport):
+                self.feed(decode.PoolMapped(peer, "", transport))
+            case RunStep(plan=plan):
+                self.run(plan.num_tokens, lambda seconds: self._finish(plan, seconds))
+            case Fault(error=error):
+                raise Violation(f"{self.name}: internal error: {error!r}") from error
+            case _:
+                super().perform(action)
+
+    def tick(self) -> None:
+        """Check timers and unused grants."""
+        super().tick()
+        if self.alive:
+            self.cluster.watcher.grants(self)
+
+    def _finish(self, plan: StepPlan, seconds: float) -> None:
+        self.feed(StepDone(self.execute(plan, seconds)))
+
+    def hear(self, node: PrefillNode, identity: bytes, envelope: Envelope) -> None:
+        """Handle a control message from a prefill worker."""
+        self.peers[identity] = node
+        for message in envelope.read(self.decoder, self.cluster.stats):
+            self.feed(decode.FromPeer(identity, message))
+
+    def peer_gone(self, identity: bytes) -> None:
+        """Handle the loss of a prefill worker's connection."""
+        self.peers.pop(identity, None)
+        self.feed(decode.PeerGone(identity))
+
+    def _to_peer(self, peer: bytes, message: Message) -> None:
+        """Answer over the peer's connection, if that incarnation is still alive."""
+        node = self.peers.get(peer)
+        if node is not None and node.alive and node.identity == peer:
+            endpoint = self.endpoint
+            self.cluster.stats["credits"] += isinstance(message, Credit)
+            envelope = Envelope(message, self.cluster.network)
+            self.transmit(node, lambda: node.hear(endpoint, envelope))
+
+    def data(self, frame: KVFrame, payload: Bytes) -> None:
+        """Handle a KV frame."""
+        try:
+            blocks = self.receiver.locate(frame)
+        except ProtocolError:
+            self.cluster.stats["bad_frames"] += 1
+            return
+        if blocks is not None:
+            self.moves.start(lambda: self._write(frame, blocks, payload))
+
+    def _fetch(
+        self, frame: KVFrame, blocks: npt.NDArray[np.int32], payload: Bytes, owner: int
+    ) -> bool:
+        """Read blocks in their owner's pool. A live owner must still hold them."""
+        node = next((n for n in self.cluster.prefills if n.alive and n.incarnation == owner), None)
+        theirs = payload.view(np.int32)
+        if node is None or theirs.min() < 0 or theirs.max() >= node.cache.num_blocks:
+            return self.writer.fetch(frame, blocks, None, payload)  # owner dead or frame damaged
+        damaged = self.cluster.stats["damaged"] > 0
+        held = all(map(node.cache.pool.is_owned, theirs.tolist()))
+        if not held and not damaged and self in node.believed_alive():
+            raise Violation(f"{self.name}: frame {frame.index} is read from free blocks")
+        return self.writer.fetch(frame, blocks, node.executor.pool, payload)
+
+    def _write(self, frame: KVFrame, blocks: npt.NDArray[np.int32], payload: Bytes) -> None:
+        owner = self.receiver.owner(frame.grant)
+        if owner is None:
+            raise Violation(f"{self.name}: frame {frame.index} is written to unowned blocks")
+        if frame.shared:
+            intact = self._fetch(frame, blocks, payload, owner)
+        else:
+            intact = self.writer.write(frame, blocks, payload)
+        self.feed(decode.FrameStored(frame, intact))

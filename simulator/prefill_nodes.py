@@ -1,0 +1,226 @@
+"""Prefill workers of a simulated cluster: the real cores on the toy model, for text or embeddings.
+
+A frame with contiguous blocks is read from the pool only when it arrives, as late as a transport
+without copies could read it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..engine.cache.paged_cache import PagedCache
+from ..engine.kernels.reference import NumpyBackend
+from ..engine.scheduling.plan import StepPlan
+from ..engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from ..kv_transfer.frames import FramePacker
+from ..kv_transfer.sender import Sender, SenderConfig
+from ..prefill_worker import events as prefill
+from ..prefill_worker.core import PrefillCore, PrefillLimits
+from ..prefill_worker.embed_core import BatchDone, EmbedCore, EmbedLimits, RunBatch
+from ..proto.layout import ModelCard
+from ..proto.wire.messages import DecodeToPrefill, DeviceTicket, KVFrame, Message, PeerDead
+from ..worker.events import RunStep, StepDone
+from .nodes import DETECT_S
+from .toy_model import (
+    KILLS_PREFILL,
+    MUTE,
+    Poisoned,
+    ToyExecutor,
+    embed_card,
+    expected_vector,
+)
+from .workers import (
+    MAX_BATCH,
+    Bytes,
+    EngineNode,
+    Envelope,
+    MoveDelays,
+    WorkerNode,
+    sealed_decoder,
+    warm_times,
+)
+
+if TYPE_CHECKING:
+    from .decode_nodes import DecodeNode
+
+
+class PrefillNode(EngineNode[PrefillCore]):
+    """A prefill worker with the real core."""
+
+    role = "prefill"
+
+    def make(self) -> None:
+        """Create pool, scheduler, sender and core."""
+        sizes, layout = self.sizes, self.card.layout
+        self.executor = ToyExecutor(layout, sizes.prefill_blocks, KILLS_PREFILL)
+        self.cache = PagedCache(sizes.prefill_blocks, layout.block_size)
+        config = SchedulerConfig(
+            max_batch=MAX_BATCH, token_budget=sizes.token_budget, one_token=True
+        )
+        self.scheduler = Scheduler(config, self.cache)
+        self.sender = Sender(self.incarnation, layout, SenderConfig(frame_bytes=sizes.frame_bytes))
+        limits = PrefillLimits(
+            max_active=6,
+            stream_tokens=sizes.stream_tokens,
+            growth=sizes.growth,
+            slo_ttft=sizes.slo_ttft,
+        )
+        ticket = DeviceTicket("here", b"", 0, 0) if sizes.in_place else None
+        self.core = PrefillCore(
+            self.member, self.scheduler, self.sender, limits, warm_times(), ticket
+        )
+        self.packer = FramePacker(NumpyBackend(), self.executor.pool)
+        self.moves = MoveDelays(self, sizes.move_s)
+        self.decoder = sealed_decoder(DecodeToPrefill)
+        self.connected: set[str] = set()
+        self.buried: set[int] = set()
+
+    def hear_router(self, name: str, message: Message) -> None:
+        """Record decode workers declared dead: their blocks may have been reused since."""
+        if isinstance(message, PeerDead):
+            self.buried.add(message.incarnation)
+        super().hear_router(name, message)
+
+    def perform(self, action: object) -> None:
+        """Perform an action as the shell would."""
+        match action:
+            case prefill.ToPeer(endpoint=endpoint, message=message):
+                self._to_peer(endpoint, message)
+            case prefill.Connect(endpoint=endpoint):
+                self._connect(endpoint)
+            case prefill.Disconnect(endpoint=endpoint):
+                self._disconnect(endpoint)
+            case prefill.PackFrame():
+                self._pack(action)
+            case RunStep(plan=plan):
+                self._run_plan(plan)
+            case _:
+                super().perform(action)
+
+    # ------------------------------------------------------------------ decode workers
+
+    def _connect(self, endpoint: str) -> None:
+        self.connected.add(endpoint)
+        self.cluster.network.after(0.001, self.when_up(lambda: self.reach(endpoint)))
+
+    def _disconnect(self, endpoint: str) -> None:
+        self.connected.discard(endpoint)
+        node = self.cluster.decode_at(endpoint)
+        if node is not None:
+            self.cluster.peer_gone(node, self)
+
+    def believed_alive(self) -> list[DecodeNode]:
+        """Return decode workers whose incarnation was never declared dead to this worker.
+
+        A decode worker that is cut off from its router may be declared dead and still run. It may
+        read blocks of old handoffs, but its results are never used: its router rejects it.
+        """
+        nodes = [n for n in self.cluster.decodes if n.incarnation not in self.buried]
+        return [n for n in nodes if self.core.knows(n.endpoint, n.incarnation)]
+
+    def peer_down(self, endpoint: str) -> None:
+        """Handle the loss of a decode worker's connection; the socket keeps trying."""
+        if endpoint in self.connected:
+            self.feed(prefill.PeerDown(endpoint))
+            self.cluster.network.after(DETECT_S, self.when_up(lambda: self.reach(endpoint)))
+
+    def reach(self, endpoint: str) -> None:
+        """Connect as soon as the decode worker is alive."""
+        if endpoint not in self.connected:
+            return
+        node = self.cluster.decode_at(endpoint)
+        if node is not None and node.alive:
+            self.feed(prefill.PeerUp(endpoint))
+        else:
+            self.cluster.network.after(0.05, self.when_up(lambda: self.reach(endpoint)))
+
+    def _to_peer(self, endpoint: str, message: Message) -> None:
+        node, identity = self.cluster.decode_at(endpoint), self.identity
+        if node is not None and endpoint in self.connected:
+            envelope = Envelope(message, self.cluster.network)
+            self.transmit(node, lambda: node.hear(self, identity, envelope))
+
+    def hear(self, endpoint: str, envelope: Envelope) -> None:
+        """Handle a control message from a decode worker."""
+        for message in envelope.read(self.decoder, self.cluster.stats):
+            self.feed(prefill.FromPeer(endpoint, message))
+
+    def _pack(self, action: prefill.PackFrame) -> None:
+        self.moves.start(lambda: self._packed(action))
+
+    def _packed(self, action: prefill.PackFrame) -> None:
+        send = action.send
+        ready = self.packer.view(send.frame, action.block_table)
+        if action.shared:
+            frame, payload = self.packer.name(send.frame, action.block_table)
+        elif ready is not None:
+            frame, payload = ready
+        else:
+            payload = np.empty(send.frame.nbytes, np.uint8)
+            frame = self.packer.pack(send.frame, action.block_table, payload)
+        self._send_frame(send.endpoint, frame, payload)
+        self.feed(prefill.Packed(send.key, frame.index, frame.checksum))
+
+    def _send_frame(self, endpoint: str, frame: KVFrame, payload: Bytes) -> None:
+        network, node = self.cluster.network, self.cluster.decode_at(endpoint)
+        damaged = network.random.random() < network.faults.damage
+        at = network.random.randrange(frame.nbytes)
+
+        def arrive() -> None:
+            received = payload.copy()  # copied on arrival: the pool may have been overwritten
+            if damaged:
+                received[at % len(received)] ^= 0x5A
+                self.cluster.stats["damaged"] += 1
+            if node is not None:
+                node.data(frame, received)
+
+        if node is not None and node.alive:
+            network.send(self.name + "/data", node.name, node.when_up(arrive))
+
+    def _run_plan(self, plan: StepPlan) -> None:
+        def finish(seconds: float) -> None:
+            result = self.execute(plan, seconds)
+            for chunk in plan.chunks:
+                if chunk.stream_layers:
+                    self.feed(prefill.LayersDone(chunk.request, 1))
+            self.feed(StepDone(result))
+
+        self.run(plan.num_tokens, finish)
+
+
+class EmbedNode(WorkerNode[EmbedCore]):
+    """An embedding worker with the real core."""
+
+    role = "prefill"
+
+    def make_card(self) -> ModelCard:
+        """Return the card of the embedding model."""
+        return embed_card()
+
+    def make(self) -> None:
+        """Create a new core."""
+        limits = EmbedLimits(token_budget=4 * self.sizes.token_budget, max_batch=6, max_queue=64)
+        self.core = EmbedCore(self.member, limits, warm_times())
+
+    def perform(self, action: object) -> None:
+        """Perform an action as the shell would."""
+        if isinstance(action, RunBatch):
+            batch = action
+            self.run(batch.tokens, lambda seconds: self._finish(batch, seconds))
+        else:
+            super().perform(action)
+
+    def _finish(self, run: RunBatch, seconds: float) -> None:
+        """Compute the embeddings of a batch, except for texts the model cannot embed."""
+        vectors = {}
+        for name, context in run.batch.items():
+            tokens = context.tokens.all.tolist()
+            if KILLS_PREFILL in tokens:
+                raise Poisoned
+            if MUTE not in tokens:
+                vectors[name] = expected_vector(tokens)
+        self.cluster.stats["batches"] += 1
+        self.cluster.stats["batched"] += len(run.batch)
+        self.feed(BatchDone(vectors, seconds))
