@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from baton.engine.kernels.cuda import block_stream
-from baton.engine.kernels.cuda.block_stream import BlockMove, BlockStream, LayerMarks
+from baton.engine.kernels.cuda import block_moves
+from baton.engine.kernels.cuda.block_moves import BlockMove, BlockStream, LayerMarks
 from baton.engine.kernels.cuda.device import Device
 from baton.engine.kernels.digest import payload_digest
 from baton.kv_transfer.frames import BufferPool, Bytes
@@ -319,4 +319,4 @@ def test_a_failed_move_gives_its_slot_back_and_is_told(device: Device, rng: Draw
     assert side.moves.failures == 2
     assert len(side.moves) == 0
     assert side.stream.sum(0, 1, TABLE) is not None
-    assert block_stream.SLOTS >= 4
+    assert block_moves.SLOTS >= 4

@@ -16,8 +16,7 @@ from ....proto.wire.messages import DeviceTicket
 from ..backend import F32, I32, U8, A, Mapping, PackedLinear, Weights
 from . import attention, elementwise
 from .bfloat16 import bfloat16_bits
-from .block_mover import BlockMover
-from .block_stream import BlockStream, LayerMarks
+from .block_moves import BlockMover, BlockStream, LayerMarks
 from .device import Device, DeviceArray
 from .linear import linear
 from .row_plan import RowPlan

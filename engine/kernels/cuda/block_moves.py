@@ -1,8 +1,11 @@
-"""Asynchronous moves of KV blocks, on a separate stream, through pinned memory.
+"""Moves of KV blocks between a device's pool and host memory or another pool.
 
-A move takes a slot of a bounded ring: pinned host memory and device memory of the same size. Its
-queued operations (ids to the device, the kernel, bytes down or up) end with an event. The slot
-belongs to the move until :meth:`BlockMove.release`. One thread queues moves, and they run in
+:class:`BlockMover` returns after the move. :class:`BlockStream` queues moves on a separate stream,
+through pinned memory.
+
+A queued move takes a slot of a bounded ring: pinned host memory and device memory of the same
+size. Its queued operations (ids to the device, the kernel, bytes down or up) end with an event. The
+slot belongs to the move until :meth:`BlockMove.release`. One thread queues moves, and they run in
 order, while the compute stream continues.
 
 Invariants: a block is read only after the event in :class:`LayerMarks` that follows the kernels
@@ -13,12 +16,15 @@ ensure that no block is freed or computed on while a move writes to it: see
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ....proto.errors import InternalError
+from ..digest import payload_digest
 from .blocks import (
     WORKSPACE_WORDS,
     BlockIds,
@@ -26,6 +32,7 @@ from .blocks import (
     gather_blocks,
     scatter_blocks,
     sum_blocks,
+    upload_ids,
 )
 from .device import Device, DeviceArray, Event
 from .payload import PayloadLayout
@@ -36,6 +43,114 @@ U8 = npt.NDArray[np.uint8]
 SLOTS = 8
 """Maximum moves under way, including finished moves whose payload is still being read."""
 _IDS = 1024
+
+
+class BlockMover:
+    """Copies blocks as bfloat16, as in the pool, and computes the payload's digest in passing."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._digest = device.zeros((1,), np.uint64)
+        self._workspace = device.zeros((WORKSPACE_WORDS,), np.uint64)
+
+    def gather(self, pool: DeviceArray, start: int, count: int, ids: I32, out: U8) -> int:
+        """Copy blocks ``ids`` of layers ``start..`` into ``out``; return the digest."""
+        layout = _layout(pool, count, len(ids))
+        if out.nbytes != layout.nbytes:
+            raise ValueError(f"out has {out.nbytes} bytes, the blocks {layout.nbytes}")
+        staging = self._packed(pool, start, layout, ids)
+        out[:] = self._device.download(staging)
+        return self._sum()
+
+    def scatter(self, pool: DeviceArray, start: int, count: int, ids: I32, payload: U8) -> int:
+        """Inverse of :meth:`gather`; return the digest of the written bytes."""
+        layout = _layout(pool, count, len(ids))
+        if payload.nbytes != layout.nbytes:
+            raise ValueError(f"the payload has {payload.nbytes} bytes, the blocks {layout.nbytes}")
+        staging = self._device.upload(payload.reshape(-1))
+        self._unpack(staging, layout, pool, start, ids)
+        return self._sum()
+
+    def copy(
+        self,
+        source: DeviceArray,
+        target: DeviceArray,
+        start: int,
+        count: int,
+        source_ids: I32,
+        target_ids: I32,
+    ) -> int:
+        """Copy blocks from one pool of the device to another; return the digest."""
+        device = self._device
+        copy_blocks(
+            device,
+            source,
+            upload_ids(device, source_ids),
+            target,
+            upload_ids(device, target_ids),
+            self._digest,
+            self._workspace,
+            layer_start=start,
+            layer_count=count,
+        )
+        return self._sum()
+
+    def sum(self, pool: DeviceArray, start: int, count: int, ids: I32) -> int:
+        """Return the digest that :meth:`gather` would return."""
+        sum_blocks(
+            self._device,
+            pool,
+            upload_ids(self._device, ids),
+            self._digest,
+            self._workspace,
+            layer_start=start,
+            layer_count=count,
+        )
+        return self._sum()
+
+    def digest(self, payload: U8) -> int:
+        """Return the digest of bytes in host memory."""
+        return _host_digest()(payload)
+
+    def _packed(
+        self, pool: DeviceArray, start: int, layout: PayloadLayout, ids: I32
+    ) -> DeviceArray:
+        device = self._device
+        staging = device.empty((layout.nbytes,), np.uint8)
+        gather_blocks(
+            device,
+            pool,
+            upload_ids(device, ids),
+            layout,
+            staging,
+            self._digest,
+            self._workspace,
+            layer_start=start,
+        )
+        return staging
+
+    def _unpack(
+        self,
+        staging: DeviceArray,
+        layout: PayloadLayout,
+        pool: DeviceArray,
+        start: int,
+        ids: I32,
+    ) -> None:
+        device = self._device
+        scatter_blocks(
+            device,
+            staging,
+            layout,
+            upload_ids(device, ids),
+            pool,
+            self._digest,
+            self._workspace,
+            layer_start=start,
+        )
+
+    def _sum(self) -> int:
+        return int(self._device.download(self._digest)[0])
 
 
 class LayerMarks:
@@ -158,7 +273,7 @@ class BlockStream:
         if slot is None:
             return None
         with _Returning(self, slot):
-            layout = self._layout(count, len(ids))
+            layout = _layout(self._pool, count, len(ids))
             staging, payload = slot.payload(layout.nbytes)
             self._wait_for_layers(start + count)
             (table,) = slot.upload_ids(ids)
@@ -175,7 +290,7 @@ class BlockStream:
         if slot is None:
             return None
         with _Returning(self, slot):
-            layout = self._layout(count, len(ids))
+            layout = _layout(self._pool, count, len(ids))
             if payload.nbytes != layout.nbytes:
                 text = f"the payload has {payload.nbytes} bytes, the blocks {layout.nbytes}"
                 raise ValueError(text)
@@ -230,10 +345,6 @@ class BlockStream:
         self._device.read(slot.digest, slot.host_digest)
         return BlockMove(self, slot, self._device.record(), payload)
 
-    def _layout(self, layers: int, blocks: int) -> PayloadLayout:
-        _, _, _, heads, block_size, head_dim = self._pool.shape
-        return PayloadLayout(layers, blocks, heads, block_size, head_dim)
-
 
 class _Returning:
     """Returns a slot to the ring if queueing raises; nothing uses the slot then."""
@@ -247,3 +358,18 @@ class _Returning:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._stream.give(self._slot)
+
+
+@cache
+def _host_digest() -> Callable[[U8], int]:
+    """Return the fastest digest function of this host: compiled if built, else NumPy."""
+    try:
+        from ..cpu import CpuBackend
+    except ImportError:
+        return payload_digest
+    return CpuBackend(None).payload_digest
+
+
+def _layout(pool: DeviceArray, layers: int, blocks: int) -> PayloadLayout:
+    _, _, _, heads, block_size, head_dim = pool.shape
+    return PayloadLayout(layers, blocks, heads, block_size, head_dim)
