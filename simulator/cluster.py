@@ -115,7 +115,7 @@ class Cluster:
         """Deliver to the worker incarnation with this identity, if there is one."""
         for node in self.workers:
             if node.alive and node.identity == identity:
-                router.transmit(node, partial(node.hear_router, router.name, message))
+                router.transmit(node, partial(node.from_router, router.name, message))
 
     def to_client(self, router: RouterNode, identity: bytes, message: Message) -> bool:
         """Deliver to a client's connection. Return False if the client's buffers are full."""

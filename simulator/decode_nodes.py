@@ -84,7 +84,7 @@ class DecodeNode(EngineNode[DecodeCore]):
     def _finish(self, plan: StepPlan, seconds: float) -> None:
         self.feed(StepDone(self.execute(plan, seconds)))
 
-    def hear(self, node: PrefillNode, identity: bytes, envelope: Envelope) -> None:
+    def from_peer(self, node: PrefillNode, identity: bytes, envelope: Envelope) -> None:
         """Handle a control message from a prefill worker."""
         self.peers[identity] = node
         for message in envelope.read(self.decoder, self.cluster.stats):
@@ -102,7 +102,7 @@ class DecodeNode(EngineNode[DecodeCore]):
             endpoint = self.endpoint
             self.cluster.stats["credits"] += isinstance(message, Credit)
             envelope = Envelope(message, self.cluster.network)
-            self.transmit(node, lambda: node.hear(endpoint, envelope))
+            self.transmit(node, lambda: node.from_peer(endpoint, envelope))
 
     def data(self, frame: KVFrame, payload: Bytes) -> None:
         """Handle a KV frame."""

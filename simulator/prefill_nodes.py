@@ -77,11 +77,11 @@ class PrefillNode(EngineNode[PrefillCore]):
         self.connected: set[str] = set()
         self.buried: set[int] = set()
 
-    def hear_router(self, name: str, message: Message) -> None:
+    def from_router(self, name: str, message: Message) -> None:
         """Record decode workers declared dead: their blocks may have been reused since."""
         if isinstance(message, PeerDead):
             self.buried.add(message.incarnation)
-        super().hear_router(name, message)
+        super().from_router(name, message)
 
     def perform(self, action: object) -> None:
         """Perform an action as the shell would."""
@@ -140,9 +140,9 @@ class PrefillNode(EngineNode[PrefillCore]):
         node, identity = self.cluster.decode_at(endpoint), self.identity
         if node is not None and endpoint in self.connected:
             envelope = Envelope(message, self.cluster.network)
-            self.transmit(node, lambda: node.hear(self, identity, envelope))
+            self.transmit(node, lambda: node.from_peer(self, identity, envelope))
 
-    def hear(self, endpoint: str, envelope: Envelope) -> None:
+    def from_peer(self, endpoint: str, envelope: Envelope) -> None:
         """Handle a control message from a decode worker."""
         for message in envelope.read(self.decoder, self.cluster.stats):
             self.feed(prefill.FromPeer(endpoint, message))

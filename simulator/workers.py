@@ -172,7 +172,7 @@ class WorkerNode(Node, Generic[C]):
             self.cluster.watcher.to_router(self, message)
         self.transmit(router, lambda: router.feed(FromWorker(identity, messages)))
 
-    def hear_router(self, name: str, message: Message) -> None:
+    def from_router(self, name: str, message: Message) -> None:
         """Handle a message from a router."""
         self.feed(FromRouter(name, message))
 

@@ -48,7 +48,7 @@ class Pilot:
         self._reports: dict[str, tuple[float, ClusterReport] | None] = dict.fromkeys(routers)
         self._next = -math.inf
 
-    def heard(self, router: str, report: ClusterReport, now: float) -> None:
+    def reported(self, router: str, report: ClusterReport, now: float) -> None:
         """Store a router's report."""
         self._reports[router] = (now, report)
 
@@ -71,10 +71,10 @@ class Pilot:
     def _metrics(self, now: float) -> Metrics:
         """Merge the reports. Empty if any router's report is missing or old."""
         reports: dict[str, ClusterReport] = {}
-        for name, said in self._reports.items():
-            if said is None or now - said[0] > STALE_S:
+        for name, report in self._reports.items():
+            if report is None or now - report[0] > STALE_S:
                 return Metrics()
-            reports[name] = said[1]
+            reports[name] = report[1]
         return metrics_of(reports)
 
 

@@ -181,7 +181,7 @@ class AdminServer:
         self._log = LimitedLog(loop)
         self._channel = RouterChannel(context, address, keys=keys, options=options)
         self.endpoint = self._channel.endpoint
-        self._channel.attach(loop, self._hear)
+        self._channel.attach(loop, self._on_message)
 
     def answer(self, sender: bytes, message: Answers) -> None:
         """Send an answer. It is dropped if the client disconnected or does not read."""
@@ -191,7 +191,7 @@ class AdminServer:
         """Stop listening."""
         self._channel.close()
 
-    def _hear(self, sender: bytes, frames: Frames) -> None:
+    def _on_message(self, sender: bytes, frames: Frames) -> None:
         try:
             request = decode_request(frames[0] if frames else b"")
         except BatonError as problem:

@@ -115,5 +115,5 @@ class Backend(Protocol):
         """
         ...
 
-    def heard(self, router: str, report: ClusterReport) -> None:
+    def reported(self, router: str, report: ClusterReport) -> None:
         """Use a router's report to detect hanging workers: lost by the router, but running."""

@@ -92,9 +92,9 @@ class ControllerCore:
         """Handle one event. Returns actions for the caller to carry out in order."""
         if self.phase is Phase.ENDED:
             return []
-        return [*self._heard(event, now), *self._look(now)]
+        return [*self._apply(event, now), *self._look(now)]
 
-    def _heard(self, event: Event, now: float) -> list[Action]:
+    def _apply(self, event: Event, now: float) -> list[Action]:
         match event:
             case Scale():
                 return self._scale(event)
@@ -187,8 +187,8 @@ class ControllerCore:
         self.rollout.grace_before = self.limits.grace
         self.pools.change_grace(event.grace)
         self.pools.revision = event.revision
-        self.rollout.said = self.rollout.progress(self.pools)
-        return [Answer(event.ticket, Outcome.ACCEPTED, self.rollout.said)]
+        self.rollout.last_progress = self.rollout.progress(self.pools)
+        return [Answer(event.ticket, Outcome.ACCEPTED, self.rollout.last_progress)]
 
     # ------------------------------------------------------------- events of members
 
@@ -358,10 +358,10 @@ class ControllerCore:
         if rollout.finished:
             self.rollout, self.last_rollout = None, f"finished: {text}"
             self.pools.in_place = False
-            said = Log("rolled_out", detail=text)
-            return [*actions, Answer(rollout.ticket, Outcome.DONE, text), said]
-        if text != rollout.said:
-            rollout.said = text
+            log = Log("rolled_out", detail=text)
+            return [*actions, Answer(rollout.ticket, Outcome.DONE, text), log]
+        if text != rollout.last_progress:
+            rollout.last_progress = text
             actions.append(Answer(rollout.ticket, Outcome.PROGRESS, text))
         return actions
 

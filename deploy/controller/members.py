@@ -42,7 +42,7 @@ class Member:
     """The process died during a drain."""
     left: bool = False
     """A router reported the drain as finished."""
-    drain_said_at: float = 0.0
+    drain_sent_at: float = 0.0
     waits_for: str = ""
     """Why the member has no host yet."""
     cause: str = ""

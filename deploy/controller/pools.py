@@ -76,7 +76,7 @@ class Pools:
         if member.stage is not Stage.READY and not member.unseen:
             return self.stop(member, self.limits.grace, now)
         member.enter(Stage.DRAINING, now)
-        member.drain_said_at = now
+        member.drain_sent_at = now
         return DrainMember(member.name)
 
     def shrink(self, role: str, others: int) -> None:
@@ -177,8 +177,8 @@ class Pools:
             elif now - member.since >= self.limits.grace:
                 actions.append(Log("drain_over", member.name))
                 actions.append(self.stop(member, self.limits.stop_timeout, now))
-            elif now - member.drain_said_at >= self.limits.drain_repeat:
-                member.drain_said_at = now
+            elif now - member.drain_sent_at >= self.limits.drain_repeat:
+                member.drain_sent_at = now
                 if "draining" not in states:
                     actions.append(DrainMember(member.name))
         return actions

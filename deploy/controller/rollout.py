@@ -31,7 +31,7 @@ class Replacement:
     in_place: bool = False
     grace_before: float | None = None
     """The grace before the rollout, restored if the rollout stops."""
-    said: str = ""
+    last_progress: str = ""
     finished: bool = field(default=False)
 
     def olds(self, members: list[Member]) -> list[Member]:

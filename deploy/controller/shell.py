@@ -122,8 +122,8 @@ class ControllerShell:
         if self._doors is not None:
             self._doors.attach(self._loop)
         for name, address in self._clients.items():
-            hear = self._hearer(name)
-            monitor = StatusMonitor(self._loop, self._context, address, hear, self._keys)
+            handle = self._report_handler(name)
+            monitor = StatusMonitor(self._loop, self._context, address, handle, self._keys)
             self._monitors.append(monitor)
         self._loop.call_later(0.0, lambda: self.feed(events.Begin()))
         self._loop.call_later(TICK, self._tick)
@@ -172,15 +172,15 @@ class ControllerShell:
         if targets is not None and not self.backend.refusal({**core.pools.targets, **targets}):
             self.feed(events.Measured(targets))
 
-    def _hearer(self, router: str) -> Callable[[ClusterReport], None]:
-        def hear(report: ClusterReport) -> None:
+    def _report_handler(self, router: str) -> Callable[[ClusterReport], None]:
+        def handle(report: ClusterReport) -> None:
             self.report = report
-            self.backend.heard(router, report)
+            self.backend.reported(router, report)
             if self._pilot is not None:
-                self._pilot.heard(router, report, self._loop.now())
+                self._pilot.reported(router, report, self._loop.now())
             self.feed(Reported(router, report))
 
-        return hear
+        return handle
 
     def _on_member(self, event: MemberEvent) -> None:
         if isinstance(event, MemberEnded):

@@ -77,9 +77,9 @@ class LocalBackend:
         """Return an empty text: on one machine, only :meth:`refusal` limits the pools."""
         return ""
 
-    def heard(self, router: str, report: ClusterReport) -> None:
+    def reported(self, router: str, report: ClusterReport) -> None:
         """Detect hanging children with a router's report."""
-        self._children.heard(router, report)
+        self._children.reported(router, report)
 
     def close(self) -> None:
         """Kill remaining children. There are none unless the loop ended with an exception."""

@@ -84,9 +84,9 @@ def check_tokenizer(settings: ServeSettings) -> None:
             f"{folder}: tokenizer.json did not load within {_TOKENIZER_S:g} s"
         ) from None
     if ended.returncode:
-        said = ended.stdout.decode("utf-8", "replace").strip().replace("\n", " ")
+        output = ended.stdout.decode("utf-8", "replace").strip().replace("\n", " ")
         how = f"{folder}: tokenizer.json cannot be loaded ({describe_exit(ended.returncode)})"
-        raise CheckpointError(said or how)
+        raise CheckpointError(output or how)
 
 
 def check_kernels(settings: ServeSettings) -> None:

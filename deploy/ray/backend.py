@@ -38,7 +38,7 @@ class RayBackend:
         self._emit = emit
         self._roles: dict[str, str] = {}
         self._hangs = Hangs(HangLimits(worker_timeout=worker_timeout))
-        self._watch = MemberWatch(api, lambda event: loop.post(partial(self._said, event)))
+        self._watch = MemberWatch(api, lambda event: loop.post(partial(self._on_event, event)))
         self._watch.begin()
         self._timer = loop.call_later(HANG_CHECK, self._look_for_hangs)
 
@@ -90,13 +90,13 @@ class RayBackend:
                 return f"the Ray cluster has {nodes.get(role, 0)} live nodes for {role} workers"
         return ""
 
-    def heard(self, router: str, report: ClusterReport) -> None:
+    def reported(self, router: str, report: ClusterReport) -> None:
         """See ``Backend``."""
         for name, reason in self._hangs.reported(router, report, self._loop.now()):
             timeout = self._hangs.limits.worker_timeout
             _log.warning("member.declared_dead", member=name, reason=reason, worker_timeout=timeout)
 
-    def _said(self, event: WatchEvent) -> None:
+    def _on_event(self, event: WatchEvent) -> None:
         if isinstance(event, MemberAlive):
             self._hangs.alive(event.name, self._loop.now() - event.quiet)
             return

@@ -74,10 +74,10 @@ def check_certificates(folder: Path, hosts: Sequence[str] = ()) -> None:
     if expired:
         raise ConfigError(f"the certificate in {folder} has expired; {how} again")
     for host in hosts:
-        said = _openssl(
+        output = _openssl(
             folder, "x509", "-in", CERTIFICATE_FILE, "-noout", "-checkip", host, may_fail=True
         )
-        if "does match" not in said:
+        if "does match" not in output:
             raise ConfigError(f"the certificate in {folder} is not for {host}; {how} for all hosts")
 
 

@@ -183,7 +183,7 @@ def check_cluster(config: Mapping[str, Any]) -> dict[str, Any]:
     given = copy.deepcopy(dict(config))
     _check_schema(validate_config, {"cluster_synced_files": [], **given})
     try:
-        with _unsaid():
+        with _silenced():
             prepared = prepare_config(given)
     except (KeyError, ValueError, AssertionError) as problem:
         raise ConfigError(f"Ray cannot prepare this file: {problem!r}") from None
@@ -197,7 +197,7 @@ def check_cluster(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _unsaid() -> Iterator[None]:
+def _silenced() -> Iterator[None]:
     """Suppress Ray's warnings about keys that Ray itself adds and drops during preparation."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -152,13 +152,13 @@ def _probe(address: str, limit: float) -> HeadFacts:
     raise _refused(address, done.stderr.decode("utf-8", "replace"))
 
 
-def _refused(address: str, said: str) -> ConfigError | ConnectionLost:
-    if "AuthenticationError" in said or "authentication token" in said:
+def _refused(address: str, output: str) -> ConfigError | ConnectionLost:
+    if "AuthenticationError" in output or "authentication token" in output:
         return ConfigError(
             f"the Ray head at {address} requires a token; this process has none or a wrong one; "
             "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the cluster's token file"
         )
-    last = next((line for line in reversed(said.splitlines()) if line.strip()), "no message")
+    last = next((line for line in reversed(output.splitlines()) if line.strip()), "no message")
     return ConnectionLost(last.strip()[:300])
 
 

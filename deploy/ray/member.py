@@ -81,7 +81,7 @@ class Supervisor:
         limits: RestartLimits | None = None,
     ) -> None:
         self._process = process
-        self._said = MemberReport(
+        self._report = MemberReport(
             name=process.name,
             role=process.role,
             revision=revision,
@@ -95,7 +95,7 @@ class Supervisor:
         self._folder: RunFolder | None = None
         core = SupervisorCore(limits or RestartLimits(), reports=False)
         self._children = Children(
-            self._loop, core, self._run_folder, _write, self._heard, "debug", retry=True
+            self._loop, core, self._run_folder, _write, self._on_child, "debug", retry=True
         )
         self._ended = threading.Event()
         self._loop.post(lambda: self._children.start(process))
@@ -106,10 +106,10 @@ class Supervisor:
 
     def report(self) -> MemberReport:
         """Return the member's current report."""
-        said, name = self._said, self._process.name
-        waits = said.state is State.WAITING
+        report, name = self._report, self._process.name
+        waits = report.state is State.WAITING
         return msgspec.structs.replace(
-            said,
+            report,
             pid=self._children.pid(name),
             wait=max(0.0, self._start_at - self._loop.now()) if waits else 0.0,
             quiet=self._children.quiet(name),
@@ -153,26 +153,28 @@ class Supervisor:
         self._loop.stop()
 
     def _stop(self, grace: float) -> None:
-        if self._said.state is not State.ENDED:
-            self._said = msgspec.structs.replace(self._said, state=State.STOPPING)
+        if self._report.state is not State.ENDED:
+            self._report = msgspec.structs.replace(self._report, state=State.STOPPING)
             self._children.stop(self._process.name, grace)
 
-    def _heard(self, event: MemberEvent) -> None:
+    def _on_child(self, event: MemberEvent) -> None:
         """Write the child's event to the actor's log, and update the report."""
-        replace, said, starts = msgspec.structs.replace, self._said, self._children.starts
-        stopping = said.state is State.STOPPING
+        replace, report, starts = msgspec.structs.replace, self._report, self._children.starts
+        stopping = report.state is State.STOPPING
         match event:
             case MemberStarted():
                 state = State.STOPPING if stopping else State.RUNNING
-                self._said = replace(said, state=state, starts=starts)
+                self._report = replace(report, state=state, starts=starts)
             case MemberDown(name, why, seconds, ends):
                 _write(sentence(Log("restarting", name, why, seconds)))
                 self._start_at = self._loop.now() + seconds
-                self._said = replace(said, state=State.WAITING, starts=starts, why=why, ends=ends)
+                self._report = replace(
+                    report, state=State.WAITING, starts=starts, why=why, ends=ends
+                )
             case MemberEnded(name, code, reason, refused):
                 _write(f"{name} ended: {reason or describe_exit(code)}")
-                self._said = replace(
-                    said, state=State.ENDED, code=code, reason=reason, refused=refused
+                self._report = replace(
+                    report, state=State.ENDED, code=code, reason=reason, refused=refused
                 )
 
 

@@ -193,7 +193,9 @@ class FixedHosts(NodeProvider):  # type: ignore[misc]  # Ray is not there when t
         for host, problem in found.items():
             if problem is not None:
                 self._resting[host] = now + REST_SECONDS
-        problems = [f"host {_sentence(host, said)}" for host, said in found.items() if said]
+        problems = [
+            f"host {_sentence(host, problem)}" for host, problem in found.items() if problem
+        ]
         problems += [f"host {h}: could not be used a moment ago" for h in hosts if h not in found]
         return [host for host, problem in found.items() if problem is None], problems
 

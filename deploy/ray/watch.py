@@ -109,13 +109,13 @@ class _Remote:
     ticket: Any = None
     asked_at: float = 0.0
     report: MemberReport | None = None
-    said: tuple[int, int] = (0, 0)  # (supervisor, pid) of the last MemberStarted
-    down_said: tuple[int, int] = (0, 0)  # (supervisor, starts) of the last MemberDown
+    started_sent: tuple[int, int] = (0, 0)  # (supervisor, pid) of the last MemberStarted
+    down_sent: tuple[int, int] = (0, 0)  # (supervisor, starts) of the last MemberDown
     waits_for: str = ""
     waits_since: float = 0.0
-    waits_said: str = ""
+    waits_sent: str = ""
     stop_until: float | None = None
-    stop_said_at: float = 0.0
+    stop_sent_at: float = 0.0
     ending: MemberEnded | None = None  # to emit after the name is free
     kills: int = 0
 
@@ -188,7 +188,7 @@ class MemberWatch:
         remote = self._remotes.get(name)
         if remote is not None and remote.ending is None:
             remote.stop_until = time.monotonic() + grace
-            remote.stop_said_at = 0.0
+            remote.stop_sent_at = 0.0
 
     def kill(self, name: str) -> None:
         """See ``Backend.kill``."""
@@ -219,9 +219,9 @@ class MemberWatch:
             self._stop(remote, remote.stop_until, now)
         if remote.ticket is None:
             remote.ticket = self._api.ask(remote.actor)
-        self._hear(remote, now)
+        self._read_report(remote, now)
 
-    def _hear(self, remote: _Remote, now: float) -> None:
+    def _read_report(self, remote: _Remote, now: float) -> None:
         try:
             report = self._api.answer(remote.ticket)
         except ActorGone as problem:
@@ -232,31 +232,31 @@ class MemberWatch:
             return
         if report is not None:
             remote.ticket, remote.report = None, report
-            remote.asked_at, remote.waits_said = now, ""
-            self._heard(remote, report)
+            remote.asked_at, remote.waits_sent = now, ""
+            self._handle(remote, report)
         elif now - remote.asked_at >= UNPLACED_AFTER:
-            self._say_unplaced(remote, now)
+            self._send_unplaced(remote, now)
 
-    def _heard(self, remote: _Remote, report: MemberReport) -> None:
+    def _handle(self, remote: _Remote, report: MemberReport) -> None:
         name = remote.spec.name
         if report.state is State.ENDED:
             remote.ending = MemberEnded(name, report.code, report.reason, report.refused)
-        elif report.pid and remote.said != (report.supervisor, report.pid):
-            remote.said = (report.supervisor, report.pid)
+        elif report.pid and remote.started_sent != (report.supervisor, report.pid):
+            remote.started_sent = (report.supervisor, report.pid)
             self._emit(MemberStarted(name, report.host, report.pid))
         elif report.state is State.WAITING and report.starts:
-            self._say_down(remote, report)
+            self._send_down(remote, report)
         if report.pid and report.quiet is not None:
             self._emit(MemberAlive(name, report.quiet))
 
-    def _say_down(self, remote: _Remote, report: MemberReport) -> None:
+    def _send_down(self, remote: _Remote, report: MemberReport) -> None:
         ended = (report.supervisor, report.starts)
-        if remote.down_said != ended:
-            remote.down_said = ended
+        if remote.down_sent != ended:
+            remote.down_sent = ended
             down = MemberDown(remote.spec.name, report.why, report.wait, report.ends)
             self._emit(down)
 
-    def _say_unplaced(self, remote: _Remote, now: float) -> None:
+    def _send_unplaced(self, remote: _Remote, now: float) -> None:
         """Report why a member waits for a host, after the reason was constant for a while.
 
         The delay avoids messages while hosts join one after another.
@@ -265,8 +265,8 @@ class MemberWatch:
         if why != remote.waits_for:
             remote.waits_for, remote.waits_since = why, now
         lasting = now - remote.waits_since >= UNPLACED_AFTER
-        if why and lasting and why != remote.waits_said:
-            remote.waits_said = why
+        if why and lasting and why != remote.waits_sent:
+            remote.waits_sent = why
             self._emit(MemberUnplaced(remote.spec.name, why))
 
     def _stop(self, remote: _Remote, until: float, now: float) -> None:
@@ -278,9 +278,9 @@ class MemberWatch:
             remote.ending = MemberEnded(remote.spec.name, -9, "stopped")
             return
         heard = remote.report is not None and remote.report.state is State.STOPPING
-        if not remote.stop_said_at or (not heard and now - remote.stop_said_at >= ASK_AGAIN):
+        if not remote.stop_sent_at or (not heard and now - remote.stop_sent_at >= ASK_AGAIN):
             self._api.stop(remote.actor, max(0.0, until - now))
-            remote.stop_said_at = now
+            remote.stop_sent_at = now
 
     def _finish(self, remote: _Remote, ended: MemberEnded) -> None:
         if remote.actor is not None and remote.kills % 10 == 0:

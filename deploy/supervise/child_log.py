@@ -47,7 +47,7 @@ class ChildLog:
         self._refused: set[str] = set()
         self._gave_in: set[str] = set()  # workers that logged why they exit
 
-    def hear(self, name: str, event: dict[str, Any]) -> None:
+    def handle(self, name: str, event: dict[str, Any]) -> None:
         """Handle one event of a child's log."""
         if event.get("event") == SIGN_OF_LIFE:
             self._on_life(name)

@@ -94,7 +94,7 @@ class Children:
         if self.pid(name) == pid:
             self._children[name].kill()
 
-    def heard(self, router: str, report: ClusterReport) -> None:
+    def reported(self, router: str, report: ClusterReport) -> None:
         """Detect hanging children with a router's report."""
         self._decide(Reported(router, report))
 
@@ -135,7 +135,7 @@ class Children:
         self._loop.remove_fd(child.stderr_fd)
         child.kill()  # ends remaining processes of the child's process group
         for event in child.drain_log():
-            self._log.hear(name, event)
+            self._log.handle(name, event)
         child.close()
         del self._children[name]
         reason, refused = self._log.ended(name, code)
@@ -147,7 +147,7 @@ class Children:
         if not events and child.exit_code() is not None:
             self._loop.remove_fd(child.stderr_fd)  # closed; exit_fd reports the exit
         for event in events:
-            self._log.hear(name, event)
+            self._log.handle(name, event)
 
     # ------------------------------------------------------------- actions
 
@@ -166,12 +166,12 @@ class Children:
             case Log():
                 self._out(sentence(action))
             case MemberDown():
-                self._tell(action)
+                self._send(action)
             case MemberEnded(name):
                 del self._specs[name]
-                self._tell(action)
+                self._send(action)
 
-    def _tell(self, event: MemberEvent) -> None:
+    def _send(self, event: MemberEvent) -> None:
         """Emit an event in the next turn of the loop, never inside a call of the owner."""
         self._loop.post(lambda: self._emit(event))
 
@@ -193,4 +193,4 @@ class Children:
         self._loop.add_fd(child.stderr_fd, lambda: self._on_stderr(name))
         self._loop.add_fd(child.exit_fd, lambda: self._on_exit(name))
         self._decide(Started(name, child.pid))
-        self._tell(MemberStarted(name, "", child.pid))
+        self._send(MemberStarted(name, "", child.pid))

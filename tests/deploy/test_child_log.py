@@ -7,7 +7,7 @@ def ended(*events, code=1, level="warning"):
     lines = []
     log = ChildLog(lines.append, level)
     for event in events:
-        log.hear("decode-0", event)
+        log.handle("decode-0", event)
     return (*log.ended("decode-0", code), lines)
 
 
@@ -33,8 +33,8 @@ def test_an_interpreter_s_last_words_count_unless_a_signal_ended_it():
 def test_lines_below_the_level_are_not_shown_and_nothing_is_kept_for_the_next():
     lines = []
     log = ChildLog(lines.append, "error")
-    log.hear("a", {"event": "x", "level": "warning"})
-    log.hear("a", {"event": "y", "level": "error"})
+    log.handle("a", {"event": "x", "level": "warning"})
+    log.handle("a", {"event": "y", "level": "error"})
     assert lines == ["a: error: y"]
     assert log.ended("a", 1) == ("y", False)
     assert log.ended("a", 1) == ("", False)

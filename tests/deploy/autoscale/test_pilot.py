@@ -38,7 +38,7 @@ def steer(pilot, seconds, targets, start=0.0, routers=("router",), **figures):
     for second in range(seconds):
         now = start + second
         for name in routers:
-            pilot.heard(name, report(targets["decode"], came=int(now) * 100, **figures), now)
+            pilot.reported(name, report(targets["decode"], came=int(now) * 100, **figures), now)
         targets |= pilot.decide(targets, now) or {}
     return targets
 
