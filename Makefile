@@ -33,7 +33,8 @@ export PYTHONSAFEPATH := 1
 JOBS ?= 2
 DEALT := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test check test-full test-oracle test-deploy test-third-party soak bench gpu-check gpu-bench gpu-wheels clean lock
+.PHONY: help setup demo test check test-all test-cluster test-compat test-cuda test-tools \
+	test-oracle test-deploy test-third-party soak bench gpu-check gpu-bench gpu-wheels clean lock
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 18
@@ -43,7 +44,7 @@ setup: $(VENV)/.installed  ## make the virtual environment and build the kernels
 demo: $(VENV)/.installed  ## a cluster on this machine answers prompts while a worker is killed
 	@$(BIN)/baton demo
 
-test: check  ## everything that must pass before a merge
+test: check  ## everything that must pass before a merge, in under 8 minutes
 	$(BIN)/python -m pytest -q $(DEALT) $(ARGS)
 
 check: $(VENV)/.installed  ## formatting, lint, types and import floors
@@ -68,8 +69,23 @@ check-style:
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 
-test-full: check  ## the long product of settings as well
-	$(BIN)/python -m pytest -q $(DEALT) -m "not oracle" $(ARGS)
+# The long forms of the suites, beside what `make test` runs of them.
+WHOLE := $(DEALT) -m "not oracle" --hypothesis-profile=search
+
+test-all: check  ## every test that needs no torch, Ray or GPU
+	$(BIN)/python -m pytest -q $(WHOLE) $(ARGS)
+
+test-cluster: $(VENV)/.installed  ## clusters, real and simulated, in all variations
+	$(BIN)/python -m pytest -q $(WHOLE) tests/cluster tests/deploy tests/simulator $(ARGS)
+
+test-compat: $(VENV)/.installed  ## the wire format and the contexts: long random runs, floods
+	$(BIN)/python -m pytest -q $(WHOLE) tests/proto tests/third_party $(ARGS)
+
+test-cuda: $(VENV)/.installed  ## CUDA kernels on the CPU: all, with sanitizers and machine code
+	$(BIN)/python -m pytest -q $(WHOLE) tests/cuda tests/gpu $(ARGS)
+
+test-tools: $(VENV)/.installed  ## the wheel, the pages, the benchmarks and the tools of the tests
+	$(BIN)/python -m pytest -q $(WHOLE) tests/benchmarks tests/docs tests/packaging tests/suite $(ARGS)
 
 test-oracle: $(ORACLE_VENV)/.installed  ## compare with transformers on fresh checkpoints (downloads torch)
 	$(ORACLE_BIN)/python -m pytest -q -m oracle $(ARGS)

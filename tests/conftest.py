@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 
 from .suite.where_time_went import WhereTimeWent
+
+with contextlib.suppress(ModuleNotFoundError):  # absent on a GPU machine
+    from hypothesis import HealthCheck, settings
+
+    # A busy machine must not fail a test, nor an example that another change did not cause.
+    every = settings.register_profile
+    every("fixed", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    every("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("fixed")
+
+
+IN_SHORT = {
+    "cuda": (
+        "test_attention_plan", "test_block_refusals", "test_cublas", "test_cupy_device",
+        "test_driver", "test_elementwise", "test_graphs", "test_planted",
+    ),
+    "gpu": (),
+}  # fmt: skip
+"""Of these folders below `tests/` only these files are short."""
 
 
 def is_worker(config: pytest.Config) -> bool:
@@ -18,6 +38,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Let the process that reports take the time."""
     if not is_worker(config):
         config.pluginmanager.register(WhereTimeWent())
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests of long files."""
+    if item.path.stem not in IN_SHORT.get(item.path.parent.name, (item.path.stem,)):
+        item.add_marker("long")
 
 
 @pytest.hookimpl(trylast=True)

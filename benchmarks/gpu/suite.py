@@ -43,7 +43,17 @@ def _suite(stage: Stage, files: Sequence[str]) -> Iterator[Line]:
     if stage.tiny:
         files = ["test_graphs.py"]
     report = stage.scratch / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=200"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--timeout=200",
+        "-m",
+        "",
+    ]
     command += [f"--junit-xml={report}", "-o", "junit_family=xunit1"]
     command += [str(TESTS / name) for name in files]
     device = "cuda" if stage.cupy is not None else "host"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 
 import numpy as np
 import pytest
@@ -15,6 +14,8 @@ from baton.client.window import WINDOW, Window, overdue_end
 from baton.proto import InputError, SamplingParams, TextContext
 from baton.proto.errors import ConnectionLost, DeadlineExceeded
 from baton.proto.wire.wire_context import WireContext, WireTokens
+
+from ..processes import wait_until
 
 
 def spec(name, deadline=None):
@@ -101,23 +102,16 @@ def test_texts_contexts_and_chats_come_in_lists_too(cluster, client, tokenizer):
     ]
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true"
-        time.sleep(0.002)
-
-
 @pytest.mark.integration
 def test_only_a_window_of_a_call_runs_and_what_is_dropped_makes_room(cluster, client):
     cluster.prefill.paused = True
     generations = client.generate([[1]] * (WINDOW + 3), greedy(4))
-    wait_for(lambda: len(cluster.prefill.assigned) == WINDOW)
+    wait_until(lambda: len(cluster.prefill.assigned) == WINDOW)
     client.status()
     assert len(cluster.prefill.assigned) == WINDOW
     generations[WINDOW].close()  # it waits, and never starts
     generations[0].close()
-    wait_for(lambda: len(cluster.prefill.assigned) == WINDOW + 1)
+    wait_until(lambda: len(cluster.prefill.assigned) == WINDOW + 1)
     cluster.prefill.paused = False
     assert [tokens_of(one) for one in generations[1:WINDOW]] == [expect(1, 4)] * (WINDOW - 1)
     assert tokens_of(generations[WINDOW + 2]) == expect(1, 4)

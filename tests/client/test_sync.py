@@ -30,6 +30,8 @@ from baton.proto import (
 from baton.proto.wire.messages import Terminal
 from baton.runtime.net.sockets import RouterChannel
 
+from ..processes import wait_until
+
 pytestmark = pytest.mark.integration
 
 
@@ -49,13 +51,6 @@ def expect(start, n):
 
 def tokens_of(outputs):
     return [token for output in outputs for token in output.tokens]
-
-
-def wait_for(condition, timeout=30.0):
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true"
-        time.sleep(0.002)
 
 
 def test_what_no_message_can_carry_is_refused_at_once(client):
@@ -121,7 +116,7 @@ def test_a_stop_string_ends_the_text_before_it(cluster, client, tokenizer, say):
     assert last.final_status is GenerationStatus.END_OF_SEQUENCE and last.decode == "decode-0"
     assert "STOP" in tokenizer.decode(tokens_of(outputs))
     assert "three" not in tokenizer.decode(tokens_of(outputs))
-    wait_for(lambda: not cluster.prefill.running)
+    wait_until(lambda: not cluster.prefill.running)
 
 
 def test_a_stop_string_the_worker_cannot_see_is_found_here(cluster, client, tokenizer, say):
@@ -139,7 +134,7 @@ def test_a_stop_string_the_worker_cannot_see_is_found_here(cluster, client, toke
     assert "".join(o.text for o in outputs) == "one"
     assert outputs[-1].final_status is GenerationStatus.END_OF_SEQUENCE
     assert tokens_of(outputs) == spelled
-    wait_for(lambda: cluster.prefill.aborted)
+    wait_until(lambda: cluster.prefill.aborted)
 
 
 def test_log_probabilities(client):
@@ -207,7 +202,7 @@ def endless(client):
 def test_close_cancels(cluster, client):
     generation = endless(client)
     generation.close()
-    wait_for(lambda: cluster.prefill.aborted)
+    wait_until(lambda: cluster.prefill.aborted)
     assert list(generation) == []
     generation.close()
 
@@ -215,20 +210,20 @@ def test_close_cancels(cluster, client):
 def test_leaving_with_or_a_loop_cancels(cluster, client):
     with endless(client):
         pass
-    wait_for(lambda: len(cluster.prefill.aborted) == 1)
+    wait_until(lambda: len(cluster.prefill.aborted) == 1)
     for output in client.generate([1, 2], greedy(2000)):
         if output.position > 5:
             break
     del output
     gc.collect()
-    wait_for(lambda: len(cluster.prefill.aborted) == 2)
+    wait_until(lambda: len(cluster.prefill.aborted) == 2)
 
 
 def test_a_dropped_iterator_cancels(cluster, client):
     generation = endless(client)
     del generation
     gc.collect()
-    wait_for(lambda: cluster.prefill.aborted)
+    wait_until(lambda: cluster.prefill.aborted)
 
 
 def test_closing_the_client_ends_its_streams(cluster):
@@ -250,7 +245,7 @@ def test_closing_the_client_ends_its_streams(cluster):
     client.close()
     with pytest.raises(ConnectionLost, match="closed"):
         client.status()
-    wait_for(lambda: cluster.prefill.aborted)
+    wait_until(lambda: cluster.prefill.aborted)
 
 
 def test_a_dropped_client_ends_its_thread(cluster):
@@ -377,7 +372,7 @@ def test_an_id_in_use(client):
 def test_a_deadline_ends_the_request(cluster, client):
     with pytest.raises(DeadlineExceeded):
         list(client.generate([1], greedy(2000), deadline=0.15))
-    wait_for(lambda: cluster.prefill.aborted)
+    wait_until(lambda: cluster.prefill.aborted)
 
 
 # --------------------------------------------------------------------------- faults
@@ -391,7 +386,7 @@ def test_a_lost_token_is_fetched_again(cluster, client):
 def test_streams_outlast_the_router(cluster, client):
     generations = [client.generate([1] * n, greedy(300)) for n in (1, 2, 3)]
     got = {g: [*next(g).tokens] for g in generations}
-    wait_for(lambda: all(p.position > 30 for p in cluster.prefill.running.values()))
+    wait_until(lambda: all(p.position > 30 for p in cluster.prefill.running.values()))
     cluster.kill_router()
     cluster.restart_router()
     for n, generation in zip((1, 2, 3), generations, strict=True):
@@ -453,7 +448,7 @@ def test_status_and_drain(cluster, client):
     workers = {w["id"]: w for w in client.status()["workers"]}
     assert workers["decode-0"]["kv_blocks_total"] == 100
     assert client.drain("decode-0", force=True) in ("draining", "drained")
-    wait_for(lambda: _state(client, "decode-0") == "draining")
+    wait_until(lambda: _state(client, "decode-0") == "draining")
     with pytest.raises(EndpointUnknown):
         client.drain("nobody")
 

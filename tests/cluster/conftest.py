@@ -4,13 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from baton.cli.wait_ready import wait_ready
 from baton.client import Client
+
+from ..processes import alive, wait_until
 
 READY_TIMEOUT = 60.0
 END_TIMEOUT = 30.0
@@ -21,25 +22,6 @@ def command_environment(folder: Path) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("BATON_", "XDG_RUNTIME"))}
     path = os.pathsep.join(p for p in sys.path if p)
     return {**kept, "TMPDIR": str(folder), "PYTHONPATH": path}
-
-
-def alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until(condition, timeout: float = 60.0, what: str = "condition"):
-    """Poll ``condition`` until it is true; returns its value."""
-    until = time.monotonic() + timeout
-    while time.monotonic() < until:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.02)
-    raise AssertionError(f"timed out waiting for {what}")
 
 
 class Cluster:

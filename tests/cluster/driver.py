@@ -10,7 +10,8 @@ from typing import Any
 from baton.client import Client, Generation
 from baton.proto.sampling import SamplingParams
 
-from .conftest import wait_until
+from ..processes import wait_until
+from .conftest import Cluster
 
 IN_FLIGHT = 16
 
@@ -81,6 +82,13 @@ def all_handoffs(client: Client, count: int) -> list[dict]:
     )
     assert status["handoffs"]["count"] == count
     return status["handoffs"]["last"]
+
+
+def lost_requests(cluster: Cluster) -> int:
+    """How many attempts were lost with a worker and made again."""
+    with cluster.client() as client:
+        counts = client.status()["router"]["requests"]
+    return counts["replayed"] + counts["moved"]
 
 
 def worker_figures(client: Client, role: str, name: str) -> int:

@@ -17,7 +17,7 @@ import zmq
 from baton.runtime.keys.curve import CurveKeys
 from baton.runtime.keys.keyring import read_pair
 
-from .conftest import wait_until
+from ..processes import wait_until
 from .listening import replies
 from .raw import RawPeer, envelope, golden
 

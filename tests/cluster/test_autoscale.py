@@ -8,7 +8,7 @@ import pytest
 from baton.client import AsyncClient
 from baton.deploy.controller.admin_client import AdminClient
 
-from .conftest import wait_until
+from ..processes import wait_until
 from .streams import Stream, follow, jobs, new_salt
 
 pytestmark = pytest.mark.cluster

@@ -25,7 +25,7 @@ from baton.proto import (
     msgpack_numpy_encoder,
 )
 
-from .conftest import wait_until
+from ..processes import wait_until
 from .driver import collect
 from .wire_tap import WireTap
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ..suite.short import some_long
 from .conftest import command_environment
 
 pytestmark = pytest.mark.cluster
@@ -64,7 +65,7 @@ def test_demo_answers_prompts_through_a_whole_cluster_and_leaves_nothing(tmp_pat
     assert [line for line in printed.splitlines() if shape(line) not in shown] == []
 
 
-@pytest.mark.parametrize("moment", ["starting", "> ", "tokens/s"])
+@pytest.mark.parametrize("moment", some_long("> ", "starting", "tokens/s"))
 def test_an_interrupted_demo_is_silent_and_leaves_nothing(tmp_path_factory, moment):
     folder = tmp_path_factory.mktemp("d")
     with start_demo(folder) as demo:
@@ -75,6 +76,7 @@ def test_an_interrupted_demo_is_silent_and_leaves_nothing(tmp_path_factory, mome
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_demo_whose_output_nobody_reads_any_more_ends_in_silence(tmp_path_factory):
     folder = tmp_path_factory.mktemp("d")
     with start_demo(folder) as demo:

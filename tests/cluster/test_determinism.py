@@ -15,7 +15,8 @@ from baton.deploy.config import demo_model_folder
 from baton.proto.sampling import SamplingParams
 from baton.text.tokenizer import Tokenizer
 
-from .conftest import wait_until
+from ..processes import wait_until
+from ..suite.short import some_long
 from .driver import Answer, Job, ask, ask_all, collect, worker_figures
 from .reference import DATA
 
@@ -78,7 +79,7 @@ def same(answers: list[Answer], alone: list[Answer]) -> bool:
     return [(a.tokens, a.logprobs) for a in answers] == [(a.tokens, a.logprobs) for a in alone]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=some_long(*MODELS))
 def subjects(request, shared_cluster) -> Subjects:
     running = shared_cluster(model=MODELS[request.param], prefill=1, decode=2)
     return Subjects(request.param, running)

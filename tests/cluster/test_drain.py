@@ -10,7 +10,8 @@ import pytest
 from baton.client import AsyncClient
 from baton.proto.errors import CapacityError
 
-from .conftest import alive, command_environment, wait_until
+from ..processes import alive, wait_until
+from .conftest import command_environment
 from .streams import Stream, begun, follow, jobs, new_salt, run, tokens
 
 pytestmark = pytest.mark.cluster

@@ -22,7 +22,9 @@ from baton.proto.errors import DeadlineExceeded, InputError, TaskMismatch
 from baton.proto.ids import RequestID
 from baton.text.tokenizer import Tokenizer
 
-from .conftest import command_environment, wait_until
+from ..processes import wait_until
+from ..suite.short import some_long
+from .conftest import command_environment
 
 pytestmark = pytest.mark.cluster
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -67,7 +69,7 @@ def bert(start_cluster):
     one.end_clean()
 
 
-@pytest.mark.parametrize("name", ["embedders/bert", "embedders/qwen3"])
+@pytest.mark.parametrize("name", some_long("embedders/bert", "embedders/qwen3"))
 def test_vectors_are_those_of_the_engine_alone(embedder, name):
     cluster = embedder(name, prefill=2)
     assert sorted(cluster.pids()) == ["prefill-0", "prefill-1", "router"]
@@ -133,7 +135,7 @@ def test_a_text_model_embeds_when_it_is_served_for_that(embedder):
         np.testing.assert_array_equal(client.embed(ids), wanted)
 
 
-@pytest.mark.parametrize("victim", ["prefill-0", "router"])
+@pytest.mark.parametrize("victim", some_long("prefill-0", "router"))
 def test_deaths_cost_no_vector(embedder, victim):
     cluster = embedder(prefill=2)
     wanted = expected("embedders/bert", TEXTS)
@@ -170,6 +172,7 @@ def in_flight(client) -> int:
     return client.status()["router"]["requests"]["in_flight"]
 
 
+@pytest.mark.long
 def test_ten_thousand_texts_among_cancels_deadlines_and_a_death(embedder):
     cluster = embedder(prefill=2)
     wanted = expected("embedders/bert", TEXTS)

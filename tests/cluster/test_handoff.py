@@ -9,7 +9,8 @@ from collections import Counter
 
 import pytest
 
-from .conftest import command_environment, wait_until
+from ..processes import wait_until
+from .conftest import command_environment
 from .driver import Job, all_handoffs, ask, ask_all, greedy
 from .reference import DATA, cases_of
 from .wire_tap import WireTap
@@ -41,7 +42,11 @@ def status_json(running) -> dict:
 
 @pytest.mark.parametrize(
     ("transport", "handoff", "named"),
-    [("ipc", "auto", "shm"), ("ipc", "zmq", "zmq"), ("tcp", "auto", "zmq")],
+    [
+        ("ipc", "auto", "shm"),
+        pytest.param("ipc", "zmq", "zmq", marks=pytest.mark.long),
+        ("tcp", "auto", "zmq"),
+    ],
 )
 def test_every_handoff_is_reported_and_adds_up(cluster, transport, handoff, named):
     running = cluster(

@@ -22,7 +22,7 @@ from baton.runtime.keys.curve import CurveKeys, apply_client_keys
 from baton.runtime.keys.files import make_folder
 from baton.runtime.keys.keyring import read_pair
 
-from .conftest import wait_until
+from ..processes import wait_until
 from .driver import Job, ask, greedy
 from .reference import DATA, cases_of
 from .scan import keys_of, unlisted

@@ -17,7 +17,7 @@ from baton.proto.errors import ConfigError
 from baton.runtime.keys.files import add_key, make_folder
 from baton.runtime.keys.keyring import read_pair
 
-from .conftest import wait_until
+from ..processes import wait_until
 from .driver import Job, ask, collect, greedy
 from .raw import RawPeer, envelope, hello_map
 from .reference import DATA, cases_of

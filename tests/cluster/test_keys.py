@@ -35,7 +35,7 @@ from baton.proto.wire.wire_context import WireContext, WireTokens
 from baton.runtime.keys.files import add_key, make_folder
 from baton.runtime.keys.keyring import KeyRing, read_pair
 
-from .conftest import wait_until
+from ..processes import wait_until
 from .driver import Job, ask, ask_all, collect, greedy
 from .listening import descendants, listening_ports
 from .raw import RawPeer, envelope, golden, hello_map

@@ -1,12 +1,12 @@
 """Processes that die or stop under 16 streams: every stream ends with its own tokens."""
 
-import asyncio
 import os
 import signal
 
 import pytest
 
-from .conftest import alive, wait_until
+from ..processes import alive, wait_until
+from .driver import lost_requests
 from .streams import Stream, begun, jobs, run, tokens
 
 pytestmark = pytest.mark.cluster
@@ -36,12 +36,6 @@ def whole(pools):
 
 def no_blocks_used(cluster) -> bool:
     return all(w["kv_blocks_used"] == 0 for w in cluster.workers().values())
-
-
-def lost_requests(cluster) -> int:
-    with cluster.client() as client:
-        counts = client.status()["router"]["requests"]
-        return counts["replayed"] + counts["moved"]
 
 
 def report(what: str, streams: list[Stream]) -> None:
@@ -105,20 +99,3 @@ def test_streams_survive_the_death_of_the_router(whole, undisturbed):
     names = {"prefill-0", "prefill-1", "decode-0", "decode-1"}
     wait_until(lambda: set(whole.workers()) == names, what="all workers to register again")
     assert tokens(run(whole.address, WORK[:2])) == undisturbed[:2]
-
-
-def test_a_pause_of_the_router_costs_no_more_than_itself(whole, undisturbed):
-    """All its peers give up their connections meanwhile, and come back."""
-    pids, before = whole.pids(), lost_requests(whole)
-
-    async def pause(streams: list[Stream]) -> None:
-        await begun(streams, 16)
-        os.kill(pids["router"], signal.SIGSTOP)
-        await asyncio.sleep(1.0)
-        os.kill(pids["router"], signal.SIGCONT)
-
-    streams = run(whole.address, WORK, pause)
-    report("router paused for 1 s", streams)
-    assert tokens(streams) == undisturbed
-    assert whole.pids() == pids
-    assert lost_requests(whole) == before

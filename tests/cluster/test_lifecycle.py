@@ -19,7 +19,9 @@ from baton.deploy.config import demo_model_folder
 from baton.proto.errors import ConnectionLost
 from baton.proto.sampling import SamplingParams
 
-from .conftest import alive, command_environment, wait_until
+from ..processes import alive, wait_until
+from ..suite.short import some_long
+from .conftest import command_environment
 
 pytestmark = pytest.mark.cluster
 
@@ -139,7 +141,7 @@ def test_a_killed_supervisor_takes_its_children_along_and_the_next_start_cleans_
     assert running.leftovers() == []
 
 
-@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+@pytest.mark.parametrize("scheme", some_long("tcp", "ipc"))
 def test_an_address_in_use_is_refused_with_one_line(cluster, tmp_path, scheme):
     settings = {} if scheme == "ipc" else {"address": f"tcp://127.0.0.1:{free_port()}"}
     running = cluster(prefill=1, decode=1, **settings)

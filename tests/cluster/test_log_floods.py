@@ -2,7 +2,7 @@
 
 import pytest
 
-from .conftest import wait_until
+from ..processes import wait_until
 from .driver import Job, ask, greedy
 from .raw import PREFIX, RawPeer
 from .reference import DATA, cases_of

@@ -51,6 +51,7 @@ def test_serve_says_that_the_slow_kernels_are_used_and_how_to_get_the_others(bat
     assert ADVICE in warning
 
 
+@pytest.mark.long
 def test_launch_says_it_where_it_is_typed(baton):
     with baton("launch", "--kv-memory=16MiB") as launch:
         text = launch.stdout.read()
@@ -61,6 +62,7 @@ def test_launch_says_it_where_it_is_typed(baton):
     assert "serving at" in text
 
 
+@pytest.mark.long
 def test_doctor_says_it_too(baton):
     with baton("doctor") as doctor:
         text = doctor.stdout.read()

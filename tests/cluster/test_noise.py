@@ -15,7 +15,7 @@ from baton.proto.limits import (
 from baton.proto.wire.envelope import encode_kv_header
 from baton.proto.wire.messages import GrantRef, KVFrame
 
-from .conftest import wait_until
+from ..processes import wait_until
 from .driver import Job, ask, greedy
 from .raw import PREFIX, RawPeer, RawWorker, envelope, golden, hello_map, send_bytes
 from .reference import DATA, cases_of

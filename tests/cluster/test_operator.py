@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from .conftest import command_environment, wait_until
+from ..processes import wait_until
+from .conftest import command_environment
 from .driver import Job, ask_all, greedy
 
 pytestmark = pytest.mark.cluster

@@ -27,7 +27,7 @@ from baton.proto.wire.messages import (
 )
 from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 
-from .conftest import wait_until
+from ..processes import wait_until
 from .streams import Job, Stream, begun, follow, jobs, new_salt, run, tokens
 
 pytestmark = pytest.mark.cluster
@@ -109,30 +109,38 @@ class RawClient:
         return self._decoder.decode(self.socket.recv_multipart(copy=False))
 
 
-def test_what_does_not_fit_is_refused_at_once_and_the_others_do_not_notice(small, undisturbed):
-    """More than ten times the capacity, spread over the time that a full load takes."""
+def beside_a_flood(small, undisturbed) -> bool:
+    """More than ten times the capacity, spread over the time that a full load takes.
 
-    def calm() -> bool:
-        alone = run(small.address, WORK)
-        pause = span(alone) / CAPACITY / 20
-        refusals: list[Stream] = []
+    Returns whether refusals came at once and the admitted took no more than twice their time.
+    """
+    alone = run(small.address, WORK)
+    pause = span(alone) / CAPACITY / 20
+    refusals: list[Stream] = []
 
-        async def flood(streams: list[Stream]) -> None:
-            await begun(streams, 2)
-            async with AsyncClient(small.address) as client, asyncio.TaskGroup() as group:
-                await client.describe()
-                while not all(stream.ended for stream in streams):
-                    refusals.append(Stream())
-                    group.create_task(follow(client, WORK[0], refusals[-1], new_salt()))
-                    await asyncio.sleep(pause)
+    async def flood(streams: list[Stream]) -> None:
+        await begun(streams, 2)
+        async with AsyncClient(small.address) as client, asyncio.TaskGroup() as group:
+            await client.describe()
+            while not all(stream.ended for stream in streams):
+                refusals.append(Stream())
+                group.create_task(follow(client, WORK[0], refusals[-1], new_salt()))
+                await asyncio.sleep(pause)
 
-        admitted = run(small.address, WORK, flood)
-        assert tokens(admitted) == undisturbed
-        usual_wait = check_refusals(refusals, undisturbed[0])
-        print(f"the admitted took {span(admitted):.2f} s, alone {span(alone):.2f} s")
-        return usual_wait <= 0.05 and span(admitted) <= 2 * span(alone)
+    admitted = run(small.address, WORK, flood)
+    assert tokens(admitted) == undisturbed
+    usual_wait = check_refusals(refusals, undisturbed[0])
+    print(f"the admitted took {span(admitted):.2f} s, alone {span(alone):.2f} s")
+    return usual_wait <= 0.05 and span(admitted) <= 2 * span(alone)
 
-    assert any(calm() for _ in range(TRIES))
+
+def test_what_does_not_fit_is_refused_and_the_others_end_as_ever(small, undisturbed):
+    beside_a_flood(small, undisturbed)
+
+
+@pytest.mark.long
+def test_what_does_not_fit_is_refused_at_once_and_the_others_are_not_slower(small, undisturbed):
+    assert any(beside_a_flood(small, undisturbed) for _ in range(TRIES))
 
 
 def check_refusals(offered: list[Stream], answer: list[int]) -> float:
@@ -185,8 +193,11 @@ def test_a_burst_of_long_prompts_leaves_no_memory_behind(small, undisturbed):
     assert grown < 32 * MIB
 
 
-def test_a_client_that_reads_slowly_holds_nobody_up_and_loses_nothing(small, undisturbed):
-    """Half of the load belongs to a client that reads a message now and then."""
+def beside_a_slow_reader(small, undisturbed) -> float:
+    """Half of the load belongs to a client that reads a message now and then.
+
+    Returns how many times as long the others took as beside one that reads at once.
+    """
     fast, slow = WORK[::2], WORK[1::2]
 
     async def quick_reader(_streams: list[Stream]) -> None:
@@ -195,24 +206,30 @@ def test_a_client_that_reads_slowly_holds_nobody_up_and_loses_nothing(small, und
             pairs = zip(slow, others, strict=True)
             await asyncio.gather(*(follow(client, job, s, new_salt()) for job, s in pairs))
 
-    def slowdown() -> float:
-        both = run(small.address, fast, quick_reader)
-        before, hurry = memory(small), threading.Event()
-        with ThreadPoolExecutor(1) as thread:
-            reading = thread.submit(read_slowly, small.address, slow, hurry)
-            beside = run(small.address, fast)
-            wait_until(lambda: not router_state(small)["requests"]["in_flight"], what="the end")
-            grown = (memory(small) - before) / MIB
-            hurry.set()
-            heard = reading.result(30)
-        print(f"beside a slow reader {span(beside):.2f} s, a quick one {span(both):.2f} s")
-        print(f"router {grown:+.1f} MiB")
-        assert tokens(beside) == undisturbed[::2]
-        assert heard == undisturbed[1::2]
-        assert grown < 32
-        return span(beside) / span(both)
+    both = run(small.address, fast, quick_reader)
+    before, hurry = memory(small), threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(read_slowly, small.address, slow, hurry)
+        beside = run(small.address, fast)
+        wait_until(lambda: not router_state(small)["requests"]["in_flight"], what="the end")
+        grown = (memory(small) - before) / MIB
+        hurry.set()
+        heard = reading.result(30)
+    print(f"beside a slow reader {span(beside):.2f} s, a quick one {span(both):.2f} s")
+    print(f"router {grown:+.1f} MiB")
+    assert tokens(beside) == undisturbed[::2]
+    assert heard == undisturbed[1::2]
+    assert grown < 32
+    return span(beside) / span(both)
 
-    assert any(slowdown() <= 2 for _ in range(TRIES))
+
+def test_a_client_that_reads_slowly_loses_nothing_and_holds_no_memory(small, undisturbed):
+    beside_a_slow_reader(small, undisturbed)
+
+
+@pytest.mark.long
+def test_a_client_that_reads_slowly_holds_nobody_up(small, undisturbed):
+    assert any(beside_a_slow_reader(small, undisturbed) <= 2 for _ in range(TRIES))
 
 
 def read_slowly(address: str, work: list[Job], hurry: threading.Event) -> list[list[int]]:

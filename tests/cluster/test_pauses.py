@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import alive, wait_until
+from ..processes import alive, wait_until
+from .driver import lost_requests
 from .streams import begun, jobs, run, tokens
 
 pytestmark = pytest.mark.cluster
@@ -72,6 +73,18 @@ def test_pauses_restart_nothing_and_change_no_token(pools, undisturbed):
     )
 
 
+def test_a_pause_of_the_router_costs_no_more_than_itself(pools, undisturbed):
+    """All its peers give up their connections meanwhile, and come back."""
+    pids, before = pools.pids(), lost_requests(pools)
+
+    async def disturb(streams) -> None:
+        await begun(streams, len(WORK))
+        await pause(pids["router"], 1.0)
+
+    assert tokens(run(pools.address, WORK, disturb)) == undisturbed
+    assert (pools.pids(), lost_requests(pools)) == (pids, before)
+
+
 def test_a_worker_that_was_declared_dead_returns_without_loading_its_weights(pools, undisturbed):
     pid, before = pools.pids()["decode-0"], incarnations(pools)["decode-0"]
 
@@ -126,7 +139,7 @@ def busy_processes(count: int):
             process.wait()
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("machine", ["free", "throttled", "busy"])
 def test_a_minute_of_pauses(pools, machine):

@@ -11,7 +11,7 @@ from baton.deploy.config import demo_model_folder
 from baton.proto.sampling import SamplingParams
 from baton.text.tokenizer import Tokenizer
 
-from .conftest import wait_until
+from ..processes import wait_until
 from .driver import Job, ask
 
 pytestmark = pytest.mark.cluster

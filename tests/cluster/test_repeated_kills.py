@@ -8,7 +8,8 @@ import pytest
 
 from baton.deploy.controller.admin_client import AdminClient
 
-from .conftest import Cluster, wait_until
+from ..processes import wait_until
+from .conftest import Cluster
 from .streams import check, jobs, run, tokens, under_load
 
 pytestmark = pytest.mark.cluster
@@ -42,6 +43,7 @@ def kill(cluster: Cluster) -> None:
     os.kill(wait_until(serving, what=f"a serving {VICTIM}"), signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_worker_killed_six_times_in_a_minute_ends_nothing(pools):
     undisturbed = tokens(run(pools.address, WORK))
 
@@ -57,7 +59,7 @@ def test_a_worker_killed_six_times_in_a_minute_ends_nothing(pools):
     pools.wait_said(f"{VICTIM} serves again")
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_sixty_kills_of_one_worker_in_ten_minutes_end_nothing(pools):
     undisturbed = tokens(run(pools.address, WORK))

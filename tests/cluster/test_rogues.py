@@ -33,7 +33,7 @@ from baton.proto.wire.messages import (
 )
 from baton.runtime.keys.files import add_key, make_folder
 
-from .conftest import wait_until
+from ..processes import wait_until
 from .driver import Job, collect, greedy
 from .raw import RawPeer
 from .reference import DATA, cases_of

@@ -13,7 +13,7 @@ from baton.deploy.controller.admin import GoDown, Overview, Result, RollOut, Sca
 from baton.deploy.controller.admin_client import AdminClient
 from baton.proto.errors import RequestFailed
 
-from .conftest import alive, wait_until
+from ..processes import alive, wait_until
 from .streams import Stream, begun, check, jobs, run, tokens, under_load
 
 pytestmark = pytest.mark.cluster
@@ -93,6 +93,7 @@ def test_every_worker_and_router_is_replaced_under_load(pools, undisturbed):
     assert overview(pools).settings["max_num_seqs"] == 24
 
 
+@pytest.mark.long
 def test_a_rollout_that_no_worker_follows_stops_and_the_old_ones_serve_on(pools, undisturbed):
     before = pids(pools)
     with pytest.raises(RequestFailed, match=r"stopped at 0 of 4 replaced: prefill-. cannot run: "):
@@ -110,6 +111,7 @@ def wrong_tries(cluster) -> int:
     return cluster.text().count("architecture is Qwen3ForCausalLM")
 
 
+@pytest.mark.long
 def test_workers_are_replaced_in_place_under_load_without_one_more(pools, undisturbed):
     before = pids(pools)
     most: list[int] = []
@@ -126,6 +128,7 @@ def test_workers_are_replaced_in_place_under_load_without_one_more(pools, undist
     assert not set(pids(pools).values()) & set(before.values())
 
 
+@pytest.mark.long
 def test_two_routers_are_replaced_one_after_the_other_under_load(cluster, undisturbed):
     pair = cluster(prefill=1, decode=2, kv_memory="64MiB", grace=20.0, routers=2)
     before = pids(pair)
@@ -167,6 +170,7 @@ def test_down_in_mid_rollout_ends_everything(cluster):
     assert not [p for p in ending.folder.iterdir() if p.is_socket()]
 
 
+@pytest.mark.long
 def test_a_rollout_can_change_the_grace_of_drains(cluster):
     work = jobs(4, prompt=60, new=1500)
     patient = cluster(prefill=1, decode=2, kv_memory="64MiB", grace=60.0)

@@ -9,7 +9,7 @@ import pytest
 
 from baton.client import AsyncClient
 
-from .conftest import wait_until
+from ..processes import wait_until
 from .streams import STREAMS_TIMEOUT, Stream, begun, follow, jobs, new_salt, run, tokens
 
 pytestmark = pytest.mark.cluster

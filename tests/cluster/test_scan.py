@@ -150,6 +150,7 @@ def test_a_sound_socket_passes(folder, check):
         check(port, folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("plant", "check"), PLANTED, ids=[f"{p.__name__}-{c}" for p, c in PLANTED])
 def test_a_planted_fault_is_caught(folder, monkeypatch, plant, check):
     plant(monkeypatch)

@@ -23,7 +23,9 @@ from baton.proto.sampling import SamplingParams
 
 from ..engine.schemas import BOOL, SCHEMAS, SMALL, array, check_instance, record, repeated
 from ..engine.test_hostile_schemas import HARM
-from .conftest import command_environment, wait_until
+from ..processes import wait_until
+from ..suite.short import some_long
+from .conftest import command_environment
 
 pytestmark = pytest.mark.cluster
 
@@ -194,6 +196,7 @@ def calm(wide, longer):
     return run_all(wide.address, longer, most=1500)
 
 
+@pytest.mark.long
 def test_each_of_fifty_answers_is_drawn_at_temperature_1_and_an_instance(wide, longer, calm):
     assert len({json.dumps(schema) for schema in longer.values()}) == 50
     check(calm, least=0.96, work=longer)
@@ -203,6 +206,7 @@ def test_each_of_fifty_answers_is_drawn_at_temperature_1_and_an_instance(wide, l
     assert len(drawn) >= 49, "another seed draws another answer, but for the one constant"
 
 
+@pytest.mark.long
 def test_each_of_fifty_answers_loses_its_decode_worker_on_the_way(wide, longer, calm):
     """Killed again until it has been in the middle of every one of them."""
     lost: set[str] = set()
@@ -244,12 +248,11 @@ def lose_worker(wide, longer, calm, wanted: set[str]) -> set[str]:
     return struck
 
 
+@pytest.mark.long
 def test_preempted_answers_change_no_token(cluster, undisturbed):
     small = cluster(prefill=1, decode=1, decode_kv_blocks=64, max_num_seqs=16)
     answers = run_all(small.address)
-    with small.client() as client:
-        (worker,) = [w for w in client.status()["workers"] if w["role"] == "decode"]
-    assert worker["preemptions"] > 0
+    wait_until(lambda: small.workers()["decode-0"]["preemptions"], what="a report of preemptions")
     for name, outputs in answers.items():
         assert tokens(outputs) == tokens(undisturbed[name]), name
 
@@ -294,7 +297,9 @@ def test_a_minimum_length_does_not_break_an_instance(client):
     jsonschema.validate(json.loads(text(outputs)), SCHEMA)
 
 
-@pytest.mark.parametrize("name", ["order", "tool call", "unicode names", "one of", "linked list"])
+@pytest.mark.parametrize(
+    "name", some_long("order", "tool call", "unicode names", "one of", "linked list")
+)
 def test_everything_else_one_may_ask_for_leaves_it_an_instance(client, name):
     """Penalties, filters, a minimum, stops that never come, log-probabilities: all at once."""
     sampling = params(
@@ -317,7 +322,7 @@ def in_flight(client) -> int:
     return client.status()["router"]["requests"]["in_flight"]
 
 
-@pytest.mark.parametrize("victim", ["decode-0", "prefill-0", "router"])
+@pytest.mark.parametrize("victim", some_long("decode-0", "prefill-0", "router"))
 def test_who_dies_while_a_grammar_compiles_costs_nothing(clean, client, victim):
     """Half a second to compile, in prefill and again in decode; nobody has seen the schema."""
     at = clean.workers()["decode-0"]["endpoint"]

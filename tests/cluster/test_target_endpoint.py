@@ -13,7 +13,7 @@ from baton.proto.errors import (
     WorkerLost,
 )
 
-from .conftest import wait_until
+from ..processes import wait_until
 from .driver import Answer, Job, ask, ask_all, collect, greedy
 from .reference import DATA, cases_of
 

@@ -11,11 +11,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from .conftest import alive, wait_until
+from ..processes import alive, wait_until
+from ..suite.short import some_long
 from .streams import begun, jobs, run, tokens
 
 pytestmark = pytest.mark.cluster
 
+NAMES = some_long("decode-0", "prefill-0")
 WORK = jobs(8, prompt=200, new=300)
 
 
@@ -65,7 +67,7 @@ def registered(pools, name: str) -> tuple[int, str]:
     return worker.get("pid", 0), worker.get("state", "")
 
 
-@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_second_process_of_a_name_waits_while_the_first_is_healthy(
     pools, undisturbed, tmp_path, name
 ):
@@ -78,23 +80,28 @@ def test_a_second_process_of_a_name_waits_while_the_first_is_healthy(
         assert alive(process.pid), "it asks again, for the first one may end"
 
 
-@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_name_changes_hands_without_a_wrong_token(pools, undisturbed, tmp_path, name):
     """The first is paused, the second takes over; the first returns and waits; then it is back."""
     pid = pools.pids()[name]
     with twin(pools, name, tmp_path) as (process, log):
         wait_until(lambda: "name_taken" in log.read_text(), what="the second one to be refused")
 
+        def second_serves() -> bool:
+            return registered(pools, name) == (process.pid, "ready")
+
         async def change_hands(streams) -> None:
             await begun(streams, len(WORK))
             os.kill(pid, signal.SIGSTOP)
-            await asyncio.sleep(3.0)
-            os.kill(pid, signal.SIGCONT)
+            try:
+                await asyncio.to_thread(wait_until, second_serves, what="the second")
+            finally:
+                os.kill(pid, signal.SIGCONT)
 
         assert tokens(run(pools.address, WORK, change_hands)) == undisturbed
-        wait_until(lambda: registered(pools, name) == (process.pid, "ready"), what="the second")
         assert alive(pid)
         assert tokens(run(pools.address, WORK)) == undisturbed
+        assert second_serves()
         process.kill()
         process.wait()
         wait_until(lambda: registered(pools, name) == (pid, "ready"), what="the first again")

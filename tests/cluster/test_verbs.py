@@ -17,7 +17,9 @@ from baton.client import Client
 from baton.deploy.controller.admin_client import AdminClient
 from baton.deploy.plan.addresses import free_ports
 
-from .conftest import alive, command_environment, wait_until
+from ..processes import alive, wait_until
+from ..suite.short import some_long
+from .conftest import command_environment
 from .driver import greedy
 
 pytestmark = pytest.mark.cluster
@@ -111,7 +113,7 @@ def test_a_cluster_that_cannot_start_is_one_line_and_leaves_nothing(background):
     assert background.left() == []
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("sent", some_long(signal.SIGKILL, signal.SIGTERM))
 def test_a_launch_that_is_killed_while_it_waits_leaves_nothing(background, sent):
     launch = subprocess.Popen(
         [sys.executable, "-P", "-m", "baton.cli", "launch", f"--address={background.address}"],
@@ -227,6 +229,7 @@ def test_without_a_controller_verbs_say_what_to_do(tmp_path_factory):
         assert "start a cluster with baton launch" in refused.stderr
 
 
+@pytest.mark.long
 def test_an_embedding_model_has_no_decode_pool(background):
     model = Path(__file__).parents[1] / "data/embedders/bert"
     done = background.launch(str(model))

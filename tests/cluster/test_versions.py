@@ -9,7 +9,8 @@ import pytest
 
 from baton.proto.limits import PROTOCOL_VERSION
 
-from .conftest import command_environment, wait_until
+from ..processes import wait_until
+from .conftest import command_environment
 from .driver import Job, ask, greedy
 
 pytestmark = pytest.mark.cluster

@@ -15,7 +15,7 @@ from .toolkit import CompileFailed, compile_source, disassembler, nvrtc_library
 INCLUDE = '#include "device.cuh"'
 SOURCES = sorted(path.name for path in CSRC.glob("*.cu"))
 CASES = [
-    pytest.param(s, t, marks=[] if t == DEFAULT_TARGET else [pytest.mark.full], id=f"{s}-{t}")
+    pytest.param(s, t, marks=[] if t == DEFAULT_TARGET else [pytest.mark.long], id=f"{s}-{t}")
     for s in SOURCES
     for t in TARGETS
 ]

@@ -251,7 +251,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(EVENTS, st.floats(0.0, 20.0)), max_size=40))
 def test_no_child_starts_twice_and_each_ends_once(steps):
     core = SupervisorCore()

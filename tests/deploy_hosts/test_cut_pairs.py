@@ -13,8 +13,8 @@ from .cluster import wait_until
 from .hosts import missing
 from .plain import DECODE, PREFILL, STREAMS, PlainCluster, answers_undisturbed, result
 
-# Marked full: the tests take minutes, and their timing needs an otherwise idle machine.
-pytestmark = [pytest.mark.deploy, pytest.mark.full, pytest.mark.timeout(420)]
+# Marked long: the tests take minutes, and their timing needs an otherwise idle machine.
+pytestmark = [pytest.mark.deploy, pytest.mark.long, pytest.mark.timeout(420)]
 
 CUT_S = float(os.environ.get("BATON_CUT_SECONDS", "60"))
 AFTER_S = 25.0

@@ -10,8 +10,8 @@ import pytest
 from .hosts import missing
 from .plain import PLACES, ROUTER, PlainCluster, answers_undisturbed, result
 
-# Marked full: the tests take minutes, and their timing needs an otherwise idle machine.
-pytestmark = [pytest.mark.deploy, pytest.mark.full, pytest.mark.timeout(300)]
+# Marked long: the tests take minutes, and their timing needs an otherwise idle machine.
+pytestmark = [pytest.mark.deploy, pytest.mark.long, pytest.mark.timeout(300)]
 
 RELAY = Path(__file__).with_name("relay.py")
 RELAY_PORT = 7999

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,8 @@ from baton.engine.grammar.trial import SchemaTrial
 from baton.proto.errors import CapacityError, InputError, SchemaTooComplex
 from baton.text.tokenizer import Tokenizer
 
+from ..processes import alive, wait_until
+
 DEMO_MODEL = demo_model_folder()
 VOCABULARY = 1024
 EOS = (0, 2)
@@ -27,13 +28,20 @@ LETTERS = [int(TOKENIZER.encode(letter)[0]) for letter in "abcdefgh"]
 INTEGER = '{"type":"integer","minimum":0,"maximum":99}'
 
 
+def compiler_with(limit_s: float, **settings) -> GrammarCompiler:
+    """``limit_s``: of a trial; where a schema is to pass, more than a busy machine needs."""
+    one = GrammarCompiler(DEMO_MODEL, VOCABULARY, EOS, **settings)
+    one._trial = trial(limit_s)
+    return one
+
+
 @pytest.fixture
 def make():
     """Make compilers of the embedded model, closed after the test."""
     made = []
 
-    def start(**settings) -> GrammarCompiler:
-        made.append(GrammarCompiler(DEMO_MODEL, VOCABULARY, EOS, **settings))
+    def start(limit_s: float = 60.0, **settings) -> GrammarCompiler:
+        made.append(compiler_with(limit_s, **settings))
         return made[-1]
 
     yield start
@@ -43,7 +51,7 @@ def make():
 
 @pytest.fixture(scope="module")
 def compiler():
-    one = GrammarCompiler(DEMO_MODEL, VOCABULARY, EOS)
+    one = compiler_with(60.0)
     yield one
     one.close()
 
@@ -89,7 +97,7 @@ HARM = {
 
 @pytest.mark.parametrize("name", HARM)
 def test_what_would_end_a_process_is_refused(name, make):
-    compiler = make()
+    compiler = make(limit_s=5.0)
     for _ in range(2):  # the second time from the cache
         with pytest.raises(SchemaTooComplex, match="json_schema"):
             compiler.compile(task(HARM[name]))
@@ -97,7 +105,7 @@ def test_what_would_end_a_process_is_refused(name, make):
 
 
 def test_it_takes_little_memory_to_refuse(make):
-    compiler = make()
+    compiler = make(limit_s=5.0)
     compiler.compile(task(INTEGER))
     before = resident()
     with pytest.raises(SchemaTooComplex):
@@ -282,7 +290,7 @@ def test_schemas_in_use_take_bounded_memory(make):
 # ------------------------------------------------------------------ the helper
 
 
-def trial(limit_s: float = 5.0) -> SchemaTrial:
+def trial(limit_s: float = 60.0) -> SchemaTrial:
     return SchemaTrial(DEMO_MODEL, VOCABULARY, EOS, limit_s)
 
 
@@ -296,16 +304,16 @@ def test_a_trial_says_what_a_schema_costs():
 
 
 def test_a_trial_ends_with_its_time():
-    one = trial(limit_s=0.2)
-    with pytest.raises(SchemaTooComplex, match=r"within 0\.2 s"):
+    one = trial(limit_s=2.0)
+    with pytest.raises(SchemaTooComplex, match=r"within 2 s"):
         one.cost(json.dumps(HARM["patterns at once"]))
-    assert one.cost(INTEGER).seconds < 0.2
+    assert one.cost(INTEGER).nbytes
     one.close()
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_helper_that_is_lost_is_replaced(blow):
-    one = trial(limit_s=0.5)
+    one = trial(limit_s=2.0)
     one.cost(INTEGER)
     pid = one._helper.pid
     os.kill(pid, blow)
@@ -315,7 +323,7 @@ def test_a_helper_that_is_lost_is_replaced(blow):
         with pytest.raises(CapacityError) as caught:
             one.cost(INTEGER)
         assert caught.value.retry_after
-    assert one.cost(INTEGER).seconds < 0.5
+    assert one.cost(INTEGER).nbytes
     assert one._helper.pid != pid
     one.close()
 
@@ -342,8 +350,7 @@ def test_closing_waits_for_no_trial():
 
     asking = threading.Thread(target=ask)
     asking.start()
-    while not children(helper.pid):
-        time.sleep(0.01)
+    wait_until(lambda: children(helper.pid), what="the trial")
     one.close()
     asking.join(20)
     assert len(errors) == 1
@@ -368,23 +375,12 @@ def test_a_helper_ends_with_its_worker():
     pid = int(worker.stdout.readline())
     worker.stdin.write(json.dumps(HARM["patterns at once"]).encode())
     worker.stdin.close()
-    while not children(pid):
-        time.sleep(0.01)
+    wait_until(lambda: children(pid), what="the trial")
     worker.kill()
     worker.wait()
     worker.stdout.close()
-    until = time.monotonic() + 60
-    while alive(pid):
-        assert time.monotonic() < until, "the helper stays"
-        time.sleep(0.05)
+    wait_until(lambda: not alive(pid), what="the helper's end")
 
 
 def children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -52,7 +52,7 @@ def frequencies(logits, count=4000, **spec):
     return np.bincount(tokens, minlength=len(logits)) / count
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     data=st.data(),
     size=st.integers(2, 40),

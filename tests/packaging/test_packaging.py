@@ -132,7 +132,7 @@ def test_nodes_install_what_the_lock_and_the_ray_extra_say():
     }
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_wheel_from_a_source_archive_has_everything(tmp_path):
     build = "from setuptools import build_meta; import sys; build_meta.build_{}(sys.argv[1])"
     run = {"check": True, "capture_output": True}

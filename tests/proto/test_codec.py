@@ -142,7 +142,7 @@ def _largest(info):
 
 @pytest.mark.parametrize("union", UNIONS, ids=range(len(UNIONS)))
 def test_every_message_round_trips(union):
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(st.lists(st.one_of([struct_values(cls) for cls in get_args(union)]), max_size=4))
     def check(batch):
         frames = encoder.encode(batch)
@@ -162,7 +162,7 @@ def test_every_message_belongs_to_a_direction():
     assert declared - used == {messages.Message}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(struct_values(KVFrame).filter(lambda header: header.nbytes <= 16 << 20))
 def test_kv_headers_round_trip(header):
     assert decode_kv_header(encode_kv_header(header)) == header

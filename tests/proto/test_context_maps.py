@@ -1,7 +1,6 @@
 """Whole contexts on the wire: between two processes, in pieces, damaged, and as recorded."""
 
 import gc
-import importlib.util
 import json
 import subprocess
 import sys
@@ -29,18 +28,12 @@ from baton.proto import (
     msgpack_numpy_encoder,
 )
 
+from . import sample_contexts as samples
+from .sample_contexts import CONTEXTS
+
 HERE = Path(__file__).parent
 
 
-def _load(name):
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-samples = _load("sample_contexts")
-CONTEXTS = samples.CONTEXTS
 encode = msgpack_numpy_encoder().frames
 decode = msgpack_numpy_decoder(TextContext | PixelContext, copy=False)
 copied = msgpack_numpy_decoder(TextContext | PixelContext)
@@ -336,7 +329,7 @@ STATE = {
 }
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 @given(name=st.sampled_from(list(CONTEXTS)), changes=st.fixed_dictionaries({}, optional=STATE))
 def test_what_decodes_is_a_possible_state(name, changes):
     frames = SENT[name]

@@ -1,9 +1,7 @@
 """Contexts in the earlier form of the one-buffer map: an array for tokens, indices as numbers."""
 
 import contextlib
-import importlib.util
 import random
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -21,15 +19,8 @@ from baton.proto import (
     msgpack_numpy_encoder,
 )
 
+from .test_fuzz import UNITS_IN_SHORT, floods, mutated, peak_bytes
 
-def _load(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-_fuzz = _load("test_fuzz")
 ACTIVE, EOS = GenerationStatus.ACTIVE, GenerationStatus.END_OF_SEQUENCE
 pack = msgspec.msgpack.encode
 
@@ -182,7 +173,7 @@ def test_mutated_messages_end_in_a_documented_error():
             head = message[: rng.choice([60, 150, len(message)])]
             for decode in decoders:
                 try:
-                    ctx = decode(_fuzz.mutated(rng, head) + message[len(head) :])
+                    ctx = decode(mutated(rng, head) + message[len(head) :])
                     assert len(ctx.tokens.all)
                     understood += 1
                 except (DecodeFailed, LimitExceeded):
@@ -190,7 +181,7 @@ def test_mutated_messages_end_in_a_documented_error():
     assert understood > 50
 
 
-@pytest.mark.parametrize("unit", _fuzz.UNITS.values(), ids=_fuzz.UNITS)
+@pytest.mark.parametrize("unit", UNITS_IN_SHORT)
 def test_floods_cost_little_memory(unit):
     decode = msgpack_numpy_decoder(TextContext, copy=False)
     decode(pack(speech()))  # fills the caches
@@ -200,9 +191,9 @@ def test_floods_cost_little_memory(unit):
             seen.add(name)
             kept = [pack(key) + pack(value) for key, value in raw.items() if key != name]
             head = b"\xde" + len(raw).to_bytes(2, "big") + b"".join(kept) + pack(name)
-            for flood in _fuzz.floods(unit).values():
+            for flood in floods(unit).values():
                 message = head + flood
-                peak = _fuzz.peak_bytes(lambda message=message: _quiet(decode, message))
+                peak = peak_bytes(lambda message=message: _quiet(decode, message))
                 assert peak < 32 * len(message) + (1 << 20), name
 
 

@@ -27,6 +27,8 @@ from baton.proto.wire.messages import (
     WorkerToRouter,
 )
 
+from ..suite.short import in_short
+
 ALLOWED = (DecodeFailed, EnvelopeDamaged, LimitExceeded, VersionMismatch)
 DECODERS = [
     EnvelopeDecoder(union)
@@ -78,7 +80,7 @@ def feed_one(decode, data):
         decode(data)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(st.binary(max_size=200), max_size=3), st.binary(max_size=100))
 def test_random_bytes(frames, body):
     feed(frames)
@@ -201,6 +203,7 @@ UNITS = {
     "nothing": b"\xc0",
     "exts": b"\xd4\1\0",
 }
+UNITS_IN_SHORT = in_short(UNITS, "empty maps", "maps of one", "wide texts")
 
 
 def floods(unit):
@@ -234,7 +237,7 @@ def placed(value, at, data):
     return changed
 
 
-@pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
+@pytest.mark.parametrize("unit", UNITS_IN_SHORT)
 def test_memory_of_floods_in_every_place_of_every_message(unit):
     envelopes, _ = recorded()
     forms, seen = [], set()

@@ -666,7 +666,7 @@ def test_follows_the_model(request, driver, seed):
 
 @pytest.mark.parametrize("driver", DRIVERS, ids=lambda driver: driver.__name__)
 def test_follows_the_model_in_short_runs_that_shrink(driver):
-    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=30, suppress_health_check=list(HealthCheck))
     @given(st.randoms(use_true_random=False), st.integers(1, 40))
     def check(rng, operations):
         driver(rng, operations)

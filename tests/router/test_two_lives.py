@@ -160,7 +160,7 @@ def test_a_healthy_life_of_a_name_is_never_lost():
         play(seed)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_healthy_life_of_a_name_is_never_lost_in_100_000_runs():
     for seed in range(1_000_000, 1_000_000 + FULL_RUNS):

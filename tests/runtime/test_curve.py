@@ -479,7 +479,7 @@ FRAMES = st.lists(
 )
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000)
 @given(FRAMES)
 def test_zap_admits_nothing_but_the_right_request(frames):
     reply = answer(frames, DOMAINS)
@@ -490,7 +490,7 @@ def test_zap_admits_nothing_but_the_right_request(frames):
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(FRAMES, min_size=1, max_size=5))
 def test_any_zap_message_leaves_the_doorkeeper_alive(messages):
     handler = Doorkeeper.__new__(Doorkeeper)

@@ -83,7 +83,7 @@ def run():
         child.stdout.close()
 
 
-@pytest.mark.full  # uses both processors of a small machine for 10 s
+@pytest.mark.long  # uses both processors of a small machine for 10 s
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("said", [b"", GREETING], ids=["silent", "greeting"])
 def test_clients_behind_the_address_of_a_flood_get_in(run, tmp_path, said):

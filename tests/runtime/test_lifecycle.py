@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from pathlib import Path
 
 import pytest
 
 from baton.runtime.process.os_settings import die_with_parent, recycle_large_buffers
+
+from ..processes import alive, wait_until
 
 
 def python(code: str, *args: str, **kwargs) -> subprocess.Popen[str]:
@@ -80,18 +80,7 @@ def test_a_child_dies_with_its_parent():
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 60
-    while _runs(pid):
-        assert time.monotonic() < deadline, "the child outlived its parent"
-        time.sleep(0.005)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        with Path(f"/proc/{pid}/stat").open() as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_until(lambda: not alive(pid), what="the end of the child")
 
 
 def test_a_parent_that_is_gone_already_is_noticed(monkeypatch):

@@ -35,6 +35,8 @@ from baton.simulator.run import run
 from baton.simulator.scenarios import NARROW, SCENARIOS, Scenario
 from baton.worker.membership import Membership
 
+from ..suite.short import in_short
+
 
 def around(monkeypatch, owner, name, make):
     """Replace ``owner.name`` by ``make(original)``."""
@@ -522,10 +524,20 @@ PLANTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("plant", "scenario", "seeds"), PLANTS, ids=[plant.__name__ for plant, _, _ in PLANTS]
-)
-def test_a_planted_bug_is_found(monkeypatch, plant, scenario, seeds):
+LATE = (
+    "what_is_given_back_is_said_once", "prefix_published_before_it_arrived",
+    "last_token_dropped_when_an_end_is_adopted", "digest_not_verified",
+    "generation_not_raised_and_digest_not_compared", "suspects_are_dead",
+    "frames_that_never_arrive_are_sent_again_and_again", "drain_asked_once",
+    "the_timeout_runs_while_frames_are_sent_alone",
+)  # fmt: skip
+"""Found after seconds only."""
+BY_NAME = {plant.__name__: (plant, *rest) for plant, *rest in PLANTS}
+
+
+@pytest.mark.parametrize("planted", in_short(BY_NAME, *(BY_NAME.keys() - LATE)))
+def test_a_planted_bug_is_found(monkeypatch, planted):
+    plant, scenario, seeds = planted
     plant(monkeypatch)
     played = SCENARIOS[scenario] if isinstance(scenario, str) else scenario
     played = replace(played, wait_s=min(played.wait_s, BEFORE_DOUBT_S))

@@ -1,4 +1,4 @@
-"""Every scenario over a few seeds, or over many with ``-m full``."""
+"""Every scenario over a few seeds, or over many in ``make test-all``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from baton.simulator.run import Run, run
 from baton.simulator.scenarios import SCENARIOS, Scenario
 
 SEEDS = 3
+"""Where something rare has to happen; elsewhere one."""
 FULL_SEEDS = 200
 FIGURES = {
     "noise": ["lost", "duplicated", "reordered", "damaged"],
@@ -67,16 +68,17 @@ def play(name: str, seeds: range) -> Counter[str]:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario(name):
-    sums = play(name, range(SEEDS))
-    least = 30 if name.startswith("lives") else 300
-    assert sums["tokens"] > least or sums["vectors"] > 100
+    runs = SEEDS if name in FIGURES else 1
+    sums = play(name, range(runs))
+    least = 10 if name.startswith("lives") else 100
+    assert sums["tokens"] > least * runs or sums["vectors"] > 30 * runs
     for figure in FIGURES.get(name, []):
         assert sums[figure], (figure, sums)
     if name in UNHARMED:
         assert not sums["replays"]
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario_over_many_seeds(name):

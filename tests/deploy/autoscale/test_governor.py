@@ -58,7 +58,7 @@ WANTS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(least=st.integers(1, 4), more=st.integers(0, 9), first=st.integers(-3, 99), wants=WANTS)
 def test_never_outside_the_bounds(least, more, first, wants):
     governor = Governor(least, least + more, 20.0, first)
@@ -68,7 +68,7 @@ def test_never_outside_the_bounds(least, more, first, wants):
         assert least <= governor.want(up, max(up, down), now) <= least + more
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(wants=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 90)), max_size=300))
 def test_direction_changes_are_bounded_whatever_is_wanted(wants):
     calm = 60.0

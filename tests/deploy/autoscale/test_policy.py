@@ -11,6 +11,7 @@ from baton.deploy.autoscale.settings import ScaleSettings
 from baton.deploy.plan.bounds import Bounds
 from baton.proto.errors import ConfigError
 
+from ...suite.short import some_long
 from .fluid import BLOCKS, HELD, SPEED, Fluid
 
 BOUNDS = Bounds(prefill_min=1, prefill_max=10, decode_min=1, decode_max=6)
@@ -87,6 +88,7 @@ def test_an_overload_orders_help_long_before_anything_is_late(load):
     assert cluster.queue / SPEED / cluster.ready["prefill"] < 30
 
 
+@pytest.mark.long
 def test_a_worker_that_waits_for_a_host_for_hours_is_no_cold_start():
     cluster = fluid(prefill=2, cold_s=5000.0)
     cluster.scaler.adopt({"prefill": 3}, cluster.now)
@@ -104,6 +106,7 @@ def test_a_single_burst_shorter_than_a_start_orders_nothing():
     assert not [delta for _, delta in cluster.changes("prefill") if delta > 0]
 
 
+@pytest.mark.long
 def test_bursts_that_come_back_keep_the_pool():
     """The pool does not shrink in three minutes without requests between two bursts."""
     cluster = fluid(prefill=8)
@@ -111,7 +114,7 @@ def test_bursts_that_come_back_keep_the_pool():
     assert min(targets["prefill"] for _, targets in cluster.log) >= 6
 
 
-@pytest.mark.parametrize("load", [300, 900, 1900, 2500, 3700, 5200, 8800])
+@pytest.mark.parametrize("load", some_long(1900, 300, 900, 2500, 3700, 5200, 8800))
 def test_constant_load_comes_to_rest(load):
     cluster = fluid(prefill=3, window=60.0, calm=60.0)
     run(cluster, 900, load, load / 100)
@@ -120,7 +123,7 @@ def test_constant_load_comes_to_rest(load):
     assert not [when for when, _ in cluster.changes("prefill") if when > 450]
 
 
-@pytest.mark.parametrize("period", [10, 30, 70, 150, 400])
+@pytest.mark.parametrize("period", some_long(70, 10, 30, 150, 400))
 def test_a_sinusoid_does_not_make_it_oscillate(period):
     cluster = fluid(prefill=5, window=60.0, calm=60.0)
     wave = lambda now: 3000 + 2000 * math.sin(2 * math.pi * now / period)  # noqa: E731
@@ -252,7 +255,7 @@ def test_restarted_workers_and_routers_are_no_load():
 NUMBER = st.one_of(st.integers(-(10**20), 10**20), st.floats(allow_nan=True, allow_infinity=True))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_no_figures_whatsoever_leave_the_bounds_or_raise(data):
     scaler = Autoscaler(ScaleSettings(bounds=BOUNDS), {"prefill": 3, "decode": 3})
@@ -289,7 +292,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(events=EVENTS, role=st.sampled_from(["prefill", "decode"]))
 def test_no_pool_shrinks_within_the_calm_time_of_a_rise_or_of_what_is_unknown(events, role):
     """Gaps of up to an hour, clocks set back, silent routers, empty pools, implausible data."""

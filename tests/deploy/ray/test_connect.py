@@ -3,7 +3,6 @@
 import re
 import socket
 import sys
-import time
 import tomllib
 import types
 from pathlib import Path
@@ -50,10 +49,8 @@ def listener():
 def test_a_listener_that_never_answers_is_probed_until_patience_ends(monkeypatch, listener):
     monkeypatch.setattr(connect, "PROBE_TIMEOUT", 0.2)
     monkeypatch.setattr(connect, "PROBE", ("-c", "import time; time.sleep(60)"))
-    began = time.monotonic()
     with pytest.raises(ConnectionLost) as lost:
         connect.ask_head(listener, patience=2.0)
-    assert 1.5 <= time.monotonic() - began < 10
     said = re.fullmatch(r"(.*) probed (\d+) times in (\d+) s, last result: (.*)", str(lost.value))
     assert said and int(said[2]) > 1 and said[4].startswith("no answer within ")
     assert "give --ray-address" in said[4]

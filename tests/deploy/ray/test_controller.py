@@ -1,7 +1,6 @@
 """The whole controller with real processes; this process replaces Ray."""
 
 import threading
-import time
 
 import msgspec
 import pytest
@@ -15,6 +14,8 @@ from baton.deploy.ray.controller import RayCluster
 from baton.deploy.ray.member import Supervisor
 from baton.deploy.ray.placing import order_of, place, read_order
 from baton.proto.errors import ConfigError, RequestFailed
+
+from ...processes import wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -101,13 +102,6 @@ class Running:
         ray.saved = saved
 
 
-def wait_for(condition, what):
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until, what
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def ray():
     ray = NoRay()
@@ -129,18 +123,18 @@ def settings(tmp_path):
 def test_a_controller_that_dies_is_followed_by_one_that_goes_on(ray, settings):
     first = Running(ray, settings)
     one_each = ["decode-0", "prefill-0", "router"]
-    wait_for(lambda: first.ready() == one_each, "all to be ready")
+    wait_until(lambda: first.ready() == one_each, what="all to be ready")
     assert ray.requested == {"router": 1, "prefill": 1, "decode": 1}
     first.feed(Scale("ticket", {"decode": 2}))
-    wait_for(lambda: "decode-1" in first.ready(), "another decode worker")
+    wait_until(lambda: "decode-1" in first.ready(), what="another decode worker")
     pids = {name: member.report().pid for name, member in ray.members.items()}
     first.crash()
 
     second = Running(ray, settings)
-    wait_for(lambda: len(second.ready()) == 4, "all to be seen again")
+    wait_until(lambda: len(second.ready()) == 4, what="all to be seen again")
     assert {name: member.report().pid for name, member in ray.members.items()} == pids
     second.feed(Scale("ticket", {"decode": 1}))
-    wait_for(lambda: second.ready() == one_each, "one to leave")
+    wait_until(lambda: second.ready() == one_each, what="one to leave")
     second.feed(Down())
     second.thread.join(60)
     assert not second.thread.is_alive()
@@ -151,13 +145,13 @@ def test_a_controller_that_dies_is_followed_by_one_that_goes_on(ray, settings):
 
 def test_workers_of_a_host_that_leaves_are_followed_by_others(ray, settings):
     running = Running(ray, settings)
-    wait_for(lambda: running.ready() == ["decode-0", "prefill-0", "router"], "all to be ready")
+    wait_until(lambda: running.ready() == ["decode-0", "prefill-0", "router"], what="all")
     assert running.cluster.leave("there") == []
     assert sorted(running.cluster.leave("here")) == ["decode-0", "prefill-0"]
     after = ["decode-1", "prefill-1", "router"]
-    wait_for(lambda: running.ready() == after, "others to be ready")
+    wait_until(lambda: running.ready() == after, what="others to be ready")
     # other members may be ready before the actors of ended members are gone
-    wait_for(lambda: sorted(ray.members) == after, "those that left to be gone")
+    wait_until(lambda: sorted(ray.members) == after, what="those that left to be gone")
     running.feed(Down())
     running.thread.join(40)
     assert not running.thread.is_alive()
@@ -166,7 +160,7 @@ def test_workers_of_a_host_that_leaves_are_followed_by_others(ray, settings):
 def test_without_a_spare_node_a_rollout_is_refused_at_once_and_goes_in_place(ray, settings):
     ray.autoscaled = None
     running = Running(ray, settings)
-    wait_for(lambda: running.ready() == ["decode-0", "prefill-0", "router"], "all to be ready")
+    wait_until(lambda: running.ready() == ["decode-0", "prefill-0", "router"], what="all")
     before = {name: member.report().pid for name, member in ray.members.items()}
     with AdminClient(settings.admin, timeout=20.0) as client:
         with pytest.raises(

@@ -1,0 +1,28 @@
+"""Processes that tests start: waiting for what they do, and whether they still exist."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def alive(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], T], timeout: float = 60.0, what: str = "condition") -> T:
+    """Poll ``condition`` until it is true; returns its value. ``timeout``: seconds."""
+    until = time.monotonic() + timeout
+    while time.monotonic() < until:
+        if value := condition():
+            return value
+        time.sleep(0.01)
+    raise AssertionError(f"timed out waiting for {what}")
