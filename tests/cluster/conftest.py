@@ -177,6 +177,25 @@ def cluster(start_cluster):
     yield from clusters_that_end_clean(start_cluster)
 
 
+@pytest.fixture(scope="session")
+def lasting_cluster(start_cluster):
+    """As ``shared_cluster``, one for all modules that want these settings.
+
+    It must be the same processes to the end, and another module's tests may have asked it before.
+    """
+    running: dict[str, Cluster] = {}
+
+    def start(**settings) -> Cluster:
+        key = repr(sorted(settings.items()))
+        if key not in running:
+            running[key] = start_cluster(**settings).wait_ready()
+        return running[key]
+
+    yield start
+    for one in running.values():
+        one.end_clean()
+
+
 @pytest.fixture(scope="module")
 def shared_cluster(start_cluster):
     """As ``cluster``, ended with the last test of the module."""

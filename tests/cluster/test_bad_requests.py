@@ -23,8 +23,8 @@ VOCABULARY, CONTEXT = 256, 2048
 
 
 @pytest.fixture(scope="module")
-def running(shared_cluster):
-    return shared_cluster(model=DATA / MODEL, prefill=1, decode=2)
+def running(lasting_cluster):
+    return lasting_cluster(model=DATA / MODEL, prefill=1, decode=2)
 
 
 @pytest.fixture

@@ -117,14 +117,14 @@ def dropped(running) -> dict[str, int]:
 # ------------------------------------------------------------------------------ it serves
 
 
-def test_tokens_are_those_of_a_cluster_without_keys(running, cluster):
+def test_tokens_are_those_of_a_cluster_without_keys(running, lasting_cluster):
     cases = cases_of(MODEL)
     jobs = [
         Job(case.prompt, params)
         for case in cases
         for params in (greedy(32), _sampled(len(case.prompt)))
     ]
-    plain = cluster(model=DATA / MODEL, prefill=1, decode=2)
+    plain = lasting_cluster(model=DATA / MODEL, prefill=1, decode=2)
     with running.client() as keyed, plain.client() as without:
         expected = [answer.tokens for answer in ask_all(without, jobs)]
         assert [answer.tokens for answer in ask_all(keyed, jobs)] == expected

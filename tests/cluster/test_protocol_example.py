@@ -42,8 +42,8 @@ def run(folder: Path, address: str, prompt: list[int]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def running(shared_cluster):
-    return shared_cluster(prefill=1, decode=2)
+def running(lasting_cluster):
+    return lasting_cluster(prefill=1, decode=2)
 
 
 def test_it_is_short_and_needs_only_pyzmq_and_msgspec():

@@ -32,9 +32,9 @@ JOB = Job([5, 6, 7], greedy(40))
 
 
 @pytest.fixture(scope="module")
-def running(shared_cluster):
+def running(lasting_cluster):
     """A cluster that must be the same processes to the end."""
-    running = shared_cluster(prefill=1, decode=1)
+    running = lasting_cluster(prefill=1, decode=2)
     before = running.pids()
     yield running
     assert running.pids() == before

@@ -17,9 +17,9 @@ MODEL = "llama_plain"
 
 
 @pytest.fixture(scope="module")
-def running(shared_cluster):
+def running(lasting_cluster):
     """A cluster that must be the same processes to the end."""
-    running = shared_cluster(model=DATA / MODEL, prefill=1, decode=1)
+    running = lasting_cluster(model=DATA / MODEL, prefill=1, decode=2)
     before = running.pids()
     yield running
     assert running.pids() == before
