@@ -1,4 +1,4 @@
-"""The other process of test_crossing: sends every context back, decoded and encoded anew."""
+"""The other process of test_crossing: decodes every context, encodes it again and sends it back."""
 
 import sys
 

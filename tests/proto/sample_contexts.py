@@ -1,4 +1,4 @@
-"""Contexts of every kind, fresh and on their way, for what must hold for all of them."""
+"""Contexts of every kind, new and partly generated, for tests of all contexts."""
 
 import numpy as np
 
@@ -100,7 +100,7 @@ def pixel():
 
 
 def under_way(ctx):
-    """Delivered, reset, undelivered and queued things, an offset and a chunk to come."""
+    """Make a context with delivered, undelivered and queued parts, an offset and a later chunk."""
     ctx.update(40, entry(-1.0))
     ctx.to_generation_output()
     ctx.update(41, entry(-2.0, tokens=3))
@@ -134,7 +134,7 @@ def chunked(ctx):
 
 
 class Grammar:
-    """Grammar state that allows everything and remembers it."""
+    """A matcher that accepts all tokens and records them."""
 
     def __init__(self):
         self.tokens = []
@@ -148,7 +148,7 @@ class Grammar:
 
 
 def matched(ctx):
-    """With grammar state, which stays at home: the tokens rebuild it."""
+    """Make a context with a matcher, which is not sent: the tokens rebuild it."""
     ctx.set_matcher(Grammar())
     ctx.update(40, entry(-1.0))
     ctx.update(41)

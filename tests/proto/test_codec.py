@@ -100,7 +100,7 @@ def values(info):
 
 
 def contexts():
-    """Maps of requests, and of contexts in the middle of their generation."""
+    """Strategy for maps of requests and of partly generated contexts."""
     fresh = st.builds(
         WireContext,
         tokens=st.sampled_from([1, 1023, 1024, 5000]).map(
@@ -215,7 +215,7 @@ def test_arrays_are_read_only_whatever_the_frame_is():
 
 
 def test_a_short_context_keeps_no_envelope_alive():
-    """A router holds it until the end of the request; its envelope may be megabytes."""
+    """A router keeps the array until the request ends, and the envelope may have megabytes."""
     received = bytes(encoder.encode([submit(20, f"{i:09}") for i in range(8)])[0])
     for message in EnvelopeDecoder(ClientToRouter).decode([received]):
         raw = MapEncoder().inline(message.context)
@@ -225,7 +225,7 @@ def test_a_short_context_keeps_no_envelope_alive():
 
 
 def test_a_context_is_forwarded_as_it_came():
-    """Also what this version does not know of it; arrays keep their numbers."""
+    """Unknown fields pass too; arrays keep their numbers."""
     tokens = {"__np__": True, "frame": 1, "shape": [2], "dtype": "<i4"}
     context = {"later": [1], "type": "TextContext", "tokens": {"array": tokens}, "max_length": 9}
     raw = msgspec.msgpack.encode(context)
@@ -268,7 +268,7 @@ def test_array_frames_follow_the_order_of_the_messages_however_each_is_encoded()
 
 
 def test_other_kinds_are_passed_on_without_a_copy():
-    """What a router does: decode, look, encode; pixels stay where they arrived."""
+    """As in a router: decode and encode without copying pixels."""
     image = WireImage(4, 9, np.arange(5000, dtype=np.float32).reshape(2, 2500), -7)
     context = WireVisionContext(
         tokens=WireTokens(np.arange(2000, dtype=np.int32)),

@@ -1,4 +1,4 @@
-"""Whole contexts on the wire: between two processes, in pieces, damaged, and as recorded."""
+"""Whole contexts on the wire: between two processes, split, damaged, and recorded."""
 
 import gc
 import json
@@ -40,7 +40,7 @@ copied = msgpack_numpy_decoder(TextContext | PixelContext)
 
 
 def sent(context):
-    """The frames as a receiver has them."""
+    """Encode a context, and copy the frames, as a receiver has them."""
     return [bytes(frame) for frame in encode(context)]
 
 
@@ -147,7 +147,7 @@ def test_arrays_are_views_of_the_frames_and_copied_on_request():
 
 @pytest.mark.parametrize("copy", [False, True])
 def test_tokens_are_independent_of_the_frames_once_used_or_copied(copy):
-    """So a buffer messages are received in can be used again."""
+    """So the receive buffer can be reused."""
     context = TextContext(max_length=9000, tokens=np.arange(2000))
     frames = [bytearray(frame) for frame in sent(context)]
     arrived = (copied if copy else decode)(frames)
@@ -176,7 +176,7 @@ def test_a_context_of_ids_is_one_of_its_own(dtype, step):
 
 @pytest.mark.parametrize("make", [list, np.array, lambda ids: np.array(ids, np.uint16)])
 def test_ids_are_looked_at_when_they_are_copied_and_no_more(make):
-    """So the first message of a context takes no longer than the later ones."""
+    """So the first message of a context takes as long as later messages."""
     context = TextContext(max_length=9000, tokens=make(range(2000)))
     assert np.shares_memory(context.tokens.ids(), context.tokens.ids())
     with pytest.raises(AttributeError):
@@ -212,7 +212,7 @@ def test_what_cannot_travel():
 
 
 def changed(frames, **changes):
-    """The frames with fields of the context replaced; those of its tokens by a map of changes."""
+    """Replace fields of the context in the frames; ``tokens``: a map of changes to its tokens."""
     raw = msgspec.msgpack.decode(frames[0], strict=False)
     tokens = changes.pop("tokens", {})
     raw = {**raw, **changes, "tokens": {**raw["tokens"], **tokens} if tokens != 5 else tokens}
@@ -286,7 +286,7 @@ def test_speech_that_contradicts_itself_is_refused(changes):
 
 
 def assert_possible(context):
-    """What holds for every context that was ever made by its own methods."""
+    """Check the invariants of every context that its own methods can make."""
     if isinstance(context, PixelContext):
         return
     tokens, prompt = context.tokens, context.prompt_length
@@ -375,7 +375,7 @@ def recordable(name):
 
 
 def digests(name):
-    """What both forms of a context with large arrays are, in short."""
+    """Digests of both forms of a context with large arrays."""
     frames, one_buffer = sent(recordable(name)), msgpack_numpy_encoder()(recordable(name))
     return [blake2b(part, digest_size=16).hexdigest() for part in (*frames, one_buffer)]
 
@@ -401,7 +401,7 @@ SMALL.remove("text grown")
 
 @pytest.mark.parametrize("name", SMALL)
 def test_recorded_bytes_still_mean_and_make_the_same(golden, name):
-    """Both forms, of contexts without large arrays; see test_golden.py on recording anew."""
+    """Both forms of contexts without large arrays; test_golden.py describes how to record again."""
     frames = [bytes.fromhex(frame) for frame in golden[name]["frames"]]
     context = recordable(name)
     assert decode(frames) == context

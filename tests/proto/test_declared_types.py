@@ -1,4 +1,4 @@
-"""Types that users declare: their objects stay within a multiple of a message, values arrive."""
+"""Types that users declare: values arrive, and memory stays within a multiple of the message."""
 
 import contextlib
 import dataclasses
@@ -94,7 +94,7 @@ def value(content):
 
 
 def floods(size):
-    """The values that take most for their bytes, in each place where a message can have them."""
+    """The values with the most memory per byte, in each place where a message allows them."""
     for unit in (b"\x90", b"\xf0", b"\x91\xf0", value(b"\x01")):
         many = repeated(unit, size // len(unit))
         yield from (many, value(many), value(value(many)), b"\x92\xc0" + many)

@@ -1,6 +1,6 @@
-"""Where contexts differ on purpose from the reference, one test per line of the table.
+"""Deliberate differences from the reference, one test per line of the table.
 
-docs/compatibility.md names these tests beside the reasons.
+docs/compatibility.md gives the reasons and names these tests.
 """
 
 import copy
@@ -111,7 +111,7 @@ def test_v5_numpy_numbers_are_numbers_and_other_objects_one_clear_error():
 
 
 def test_v6_shared_memory_is_leased_and_read_any_number_of_times():
-    """Sweeping and the deaths of owners: test_shared_memory.py."""
+    """Killed owners and sweeping are tested in test_shared_memory.py."""
     message = msgpack_numpy_encoder(use_shared_memory=True, shared_memory_threshold=1)(np.arange(9))
     decode = msgpack_numpy_decoder(np.ndarray)
     assert decode(message).tolist() == decode(message).tolist() == list(range(9))

@@ -1,4 +1,4 @@
-"""Contexts in the earlier form of the one-buffer map: an array for tokens, indices as numbers."""
+"""The earlier form of a context as one buffer: an array of tokens, and indices as numbers."""
 
 import contextlib
 import random
@@ -33,7 +33,7 @@ def array(values, dtype=np.int64, size=None):
 
 
 def text(**more):
-    """Five tokens of 128, the last two generated, the last one undelivered; defaults left out."""
+    """Five tokens in an array of 128: two generated, the last undelivered; without defaults."""
     return {
         "type": "TextContext",
         "request_id": "q-1",

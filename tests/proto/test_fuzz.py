@@ -64,7 +64,7 @@ def recorded():
 
 
 def feed(frames):
-    """Give the frames to all envelope decoders; how many understood them."""
+    """Decode the frames with all envelope decoders, and return how many succeeded."""
     understood = 0
     for decoder in DECODERS:
         try:
@@ -95,7 +95,7 @@ def test_random_bytes(frames, body):
 
 
 def mutated(rng, data):
-    """The bytes with one or three random changes of different kinds."""
+    """Return the bytes with one or three random changes of different kinds."""
     data = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 3))):
         at = rng.randrange(len(data) + 1)
@@ -173,7 +173,9 @@ FLOODS = {
 
 def peak_bytes(call):
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(60.0)  # what other threads take, as that of pytest-xdist, would count
+    sys.setswitchinterval(
+        60.0
+    )  # memory of other threads, such as that of pytest-xdist, would count
     tracemalloc.start()
     try:
         call()
@@ -207,7 +209,7 @@ UNITS_IN_SHORT = in_short(UNITS, "empty maps", "maps of one", "wide texts")
 
 
 def floods(unit):
-    """A list of the unit, and maps: under one key, with itself as key, under many keys."""
+    """A list of the unit, and maps with it under one key, as its own key, and under many keys."""
     count = COUNT.to_bytes(4, "big")
     numbers = [b"\xcd" + key.to_bytes(2, "big") for key in range(COUNT)]
     names = [b"\xa3%c%c%c" % (key >> 14, key >> 7 & 127, key & 127) for key in range(COUNT)]
@@ -221,7 +223,7 @@ def floods(unit):
 
 
 def places(value, at=()):
-    """Where in a message there are values, itself included."""
+    """Paths of all values in a message, the message included."""
     yield at
     items = dict(enumerate(value)) if isinstance(value, list) else value
     for key, item in items.items() if isinstance(items, dict) else ():
@@ -259,7 +261,7 @@ def test_memory_of_floods_in_every_place_of_every_message(unit):
 
 
 def test_memory_of_mutated_messages():
-    """Also no few bytes claim much."""
+    """Few bytes that claim a large length take little memory too."""
     rng = random.Random(13)
     envelopes, kv = recorded()
     tracemalloc.start()

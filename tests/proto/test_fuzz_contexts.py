@@ -122,7 +122,7 @@ def paths(kind, path=()):
 
 
 def at_end(path, data):
-    """A map with the data at the end of ``path``."""
+    """Make a map with the data at ``path``."""
     for key in reversed(path):
         data = b"\x81" + text(key) + data
     return data
@@ -182,7 +182,7 @@ def test_memory_of_log_probabilities_in_one_buffer(unit):
 
 @pytest.mark.parametrize("maps", [1000, 10_000, 20_000, 25_000, 100_000])
 def test_memory_of_both_lists_together(maps):
-    """What the numbers of the one may take, the maps of the other do not take as well."""
+    """Numbers and maps share one limit on memory."""
     numbers = 4 * COUNT
     top = b"\xdd" + maps.to_bytes(4, "big") + b"\x81\0\0" * maps
     for message in one_entry(b"\xdd" + numbers.to_bytes(4, "big") + bytes(numbers), top):
@@ -286,7 +286,7 @@ SOME = (list[Plain], Holder, list[SamplingParams], list[int])
 
 
 def record_floods(size):
-    """Messages of about ``size`` bytes with as many values as fit, of records above all."""
+    """Messages of about ``size`` bytes with as many values as fit, mostly records."""
     pack = msgspec.msgpack.encode
     values = [b"\x80", b"\0", b"\x92\0\x80", pack({"plain": {}}), pack({"value": ""})]
     values += [pack({"numbers": []}), pack({"plain": {}, "ids": []})]

@@ -135,7 +135,7 @@ def golden(request):
 @pytest.mark.parametrize("kind", ["full", "least"])
 @pytest.mark.parametrize(("name", "member"), MEMBERS)
 def test_recorded_bytes(golden, name, member, kind):
-    """Recorded bytes still mean the message they meant, and it is still written like that.
+    """Recorded bytes decode to the same message, which is encoded to the same bytes.
 
     A new field with a default passes; one renamed, removed or of another type does not.
     """

@@ -1,4 +1,4 @@
-"""A context and the plain matcher of llguidance stay in step when tokens are rolled back."""
+"""After a rollback, a context and the matcher of llguidance have the same tokens."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ def test_the_matcher_stands_where_the_tokens_do_after_a_rollback(pattern, count)
 @pytest.mark.parametrize("append", [TextContext.update, TextContext.jump_ahead])
 @pytest.mark.parametrize("answer", [[], [A, B], [A, B, A], [A, B, A, EOS]])
 def test_a_token_that_the_matcher_refuses_changes_nothing(append, answer):
-    """llguidance would refuse every later token."""
+    """Otherwise llguidance would refuse all later tokens."""
     context = context_of("[ab]{3}", answer)
     state, mask = context.tokens.state(), seen(context.matcher)
     with pytest.raises(ValueError, match="does not allow token 122"):

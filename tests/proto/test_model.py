@@ -2,9 +2,9 @@
 
 The models keep whole lists of tokens and recompute everything from them; they share no
 index arithmetic with the real classes. After every operation all observable values agree,
-and an operation that one side refuses is refused by the other and changes nothing.
+and both sides refuse the same operations, which then change nothing.
 
-``--operations N`` sets how many there are in all (``make soak``: ten million); hypothesis
+``--operations N`` sets the total number (``make soak``: ten million); hypothesis
 draws the same operations once more in short runs, to shrink what fails.
 """
 
@@ -44,7 +44,7 @@ def need(condition):
 
 
 def agree(real, model):
-    """Run both; they must refuse alike. Returns whether the operation was done."""
+    """Run both, which must refuse alike. Return whether the operation was done."""
     try:
         model()
     except Refused:
@@ -136,7 +136,7 @@ class BufferModel:
         self.offset = self.offset if 0 <= self.offset <= len(tokens) else 0
 
     def lend(self, n):
-        """What all and active tokens are while room is lent; nothing of it stays."""
+        """Return all and active tokens while room is lent; the model does not change."""
         tokens, end = self.all, len(self.processed + self.window) + n
         length = len(tokens) + n
         need(length >= 1 and end >= len(self.processed) + max(0, self.offset))
@@ -161,7 +161,7 @@ def lend(tokens, model, n):
     assert (tokens.all.tolist(), tokens.active.tolist()) == (everything, active)
     assert tokens.ids().tolist() == everything
     if n > 0:
-        tokens.all[-n:] = 7  # written to by whoever asked for it
+        tokens.all[-n:] = 7  # written by the borrower
     tokens.take_back(end, length)
 
 
@@ -185,7 +185,7 @@ def check_buffer(tokens, model):
 
 
 def buffer_step(rng, tokens, model):
-    """One random operation on both; small arguments, so that all refusals occur."""
+    """Do a random operation on both; arguments are small, so that all refusals occur."""
     n, token = rng.randint(-2, 6), rng.randrange(1000)
     mark, delete = rng.random() < 0.7, rng.random() < 0.5
     kept = len(model.all) + n
@@ -214,7 +214,7 @@ def drive_buffer(rng, operations):
         model = BufferModel([], list(start), [], len(start))
         for _ in range(min(operations, 500)):
             done += buffer_step(rng, tokens, model)
-            if rng.random() < 0.3:  # before anybody looks at the tokens
+            if rng.random() < 0.3:  # before the tokens are read
                 assert tokens.ids().tolist() == model.all
             check_buffer(tokens, model)
         operations -= 500
@@ -228,7 +228,7 @@ def drive_buffer(rng, operations):
 
 
 class Grammar:
-    """Grammar state that refuses one token; its own list must stay that of the context."""
+    """A matcher that refuses one token; its tokens must stay equal to those of the context."""
 
     REFUSED = 55
 
@@ -246,7 +246,7 @@ class Grammar:
 
 @dataclass
 class ContextModel:
-    """The prompt, the generated tokens with their log-probabilities, and how many are out."""
+    """The prompt, the generated tokens with log-probabilities, and the number delivered."""
 
     prompt: list[int]
     max_length: int
@@ -341,7 +341,7 @@ def check_context(ctx, model):
 
 
 def take(ctx, model):
-    """Drain both and compare what comes out."""
+    """Drain both and compare the outputs."""
     start = model.delivered
     entries = model.entries[start:]
 
@@ -409,14 +409,14 @@ ENCODE_MAP, DECODE_MAP = msgpack_numpy_encoder(), msgpack_numpy_decoder(TextCont
 
 
 def travelled(rng, ctx):
-    """The context after a journey in one form or the other."""
+    """Encode and decode the context in one of the two forms."""
     if rng.random() < 0.5:
         return DECODE([bytes(frame) for frame in ENCODE(ctx)])
     return DECODE_MAP(ENCODE_MAP(ctx))
 
 
 def drive(rng, operations, start, step, check):
-    """Random operations on fresh contexts, 100 each, travelling now and then."""
+    """Do 100 random operations on each new context, sometimes encoding and decoding it."""
     done = 0
     while operations > 0:
         ctx, model = start(rng)
@@ -676,7 +676,7 @@ def test_follows_the_model_in_short_runs_that_shrink(driver):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_rebuilt_context_continues_like_the_one_that_went_on(seed):
-    """Handoff and replay: prompt and emitted tokens alone decide everything later."""
+    """Handoff and replay: only prompt and emitted tokens decide the later state."""
     rng = random.Random(seed)
     for _ in range(200):
         ctx, _ = start_context(rng)

@@ -1,4 +1,4 @@
-"""Every name the pages have is importable from one place, and the page about them is complete."""
+"""All names of the reference pages can be imported from one place and are documented."""
 
 import dataclasses
 from pathlib import Path

@@ -63,7 +63,7 @@ def test_the_form_on_the_wire():
 
 @pytest.mark.parametrize("before", range(5))
 def test_a_large_array_is_not_copied_unless_asked_for(before):
-    """Wherever its bytes begin: in a message they are seldom aligned."""
+    """At any address: in a message, bytes are seldom aligned."""
     array = np.arange(100_000, dtype=np.float64)
     message = msgpack_numpy_encoder()({"x" * before: array})
     bytes_of = np.frombuffer(message, np.uint8)
@@ -246,7 +246,7 @@ class Job:
 
 
 class TestRoomForSpeechTokens:
-    """It stays at home, wherever the context is in the message, and comes back when needed."""
+    """It is not sent, wherever the context is in the message, and is rebuilt when needed."""
 
     @pytest.mark.parametrize(
         ("wrap", "at"),
@@ -341,7 +341,7 @@ def vision_like(raw):
 
 
 def test_the_form_of_a_token_buffer():
-    """Names and nesting of the later page; no slack is written, and no default."""
+    """Names and nesting of the later page, without free room and defaults."""
     ctx = TextContext(max_length=50, tokens=[1, 2, 3])
     ctx.update(4)
     raw = msgspec.msgpack.decode(encode(ctx))
@@ -403,7 +403,7 @@ def test_log_probabilities_of_any_length_are_read():
 
 @pytest.mark.parametrize("number", [b"\xca\xbf\0\0\0", b"\xcb\xbf\xe0" + bytes(6)])
 def test_log_probabilities_of_other_writers_are_read(number):
-    """Single precision, and whole numbers as such."""
+    """Single precision; whole numbers stay whole numbers."""
     one = msgspec.msgpack.encode(
         {"token_log_probabilities": [-1], "top_log_probabilities": [{7: 0}]}
     )

@@ -90,7 +90,7 @@ def test_value_equality_and_wrapping():
 
 
 def read_png(data):
-    """Pixels by the format's rules, apart from the encoder."""
+    """Decode pixels by the rules of the format, independently of the encoder."""
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     chunks, at = [], 8
     while at < len(data):

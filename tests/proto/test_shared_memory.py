@@ -1,4 +1,4 @@
-"""Segments: read any number of times within the lease, gone after it, whoever dies."""
+"""Segments can be read any number of times until the lease ends; then they are removed."""
 
 import gc
 import os
@@ -113,14 +113,14 @@ def test_without_room_the_array_travels_inside(store, monkeypatch):
 
 
 def run(code):
-    """A process that shares arrays; its output."""
+    """Run a process that shares arrays, and return its output."""
     code = "import numpy as np\nfrom baton.proto import *\n" + textwrap.dedent(code)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
 def test_a_reader_that_ends_takes_nothing_away(store, tmp_path):
-    """Where a tracker of shared memory would unlink what the reader attached to."""
+    """A tracker of shared memory would unlink the segment that the reader attached."""
     message = encode(ARRAY)
     (tmp_path / "message").write_bytes(message)
     code, out, err = run(f"""
@@ -197,7 +197,7 @@ def test_names_and_sizes_are_checked(message, error):
 
 @pytest.fixture
 def planted():
-    """Makes a file in shared memory, as any process of this user can."""
+    """Make a file in shared memory, as any process of this user can."""
     made = []
 
     def plant(name, size=20_000, mode=0o600):
@@ -261,7 +261,7 @@ def test_a_segment_that_somebody_changed_is_refused(store, change):
 
 
 def test_a_small_message_cannot_take_much_memory(store, monkeypatch):
-    """Neither by the size of an array nor by naming one array again and again."""
+    """Neither by the size of an array nor by repeated references to one array."""
     tracemalloc.start()
     for codec in (decode, view):
         with pytest.raises(LimitExceeded, match="shared memory"):

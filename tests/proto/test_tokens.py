@@ -213,12 +213,12 @@ class TestValue:
 
 
 class TestInt32Ids:
-    """``ids`` are kept between calls; nothing that changes a token may go unseen."""
+    """``ids`` are cached between calls; every change of a token must show."""
 
     VIEWS = ("all", "prompt", "generated", "active", "array")
 
     def change(self, rng, tokens):
-        """One random change or look; refusals do not matter here."""
+        """Do one random change or read; refusals are ignored."""
         token = rng.choice([rng.randrange(1000), -999, (1 << 31) - 1, -(1 << 31)])
         n = rng.randint(-3, 4)
         end, length = tokens._end, tokens._length
@@ -242,7 +242,7 @@ class TestInt32Ids:
             kind()
 
     def look(self, rng, tokens, held):
-        """Take a view, write through one, or let some go."""
+        """Take a view, write through one, or drop some."""
         what = rng.random()
         if what < 0.3:
             view = getattr(tokens, rng.choice(self.VIEWS)) if what < 0.25 else tokens[1:]

@@ -9,7 +9,7 @@ from baton.proto.contexts.images import image_key
 from baton.proto.hashing import block_hashes
 from baton.proto.wire.context_maps import context_to_run, request_map
 
-V = 98  # the id that stands for image tokens
+V = 98  # id of image tokens
 
 
 def image(start, end, fill=1.0, **fields):
@@ -232,7 +232,7 @@ class TestPrefixKeys:
         assert [a == b for a, b in pairs] == [True] * 3 + [False] * 3
 
     def test_every_block_with_tokens_of_an_image_takes_its_key(self):
-        """Also the second one, whose chain was cut by a parent of other pixels."""
+        """Also the second block of an image, here after blocks with equal hashes."""
         spans = [[(5 - 8, 9 - 8, bytes([k]) * 16)] for k in (1, 2)]
         tokens = prompt((5, 9))
         one, two = (block_hashes(tokens[8:], 4, b"", b"p" * 16, images=s) for s in spans)
