@@ -44,14 +44,24 @@ from .admission import Admission, check_deadline
 from .authorization import Caller
 from .clients import Clients
 from .config import RouterConfig
-from .events import Action, ToClient, ToWorker
+from .events import (
+    Action,
+    ClientFull,
+    ClientGone,
+    ClientInputRejected,
+    ClientWritable,
+    FromClient,
+    StopRequested,
+    ToClient,
+    ToWorker,
+)
 from .lifecycle import Lifecycle
 from .placement import Placement
 from .recovery import Recovery
 from .registry import Registry
 from .request_table import RequestTable
-from .requests import Request, State
-from .status import Reporter
+from .requests import Attempt, Request, State
+from .status import Metrics, Reporter
 from .takeover import Takeover
 from .workers import last_worker
 
@@ -81,6 +91,7 @@ class ClientMessages:
         lifecycle: Lifecycle,
         recovery: Recovery,
         takeover: Takeover,
+        metrics: Metrics,
         reporter: Reporter,
         files: dict[str, bytes],
         caller_of: Callable[[bytes], Caller],
@@ -95,24 +106,30 @@ class ClientMessages:
         self._lifecycle = lifecycle
         self._recovery = recovery
         self._takeover = takeover
+        self._metrics = metrics
         self._reporter = reporter
         self._files = files
         self._caller_of = caller_of
         self._key = config.key
-        self.closing = False
+        self._closing = False
         self.drains: dict[str, list[bytes]] = {}  # clients that wait for Drained, by worker id
 
-    def handle(self, identity: bytes, messages: Sequence[Message], now: float) -> None:
+    def handle(self, event: FromClient, now: float) -> None:
         """Handle the messages of one envelope."""
-        for message in messages:
+        identity, messages = event.identity, event.messages
+        for message in messages if len(messages) == 1 else merge_queries(messages):
             self._handlers[type(message)](self, identity, message, now)
 
-    def gone(self, identity: bytes, now: float) -> None:
+    def stop(self, _event: StopRequested, _now: float) -> None:
+        """Reject new requests; running requests continue."""
+        self._closing = True
+
+    def gone(self, event: ClientGone, now: float) -> None:
         """Handle a lost connection: its requests end now, or after the resume window."""
         window = self._config.resume_window_s
-        if self.closing:  # gives the client's next router time to find the request
+        if self._closing:  # gives the client's next router time to find the request
             window = max(window, CLOSING_WINDOW_S)
-        for request in self._clients.gone(identity):
+        for request in self._clients.gone(event.identity):
             if request.state is State.ENDED:  # keep the terminal: the client may reconnect
                 request.limit = min(request.limit, now + ENDED_ABSENT_S)
                 self._table.wake(request, request.retry_at, now)
@@ -123,9 +140,13 @@ class ClientMessages:
                 request.limit = min(request.deadline, now + window)
                 self._table.wake(request, request.retry_at, now)
 
-    def writable(self, identity: bytes) -> None:
+    def full(self, event: ClientFull, _now: float) -> None:
+        """Note that a client reads too slowly."""
+        self._clients.full(event.identity)
+
+    def writable(self, event: ClientWritable, _now: float) -> None:
         """Send a client that has caught up everything it has missed."""
-        client = self._clients.writable(identity)
+        client = self._clients.writable(event.identity)
         if client is None:
             return
         for request in list(client.requests.values()):
@@ -146,11 +167,12 @@ class ClientMessages:
             return
         try:
             self._check_id(request_id)
-            if self.closing:
+            if self._closing:
                 raise RouterClosing("the router is shutting down", retry_after=1.0)
             attempt = max(self._table.last_attempt(key), self._takeover.unclaimed.highest(key)) + 1
             request = self._checked(key, message, attempt, now)
-            self._registry.check_pool(message.pool)
+            if message.pool is not None:
+                self._registry.check_pool(message.pool)
             target = message.context.target_endpoint
             if target is not None:
                 self._placement.pin(request, target, fallback=message.fallback)
@@ -259,7 +281,7 @@ class ClientMessages:
         if message.pool is not None and len(message.pool) > MAX_POOL_CHARS:
             raise InputError(f"pool has {len(message.pool)} characters, limit {MAX_POOL_CHARS}")
         seconds = check_deadline(message.deadline, config.default_deadline_s, config.max_deadline_s)
-        request = Request(key, message.request_id, message.context, now + seconds, attempt)
+        request = Request(key, message.request_id, message.context, now + seconds, Attempt(attempt))
         request.pool = message.pool
         request.strict = message.pin == "strict"
         request.unchecked = card is None
@@ -399,10 +421,12 @@ class ClientMessages:
         Pong: _pong,
     }
 
-    def reject(self, identity: bytes, error: BatonError, request_id: str = "") -> None:
+    def reject(self, event: ClientInputRejected, _now: float) -> None:
         """Send Rejected for bytes that could not be decoded."""
-        rejected = Rejected(code=error.code, message=str(error), request_id=request_id)
-        self._answer(identity, rejected)
+        error = event.error
+        self._metrics.dropped[f"client_{error.code}"] += 1
+        rejected = Rejected(code=error.code, message=str(error), request_id=event.request_id)
+        self._answer(event.identity, rejected)
 
 
 def _content(asked: Request | Submit | Resume) -> bytes:

@@ -17,13 +17,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import ClassVar
 
-from ..proto.errors import InternalError, LimitExceeded
-from ..proto.wire.messages import Assign, Rejected
+from ..proto.errors import InternalError
 from .admission import Admission
 from .authorization import ANYBODY, Caller, Proofs
-from .client_messages import ClientMessages, merge_queries
+from .client_messages import ClientMessages
 from .clients import Clients
 from .config import RouterConfig
 from .events import (
@@ -38,7 +36,6 @@ from .events import (
     NotSent,
     StopRequested,
     Tick,
-    ToWorker,
     WorkerGone,
     WorkerInputRejected,
 )
@@ -82,37 +79,48 @@ class RouterCore:
         handoffs = self.handoffs = Handoffs()
         policy = make_policy(config.policy, config.name)
         placement = self.placement = Placement(registry, policy, config.policy)
-        lifecycle = self._lifecycle = Lifecycle(
-            config, out, table, registry, placement, admission, clients, metrics
-        )
+        lifecycle = Lifecycle(config, out, table, registry, placement, admission, clients, metrics)
         recovery = Recovery(config, out, table, placement, lifecycle, metrics)
         takeover = Takeover(config, out, table, registry, lifecycle, recovery, metrics, now)
         pairs = placement.failed_pairs
         reporter = Reporter(
             config, table, registry, pairs, admission, clients, metrics, handoffs, now
         )
-        self._client_messages = ClientMessages(
+        client_messages = ClientMessages(
             config, out, table, registry, placement, admission, clients,
-            lifecycle, recovery, takeover, reporter, files or {}, caller_of,
+            lifecycle, recovery, takeover, metrics, reporter, files or {}, caller_of,
         )  # fmt: skip
-        drained = self._client_messages.drained
+        drained = client_messages.drained
         losses = WorkerLosses(out, registry, placement, lifecycle, recovery, metrics, drained)
-        self._registration = WorkerRegistration(
+        registration = WorkerRegistration(
             config, out, registry, admission, takeover, losses, metrics, incarnation, drained
         )
-        self._worker_messages = WorkerMessages(
+        worker_messages = WorkerMessages(
             config, out, table, registry, pairs, admission, lifecycle, recovery, takeover,
-            self._registration, Proofs(config, metrics), metrics, handoffs,
+            registration, Proofs(config, metrics), metrics, handoffs,
         )  # fmt: skip
         self._timers = Timers(
             config, out, table, registry, admission, lifecycle, recovery, takeover, losses, now
         )
+        self._handlers: dict[type[Event], Callable[..., None]] = {
+            FromClient: client_messages.handle,
+            FromWorker: worker_messages.handle,
+            ClientInputRejected: client_messages.reject,
+            WorkerInputRejected: registration.reject,
+            NotSent: lifecycle.not_sent,
+            StopRequested: client_messages.stop,
+            ClientGone: client_messages.gone,
+            WorkerGone: registration.gone,
+            ClientFull: client_messages.full,
+            ClientWritable: client_messages.writable,
+            Tick: self._timers.tick,
+        }
 
     # ------------------------------------------------------------------ entry
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Handle one event and return the actions, to be performed in order."""
-        self._handlers[type(event)](self, event, now)
+        self._handlers[type(event)](event, now)
         actions = self._out.copy()
         self._out.clear()
         return actions
@@ -165,61 +173,3 @@ class RouterCore:
                     worker
                 ):
                     raise InternalError(f"{worker.id} keeps {request.request_id}, which it lost")
-
-    def _from_client(self, event: FromClient, now: float) -> None:
-        messages = event.messages
-        folded = messages if len(messages) == 1 else merge_queries(messages)
-        self._client_messages.handle(event.identity, folded, now)
-
-    def _from_worker(self, event: FromWorker, now: float) -> None:
-        self._worker_messages.handle(event.identity, event.messages, now)
-
-    def _client_input_rejected(self, event: ClientInputRejected, _now: float) -> None:
-        self.dropped[f"client_{event.error.code}"] += 1
-        self._client_messages.reject(event.identity, event.error, event.request_id)
-
-    def _worker_input_rejected(self, event: WorkerInputRejected, _now: float) -> None:
-        self.dropped[f"worker_{event.error.code}"] += 1
-        rejected = Rejected(code=event.error.code, message=str(event.error))
-        self._out.append(ToWorker(event.identity, rejected))
-
-    def _not_sent(self, event: NotSent, now: float) -> None:
-        """Fail the request of an Assign that is too large for any envelope."""
-        message = event.message
-        if isinstance(message, Assign):
-            request = self.table.requests.get(message.request)
-            if request is None or request.done or request.attempt.number != message.attempt:
-                return
-            self._lifecycle.fail(request, LimitExceeded(event.reason), now)
-
-    def _stop_requested(self, _event: StopRequested, _now: float) -> None:
-        self._client_messages.closing = True
-
-    def _client_gone(self, event: ClientGone, now: float) -> None:
-        self._client_messages.gone(event.identity, now)
-
-    def _worker_gone(self, event: WorkerGone, now: float) -> None:
-        self._registration.gone(event.identity, now)
-
-    def _client_full(self, event: ClientFull, _now: float) -> None:
-        self.clients.full(event.identity)
-
-    def _client_writable(self, event: ClientWritable, _now: float) -> None:
-        self._client_messages.writable(event.identity)
-
-    def _tick(self, _event: Tick, now: float) -> None:
-        self._timers.tick(now)
-
-    _handlers: ClassVar[dict[type, Callable[..., None]]] = {
-        FromClient: _from_client,
-        FromWorker: _from_worker,
-        ClientInputRejected: _client_input_rejected,
-        WorkerInputRejected: _worker_input_rejected,
-        NotSent: _not_sent,
-        StopRequested: _stop_requested,
-        ClientGone: _client_gone,
-        WorkerGone: _worker_gone,
-        ClientFull: _client_full,
-        ClientWritable: _client_writable,
-        Tick: _tick,
-    }

@@ -10,14 +10,14 @@ expires.
 
 from __future__ import annotations
 
-from ..proto.errors import BatonError, CapacityError
+from ..proto.errors import BatonError, CapacityError, LimitExceeded
 from ..proto.requests import check_emitted, check_wire_context
 from ..proto.wire.messages import Abort, Assign, Terminal, Tokens
 from ..proto.wire.proofs import assignment
 from .admission import Admission
 from .clients import Clients
 from .config import RouterConfig
-from .events import Action, Log, ToClient, ToWorker
+from .events import Action, Log, NotSent, ToClient, ToWorker
 from .placement import Placement
 from .registry import Registry
 from .request_table import RequestTable
@@ -143,7 +143,7 @@ class Lifecycle:
     def requeue(self, request: Request, now: float, delay: float = 0.0) -> None:
         """Abort the current attempt and place the next one, now or after ``delay`` seconds."""
         self.abort(request, "superseded")
-        self.release(request)
+        request.attempt.leave(request.key)
         request.attempt = request.attempt.next()
         request.own = min(request.own, request.attempt.number)
         request.step(Step.REQUEUE)
@@ -195,13 +195,6 @@ class Lifecycle:
         attempt = request.attempt
         attempt.server = attempt.decode
         attempt.leave_prefill(request.key)
-
-    def release(self, request: Request) -> None:
-        """Remove the current attempt from the load of its workers."""
-        attempt = request.attempt
-        attempt.leave_prefill(request.key)
-        attempt.leave_decode(request.key)
-        attempt.server = None
 
     def abort(self, request: Request, reason: str) -> None:
         """Abort the current attempt on its workers."""
@@ -258,6 +251,15 @@ class Lifecycle:
         self.abort(request, error.code)
         self.end(request, terminal, now)
 
+    def not_sent(self, event: NotSent, now: float) -> None:
+        """Fail the request of an Assign that is too large for any envelope."""
+        message = event.message
+        if isinstance(message, Assign):
+            request = self._table.requests.get(message.request)
+            if request is None or request.done or request.attempt.number != message.attempt:
+                return
+            self.fail(request, LimitExceeded(event.reason), now)
+
     def cancel(self, request: Request, now: float, reason: str) -> None:
         """End a request that its client has cancelled, or whose client is disconnected."""
         terminal = Terminal(
@@ -295,7 +297,7 @@ class Lifecycle:
             decode=terminal.decode or (decode.id if decode and decoding else ""),
             embedding=terminal.embedding if request.embeds else None,
         )
-        self.release(request)
+        attempt.leave(request.key)
         request.limit = request.deadline = max(request.deadline, now + ENDED_KEEP_S)
         request.backoff = self._config.terminal_retry_s
         self.send_terminal(request, now)
@@ -315,7 +317,7 @@ class Lifecycle:
         request.step(Step.END)
         self._table.queued.pop(request.key, None)
         self._admission.end(request)
-        self.release(request)
+        request.attempt.leave(request.key)
         self.forget(request)
 
     def forget(self, request: Request) -> None:

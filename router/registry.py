@@ -117,9 +117,9 @@ class Registry:
             self._others = sum(worker.others_requests for worker in ready)
         return self._others
 
-    def check_pool(self, pool: str | None) -> None:
+    def check_pool(self, pool: str) -> None:
         """Raise InputError for an unknown pool while the cluster can serve requests."""
-        if pool is None or not all(self.ready(role) for role in self.roles):
+        if not all(self.ready(role) for role in self.roles):
             return
         pools = {worker.pool for worker in self.listed()}
         if pool not in pools:

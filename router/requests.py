@@ -29,6 +29,7 @@ An attempt holds what :data:`HOLDINGS` says for the request's state, see
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -145,9 +146,10 @@ TAKEOVER = 1024
 """Added to the attempt number when this router replays a request of another router.
 
 The other router may still raise its own attempt numbers, and the two ranges must not overlap."""
-_QUEUED, _ENDED, _FORGOTTEN = State.QUEUED, State.ENDED, State.FORGOTTEN
+_ENDED, _FORGOTTEN = State.ENDED, State.FORGOTTEN
 
 
+@dataclass(slots=True, eq=False)
 class Attempt:
     """One try of a request: where it runs, and what its worker has still to answer.
 
@@ -159,23 +161,18 @@ class Attempt:
     ``pending``: a terminal that waits for missing tokens.
     """
 
-    __slots__ = (
-        "adopts", "answered", "decode", "decode_cost", "foreign", "grace_until", "number",
-        "pending", "prefill", "prefill_cost", "search", "server",
-    )  # fmt: skip
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.foreign = False
-        self.search: OpenSearch | None = None
-        self.grace_until = NEVER
-        self.prefill: Worker | None = None
-        self.decode: Worker | None = None
-        self.server: Worker | None = None
-        self.prefill_cost = self.decode_cost = 0
-        self.answered = True
-        self.adopts = 0
-        self.pending: Terminal | None = None
+    number: int
+    foreign: bool = False
+    search: OpenSearch | None = None
+    grace_until: float = NEVER
+    prefill: Worker | None = None
+    decode: Worker | None = None
+    server: Worker | None = None
+    prefill_cost: int = 0
+    decode_cost: int = 0
+    answered: bool = True
+    adopts: int = 0
+    pending: Terminal | None = None
 
     def next(self) -> Attempt:
         """Return the attempt that replaces this one."""
@@ -195,6 +192,18 @@ class Attempt:
         """True if the server has still to answer an Adopt, or to send missing tokens."""
         return not self.answered or self.pending is not None
 
+    def leave(self, key: bytes) -> None:
+        """Remove the attempt from the load of its workers, none of which runs it any more."""
+        prefill, decode = self.prefill, self.decode
+        if prefill is not None:
+            prefill.requests.pop(key, None)
+            prefill.outstanding -= self.prefill_cost
+        if decode is not None:
+            decode.requests.pop(key, None)
+            decode.outstanding -= self.decode_cost
+        self.prefill_cost = self.decode_cost = 0
+        self.server = None
+
     def leave_prefill(self, key: bytes) -> None:
         """Remove the attempt from the load of its prefill worker."""
         if self.prefill is not None:
@@ -210,6 +219,7 @@ class Attempt:
             self.decode_cost = 0
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """One request from its admission until its terminal is acknowledged.
 
@@ -218,64 +228,63 @@ class Request:
     ``base`` up to it.
     """
 
-    __slots__ = (
-        "attempt", "avoid", "backoff", "base", "blame", "bytes", "client", "context",
-        "deadline", "deaths", "decode_tries", "doubts", "due_at", "embeds", "emitted", "hashes",
-        "identity", "key", "limit", "logprobs", "losses", "lost_at", "max_new", "next", "own",
-        "owner", "patience", "pin", "pool", "queued_tokens", "request_id", "retry_at", "sent",
-        "shunned", "slot", "started", "state", "strict", "submitted_at", "terminal", "token_at",
-        "unchecked", "unreachable",
-    )  # fmt: skip
+    key: bytes
+    request_id: str
+    context: WireContext
+    deadline: float
+    attempt: Attempt
+    limit: float = field(init=False)  # the deadline, or earlier while its client is disconnected
+    own: float = NEVER  # first attempt since this router's start; lower ones are older
+    state: State = State.QUEUED
+    client: Client | None = None
+    identity: bytes = b""  # routing id of its last client connection
+    owner: bytes = b""  # CURVE key of that connection, or empty
+    base: int = field(init=False)
+    next: int = field(init=False)
+    max_new: int = field(init=False)
+    embeds: bool = field(init=False)  # its result is an embedding, without tokens
+    emitted: array[int] = field(init=False)
+    logprobs: list[TokenLogProbs | None] | None = field(init=False)
+    sent: int = -1  # position of the first token not sent to a slow client, or -1
 
-    def __init__(
-        self, key: bytes, request_id: str, context: WireContext, deadline: float, attempt: int
-    ) -> None:
-        self.key = key
-        self.request_id = request_id
-        self.context = context
-        self.deadline = deadline
-        self.limit = deadline  # earlier while its client is disconnected
-        self.attempt = Attempt(attempt)
-        self.own = NEVER  # first attempt since this router's start; lower ones are older
-        self.state = _QUEUED
-        self.client: Client | None = None
-        self.identity = b""  # routing id of its last client connection
-        self.owner = b""  # CURVE key of that connection, or empty
+    pool: str | None = None
+    pin: tuple[str, str] | None = None  # role and endpoint
+    strict: bool = False
+    unchecked: bool = False  # no model card was known at its Submit
+
+    started: bool = False  # its first token has arrived, in any attempt
+    submitted_at: float = NEVER  # NEVER for a resumed request: it has no TTFT
+    token_at: float = NEVER  # arrival of its last token
+    terminal: Terminal | None = None
+
+    deaths: int = 0  # deaths of workers that ran it
+    doubts: frozenset[int] = frozenset()  # disconnected incarnations, perhaps dead
+    blame: float = 0.0  # its shares of the blame for deaths
+    losses: int = 0
+    lost_at: int = 0  # ``next`` at the last loss
+    decode_tries: int = 0
+    avoid: set[int] | None = None  # incarnations that were full in this round
+    unreachable: str = ""  # error of the last failed pair, until the handoff
+    shunned: tuple[int, ...] = ()  # incarnations of its failed pairs
+    hashes: list[bytes] | None = None
+
+    bytes: int = 0  # bytes charged by admission
+    queued_tokens: int = 0
+    retry_at: float = NEVER
+    backoff: float = 0.0  # seconds until the current message is repeated
+    patience: float = 0.0  # seconds of back-off after Busy
+    slot: int = -1
+    due_at: float = NEVER
+
+    def __post_init__(self) -> None:
+        """Derive the fields that depend on the context."""
+        context = self.context
+        self.limit = self.deadline
         self.base = self.next = len(context.tokens.array)
         self.max_new = new_tokens(context)
-        self.embeds = context.task == "embed"  # its result is an embedding, without tokens
+        self.embeds = context.task == "embed"
         self.emitted = array("i")
-        self.logprobs: list[TokenLogProbs | None] | None = [] if context.log_probabilities else None
-        self.sent = -1  # position of the first token not sent to a slow client, or -1
-
-        self.pool: str | None = None
-        self.pin: tuple[str, str] | None = None  # role and endpoint
-        self.strict = False
-        self.unchecked = False  # no model card was known at its Submit
-
-        self.started = False  # its first token has arrived, in any attempt
-        self.submitted_at = NEVER  # NEVER for a resumed request: it has no TTFT
-        self.token_at = NEVER  # arrival of its last token
-        self.terminal: Terminal | None = None
-
-        self.deaths = 0  # deaths of workers that ran it
-        self.doubts: frozenset[int] = frozenset()  # disconnected incarnations, perhaps dead
-        self.blame = 0.0  # its shares of the blame for deaths
-        self.losses = 0
-        self.lost_at = 0  # ``next`` at the last loss
-        self.decode_tries = 0
-        self.avoid: set[int] | None = None  # incarnations that were full in this round
-        self.unreachable = ""  # error of the last failed pair, until the handoff
-        self.shunned: tuple[int, ...] = ()  # incarnations of its failed pairs
-        self.hashes: list[bytes] | None = None
-
-        self.bytes = 0  # bytes charged by admission
-        self.queued_tokens = 0
-        self.retry_at = NEVER
-        self.backoff = 0.0  # seconds until the current message is repeated
-        self.patience = 0.0  # seconds of back-off after Busy
-        self.slot = -1
-        self.due_at = NEVER
+        self.logprobs = [] if context.log_probabilities else None
 
     def step(self, step: Step) -> None:
         """Take a step; raises InternalError for a step that is not in the table."""

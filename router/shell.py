@@ -165,7 +165,7 @@ class RouterShell:
             messages = self._readable(identity, frames, error)
         if self.clients.callers is not None:
             messages = self._allowed_client(self.clients.callers, identity, messages)
-        self._feed(FromClient(identity, messages))
+        self._perform(self.core.handle(FromClient(identity, messages), self._loop.now()))
 
     def _readable(self, identity: bytes, frames: Frames, error: ProtocolError) -> list[Message]:
         """Return the valid messages of a damaged envelope, and send Rejected for the others."""
@@ -192,7 +192,7 @@ class RouterShell:
         if self.workers.callers is not None:
             messages = self._allowed_worker(self.workers.callers, identity, messages)
         self._heard_worker = True
-        self._feed(FromWorker(identity, messages))
+        self._perform(self.core.handle(FromWorker(identity, messages), self._loop.now()))
 
     def _allowed_client(
         self, callers: Callers, identity: bytes, messages: list[Message]

@@ -10,7 +10,7 @@ from ..proto.errors import DeadlineExceeded
 from ..proto.wire.messages import Abort, Drain
 from .admission import Admission
 from .config import RouterConfig
-from .events import Action, ToWorker
+from .events import Action, Tick, ToWorker
 from .lifecycle import Lifecycle
 from .recovery import Recovery, WorkerLosses
 from .registry import Registry
@@ -56,7 +56,7 @@ class Timers:
         requests = self._table.timers.next_time()
         return self._workers_next if requests is None else min(requests, self._workers_next)
 
-    def tick(self, now: float) -> None:
+    def tick(self, _event: Tick, now: float) -> None:
         """Handle all timers that are due."""
         for request in self._table.timers.due(now):
             self._request(request, now)

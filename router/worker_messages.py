@@ -7,7 +7,7 @@ One message carries a step's tokens for one client, with the runs as received.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ..proto.errors import HandoffFailed, InternalError
 from ..proto.wire.messages import (
@@ -35,7 +35,7 @@ from .admission import Admission
 from .authorization import Proofs
 from .clients import Client
 from .config import RouterConfig
-from .events import Action, ToClient, ToWorker
+from .events import Action, FromWorker, ToClient, ToWorker
 from .latency import bucket
 from .lifecycle import Lifecycle
 from .pairs import FailedPairs
@@ -103,13 +103,14 @@ class WorkerMessages:
             Pong: self._pong,
         }
 
-    def handle(self, identity: bytes, messages: Sequence[Message], now: float) -> None:
+    def handle(self, event: FromWorker, now: float) -> None:
         """Handle the messages of one envelope."""
+        identity = event.identity
         by_identity = self._registry.by_identity
         worker = by_identity(identity)
         if worker is not None:
             worker.seen_at = now
-        for message in messages:
+        for message in event.messages:
             if type(message) is Hello:
                 self._registration.hello(identity, self._proofs.proven(message), now)
                 worker = by_identity(identity)
@@ -279,7 +280,9 @@ class WorkerMessages:
         A message of a lower attempt has no effect on the request, so it needs no proof.
         """
         current = request.attempt
-        if current.runs_on(worker) or request.done or attempt < current.number:
+        if worker is current.prefill or worker is current.decode:
+            return False
+        if request.done or attempt < current.number:
             return False
         if self._proofs.shown(worker, request, attempt, proof):
             return False
@@ -465,7 +468,8 @@ class WorkerMessages:
             return
         if request.state is _ASSIGNED:
             self._lifecycle.accepted(request)
-        if not request.running or request.state is _DECODING:
+        state = request.state
+        if state is not State.PREFILLING and state is not State.FOLLOWED:
             return
         if attempt.decode is not None:
             self._lifecycle.handed_over(request)

@@ -14,7 +14,7 @@ from ..proto.wire.proofs import worker_key
 from ..runtime.tables import ExpiringMap
 from .admission import Admission
 from .config import RouterConfig
-from .events import Action, Log, ToWorker
+from .events import Action, Log, ToWorker, WorkerGone, WorkerInputRejected
 from .recovery import WorkerLosses
 from .registry import Registry
 from .requests import NEVER
@@ -126,9 +126,16 @@ class WorkerRegistration:
         worker.finished = True
         self._on_drained(worker.id)
 
-    def gone(self, identity: bytes, now: float) -> None:
+    def reject(self, event: WorkerInputRejected, _now: float) -> None:
+        """Send Rejected for bytes that could not be decoded, or for a Hello without the right."""
+        error = event.error
+        self._metrics.dropped[f"worker_{error.code}"] += 1
+        rejected = Rejected(code=error.code, message=str(error))
+        self._out.append(ToWorker(event.identity, rejected))
+
+    def gone(self, event: WorkerGone, now: float) -> None:
         """Handle a closed connection of a worker."""
-        worker = self._registry.by_identity(identity)
+        worker = self._registry.by_identity(event.identity)
         if worker is None:
             return
         if worker.finished:

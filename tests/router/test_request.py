@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 import tracemalloc
@@ -18,6 +19,7 @@ from baton.router.requests import (
     RUNNING,
     TAKEOVER,
     TRANSITIONS,
+    Attempt,
     Request,
     State,
     Step,
@@ -28,7 +30,7 @@ from baton.router.requests import (
 
 @pytest.mark.parametrize(("state", "step"), list(itertools.product(State, Step)))
 def test_every_step_is_in_the_table_or_raises(context, state, step):
-    request = Request(b"k" * 16, "r", context(), 10.0, 1)
+    request = Request(b"k" * 16, "r", context(), 10.0, Attempt(1))
     request.state = state
     if (state, step) in TRANSITIONS:
         request.step(step)
@@ -64,7 +66,7 @@ def test_the_table_of_holdings_has_every_state_and_a_server_exactly_while_runnin
 
 
 def test_an_attempt_without_what_its_state_says_is_a_bug(context):
-    request = Request(b"k" * 16, "r", context(), 10.0, 1)
+    request = Request(b"k" * 16, "r", context(), 10.0, Attempt(1))
     request.slot = 0
     request.check_integrity()
     request.step(Step.ASSIGN)
@@ -73,18 +75,17 @@ def test_an_attempt_without_what_its_state_says_is_a_bug(context):
 
 
 def test_a_retry_starts_without_anything_of_the_failed_attempt(context):
-    attempt = Request(b"k" * 16, "r", context(), 10.0, 1).attempt
-    fresh = {name: getattr(attempt, name) for name in attempt.__slots__}
+    attempt = Request(b"k" * 16, "r", context(), 10.0, Attempt(1)).attempt
     attempt.answered, attempt.adopts, attempt.prefill_cost = False, 3, 10
     after = attempt.next()
-    assert {name: getattr(after, name) for name in after.__slots__} == {**fresh, "number": 2}
+    assert dataclasses.asdict(after) == dataclasses.asdict(Attempt(2))
     after.foreign = True
     assert after.next().number == 2 + TAKEOVER
     assert not after.next().foreign
 
 
 def test_tokens_and_log_probabilities_are_kept_for_a_client_that_comes_back(context):
-    request = Request(b"k" * 16, "r", context(log_probabilities=2), 10.0, 1)
+    request = Request(b"k" * 16, "r", context(log_probabilities=2), 10.0, Attempt(1))
     first = TokenLogProbs.of(-0.5, {1: -0.5})
     second = TokenLogProbs.of(-0.25, {2: -0.25})
     request.keep(TokenRun(request.key, 1, 10, [1], [first]))
