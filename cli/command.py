@@ -19,12 +19,12 @@ from ..proto.errors import BatonError, ConfigError
 from .parser import EXIT_USAGE, Parser, did_you_mean, warn
 
 VERBS = (
-    "serve", "launch", "demo", "generate", "chat", "embed", "status", "wait-ready", "scale",
-    "drain", "rollout", "down", "keygen", "ray-config", "ray-certs", "install", "doctor",
+    "serve", "launch", "gateway", "demo", "generate", "chat", "embed", "status", "wait-ready",
+    "scale", "drain", "rollout", "down", "keygen", "ray-config", "ray-certs", "install", "doctor",
 )  # fmt: skip
 """The commands. Each command has a module with the same name."""
 
-_VARIABLES = frozenset({"BATON_ADDRESS", "BATON_KEYS", "BATON_ADMIN"})
+_VARIABLES = frozenset({"BATON_ADDRESS", "BATON_KEYS", "BATON_ADMIN", "BATON_API_KEY"})
 """Variables that are not settings; an operator may export them in every shell."""
 
 EXIT_FAILED = 1

@@ -123,6 +123,10 @@ class AsyncClient(Calls["AsyncGeneration"]):
 
     # ------------------------------------------------------------------ questions
 
+    async def model(self) -> ServedModel:
+        """Return the served model with its tokenizer, confirmed after each reconnection."""
+        return await self._model()
+
     async def describe(self) -> Description:
         """Fetch the served model's card and text files from the router."""
         answer = await self._ask(Describe(files=DESCRIBED_FILES), Described, self._timeout)

@@ -164,7 +164,8 @@ def prepare(
     """
     if isinstance(prompt, str):
         return prepare_text(encode(prompt, model), sampling, options, model)
-    return _prepare(ids_of(prompt), sampling, options, model, show_text=False)
+    show_text = options.get("show_text", False)
+    return _prepare(ids_of(prompt), sampling, options, model, show_text=show_text)
 
 
 def encode(text: str, model: ServedModel, *, add_special_tokens: bool = True) -> Int32:

@@ -45,7 +45,7 @@ class RequestOptions(TypedDict, total=False):
     ``request_id``: default random. ``log_probabilities``: for each token, return its log
     probability and those of this many most likely tokens. ``cache_salt``: share the prefix cache
     only with requests of the same salt. ``json_schema``: JSON text or a mapping; constrains the
-    answer to this schema.
+    answer to this schema. ``show_text``: outputs contain text also for prompts of token ids.
     """
 
     target_endpoint: str | None
@@ -57,6 +57,7 @@ class RequestOptions(TypedDict, total=False):
     log_probabilities: int
     cache_salt: str
     json_schema: str | Mapping[str, Any] | None
+    show_text: bool
 
 
 def _target(name: str, value: Any) -> str:
@@ -118,6 +119,7 @@ _CHECKS: dict[str, Check] = {
     ),
     "cache_salt": text(0, MAX_CACHE_SALT_CHARS),
     "json_schema": _schema,
+    "show_text": flag,
 }
 _SAMPLING = frozenset(item.name for item in fields(SamplingParams))
 

@@ -84,9 +84,15 @@ def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -
 
 def show_life(loop: Loop) -> None:
     """Log :data:`SIGN_OF_LIFE` now and every second, if the process is supervised."""
+    if say_alive():
+        loop.call_later(SIGN_EVERY_S, lambda: show_life(loop))
+
+
+def say_alive() -> bool:
+    """Log :data:`SIGN_OF_LIFE` once, and return whether the process is supervised."""
     if _supervised:
         _log.report(SIGN_OF_LIFE)
-        loop.call_later(SIGN_EVERY_S, lambda: show_life(loop))
+    return _supervised
 
 
 class Shell(Protocol):

@@ -1,0 +1,18 @@
+"""``python -m baton.gateway --config FILE``: run one gateway until a stop signal."""
+
+from __future__ import annotations
+
+import sys
+
+from ..runtime.process.main import run_process
+from .config import GatewayConfig
+from .server import serve
+
+
+def main() -> int:
+    """Entry point."""
+    return run_process("gateway", GatewayConfig, serve)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

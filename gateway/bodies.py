@@ -1,0 +1,282 @@
+"""The JSON bodies of requests: their fields, types and limits.
+
+Invariant: no field is ignored silently. A field is used, or it changes nothing by its meaning
+(``user``), or it is refused with a message that names it unless it has its neutral value
+(:data:`REFUSED`). Unknown fields are refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from ..proto.errors import InputError
+from .errors import ParameterError
+
+MAX_BODY_BYTES = 8 << 20
+MAX_N = 16
+MAX_TOP_LOGPROBS = 20
+MAX_PROMPTS = 1024
+MAX_TEXTS = 2048
+DEFAULT_COMPLETION_TOKENS = 16
+
+Count = Annotated[int, Meta(ge=1)]
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+TokenIds = list[TokenId]
+Prompts = str | list[str | TokenId | TokenIds]
+"""One text, texts, one list of token ids, or lists of them; which one is checked later."""
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """``include_usage``: send a last chunk with the number of tokens."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class JsonSchema(msgspec.Struct):
+    """A schema as OpenAI's clients send it; ``schema`` is the part that constrains the answer."""
+
+    schema: dict[str, Any] | None = None
+    name: str = ""
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """``type``: ``text``, ``json_object`` or ``json_schema``."""
+
+    type: str
+    json_schema: JsonSchema | None = None
+
+
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of all bodies. ``user`` names the sender's user; it changes nothing."""
+
+    model: str | None = None
+    user: str | None = None
+
+
+class GenerationBody(Body, kw_only=True):
+    """Fields that chat and completion requests share; null stands for the default."""
+
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: Count | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    response_format: ResponseFormat | None = None
+    cache_salt: str | None = None
+    metadata: dict[str, str] | None = None  # for the sender's own records: changes nothing
+
+    # Accepted with their neutral values only; see REFUSED.
+    logit_bias: Any = None
+    skip_special_tokens: Any = None
+    include_stop_str_in_output: Any = None
+    spaces_between_special_tokens: Any = None
+    truncate_prompt_tokens: Any = None
+    prompt_logprobs: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    priority: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    service_tier: Any = None
+    store: Any = None
+
+    def answer_tokens(self) -> int | None:
+        """Return the maximum number of tokens of an answer; None: up to the context's end."""
+        return self.max_tokens
+
+    def shown_log_probs(self) -> int | None:
+        """Return the number of most likely tokens to show per token; None: no log-probabilities."""
+        return None
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    functions: Any = None
+    function_call: Any = None
+    audio: Any = None
+    modalities: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+    chat_template: Any = None
+    continue_final_message: Any = None
+    echo: Any = None
+    documents: Any = None
+
+    def answer_tokens(self) -> int | None:
+        """Return the maximum number of tokens of an answer; None: up to the context's end."""
+        if self.max_completion_tokens is None:
+            return self.max_tokens
+        if self.max_tokens not in (None, self.max_completion_tokens):
+            raise ParameterError("max_tokens differs from max_completion_tokens", "max_tokens")
+        return self.max_completion_tokens
+
+    def shown_log_probs(self) -> int | None:
+        """Return the number of most likely tokens to show per token; None: no log-probabilities."""
+        if self.top_logprobs and not self.logprobs:
+            raise ParameterError("top_logprobs needs logprobs: true", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    """``POST /v1/completions``."""
+
+    prompt: Prompts
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool | None = False
+    add_special_tokens: bool | None = None
+
+    suffix: Any = None
+    best_of: Any = None
+
+    def answer_tokens(self) -> int | None:
+        """Return the maximum number of tokens of an answer, 16 by default as OpenAI has it."""
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def shown_log_probs(self) -> int | None:
+        """Return the number of most likely tokens to show per token; None: no log-probabilities."""
+        return self.logprobs
+
+
+class EmbeddingBody(Body, kw_only=True):
+    """``POST /v1/embeddings``."""
+
+    input: Prompts
+    encoding_format: str | None = "float"
+    dimensions: Count | None = None
+
+
+class TokenizeBody(Body, kw_only=True):
+    """``POST /tokenize``: a prompt, or the messages of a conversation."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body, kw_only=True):
+    """``POST /detokenize``."""
+
+    tokens: TokenIds
+
+
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "logit_bias": (({},), "this server does not change logits by token"),
+    "skip_special_tokens": ((True,), "special tokens are never part of the text"),
+    "include_stop_str_in_output": ((False,), "stop strings are never part of the text"),
+    "spaces_between_special_tokens": ((True, False), ""),
+    "truncate_prompt_tokens": ((), "prompts are not truncated"),
+    "prompt_logprobs": ((0,), "log-probabilities of prompt tokens are not computed"),
+    "use_beam_search": ((False,), "beam search is not offered"),
+    "length_penalty": ((1, 1.0), "beam search is not offered"),
+    "priority": ((0,), "requests have no priorities"),
+    "allowed_token_ids": (([],), "use response_format to constrain the answer"),
+    "bad_words": (([],), "use response_format to constrain the answer"),
+    "service_tier": (("auto", "default"), "there is one tier"),
+    "store": ((False,), "nothing is stored"),
+    "tools": (([],), "tool calls are not offered yet"),
+    "tool_choice": (("none", "auto"), "tool calls are not offered yet"),
+    "parallel_tool_calls": ((True, False), "tool calls are not offered yet"),
+    "functions": (([],), "tool calls are not offered yet"),
+    "function_call": (("none", "auto"), "tool calls are not offered yet"),
+    "audio": ((), "the model answers with text"),
+    "modalities": ((["text"],), "the model answers with text"),
+    "prediction": ((), "predicted outputs are not used"),
+    "reasoning_effort": ((), "set it by chat_template_kwargs if the model's template has it"),
+    "verbosity": (("medium",), "it is a property of OpenAI's models"),
+    "web_search_options": ((), "the server has no access to the web"),
+    "chat_template": ((), "only the model's own template is rendered"),
+    "continue_final_message": ((False,), "the template starts a new message"),
+    "documents": (([],), "give documents as messages"),
+    "suffix": (("",), "text is not inserted before a suffix"),
+    "best_of": ((1,), "use n"),
+}
+"""Fields that are accepted with these values only, and the reason. None is always accepted."""
+_CHAT_REFUSED = {"echo": ((False,), "use /v1/completions for echo")}
+
+B = TypeVar("B", bound=Body)
+
+
+class BodyReader(Generic[B]):
+    """Decodes JSON bodies of one type. Raises ParameterError, which names the field."""
+
+    def __init__(self, kind: type[B]) -> None:
+        self._decoder = msgspec.json.Decoder(kind)
+        names = kind.__struct_fields__
+        refused = {**REFUSED, **_CHAT_REFUSED} if kind is ChatBody else dict(REFUSED)
+        self._refused = {name: refused[name] for name in names if name in refused}
+
+    def read(self, content: bytes) -> B:
+        """Decode and check a body. Errors name the field."""
+        try:
+            body = self._decoder.decode(content)
+        except msgspec.ValidationError as error:
+            raise _wrong_field(str(error)) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InputError(f"the body is not valid JSON: {error}") from None
+        except RecursionError:
+            raise InputError("the body is nested too deep") from None
+        for name, (neutral, reason) in self._refused.items():
+            value = getattr(body, name)
+            if value is not None and not any(_same(value, one) for one in neutral):
+                raise ParameterError(f"{name} is not supported: {reason}", name)
+        return body
+
+
+def _same(value: object, neutral: object) -> bool:
+    return type(value) is type(neutral) and value == neutral
+
+
+_UNKNOWN = re.compile(r"Object contains unknown field `(.+?)`(?: - at `\$\.?(.*)`)?$")
+_MISSING = re.compile(r"Object missing required field `(.+?)`(?: - at `\$\.?(.*)`)?$")
+_WRONG = re.compile(r"(.*) - at `\$\.?(.*)`$", re.DOTALL)
+
+
+def _wrong_field(said: str) -> InputError:
+    """Say which field is wrong, from msgspec's message."""
+    for pattern, text in ((_UNKNOWN, "{} is not a known parameter"), (_MISSING, "{} is missing")):
+        found = pattern.match(said)
+        if found:
+            name = ".".join(part for part in (found[2], found[1]) if part)
+            return ParameterError(text.format(name), name)
+    found = _WRONG.match(said)
+    if found is None:
+        return InputError(f"the body: {_plain(said)}")
+    return ParameterError(f"{found[2] or 'the body'}: {_plain(found[1])}", found[2])
+
+
+def _plain(said: str) -> str:
+    return said[:1].lower() + said[1:].replace("`", "")

@@ -1,0 +1,152 @@
+"""Runs the native requests of one HTTP request, and ends them when the HTTP client is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from ..client.async_client import AsyncGeneration
+from ..client.output import Output
+from ..proto.errors import BatonError, RequestCancelled
+from .errors import content_of
+
+T = TypeVar("T")
+Events = AsyncGenerator[bytes, None]
+
+
+async def outputs_of(
+    generations: Sequence[AsyncGeneration],
+) -> AsyncGenerator[tuple[int, Output], None]:
+    """Yield the outputs of several requests with their request's index, as they arrive.
+
+    Closing the iterator cancels the requests that still run. The first error ends all of them.
+    """
+    try:
+        if len(generations) == 1:
+            async for output in generations[0]:
+                yield 0, output
+            return
+        async with aclosing(_merged(generations)) as merged:
+            async for found in merged:
+                yield found
+    finally:
+        for generation in generations:
+            await generation.aclose()
+
+
+async def _merged(
+    generations: Sequence[AsyncGeneration],
+) -> AsyncGenerator[tuple[int, Output], None]:
+    arrived: asyncio.Queue[tuple[int, Output | BaseException | None]] = asyncio.Queue()
+
+    async def read(index: int, generation: AsyncGeneration) -> None:
+        try:
+            async for output in generation:
+                arrived.put_nowait((index, output))
+        except BaseException as error:
+            arrived.put_nowait((index, error))
+            raise
+        arrived.put_nowait((index, None))
+
+    tasks = [asyncio.ensure_future(read(*pair)) for pair in enumerate(generations)]
+    try:
+        running = len(tasks)
+        while running:
+            index, found = await arrived.get()
+            if isinstance(found, BaseException):
+                raise found
+            if found is None:
+                running -= 1
+            else:
+                yield index, found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _client_gone(receive: Receive) -> None:
+    """Return when the client has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of ``work``. Cancel it if the client closes its connection.
+
+    Raises RequestCancelled then.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_client_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise RequestCancelled("the client has closed its connection")
+        return task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+class EventStream:
+    """A response of server-sent events, an ASGI application.
+
+    The first event is awaited before the response begins, so an error up to there has its own
+    status. A later error is an event, and the last one.
+    """
+
+    def __init__(
+        self, first: bytes, events: Events, headers: Sequence[tuple[bytes, bytes]]
+    ) -> None:
+        self._first = first
+        self._events = events
+        self._headers = headers
+
+    @classmethod
+    async def begin(
+        cls, receive: Receive, events: Events, headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> EventStream:
+        """Wait for the first event. Raises the error of a request that fails before."""
+        try:
+            first = await unless_gone(receive, _next(events))
+        except BaseException:
+            await events.aclose()
+            raise
+        return cls(first, events, headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until the last one, or until the client is gone."""
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+            *self._headers,
+        ]
+        async with aclosing(self._events):
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            try:
+                await unless_gone(receive, self._send(send))
+            except RequestCancelled:
+                return
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send) -> None:
+        async for event in self._all():
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+
+    async def _all(self) -> AsyncIterator[bytes]:
+        yield self._first
+        try:
+            async for event in self._events:
+                yield event
+        except BatonError as error:
+            yield b"data: " + content_of(error) + b"\n\n"
+
+
+async def _next(events: Events) -> bytes:
+    return await anext(events)

@@ -1,0 +1,399 @@
+"""The HTTP gateway beside a real cluster: the native client's answers, errors, limits, faults."""
+
+import base64
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from baton.proto.sampling import SamplingParams
+
+from .conftest import command_environment, wait_until
+from .http import Gateway
+from .test_embed import DATA, TEXTS, expected
+
+pytestmark = pytest.mark.cluster
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Who are you?"}]
+STORY = "Once upon a time there was a baton"
+
+
+@pytest.fixture(scope="module")
+def pools(shared_cluster):
+    """The embedded model; small prefill chunks."""
+    return shared_cluster(prefill=1, decode=2, kv_memory="64MiB", max_num_batched_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def gateway(pools, tmp_path_factory):
+    one = Gateway(pools, tmp_path_factory.mktemp("g")).wait_ready()
+    yield one
+    assert one.end() == 0, one.text()
+
+
+@pytest.fixture(autouse=True)
+def clean(request):
+    """Afterwards no worker holds a block or a request."""
+    yield
+    if "pools" in request.fixturenames:
+        pools = request.getfixturevalue("pools")
+        wait_until(lambda: idle(pools), what="all blocks to be free")
+
+
+def idle(pools) -> bool:
+    workers = pools.workers().values()
+    return len(workers) == 3 and all(
+        w["kv_blocks_used"] == w["requests_running"] == w["requests_waiting"] == 0 for w in workers
+    )
+
+
+@pytest.fixture(scope="module")
+def native(pools):
+    with pools.client() as client:
+        yield client
+
+
+def native_text(client, prompt, params) -> str:
+    make = client.generate if isinstance(prompt, str) else client.chat
+    return "".join(output.text or "" for output in make(prompt, params))
+
+
+def text_of(events, index=0) -> str:
+    parts = [choice for event in events for choice in event["choices"] if choice["index"] == index]
+    return "".join(p["delta"].get("content") or "" if "delta" in p else p["text"] for p in parts)
+
+
+# --------------------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "seed": 7}], ids=str)
+def test_chat_gives_what_the_native_client_gives(gateway, native, sampling):
+    params = SamplingParams(max_new_tokens=40, **sampling)
+    wanted = native_text(native, MESSAGES, params)
+    body = {"messages": MESSAGES, "max_completion_tokens": 40, **sampling}
+    whole = gateway.post(CHAT, **body)
+    (choice,) = whole["choices"]
+    assert choice["message"] == {"role": "assistant", "content": wanted, "refusal": None}
+    assert choice["finish_reason"] in ("stop", "length")
+    events = gateway.stream(CHAT, **body, stream_options={"include_usage": True})
+    assert text_of(events) == wanted
+    *parts, last = events
+    assert parts[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    reasons = [part["choices"][0]["finish_reason"] for part in parts]
+    assert reasons == [None] * (len(parts) - 1) + [choice["finish_reason"]]
+    assert last["choices"] == []
+    assert whole["usage"].items() >= {k: last["usage"][k] for k in ("prompt_tokens",)}.items()
+    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert len({event["id"] for event in events}) == 1
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+
+
+def test_completions_of_texts_and_token_ids(gateway, native):
+    ids = gateway.post("/tokenize", prompt=STORY)["tokens"]
+    wanted = native_text(native, STORY, SamplingParams(max_new_tokens=12, temperature=0))
+    found = gateway.post(
+        "/v1/completions", prompt=[STORY, STORY], max_tokens=12, temperature=0, n=2, echo=True
+    )
+    assert [choice["text"] for choice in found["choices"]] == [STORY + wanted] * 4
+    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3]
+    assert found["usage"]["prompt_tokens"] == 2 * len(ids)
+    for prompt in (ids, [ids]):
+        found = gateway.post("/v1/completions", prompt=prompt, max_tokens=12, temperature=0)
+        assert found["choices"][0]["text"] == wanted
+    streamed = gateway.stream("/v1/completions", prompt=STORY, max_tokens=12, temperature=0, n=2)
+    assert text_of(streamed, 0) == text_of(streamed, 1) == wanted
+    short = gateway.post("/v1/completions", prompt=STORY, temperature=0)
+    assert short["usage"]["completion_tokens"] <= 16
+
+
+def test_several_answers_have_their_own_random_numbers(gateway, native):
+    found = gateway.post("/v1/completions", prompt=STORY, max_tokens=12, seed=5, n=3)
+    wanted = [
+        native_text(native, STORY, SamplingParams(max_new_tokens=12, seed=seed))
+        for seed in (5, 6, 7)
+    ]
+    assert [choice["text"] for choice in found["choices"]] == wanted
+    assert len(set(wanted)) > 1
+
+
+def test_log_probabilities_are_the_native_ones(gateway, native):
+    params = SamplingParams(max_new_tokens=6, temperature=0)
+    outputs = list(native.chat(MESSAGES, params, log_probabilities=3))
+    wanted = [
+        entry.token_log_probabilities[0] for o in outputs for entry in o.log_probabilities or ()
+    ]
+    body = {"messages": MESSAGES, "max_tokens": 6, "temperature": 0, "logprobs": True}
+    content = gateway.post(CHAT, **body, top_logprobs=3)["choices"][0]["logprobs"]["content"]
+    assert [entry["logprob"] for entry in content] == pytest.approx(wanted)
+    assert all(len(entry["top_logprobs"]) == 3 for entry in content)
+    assert all(bytes(entry["bytes"]).decode() == entry["token"] for entry in content)
+    events = gateway.stream(CHAT, **body, top_logprobs=0)
+    parts = [event["choices"][0]["logprobs"] for event in events]
+    streamed = [entry for part in parts if part for entry in part["content"]]
+    assert [entry["logprob"] for entry in streamed] == pytest.approx(wanted)
+    assert all(entry["top_logprobs"] == [] for entry in streamed)
+    legacy = gateway.post("/v1/completions", prompt=STORY, max_tokens=5, logprobs=2)["choices"][0]
+    texts = legacy["logprobs"]["tokens"]
+    offsets = [sum(map(len, texts[:at])) for at in range(len(texts))]
+    assert legacy["logprobs"]["text_offset"] == offsets
+
+
+def test_stop_strings_and_minimum_length(gateway, native):
+    whole = native_text(native, MESSAGES, SamplingParams(max_new_tokens=30, temperature=0))
+    stop = whole[10:14]
+    body = {"messages": MESSAGES, "max_tokens": 30, "temperature": 0}
+    cut = gateway.post(CHAT, **body, stop=stop)["choices"][0]
+    assert cut["message"]["content"] == whole[: whole.index(stop)]
+    assert cut["finish_reason"] == "stop"
+    exact = gateway.post(CHAT, **body, ignore_eos=True, min_tokens=30)
+    assert exact["usage"]["completion_tokens"] == 30
+    assert exact["choices"][0]["finish_reason"] == "length"
+
+
+def test_answers_that_follow_a_schema(gateway):
+    schema = {
+        "type": "object",
+        "properties": {"ready": {"type": "boolean"}},
+        "required": ["ready"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"messages": MESSAGES, "max_tokens": 200, "temperature": 1, "response_format": form}
+    for seed in range(3):
+        (choice,) = gateway.post(CHAT, **body, seed=seed)["choices"]
+        answer = json.loads(choice["message"]["content"])
+        assert list(answer) == ["ready"]
+        assert isinstance(answer["ready"], bool)
+
+
+def test_tokens_there_and_back(gateway):
+    found = gateway.post(
+        "/tokenize", prompt=STORY, add_special_tokens=False, return_token_strs=True
+    )
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    assert gateway.post("/detokenize", tokens=found["tokens"])["prompt"] == STORY
+    chat = gateway.post("/tokenize", messages=MESSAGES)
+    usage = gateway.post(CHAT, messages=MESSAGES, max_tokens=1)["usage"]
+    assert usage["prompt_tokens"] == chat["count"]
+
+
+def test_embeddings_as_numbers_and_as_base64(start_cluster, tmp_path):
+    cluster = start_cluster(prefill=1, model=DATA / "embedders" / "bert")
+    cluster.size = (1, 0)
+    cluster.wait_ready()
+    gateway = Gateway(cluster, tmp_path).wait_ready()
+    try:
+        wanted = expected("embedders/bert", TEXTS)
+        found = gateway.post("/v1/embeddings", input=TEXTS)
+        vectors = np.array([entry["embedding"] for entry in found["data"]], np.float32)
+        np.testing.assert_allclose(vectors, wanted, atol=1e-6)
+        packed = gateway.post("/v1/embeddings", input=TEXTS, encoding_format="base64")
+        texts = [base64.b64decode(entry["embedding"]) for entry in packed["data"]]
+        assert np.array_equal(np.stack([np.frombuffer(text, "<f4") for text in texts]), vectors)
+        assert found["usage"]["prompt_tokens"] > len(TEXTS)
+        assert gateway.ask("GET", "/ready")[0] == 200
+        status, body, _ = gateway.ask("POST", CHAT, {"messages": MESSAGES})
+        assert status == 400, body
+        status, body, _ = gateway.ask("POST", "/v1/embeddings", {"input": "a", "dimensions": 3})
+        assert (status, body["error"]["param"]) == (400, "dimensions")
+    finally:
+        assert gateway.end() == 0
+        cluster.end_clean()
+
+
+# --------------------------------------------------------------------------- routes, errors, keys
+
+
+def test_what_the_gateway_says_of_itself(gateway):
+    status, models, headers = gateway.ask("GET", "/v1/models", headers={"X-Request-Id": "mine-1"})
+    assert (status, headers["x-request-id"]) == (200, "mine-1")
+    name = models["data"][0]["id"]
+    assert name == "demo_model"
+    assert gateway.ask("GET", f"/v1/models/{name}")[1]["max_model_len"] == 2048
+    assert gateway.ask("GET", "/v1/models/other")[1]["error"]["code"] == "model_not_found"
+    for path in ("/live", "/ready", "/health", "/version"):
+        assert gateway.ask("GET", path)[0] == 200, path
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "code"),
+    [
+        ("GET", "/nothing", None, 404, "not_found"),
+        ("GET", CHAT, None, 405, "method_not_allowed"),
+        ("POST", "/v1/audio/speech", {}, 404, "not_found"),
+        ("POST", "/v1/images/generations", {}, 404, "not_found"),
+        ("POST", CHAT, b"{", 400, "input"),
+        ("POST", CHAT, {"messages": MESSAGES, "model": "other"}, 404, "model_not_found"),
+        ("POST", CHAT, {"messages": MESSAGES, "tools": [{}]}, 400, "input"),
+        ("POST", CHAT, {"messages": [{"role": "user", "content": "x " * 5000}]}, 400, "input"),
+        ("POST", CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "input"),
+        ("POST", "/v1/completions", {"prompt": [10**9]}, 400, "input"),
+        ("POST", "/v1/embeddings", {"input": "x"}, 400, "task_mismatch"),
+        ("POST", CHAT, {"messages": MESSAGES, "stream": True, "temperature": -1}, 400, "input"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_errors_have_their_status_and_shape(gateway, method, path, body, status, code):
+    found, content, headers = gateway.ask(method, path, body)
+    assert (found, content["error"]["code"]) == (status, code), content
+    assert set(content["error"]) == {"message", "type", "param", "code"}
+    assert headers["x-request-id"]
+
+
+def test_the_target_endpoint_is_the_headers(gateway, pools):
+    endpoint = pools.workers()["decode-1"]["endpoint"]
+    body = {"messages": MESSAGES, "max_tokens": 2}
+    assert gateway.ask("POST", CHAT, body, {"X-Target-Endpoint": endpoint})[0] == 200
+    status, content, _ = gateway.ask("POST", CHAT, body, {"X-Target-Endpoint": "tcp://nobody:1"})
+    assert (status, content["error"]["code"]) == (404, "endpoint_unknown")
+
+
+def test_no_route_is_reachable_without_the_key(pools, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("one-key\nother-key\n")
+    keyed = Gateway(pools, tmp_path, f"--api-key-file={keys}", BATON_API_KEY="third-key")
+    keyed.wait_ready()
+    try:
+        paths = [("GET", p) for p in ("/live", "/ready", "/health", "/version", "/v1/models", "/x")]
+        paths += [("POST", p) for p in (CHAT, "/v1/completions", "/v1/embeddings", "/tokenize")]
+        for wrong in ({}, {"Authorization": "Bearer no"}, {"Authorization": "Basic one-key"}):
+            for method, path in paths:
+                status, content, _ = keyed.ask(method, path, b"{}", wrong)
+                assert (status, content["error"]["code"]) == (401, "invalid_api_key"), path
+        for key in ("one-key", "other-key", "third-key"):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert keyed.ask("GET", "/v1/models", headers=headers)[0] == 200
+        assert "one-key" not in keyed.text()
+    finally:
+        assert keyed.end() == 0
+
+
+def test_a_gateway_for_other_machines_needs_a_key(pools, tmp_path):
+    open_gateway = Gateway(pools, tmp_path, "--host=0.0.0.0")
+    assert open_gateway.process.wait(60) == 2
+    assert "give an API key" in open_gateway.text()
+
+
+# --------------------------------------------------------------------------- limits and faults
+
+
+def raw(gateway) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", gateway.port), timeout=60)
+
+
+def test_heads_and_bodies_are_limited(gateway):
+    for bomb in (
+        b"GET / HTTP/1.1\r\nx: " + b"a" * 1_000_000 + b"\r\n\r\n",
+        b"GET /" + b"a" * 1_000_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200_000 + b"\r\n",
+    ):
+        with raw(gateway) as connection:
+            try:
+                connection.sendall(bomb)
+                answer = connection.recv(100)
+            except (BrokenPipeError, ConnectionResetError):
+                answer = b""
+            assert not answer or answer.split()[1] in (b"400", b"431"), answer
+    with raw(gateway) as connection:
+        connection.sendall(
+            b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n{"
+        )
+        assert connection.recv(100).split()[1] == b"413"
+    with raw(gateway) as connection:
+        connection.sendall(
+            b"POST /tokenize HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        try:
+            for _ in range(1200):
+                connection.sendall(b"2000\r\n" + b"x" * 0x2000 + b"\r\n")
+            answer = connection.recv(100)
+        except (BrokenPipeError, ConnectionResetError):
+            answer = b" 413"
+        assert answer.split()[-1 if answer == b" 413" else 1] == b"413"
+    assert gateway.ask("GET", "/live")[0] == 200
+
+
+def test_a_client_that_is_gone_frees_its_request(gateway, pools):
+    body = {"messages": MESSAGES, "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+    for stream in (True, False):
+        content = json.dumps({**body, "stream": stream}).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+        connections = [raw(gateway) for _ in range(4)]
+        for connection in connections:
+            connection.sendall(head.encode() + content)
+        wait_until(
+            lambda: sum(w["requests_running"] for w in pools.workers().values()) >= 4,
+            what="the requests to run",
+        )
+        for connection in connections:
+            connection.close()
+        wait_until(lambda: idle(pools), what="the requests to be freed")
+
+
+def test_streams_go_on_when_their_decode_worker_dies(gateway, pools):
+    body = {"messages": MESSAGES, "max_tokens": 600, "ignore_eos": True, "temperature": 0}
+    wanted = gateway.post(CHAT, **body)["choices"][0]["message"]["content"]
+    begun = threading.Semaphore(0)
+
+    def read() -> str:
+        events = []
+        for event in gateway.events(CHAT, **body):
+            events.append(event)
+            if len(events) == 5:
+                begun.release()
+        assert "error" not in events[-1], events[-1]
+        return text_of(events)
+
+    with ThreadPoolExecutor(8) as threads:
+        answers = [threads.submit(read) for _ in range(8)]
+        for _ in range(8):
+            assert begun.acquire(timeout=60)
+        victim = max(
+            (w for w in pools.workers().values() if w["role"] == "decode"),
+            key=lambda worker: worker["requests_running"],
+        )
+        assert victim["requests_running"] > 0
+        os.kill(victim["pid"], signal.SIGKILL)
+        assert [answer.result(120) for answer in answers] == [wanted] * 8
+    pools.wait_replaced(victim["id"], victim["pid"])
+
+
+def test_a_slow_head_ends_the_connection(pools, tmp_path):
+    config = tmp_path / "gateway.json"
+    settings = {"routers": [pools.address], "port": 0, "head_timeout_s": 0.3}
+    config.write_text(json.dumps(settings))
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "baton.gateway", "--config", str(config)],
+        stderr=subprocess.PIPE,
+        env=command_environment(tmp_path),
+    )
+    try:
+        said = json.loads(process.stderr.readline())
+        port = int(said["url"].rpartition(":")[2].removesuffix("/v1"))
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as slow:
+            slow.sendall(b"GET /live HTTP/1.1\r\nx: ")
+            assert b" 408 " in slow.recv(100)
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as silent:
+            assert silent.recv(100) == b""
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as kept:
+            for _ in range(2):  # a kept connection may rest between two requests
+                kept.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+                answer = b""
+                while b'"live"' not in answer:
+                    part = kept.recv(1000)
+                    assert part, "the connection was closed"
+                    answer += part
+                time.sleep(0.5)
+    finally:
+        process.terminate()
+        process.wait(60)
+        process.stderr.close()
