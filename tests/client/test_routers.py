@@ -23,7 +23,7 @@ from baton.proto.errors import ConfigError, ConnectionLost, RouterClosing, Versi
 from baton.proto.ids import request_key
 from baton.proto.wire.messages import Pong, Rejected, Resume, Status, Submit, Submitted, Terminal
 
-from .test_core import SECRET, Bench, spec
+from .bench import SECRET, Bench, spec
 
 A, B, C = "ipc:///a", "ipc:///b", "tcp://c:1"
 
