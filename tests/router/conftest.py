@@ -161,6 +161,9 @@ class Played:
         )
 
 
+KEY = request_key(b"client", "r")
+
+
 class Bench:
     """Feeds events to the core, and sorts its messages by receiver."""
 
@@ -344,6 +347,15 @@ def make_bench() -> Callable[..., Bench]:
         return Bench(make_config(**settings), files=files)
 
     return make
+
+
+@pytest.fixture
+def submitted(make_bench: Callable[..., Bench]) -> Submitted:
+    """What a router that is gone now answered to request "r" of the client, key ``KEY``."""
+    old = make_bench()
+    old.pair()
+    assert old.run()[0] == KEY
+    return old.one(b"client", Submitted)
 
 
 @pytest.fixture

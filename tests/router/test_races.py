@@ -20,6 +20,8 @@ from baton.proto.wire.messages import (
 )
 from baton.router.requests import TAKEOVER
 
+from .conftest import KEY
+
 
 def test_abort_before_a_late_reserve_is_repeated_until_the_worker_confirms(bench):
     prefill, decode = bench.pair()
@@ -185,70 +187,50 @@ def test_first_token_from_both_workers_passes_once(bench):
     assert bench.streamed(key) == [(10, 5), (11, 6), (12, 7)]
 
 
-def test_router_dies_and_a_worker_that_has_the_request_is_found_by_its_hello(make_bench):
-    old = make_bench()
-    old.pair()
-    key, _ = old.run()
-    submitted = old.one(b"client", Submitted)
-
+def test_router_dies_and_a_worker_that_has_the_request_is_found_by_its_hello(make_bench, submitted):
     new = make_bench()
     new.client(new.resume_message(submitted, [5, 6]))
     prefill = new.join("prefill")
     assert not new.take(prefill, Assign)
-    decode = new.join("decode", requests=[RequestState(key, 1, 15, 10)])
+    decode = new.join("decode", requests=[RequestState(KEY, 1, 15, 10)])
     assert new.one(decode, Adopt).position == 12
     new.advance(3.0)
     assert not new.take(prefill, Assign)
-    decode.tokens(key, 12, 7, 8, 9)
-    decode.end(key, 15)
-    assert new.streamed(key) == [(12, 7), (13, 8), (14, 9)]
-    assert len(new.terminals(key)) == 1
+    decode.tokens(KEY, 12, 7, 8, 9)
+    decode.end(KEY, 15)
+    assert new.streamed(KEY) == [(12, 7), (13, 8), (14, 9)]
+    assert len(new.terminals(KEY)) == 1
 
 
-def test_router_dies_and_the_hello_comes_before_the_client(make_bench):
-    old = make_bench()
-    old.pair()
-    key, _ = old.run()
-    submitted = old.one(b"client", Submitted)
-
+def test_router_dies_and_the_hello_comes_before_the_client(make_bench, submitted):
     new = make_bench()
     new.join("prefill")
-    decode = new.join("decode", requests=[RequestState(key, 3, 15, 10)])
+    decode = new.join("decode", requests=[RequestState(KEY, 3, 15, 10)])
     new.client(new.resume_message(submitted, [5], attempt=2), b"client-2")
     assert new.one(decode, Adopt).position == 11
-    decode.tokens(key, 11, 6, attempt=3)
-    assert new.streamed(key, b"client-2") == [(11, 6)]
+    decode.tokens(KEY, 11, 6, attempt=3)
+    assert new.streamed(KEY, b"client-2") == [(11, 6)]
 
 
-def test_router_dies_between_assign_and_commit(make_bench):
+def test_router_dies_between_assign_and_commit(make_bench, submitted):
     """Only the prefill worker lists the request; the decode worker proves its assignment later."""
-    old = make_bench()
-    old.pair()
-    key, _ = old.run()
-    submitted = old.one(b"client", Submitted)
-
     new = make_bench()
     new.client(new.resume_message(submitted, []))
-    prefill = new.join("prefill", requests=[RequestState(key, 1, 10, 10)])
+    prefill = new.join("prefill", requests=[RequestState(KEY, 1, 10, 10)])
     decode = new.join("decode")
     assert new.one(prefill, Adopt).position == 10
-    decode.tokens(key, 10, 5)
-    assert not new.streamed(key), "the decode worker has not proved its assignment"
+    decode.tokens(KEY, 10, 5)
+    assert not new.streamed(KEY), "the decode worker has not proved its assignment"
     assert new.one(decode, Adopt).position == 10
-    decode.adopt(Tokens(runs=[TokenRun(key, 1, 10, [5])]))
-    decode.tokens(key, 11, 6)
-    decode.end(key, 12)
-    assert new.streamed(key) == [(10, 5), (11, 6)]
+    decode.adopt(Tokens(runs=[TokenRun(KEY, 1, 10, [5])]))
+    decode.tokens(KEY, 11, 6)
+    decode.end(KEY, 12)
+    assert new.streamed(KEY) == [(10, 5), (11, 6)]
     assert not new.take(prefill, Assign)
 
 
-def test_router_dies_with_the_attempt_counter(make_bench):
+def test_router_dies_with_the_attempt_counter(make_bench, submitted):
     """No worker reports it: after ``recovery_s`` it runs again with a higher attempt number."""
-    old = make_bench()
-    old.pair()
-    _key, _ = old.run()
-    submitted = old.one(b"client", Submitted)
-
     new = make_bench(recovery_s=1.5)
     new.client(new.resume_message(submitted, [5, 6], attempt=4))
     new.pair()
@@ -259,21 +241,17 @@ def test_router_dies_with_the_attempt_counter(make_bench):
     assert (assign.attempt, assign.emitted) == (4 + TAKEOVER, [5, 6])
 
 
-def test_a_stale_attempt_in_a_hello_is_not_adopted(make_bench):
-    old = make_bench()
-    old.pair()
-    key, _ = old.run()
-    submitted = old.one(b"client", Submitted)
+def test_a_stale_attempt_in_a_hello_is_not_adopted(make_bench, submitted):
     new = make_bench(recovery_s=0.0)
     new.join("prefill")
-    decode = new.join("decode", requests=[RequestState(key, 1, 15, 10)])
+    decode = new.join("decode", requests=[RequestState(KEY, 1, 15, 10)])
     new.client(new.resume_message(submitted, [5], attempt=2))
-    decode.tokens(key, 11, 6)  # the answer to the search
+    decode.tokens(KEY, 11, 6)  # the answer to the search
     assert new.one(decode, Abort).attempt == 1
-    new.deny(key)
+    new.deny(KEY)
     _, assign = new.find(Assign)
     assert assign.attempt == 2 + TAKEOVER
-    assert not new.streamed(key)
+    assert not new.streamed(KEY)
 
 
 def test_resume_at_another_router_moves_the_request(make_bench):

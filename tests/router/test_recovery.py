@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from baton.proto.ids import request_key
 from baton.proto.wire.messages import (
     Abort,
     Aborted,
@@ -17,7 +16,7 @@ from baton.proto.wire.messages import (
     TerminalAck,
 )
 
-KEY = request_key(b"client", "r")
+from .conftest import KEY
 
 
 def held(attempt=1, key=KEY):

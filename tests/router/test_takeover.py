@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from baton.proto.ids import request_key
 from baton.proto.wire.messages import (
     Abort,
     Aborted,
@@ -27,7 +26,8 @@ from baton.proto.wire.messages import (
 from baton.router.events import StopRequested
 from baton.router.requests import TAKEOVER, State
 
-KEY = request_key(b"client", "r")
+from .conftest import KEY
+
 SECOND = b"second"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from baton.proto.ids import request_key
 from baton.proto.wire.messages import (
     Abort,
     Aborted,
@@ -10,14 +9,13 @@ from baton.proto.wire.messages import (
     Assign,
     Cancel,
     RequestState,
-    Submitted,
     Terminal,
     TerminalAck,
 )
 from baton.router.request_table import CANCELLED_KEEP_S
 from baton.router.requests import TAKEOVER
 
-KEY = request_key(b"client", "r")
+from .conftest import KEY
 
 
 def held(router="router", attempt=1, done=False, key=KEY):
@@ -33,11 +31,7 @@ def test_a_submit_behind_its_cancel_does_not_start_it(bench):
     bench.assert_nothing_kept()
 
 
-def test_a_resume_behind_its_cancel_does_not_start_it(make_bench):
-    old = make_bench()
-    old.pair()
-    old.run()
-    submitted = old.one(b"client", Submitted)
+def test_a_resume_behind_its_cancel_does_not_start_it(make_bench, submitted):
     new = make_bench()
     prefill, _ = new.pair()
     new.client(Cancel(request_id="r", request=KEY))
@@ -114,26 +108,18 @@ def test_requests_of_another_router_are_left_alone(bench):
     assert not bench.take(decode, Abort)
 
 
-def test_a_request_that_was_resumed_in_time_runs_on(make_bench):
-    old = make_bench()
-    old.pair()
-    key, _ = old.run()
-    submitted = old.one(b"client", Submitted)
+def test_a_request_that_was_resumed_in_time_runs_on(make_bench, submitted):
     new = make_bench()
     decode = new.join("decode", requests=[held()])
     new.advance(4.0)
     new.client(new.resume_message(submitted, [5]))
     assert new.one(decode, Adopt).position == 11
-    decode.tokens(key, 11, 6)
+    decode.tokens(KEY, 11, 6)
     new.advance(10.0)
     assert not new.take(decode, Abort)
 
 
-def test_a_client_that_comes_after_the_grace_is_served_by_replay_above_the_orphan(make_bench):
-    old = make_bench()
-    old.pair()
-    old.run()
-    submitted = old.one(b"client", Submitted)
+def test_a_client_that_comes_after_the_grace_is_replayed_above_the_orphan(make_bench, submitted):
     new = make_bench()
     prefill = new.join("prefill")
     decode = new.join("decode", requests=[held(attempt=3)])
@@ -146,22 +132,18 @@ def test_a_client_that_comes_after_the_grace_is_served_by_replay_above_the_orpha
     assert (assign.attempt, assign.emitted) == (3 + TAKEOVER, [5])
 
 
-def test_the_end_of_a_reported_request_waits_for_its_client(make_bench):
+def test_the_end_of_a_reported_request_waits_for_its_client(make_bench, submitted):
     """An early TerminalAck would make the worker drop tokens that the client still needs."""
-    old = make_bench()
-    old.pair()
-    key, _ = old.run()
-    submitted = old.one(b"client", Submitted)
     new = make_bench()
     decode = new.join("decode", requests=[held(done=True)])
-    decode.end(key, 12)
+    decode.end(KEY, 12)
     assert not new.take(decode, TerminalAck)
     new.client(new.resume_message(submitted, [5]))
     assert new.one(decode, Adopt).position == 11
-    decode.tokens(key, 11, 6)
-    decode.end(key, 12)
-    assert new.one(decode, TerminalAck).requests == [(key, 1)]
-    assert new.streamed(key) == [(11, 6)]
+    decode.tokens(KEY, 11, 6)
+    decode.end(KEY, 12)
+    assert new.one(decode, TerminalAck).requests == [(KEY, 1)]
+    assert new.streamed(KEY) == [(11, 6)]
     assert isinstance(new.sent[b"client"][-1], Terminal)
 
 
