@@ -28,19 +28,17 @@ from ..proto.wire.messages import (
     Abort,
     Aborted,
     Commit,
-    RequestState,
     Terminal,
     TokenRun,
     Tokens,
     WorkerLoad,
 )
-from ..runtime.tables import KeyedHeap
-from ..worker.attempts import Attempts, Key
-from ..worker.base_core import Handler, WorkerCore
+from ..worker.attempts import Key
+from ..worker.base_core import TOMBSTONE_S, Handler, WorkerCore
 from ..worker.events import Fault, StepDone, Tick, ToRouter
-from ..worker.membership import Membership, left_alone, moved_to, other_owner
+from ..worker.jobs import Jobs
+from ..worker.membership import Membership
 from ..worker.steps import EngineSteps
-from ..worker.token_replay import runs_again
 from .events import (
     Action,
     Event,
@@ -68,17 +66,14 @@ class DecodeCore(WorkerCore):
         max_frame_bytes: int,
         times: StepTime | None = None,
     ) -> None:
-        super().__init__(member)
+        self._jobs: Jobs[Job] = Jobs()
+        super().__init__(member, self._jobs)
         self.receiver = receiver
         self._scheduler = scheduler
         self._card = member.identity.model
-        self._jobs: Attempts[Job] = Attempts()
-        self._deadlines: KeyedHeap[Key] = KeyedHeap()
-        self._by_sequence: dict[bytes, Job] = {}
         self._grammars = Grammars()
         self._handoffs = Handoffs(member, receiver, self._grammars, data_endpoint, max_frame_bytes)
         self._steps = EngineSteps(scheduler, times)
-        self._tombstone_s = 600.0
 
     # ------------------------------------------------------------------ entry
 
@@ -90,45 +85,23 @@ class DecodeCore(WorkerCore):
         self._plan(actions, now)
         return actions
 
-    def next_timer(self) -> float:
-        """Latest time of the next Tick."""
-        return self._member.next_timer()
-
     # ------------------------------------------------------------------ messages of routers
 
     def _peer_dead(self, endpoint: str, incarnation: int, now: float) -> list[Action]:
         return self._received(self.receiver.peer_dead(incarnation), now)
 
-    def _abort(self, router: str, message: Abort, now: float) -> list[Action]:
+    def _abort_jobs(self, jobs: list[Job], router: str, message: Abort, now: float) -> list[Action]:
         request, attempt = message.request, message.attempt
-        stopped = self._jobs.of(request, attempt)
-        owner = other_owner(stopped, router)
-        if owner is not None:
-            return list(left_alone(owner, router, message))
-        for job in stopped:
+        for job in jobs:
             self._stop(job)
-        outputs = self.receiver.abort(request, attempt, now, self._tombstone_s)
+        outputs = self.receiver.abort(request, attempt, now, TOMBSTONE_S)
         self._member.forget(request, attempt, router)
-        names = [job.sequence.request for job in stopped]
-        running = [name for name in names if self._scheduler.is_inflight(name)]
-        note = self._freed((request, attempt), now, running)
+        note = self._freed((request, attempt), now, self._running(jobs))
         answer = ToRouter(router, Aborted(request=request, attempt=attempt))
         return [*self._received(outputs, now), answer, *note, *self._maybe_drained()]
 
-    def _adopt(self, router: str, request: bytes, position: int) -> list[Action]:
-        """Reroute the request to this router and repeat all its tokens from ``position`` on."""
-        job = self._jobs.newest(request)
-        if job is None:
-            return list(self._member.adopt(router, request, position))
-        moved = moved_to(router, job.router, request)
-        job.router = router
-        position = max(position, job.prompt_length)
-        tokens = job.known_tokens(position)  # an empty run confirms ownership
-        runs = runs_again(job.key, position, tokens, job.logprobs)
-        return [*moved, ToRouter(router, Tokens(runs=runs))]
-
-    def _held(self) -> list[RequestState]:
-        return [job.held() for job in self._jobs.values()]
+    def _is_running(self, name: bytes) -> bool:
+        return self._scheduler.is_inflight(name)
 
     # ------------------------------------------------------------------ prefill workers
 
@@ -172,10 +145,8 @@ class DecodeCore(WorkerCore):
             cache.free(handover.allocation)
             self.receiver.close(commit.request, commit.attempt)
             return self._failed_takeover(commit, now + commit.deadline, error, now)
-        self._jobs[job.key] = job
+        self._jobs.add(job)
         self._member.assigned(job.key, commit.proof, job.deadline)
-        self._deadlines.put(job.key, job.deadline)
-        self._by_sequence[sequence.request] = job
         said = ToRouter(job.router, Tokens(runs=[job.newest_token()]))
         if job.grammar is None:
             return [said]
@@ -242,9 +213,7 @@ class DecodeCore(WorkerCore):
 
     def _stop(self, job: Job) -> None:
         """Remove a request and free its blocks, if needed after the running step."""
-        del self._jobs[job.key]
-        self._deadlines.drop(job.key)
-        self._by_sequence.pop(job.sequence.request, None)
+        self._jobs.remove(job)
         allocation = job.sequence.allocation
         if job.grammar is None:
             self._scheduler.abort(job.sequence.request)
@@ -268,7 +237,7 @@ class DecodeCore(WorkerCore):
         runs: defaultdict[str, list[TokenRun]] = defaultdict(list)
         ends: list[Action] = []
         for event in events:
-            job = self._by_sequence.get(event.request)
+            job = self._jobs.named(event.request)
             if job is None:
                 continue
             if type(event) is TokenEvent:
@@ -314,33 +283,26 @@ class DecodeCore(WorkerCore):
         actions += self._introduce_again(now)
         actions += self._deserted(now)
         actions += self._received(self.receiver.tick(now), now)
-        for key in self._deadlines.due(now):
-            if job := self._jobs.get(key):
-                actions += self._end(
-                    job, now, code="deadline_exceeded", message="the deadline passed"
-                )
+        for job in self._jobs.overdue(now):
+            actions += self._end(job, now, code="deadline_exceeded", message="the deadline passed")
         return actions + self._maybe_drained()
-
-    @property
-    def _requests(self) -> int:
-        return len(self._jobs)
 
     @property
     def is_drained(self) -> bool:
         """True if this worker is draining and nothing is left."""
-        idle = not self._jobs and not self.receiver.granted and not self._member.unacknowledged
+        idle = not len(self._jobs) and not self.receiver.granted and not self._member.unacknowledged
         return self._member.draining and idle
 
     @property
     def idle(self) -> bool:
         """True if there is no request and no running step, so integrity can be checked."""
-        return not self._jobs and not self.receiver.granted and not self._steps.running
+        return not len(self._jobs) and not self.receiver.granted and not self._steps.running
 
     def load(self) -> WorkerLoad:
         """Return the load that heartbeats report."""
         held = (
             (job.router, job.sequence.num_tokens + job.sequence.remaining_tokens)
-            for job in self._jobs.values()
+            for job in self._jobs
         )
         return msgspec.structs.replace(self._scheduler.load(), shares=self._shares(held))
 
@@ -351,13 +313,14 @@ class DecodeCore(WorkerCore):
 
     def check_integrity(self) -> None:
         """Raise InternalError unless every block and byte of credit has exactly one owner."""
-        compiling = [job.sequence for job in self._jobs.values() if job.grammar is not None]
+        compiling = [job.sequence for job in self._jobs if job.grammar is not None]
         held = [s.allocation for s in compiling if s.allocation is not None]
+        self._jobs.check_integrity()
         self._scheduler.check_integrity([*self.receiver.held(), *held])
-        check_receiver(self.receiver, {request for request, _ in self._jobs})
+        check_receiver(self.receiver, {job.key[0] for job in self._jobs})
         if not all(self._wants_grammar(key) for key in self._grammars):
             raise InternalError("a grammar is compiled for no request")
-        expected = set(self._by_sequence) - {s.request for s in compiling}
+        expected = self._jobs.names - {s.request for s in compiling}
         if self._scheduler.requests != expected:
             raise InternalError("the engine's sequences do not match the requests")
 

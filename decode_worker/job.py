@@ -19,7 +19,8 @@ from ..proto.layout import ModelCard
 from ..proto.requests import check_continued
 from ..proto.wire.messages import Commit, RequestState, Terminal, TokenRun
 from ..worker.attempts import Key
-from ..worker.token_replay import LOGPROBS_KEPT
+from ..worker.jobs import engine_name
+from ..worker.token_replay import LOGPROBS_KEPT, runs_again
 
 
 @dataclass(slots=True)
@@ -36,6 +37,11 @@ class Job:
     logprobs: deque[TokenLogProbs]  # of the newest tokens, if the client requested them
     grammar: GrammarTask | None = None  # still compiling; the engine does not have the request yet
 
+    @property
+    def name(self) -> bytes:
+        """The engine's name for this attempt."""
+        return self.sequence.request
+
     def known_tokens(self, position: int) -> list[int]:
         """Return the tokens from ``position`` on, without a placeholder for the next token."""
         tokens: list[int] = self.context.tokens.all[position : self.sequence.num_tokens].tolist()
@@ -45,6 +51,11 @@ class Job:
         """Return the run of the newest token in the Commit; prefill's message may be lost."""
         tokens, newest = self.context.tokens, list(self.logprobs) or None
         return TokenRun(*self.key, len(tokens) - 1, [tokens[-1]], newest)
+
+    def replay(self, position: int) -> list[TokenRun]:
+        """Return the tokens from ``position`` on; an empty run confirms ownership."""
+        position = max(position, self.prompt_length)
+        return runs_again(self.key, position, self.known_tokens(position), self.logprobs)
 
     def held(self) -> RequestState:
         """Return the state that Hello reports to routers."""
@@ -85,7 +96,7 @@ def make_job(handover: Handover[Allocation], card: ModelCard, now: float) -> Job
     key = (commit.request, commit.attempt)
     context = _read_context(commit, card)
     sequence = Sequence(
-        key[0] + key[1].to_bytes(8, "little"),
+        engine_name(key),
         context,
         block_size=card.layout.block_size,
         salt=cache_salt(card.fingerprint, commit.context.cache_salt),

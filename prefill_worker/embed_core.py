@@ -20,24 +20,11 @@ from ..engine.models.registry import read_context
 from ..engine.scheduling.step_time import StepTime
 from ..proto.contexts.status import GenerationStatus
 from ..proto.contexts.text import TextContext
-from ..proto.errors import BatonError, DeadlineExceeded, InternalError
+from ..proto.errors import DeadlineExceeded, InternalError
 from ..proto.ids import RequestID
 from ..proto.requests import check_wire_context
-from ..proto.wire.messages import (
-    Abort,
-    Aborted,
-    Accepted,
-    Assign,
-    Busy,
-    Message,
-    RequestState,
-    Terminal,
-    TokenRun,
-    Tokens,
-    WorkerLoad,
-)
-from ..runtime.tables import ExpiringMap, KeyedHeap
-from ..worker.attempts import Attempts, Key
+from ..proto.wire.messages import Assign, RequestState, Terminal, TokenRun, WorkerLoad
+from ..worker.attempts import Key
 from ..worker.base_core import Handler, WorkerCore
 from ..worker.events import (
     DrainRequested,
@@ -49,13 +36,11 @@ from ..worker.events import (
     Tick,
     ToRouter,
 )
-from ..worker.membership import EngineState, Membership, left_alone, moved_to, other_owner
-from .job import sequence_key
+from ..worker.jobs import engine_name
+from ..worker.membership import EngineState, Membership
+from .assign_core import AssignCore, JobQueue
 
 F32 = npt.NDArray[np.float32]
-TOMBSTONE_S = 600.0
-"""Seconds for which an Abort also rejects a late Assign of the same attempt."""
-BUSY_RETRY_S = 0.2
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,148 +79,116 @@ class EmbedLimits:
 
 @dataclass(slots=True)
 class EmbedJob:
-    """One attempt of a request, from Assign to its end on this worker; ``name`` is unique."""
+    """One attempt of a request, from Assign to its end on this worker; ``name``: unique."""
 
     key: Key
     router: str
     request_id: str
     deadline: float
     context: TextContext
-    name: RequestID
+    name: bytes
 
     @property
     def tokens(self) -> int:
         """Length of the text."""
         return len(self.context.tokens)
 
+    def held(self) -> RequestState:
+        """Return the state that Hello reports to routers."""
+        return RequestState(*self.key, self.tokens, self.tokens, router=self.router)
 
-class EmbedCore(WorkerCore):
+    def replay(self, position: int) -> list[TokenRun]:
+        """Return an empty run, which confirms ownership; an embedding has no tokens."""
+        return [TokenRun(*self.key, self.tokens, [])]
+
+
+class TextQueue(JobQueue[EmbedJob]):
+    """The jobs of one worker; those that wait are computed in order of arrival."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._in_order: dict[Key, EmbedJob] = {}
+
+    @property
+    def in_order(self) -> list[EmbedJob]:
+        """The jobs that wait, oldest first."""
+        return list(self._in_order.values())
+
+    def add(self, job: EmbedJob) -> None:
+        """Add a new job and let it wait."""
+        super().add(job)
+        self._in_order[job.key] = job
+        self.waiting += 1
+        self.waiting_tokens += job.tokens
+
+    def remove(self, job: EmbedJob) -> None:
+        """Remove a job that ended. Raises KeyError if it was removed before."""
+        super().remove(job)
+        self.start(job)
+
+    def start(self, job: EmbedJob) -> None:
+        """Take a job out of the queue, if it waits."""
+        if self._in_order.pop(job.key, None) is not None:
+            self.waiting -= 1
+            self.waiting_tokens -= job.tokens
+
+    def check_integrity(self) -> None:
+        """Raise InternalError if queue and sums do not match the jobs."""
+        super().check_integrity()
+        if any(self.get(key) is None for key in self._in_order):
+            raise InternalError("the queue contains a job that has ended")
+        sums = len(self._in_order), sum(job.tokens for job in self.in_order)
+        if sums != (self.waiting, self.waiting_tokens):
+            raise InternalError(f"{sums} wait, counted {(self.waiting, self.waiting_tokens)}")
+
+
+class EmbedCore(AssignCore[EmbedJob]):
     """State machine of one embedding worker."""
 
     def __init__(
         self, member: Membership, limits: EmbedLimits, times: StepTime | None = None
     ) -> None:
-        super().__init__(member)
+        self._queue = TextQueue()
+        super().__init__(member, self._queue, limits.max_queue)
         self._limits = limits
         self._card = member.identity.model
         self._times = times or StepTime()
-        self._jobs: Attempts[EmbedJob] = Attempts()
-        self._queue: dict[Key, EmbedJob] = {}  # in order of arrival
-        self._running: dict[RequestID, Key] | None = None
-        self._running_tokens = 0
-        self._deadlines: KeyedHeap[Key] = KeyedHeap()
-        self._answered: ExpiringMap[Key, bool] = ExpiringMap()  # attempts that ended here
-        self._aborted: ExpiringMap[bytes, int] = ExpiringMap()  # aborted up to this attempt
+        self._batch: dict[bytes, EmbedJob] | None = None  # the running batch, by name
+        self._batch_tokens = 0
         self._steps = 0
         self._step_s = 0.0
-        self._waiting_tokens = 0
         self._computed_tokens = 0
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Handle one event and return the actions to perform, in order."""
         actions: list[Action] = self.HANDLERS[type(event)](self, event, now)
-        if self._running is None and self._queue:
+        if self._batch is None and self._queue.waiting:
             self._run(actions, now)
         return actions
 
     # ------------------------------------------------------------------ messages of routers
 
-    def _assigned(self, router: str, message: Message, now: float) -> list[Any]:
-        return self._assign(router, message, now) if isinstance(message, Assign) else []
-
-    def _assign(self, router: str, message: Assign, now: float) -> list[Action]:
-        request, attempt = key = (message.request, message.attempt)
-        accepted = ToRouter(router, Accepted(request=request, attempt=attempt))
-        job = self._jobs.get(key)
-        if job is not None:
-            moved = moved_to(router, job.router, request)
-            job.router = router
-            return [*moved, accepted]
-        if self._member.has_ended(*key):
-            return [accepted]
-        if self._answered.get(key, now) or attempt <= (self._aborted.get(request, now) or 0):
-            # Otherwise a router that lost its state would wait for this attempt.
-            return [ToRouter(router, Aborted(request=request, attempt=attempt))]
-        moved = [
-            said
-            for job in self._drop(request, attempt - 1)
-            for said in moved_to(router, job.router, request)
-        ]
-        if self._member.draining or len(self._queue) >= self._limits.max_queue:
-            reason = "draining" if self._member.draining else "queue full"
-            busy = Busy(request=request, attempt=attempt, reason=reason, retry_after=BUSY_RETRY_S)
-            return [*moved, ToRouter(router, busy)]
-        return [*moved, accepted, *self._take(router, message, now)]
-
-    def _take(self, router: str, message: Assign, now: float) -> list[ToRouter]:
+    def _make_job(self, router: str, message: Assign, now: float) -> EmbedJob:
         key = (message.request, message.attempt)
+        name = engine_name(key)
+        check_wire_context(message.context, self._card)
+        request_id = RequestID(name.hex())
+        context = read_context(self._card.architecture, message.context, request_id)
         deadline = now + message.deadline
-        name = RequestID(sequence_key(key).hex())
-        try:
-            check_wire_context(message.context, self._card)
-            context = read_context(self._card.architecture, message.context, name)
-        except (BatonError, ValueError) as error:
-            code = error.code if isinstance(error, BatonError) else "input"
-            terminal = Terminal(
-                request=key[0],
-                attempt=key[1],
-                code=code,
-                message=str(error),
-                request_id=message.request_id,
-            )
-            return self._member.end(router, terminal, now, deadline)
-        job = EmbedJob(key, router, message.request_id, deadline, context, name)
-        self._jobs[key] = self._queue[key] = job
-        self._waiting_tokens += job.tokens
-        self._deadlines.put(key, deadline)
+        return EmbedJob(key, router, message.request_id, deadline, context, name)
+
+    def _begin_job(self, job: EmbedJob, now: float) -> list[Any]:
+        return []  # it waits for the next batch
+
+    def _stop(self, job: EmbedJob, now: float) -> list[Any]:
+        self._queue.remove(job)
         return []
 
-    def _drop(self, request: bytes, last: int, router: str | None = None) -> list[EmbedJob]:
-        """Remove a request's attempts up to ``last`` without answers; return the removed jobs."""
-        dropped = self._jobs.of(request, last)
-        for job in dropped:
-            self._remove(job)
-        self._member.forget(request, last, router)
-        return dropped
-
-    def _remove(self, job: EmbedJob) -> None:
-        del self._jobs[job.key]
-        self._deadlines.drop(job.key)
-        if self._queue.pop(job.key, None) is not None:
-            self._waiting_tokens -= job.tokens
-
-    def _abort(self, router: str, message: Abort, now: float) -> list[Any]:
-        request, attempt = message.request, message.attempt
-        held = self._jobs.of(request, attempt)
-        owner = other_owner(held, router)
-        if owner is not None:
-            return list(left_alone(owner, router, message))
-        dropped = self._drop(request, attempt, router)
-        if attempt >= (self._aborted.get(request, now) or 0):
-            self._aborted.put(request, attempt, now + TOMBSTONE_S)
-        running = [job.name for job in dropped if job.name in (self._running or {})]
-        answer = ToRouter(router, Aborted(request=request, attempt=attempt))
-        freed = self._freed((request, attempt), now, running)
-        return [*freed, answer, *self._maybe_drained()]
-
-    def _adopt(self, router: str, request: bytes, position: int) -> list[Any]:
-        """Reroute the embedding to this router. An empty token run confirms ownership."""
-        job = self._jobs.newest(request)
-        if job is None:
-            return list(self._member.adopt(router, request, position))
-        moved = moved_to(router, job.router, request)
-        job.router = router
-        run = TokenRun(request, job.key[1], job.tokens, [])
-        return [*moved, ToRouter(router, Tokens(runs=[run]))]
+    def _is_running(self, name: bytes) -> bool:
+        return name in (self._batch or {})
 
     def _peer_dead(self, endpoint: str, incarnation: int, now: float) -> list[Any]:
         return []  # an embedding needs no other worker
-
-    def _held(self) -> list[RequestState]:
-        return [
-            RequestState(*job.key, job.tokens, job.tokens, router=job.router)
-            for job in self._jobs.values()
-        ]
 
     # ------------------------------------------------------------------ batches
 
@@ -243,7 +196,7 @@ class EmbedCore(WorkerCore):
         """Start a batch of the oldest jobs."""
         limits, tokens = self._limits, 0
         batch: list[EmbedJob] = []
-        for job in list(self._queue.values()):
+        for job in self._queue.in_order:
             if now >= job.deadline:
                 actions += self._late(job, "the deadline passed in the queue", now)
                 continue
@@ -255,25 +208,24 @@ class EmbedCore(WorkerCore):
         if not batch:
             return
         for job in batch:
-            del self._queue[job.key]
-        self._waiting_tokens -= tokens
-        self._running = {job.name: job.key for job in batch}
-        self._running_tokens = tokens
+            self._queue.start(job)
+        self._batch = {job.name: job for job in batch}
+        self._batch_tokens = tokens
         self._step_s = self._times.predict(tokens)
-        actions.append(RunBatch({job.name: job.context for job in batch}, tokens))
+        actions.append(RunBatch({job.context.request_id: job.context for job in batch}, tokens))
 
     def _on_done(self, event: BatchDone, now: float) -> list[Action]:
-        running, self._running = self._running or {}, None
+        batch, self._batch = self._batch or {}, None
         self._steps += 1
-        self._computed_tokens += self._running_tokens
+        self._computed_tokens += self._batch_tokens
         if not event.failure:
-            self._times.learn(self._running_tokens, event.seconds)
+            self._times.learn(self._batch_tokens, event.seconds)
         self._step_s = 0.0
         actions: list[Action] = []
-        for name, key in running.items():
-            job = self._jobs.get(key)
-            if job is not None:
-                actions += self._finish(job, event.vectors.get(name), event.failure, now)
+        for job in batch.values():
+            if self._queue.get(job.key) is job:
+                vector = event.vectors.get(job.context.request_id)
+                actions += self._finish(job, vector, event.failure, now)
         return [*actions, *self._step_over(now), *self._maybe_drained()]
 
     def _finish(
@@ -312,65 +264,47 @@ class EmbedCore(WorkerCore):
             prefill=self._member.identity.worker,
             embedding=embedding,
         )
-        self._answered.put(job.key, True, job.deadline)  # noqa: FBT003
-        self._remove(job)
+        self._ended.end(job.key, job.deadline)
+        self._queue.remove(job)
         return self._member.end(job.router, terminal, now, job.deadline, job.tokens, job.tokens)
 
     # ------------------------------------------------------------------ time and drain
 
     def _on_tick(self, event: Tick, now: float) -> list[Any]:
-        engine = EngineState(self._steps + event.layers, self._running is not None, self._step_s)
+        engine = EngineState(self._steps + event.layers, self._batch is not None, self._step_s)
         actions: list[Any] = list(self._member.tick(now, engine, self.load))
         actions += self._introduce_again(now)
         actions += self._deserted(now)
-        for key in self._deadlines.due(now):
-            job = self._jobs.get(key)
-            if job is not None:
-                actions += self._late(job, "the deadline passed", now)
-        self._answered.expire(now)
-        self._aborted.expire(now)
+        for job in self._queue.overdue(now):
+            actions += self._late(job, "the deadline passed", now)
+        self._ended.expire(now)
         return [*actions, *self._maybe_drained()]
-
-    @property
-    def _requests(self) -> int:
-        return len(self._jobs)
 
     @property
     def is_drained(self) -> bool:
         """True if this worker is draining and nothing is left."""
-        return self._member.draining and not self._jobs and not self._member.unacknowledged
+        return self._member.draining and not len(self._queue) and not self._member.unacknowledged
 
     @property
     def idle(self) -> bool:
         """True if there is no request and no running batch."""
-        return not self._jobs and self._running is None
-
-    @property
-    def remembered(self) -> int:
-        """Number of entries kept about ended requests; each entry expires."""
-        return len(self._answered) + len(self._aborted) + self._member.unacknowledged
+        return not len(self._queue) and self._batch is None
 
     def check_integrity(self) -> None:
         """Raise InternalError if queue and sums do not match the jobs."""
-        if not self._queue.keys() <= self._jobs.keys():
-            raise InternalError("the queue contains a job that has ended")
-        waiting = sum(job.tokens for job in self._queue.values())
-        if waiting != self._waiting_tokens:
-            raise InternalError(f"{waiting} tokens wait, counted {self._waiting_tokens}")
-        if len(self._deadlines) != len(self._jobs):
-            raise InternalError("deadlines and jobs differ in number")
-        running = set((self._running or {}).values())
-        if any(key not in running and key not in self._queue for key in self._jobs):
+        self._queue.check_integrity()
+        waiting = {job.name for job in self._queue.in_order}
+        if not self._queue.names <= waiting | (self._batch or {}).keys():
             raise InternalError("a job is neither queued nor running")
 
     def load(self) -> WorkerLoad:
         """Return the load that heartbeats report."""
         return WorkerLoad(
-            requests_running=len(self._running or ()),
-            requests_waiting=len(self._queue),
-            tokens_waiting=self._waiting_tokens,
+            requests_running=len(self._batch or ()),
+            requests_waiting=self._queue.waiting,
+            tokens_waiting=self._queue.waiting_tokens,
             prompt_tokens=self._computed_tokens,
-            shares=self._shares((job.router, job.tokens) for job in self._jobs.values()),
+            shares=self._shares((job.router, job.tokens) for job in self._queue),
         )
 
     HANDLERS: ClassVar[Mapping[type, Handler]] = {

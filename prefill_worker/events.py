@@ -129,9 +129,10 @@ class PackFrame:
     shared: bool = False
 
 
+HandoffEvent = FromPeer | PeerUp | PeerDown | DataUp | DataDown | LayersDone | Packed
 Event = (
-    FromRouter | RouterUp | RouterDown | FromPeer | NotSent | PeerUp | PeerDown | DataUp | DataDown
-    | LayersDone | StepDone | Packed | GrammarDone | Tick | DrainRequested
+    FromRouter | RouterUp | RouterDown | HandoffEvent | NotSent | StepDone | GrammarDone | Tick
+    | DrainRequested
 )  # fmt: skip
 Action = (
     ToRouter | ToPeer | Connect | OpenData | Disconnect | PackFrame | RunStep | AbandonStep

@@ -27,7 +27,10 @@ from ..proto.wire.messages import (
     RequestState,
     Reserve,
     Terminal,
+    TokenRun,
 )
+from ..worker.jobs import engine_name
+from ..worker.token_replay import runs_again
 
 
 class JobState(Enum):
@@ -65,6 +68,11 @@ class Job:
     cached_tokens: int = 0
 
     @property
+    def name(self) -> bytes:
+        """The engine's name for this attempt."""
+        return self.sequence.request
+
+    @property
     def given_tokens(self) -> int:
         """Tokens that the router assigned for computing, counted as the router counts them."""
         return len(self.assign.context.tokens) + len(self.assign.emitted)
@@ -87,6 +95,12 @@ class Job:
             return self.context.status.value
         full = self.sequence.remaining_tokens == 0 and bool(self.generated)
         return GenerationStatus.MAXIMUM_LENGTH.value if full else None
+
+    def replay(self, position: int) -> list[TokenRun]:
+        """Return the tokens from ``position`` on; an empty run confirms ownership."""
+        position = max(position, len(self.assign.context.tokens))
+        tokens = self.context.tokens.all[position:].tolist()
+        return runs_again(self.key, position, tokens, self.logprobs)
 
     def held(self) -> RequestState:
         """Return the state that Hello reports to routers."""
@@ -167,7 +181,7 @@ def make_job(key: Key, router: str, assign: Assign, card: ModelCard, now: float)
     request_id = RequestID(assign.request_id)
     context = read_context(card.architecture, assign.context, request_id, assign.emitted)
     sequence = Sequence(
-        sequence_key(key),
+        engine_name(key),
         context,
         block_size=card.layout.block_size,
         salt=cache_salt(card.fingerprint, assign.context.cache_salt),
@@ -193,8 +207,3 @@ def report(done: handoff.Done, prefill: str, decode: str, transport: str) -> Han
         resent_frames=done.resent,
         seconds=done.seconds,
     )
-
-
-def sequence_key(key: Key) -> bytes:
-    """Name one attempt for the engine, so that two attempts never share writable blocks."""
-    return key[0] + key[1].to_bytes(8, "little")

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 
 from ..engine.cache.paged_cache import PagedCache
 from ..kv_transfer.sender import Key
 from ..proto.errors import InternalError
 from ..runtime.tables import KeyedHeap
-from ..worker.attempts import Attempts
 from ..worker.load_by_router import Shares
+from .assign_core import JobQueue
 from .job import Job, JobState
 from .start_order import Pace, StartOrder, latest_start
 
@@ -55,7 +54,7 @@ class Urgency:
         return tokens_ahead * self.pace.seconds_per_token >= self._ahead
 
 
-class Queue:
+class Queue(JobQueue[Job]):
     """All jobs of one worker; at most ``slots`` of them have started and not ended.
 
     ``urgency``: start times for a TTFT target. None: jobs start in arrival order.
@@ -64,9 +63,7 @@ class Queue:
     def __init__(self, slots: int, urgency: Urgency | None = None) -> None:
         self._slots = slots
         self._urgency = urgency
-        self._jobs: Attempts[Job] = Attempts()
-        self._by_sequence: dict[bytes, Job] = {}
-        self._deadlines: KeyedHeap[Key] = KeyedHeap()
+        super().__init__()
         self._ready: StartOrder[Key] = StartOrder(
             None if urgency is None else lambda key: urgency.start_by(self._jobs[key])
         )
@@ -75,60 +72,27 @@ class Queue:
         self._wanted: Counter[str] = Counter()  # jobs per decode endpoint
         self._arrivals = 0
         self._holding: dict[Key, Job] = {}  # jobs with an execution slot
-        self.waiting = 0
-        self.waiting_tokens = 0
         self.shares = Shares()
 
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def __iter__(self) -> Iterator[Job]:
-        return iter(self._jobs.values())
-
-    # ------------------------------------------------------------------ lookup
-
-    def get(self, key: Key) -> Job | None:
-        """Return the job of this attempt, or None."""
-        return self._jobs.get(key)
-
-    def of(self, request: bytes, last: int) -> list[Job]:
-        """Return a request's attempts up to ``last``."""
-        return self._jobs.of(request, last)
-
-    def newest(self, request: bytes) -> Job | None:
-        """Return a request's highest attempt, or None."""
-        return self._jobs.newest(request)
-
-    def of_sequence(self, sequence: bytes) -> Job | None:
-        """Return the job that the engine runs under this name, or None."""
-        return self._by_sequence.get(sequence)
+    # ------------------------------------------------------------------ adding and removing
 
     def wants(self, endpoint: str) -> bool:
         """True if a job will be handed over to ``endpoint``."""
         return self._wanted[endpoint] > 0
 
-    def overdue(self, now: float) -> list[Job]:
-        """Return jobs whose deadline has passed, each of them once."""
-        return [job for key in self._deadlines.due(now) if (job := self._jobs.get(key))]
-
-    # ------------------------------------------------------------------ adding and removing
-
     def add(self, job: Job) -> None:
         """Add a new job. The job is not queued yet."""
+        super().add(job)
         self._arrivals += 1
         job.arrival = self._arrivals
-        self._jobs[job.key] = job
-        self._by_sequence[job.sequence.request] = job
-        self._deadlines.put(job.key, job.deadline)
         self._wanted[job.assign.decode] += 1
         self.shares.add(job.router, job.given_tokens)
 
     def remove(self, job: Job) -> None:
-        """Remove a job that ended; a second call does nothing."""
-        if self._jobs.pop(job.key, None) is None:
+        """Remove a job that ended, and free its slot; a second call does nothing."""
+        if self.get(job.key) is None:
             return
-        self._by_sequence.pop(job.sequence.request, None)
-        self._deadlines.drop(job.key)
+        super().remove(job)
         self.shares.drop(job.router, job.given_tokens)
         endpoint = job.assign.decode
         self._wanted[endpoint] -= 1
@@ -142,7 +106,7 @@ class Queue:
     def hand_to(self, router: str, job: Job) -> None:
         """Make ``router`` the owner of the job."""
         self.shares.drop(job.router, job.given_tokens)
-        job.router = router
+        super().hand_to(router, job)
         self.shares.add(router, job.given_tokens)
 
     # ------------------------------------------------------------------ queue and slots
@@ -232,6 +196,7 @@ class Queue:
 
     def check_integrity(self) -> None:
         """Raise InternalError if sums and indexes do not match the jobs."""
+        super().check_integrity()
         jobs = list(self)
         active = {job.key for job in jobs if job.state is not JobState.QUEUED}
         if active != self._holding.keys():
@@ -241,8 +206,6 @@ class Queue:
             shares.add(job.router, job.given_tokens)
         if shares.report() != self.shares.report():
             raise InternalError("the shares of the routers are miscounted")
-        if {job.sequence.request for job in jobs} != set(self._by_sequence):
-            raise InternalError("sequences and jobs do not match")
         if Counter(job.assign.decode for job in jobs) != self._wanted:
             raise InternalError("the jobs per decode worker are miscounted")
         queued = [job for job in jobs if job.waits]
@@ -252,8 +215,3 @@ class Queue:
         places = sum(len(parked) for parked in self._parked.values())
         if len(self._ready) + len(self._later) + places != len(queued):
             raise InternalError("a queued job is in no place or in two places")
-
-    @property
-    def sequences(self) -> set[bytes]:
-        """The engine's names of all jobs."""
-        return set(self._by_sequence)

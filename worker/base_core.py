@@ -41,9 +41,12 @@ from .events import (
     ToRouter,
     blocks_freed,
 )
+from .jobs import Job, Jobs
 from .load_by_router import Shares
-from .membership import Membership
+from .membership import Membership, left_alone, moved_to, other_owner
 
+TOMBSTONE_S = 600.0
+"""Seconds for which an Abort also rejects a late Assign or Commit of the same attempt."""
 Handler = Callable[..., list[Any]]
 """``handler(core, event, now) -> actions``; actions may be common or specific to a role."""
 
@@ -53,8 +56,9 @@ class WorkerCore(ABC):
 
     HANDLERS: ClassVar[Mapping[type, Handler]]
 
-    def __init__(self, member: Membership) -> None:
+    def __init__(self, member: Membership, jobs: Jobs[Any]) -> None:
         self._member = member
+        self._jobs = jobs
         self._drained_said = False
         self._freed_later: list[tuple[Key, float, Sequence[Any]]] = []  # key, abort time, names
         self.dropped = member.dropped
@@ -75,22 +79,13 @@ class WorkerCore(ABC):
     def is_drained(self) -> bool:
         """Whether the worker is draining and has no requests left."""
 
-    @property
     @abstractmethod
-    def _requests(self) -> int:
-        """Number of requests at this worker."""
+    def _abort_jobs(self, jobs: list[Any], router: str, message: Abort, now: float) -> list[Any]:
+        """Abort jobs; blocks in use by a running step are freed later (:meth:`_freed`)."""
 
     @abstractmethod
-    def _held(self) -> list[RequestState]:
-        """Return all requests at this worker, for a Hello."""
-
-    @abstractmethod
-    def _abort(self, router: str, message: Abort, now: float) -> list[Any]:
-        """Abort attempts; blocks in use by a running step are freed later (:meth:`_freed`)."""
-
-    @abstractmethod
-    def _adopt(self, router: str, request: bytes, position: int) -> list[Any]:
-        """Resend tokens from ``position`` on, and route later ones to this router."""
+    def _is_running(self, name: bytes) -> bool:
+        """Whether a running step computes the job of this engine's name."""
 
     @abstractmethod
     def _peer_dead(self, endpoint: str, incarnation: int, now: float) -> list[Any]:
@@ -108,6 +103,29 @@ class WorkerCore(ABC):
         for router, tokens in held:
             shares.add(router, tokens)
         return shares.report()
+
+    # ------------------------------------------------------------------ jobs
+
+    def _held(self) -> list[RequestState]:
+        """Return all requests at this worker, for a Hello."""
+        return [job.held() for job in self._jobs]
+
+    def _adopt(self, router: str, request: bytes, position: int) -> list[Any]:
+        """Resend tokens from ``position`` on, and route later ones to this router."""
+        job = self._jobs.newest(request)
+        if job is None:
+            return list(self._member.adopt(router, request, position))
+        moved = moved_to(router, job.router, request)
+        self._jobs.hand_to(router, job)
+        return [*moved, ToRouter(router, Tokens(runs=job.replay(position)))]
+
+    def _abort(self, router: str, message: Abort, now: float) -> list[Any]:
+        """Abort a request's attempts, unless another router owns them."""
+        jobs = self._jobs.of(message.request, message.attempt)
+        owner = other_owner(jobs, router)
+        if owner is not None:
+            return list(left_alone(owner, router, message))
+        return self._abort_jobs(jobs, router, message, now)
 
     # ------------------------------------------------------------------ routers
 
@@ -174,6 +192,10 @@ class WorkerCore(ABC):
 
     # ------------------------------------------------------------------ aborts
 
+    def _running(self, jobs: Iterable[Job]) -> list[bytes]:
+        """Return the engine's names of the jobs that are part of a running step."""
+        return [job.name for job in jobs if self._is_running(job.name)]
+
     def _freed(self, key: Key, now: float, running: Sequence[Any]) -> list[Any]:
         """Log that an aborted attempt's blocks are free, after the last step that uses them.
 
@@ -222,7 +244,7 @@ class WorkerCore(ABC):
 
     def _drain(self) -> list[Any]:
         self._member.draining = True
-        return [Note("worker.draining", {"requests": self._requests}), *self._maybe_drained()]
+        return [Note("worker.draining", {"requests": len(self._jobs)}), *self._maybe_drained()]
 
     def _maybe_drained(self) -> list[Any]:
         if not self.is_drained or self._drained_said:

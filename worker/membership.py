@@ -422,10 +422,6 @@ class Membership:
         taken = {r for r, since in self._taken.items() if now >= since + DRAIN_ABSENT_S}
         return {r for r, since in self._away.items() if now >= since + seconds} | taken
 
-    def next_timer(self) -> float:
-        """Return the time at which :meth:`tick` should run."""
-        return self._beat_at
-
     def _repeat_notices(self, now: float) -> list[ToRouter]:
         actions = []
         for notice in self._notices.values():

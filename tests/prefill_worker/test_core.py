@@ -561,12 +561,12 @@ def test_a_step_whose_requests_have_all_left_is_abandoned(bench):
     bench.hear(Abort(request=KEY, attempt=1))
     bench.hear(Abort(request=KEY, attempt=1))
     assert bench.did(AbandonStep) == [AbandonStep(plan.step)]
-    known = bench.core._times.predict(plan.num_tokens)
+    known = bench.core._steps._times.predict(plan.num_tokens)
     bench.plans.clear()
     bench.feed(StepDone(abandoned_step(plan, 1e-6)))
     assert bench.cache.pool.used == 0
     assert not bench.take(Tokens) + bench.take(Terminal)
-    assert bench.core._times.predict(plan.num_tokens) == known
+    assert bench.core._steps._times.predict(plan.num_tokens) == known
 
 
 def test_a_step_that_somebody_waits_for_goes_on(bench):

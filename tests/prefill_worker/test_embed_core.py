@@ -351,7 +351,7 @@ def test_every_assign_ends_once_whatever_happens(seed):
             assert ends.setdefault(name, action.message) is action.message, "two different ends"
     newest = {(key(n), a) for n, a in attempts.items()}
     assert {k for k in accepted & newest if k not in gone} <= ends.keys()
-    assert not worker.core._jobs
+    assert not len(worker.core._queue)
 
 
 def test_a_text_worker_refuses_to_embed():

@@ -18,7 +18,7 @@ from baton.kv_transfer.credit import CreditPool
 from baton.kv_transfer.frames import FrameWriter
 from baton.kv_transfer.receiver import Receiver, Reply
 from baton.kv_transfer.sender import HandoffState, Sender
-from baton.prefill_worker.embed_core import BatchDone, EmbedCore
+from baton.prefill_worker.embed_core import BatchDone, EmbedCore, TextQueue
 from baton.proto.wire.envelope import EnvelopeDecoder
 from baton.proto.wire.messages import Committed, Drain, TokenRun, Tokens
 from baton.router.client_messages import ClientMessages
@@ -33,6 +33,7 @@ from baton.simulator.invariants import Violation
 from baton.simulator.network import Faults
 from baton.simulator.run import run
 from baton.simulator.scenarios import NARROW, SCENARIOS, Scenario
+from baton.worker.jobs import Jobs
 from baton.worker.membership import Membership
 
 from ..suite.short import in_short
@@ -143,8 +144,7 @@ def abort_frees_twice(monkeypatch):
 
 def abort_frees_nothing(monkeypatch):
     def stop(self, job):
-        del self._jobs[job.key]
-        self._by_sequence.pop(job.sequence.request, None)
+        self._jobs.remove(job)
         self.receiver.close(*job.key)
 
     monkeypatch.setattr(DecodeCore, "_stop", stop)
@@ -403,11 +403,7 @@ def text_without_a_vector_is_forgotten(monkeypatch):
 
 
 def aborted_text_stays_in_the_queue(monkeypatch):
-    def remove(self, job):
-        del self._jobs[job.key]
-        self._deadlines.drop(job.key)
-
-    monkeypatch.setattr(EmbedCore, "_remove", remove)
+    monkeypatch.setattr(TextQueue, "remove", Jobs.remove)
 
 
 def a_step_is_abandoned_while_somebody_waits_for_it(monkeypatch):
