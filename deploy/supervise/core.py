@@ -222,7 +222,7 @@ class SupervisorCore:
             return [MemberEnded(name, event.code, event.reason, event.refused)]
         delay = child.policy.delay(served)
         child.restart_at = now + delay
-        why = describe_end(event.code, event.reason, event.evidence, child.hang, declared)
+        why = _describe_end(event.code, event.reason, event.evidence, child.hang, declared)
         return [MemberDown(name, why, delay, child.policy.ends)]
 
     # ------------------------------------------------------------- timers
@@ -247,7 +247,9 @@ class SupervisorCore:
         return self._hangs.quiet(name, now)
 
 
-def describe_end(code: int, reason: str, evidence: str = "", hang: str = "", dead: str = "") -> str:
+def _describe_end(
+    code: int, reason: str, evidence: str = "", hang: str = "", dead: str = ""
+) -> str:
     """Describe why a process ended.
 
     ``reason``: the last error line of the process. ``evidence``: see :class:`Exited`. ``hang``: why

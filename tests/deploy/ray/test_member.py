@@ -89,13 +89,14 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_killed_child_is_started_again(supervise):
+def test_a_killed_child_is_started_again_and_the_log_says_why(supervise, capsys):
     supervisor = supervise()
     pid = running(supervisor)
     os.kill(pid, signal.SIGKILL)
     assert running(supervisor, other_than=pid)
     assert supervisor.report().why.startswith("killed by signal 9")
     assert supervisor.report().starts == 2
+    assert "decode-0 ended (killed by signal 9" in capsys.readouterr().err
 
 
 def test_the_supervising_thread_starts_every_child(supervise):
