@@ -3,11 +3,20 @@ from itertools import pairwise
 
 import pytest
 
-from baton.benchmarks.autoscale import COST, JUDGES, TURNS_PER_HOUR
+from baton.benchmarks.autoscale import (
+    COST,
+    JUDGES,
+    KINDS,
+    TURNS_PER_HOUR,
+    first_pools,
+    goal,
+    policy,
+    row,
+    stored,
+)
 from baton.benchmarks.replay.cases import GOAL, SLOS, Variation, case, varied
 from baton.benchmarks.replay.cluster import Replay, fixed
 from baton.benchmarks.replay.oracle import Schedule, constant, refine, search, split
-from baton.benchmarks.replay.rivals import KINDS, first_pools, goal, policy, row, stored
 from baton.benchmarks.replay.service import ServiceModel
 from baton.benchmarks.replay.traces import Arrival, load
 from baton.proto.errors import InputError
