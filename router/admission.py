@@ -176,7 +176,7 @@ class Admission:
     def _check_queue(self, request: Request, slots: int, others: int) -> None:
         config = self._config
         cap = config.max_requests
-        if slots and config.requests_per_slot:
+        if slots and config.requests_per_slot and self.requests >= slots:
             all_routers = math.ceil(slots * config.requests_per_slot)
             cap = min(cap, max(1, slots, all_routers - others))  # each router may fill them once
         if self.requests >= cap:

@@ -120,9 +120,10 @@ class RouterCore:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Handle one event and return the actions, to be performed in order."""
+        out = self._out
         self._handlers[type(event)](event, now)
-        actions = self._out.copy()
-        self._out.clear()
+        actions = out.copy()  # the list itself is shared, and acting may cause further events
+        out.clear()
         return actions
 
     def next_timer(self) -> float:

@@ -27,6 +27,7 @@ from .workers import Worker
 
 ENDED_KEEP_S = 5.0
 """Minimum seconds for which a terminal is kept, also after the deadline."""
+_DECODING = State.DECODING
 _ASSIGNED = State.ASSIGNED  # before Python 3.12, Enum member access is slow
 _ASSIGN, _ACCEPT, _HAND_OVER = Step.ASSIGN, Step.ACCEPT, Step.HAND_OVER
 _END, _FORGET = Step.END, Step.FORGET
@@ -115,6 +116,7 @@ class Lifecycle:
         proof, decode_proof, ticket = assignment(
             self._key, request.key, attempt.number, prefill.incarnation, there
         )
+        waited = now - request.submitted_at
         message = Assign(
             request=request.key,
             attempt=attempt.number,
@@ -124,7 +126,7 @@ class Lifecycle:
             decode=decode.endpoint if decode else "",
             decode_incarnation=there or 0,
             deadline=request.deadline - now,
-            waited=max(0.0, now - request.submitted_at) if request.submitted_at < NEVER else 0.0,
+            waited=waited if waited > 0 else 0.0,  # also for a resumed request
             proof=proof,
             decode_proof=decode_proof,
             ticket=ticket,
@@ -277,7 +279,7 @@ class Lifecycle:
     def end(self, request: Request, terminal: Terminal, now: float) -> None:
         """End the request: send its terminal to the client and keep it until acknowledged."""
         attempt = request.attempt
-        decoding = request.state is State.DECODING
+        decoding = request.state is _DECODING
         request.step(_END)
         self._table.queued.pop(request.key, None)
         self._metrics.count(terminal)

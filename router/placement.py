@@ -108,16 +108,18 @@ class Placement:
         """Add the request's tokens to the load of its workers."""
         attempt = request.attempt
         prefill, decode = attempt.prefill, attempt.decode
-        hashes = request.hashes or NO_HASHES
+        hashes = request.hashes
         tokens = request.next
         if prefill is not None:
             attempt.prefill_cost = tokens
             prefill.outstanding += tokens
-            self._policy.placed(prefill, hashes, tokens)
+            if hashes:
+                self._policy.placed(prefill, hashes, tokens)
         if decode is not None:
             attempt.decode_cost = tokens + request.remaining
             decode.outstanding += attempt.decode_cost
-            self._policy.placed(decode, hashes, tokens)
+            if hashes:
+                self._policy.placed(decode, hashes, tokens)
         request.hashes = None  # kilobytes of memory, cheap to compute again
 
     def forget(self, worker: Worker) -> None:

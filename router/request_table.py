@@ -1,4 +1,4 @@
-"""All requests of a router by key, their timers, and what is remembered of dropped ones.
+"""All requests of a router by key, their timers, and the last attempts of dropped requests.
 
 Invariant: a request is in ``queued`` exactly while its state is QUEUED, and it has one timer from
 its admission until it is removed.
@@ -16,7 +16,7 @@ CANCELLED_KEEP_S = 30.0
 
 A late Submit must not start it. Longer than the delay of a message on an open connection."""
 MAX_CANCELLED = 4096
-"""Above this, the oldest is dropped: a late Submit then wastes work on a request nobody reads."""
+"""Above this, the oldest is dropped: a late Submit then wastes work that no client reads."""
 
 
 class RequestTable:

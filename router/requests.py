@@ -5,7 +5,7 @@ the messages that still need an answer. A retry replaces the attempt, so nothing
 is left. A request keeps what must outlive an attempt: its tokens, its limits, and its losses.
 
 Invariants: a request ends once. :data:`TRANSITIONS` lists all legal steps; any other step raises.
-An attempt holds what :data:`HOLDINGS` says for the request's state, see
+An attempt holds what :data:`HOLDINGS` lists for the request's state, see
 :meth:`Request.check_integrity`.
 
 ::
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class State(Enum):
-    """State of a request and of its current attempt; :data:`HOLDINGS` says what each one holds."""
+    """State of a request and of its current attempt; :data:`HOLDINGS` lists what it holds."""
 
     RECOVERING = "recovering"  # resumed without a record here: a worker may hold it
     QUEUED = "queued"  # waits for workers
@@ -349,7 +349,7 @@ class Request:
         return known if len(known) == len(self.logprobs) - start else None
 
     def check_integrity(self) -> None:
-        """Raise InternalError if the attempt does not hold what the state says."""
+        """Raise InternalError if the attempt does not match :data:`HOLDINGS`."""
         attempt, holding = self.attempt, HOLDINGS[self.state]
         server = attempt.server.role if attempt.server is not None else ""
         held = Holding(

@@ -50,6 +50,8 @@ from .workers import Worker
 
 _ASSIGNED = State.ASSIGNED  # before Python 3.12, Enum member access is slow
 _QUEUED = State.QUEUED
+_PREFILLING = State.PREFILLING
+_FOLLOWED = State.FOLLOWED
 _DECODING = State.DECODING
 REMEMBER_REPORTS = 4096
 
@@ -469,7 +471,7 @@ class WorkerMessages:
         if request.state is _ASSIGNED:
             self._lifecycle.accepted(request)
         state = request.state
-        if state is not State.PREFILLING and state is not State.FOLLOWED:
+        if state is not _PREFILLING and state is not _FOLLOWED:
             return
         if attempt.decode is not None:
             self._lifecycle.handed_over(request)

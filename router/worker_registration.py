@@ -120,7 +120,7 @@ class WorkerRegistration:
             self._losses.returned(worker, now)
 
     def drained(self, worker: Worker, message: Drained, _now: float) -> None:
-        """Note that a worker has finished its requests, and notify those that asked for it."""
+        """Note that a worker has finished its requests, and notify the clients that wait for it."""
         self._registry.drain(worker)
         worker.drain_at = NEVER
         worker.finished = True
