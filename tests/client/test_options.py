@@ -22,6 +22,7 @@ WRONG = {
     "pool": [*NO_TEXT, LONG, "\ud800"],
     "pin": [*NO_TEXT, "", "maybe", "STRICT"],
     "fallback": ["yes", 0, 1, 1.0, [], object()],
+    "show_text": ["yes", 0, 1, 1.0, [], object()],
     "request_id": [*NO_TEXT, "", LONG, "\ud800"],
     "log_probabilities": ["1", 1.0, True, -1, 21, [1], math.nan],
     "cache_salt": [*NO_TEXT, LONG, "\ud800"],
