@@ -22,7 +22,8 @@ from ..engine.scheduling.events import Event as EngineEvent
 from ..engine.scheduling.events import Failed, Finished, TokenEvent
 from ..engine.scheduling.scheduler import Scheduler
 from ..engine.scheduling.step_time import StepTime
-from ..kv_transfer.receiver import Evict, Handover, Receiver, Reply, check_receiver
+from ..kv_transfer.receiver import Receiver, check_receiver
+from ..kv_transfer.receiver_grants import Evict, Handover, Reply
 from ..proto.errors import BatonError, HandoffFailed, InternalError
 from ..proto.wire.messages import (
     Abort,

@@ -79,7 +79,7 @@ class DataSocket:
             header = decode_kv_header(frames[0])
             if self._channel.callers is not None:
                 self._check_sender(self._channel.callers, peer, header)
-            blocks = self._receiver.locate(header)
+            blocks = self._receiver.data.locate(header)
         except (ProtocolError, AccessDenied) as error:
             self._dropped[f"data_{error.code}"] += 1
             self._log.warning("data.malformed", error=str(error))

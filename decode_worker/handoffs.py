@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from ..engine.cache.paged_cache import Allocation, PagedCache
 from ..engine.grammar.constraint import GrammarTask
 from ..engine.scheduling.scheduler import Scheduler
-from ..kv_transfer.receiver import Output as Received
 from ..kv_transfer.receiver import Receiver
+from ..kv_transfer.receiver_grants import Output as Received
 from ..proto.errors import VersionMismatch
 from ..proto.limits import PROTOCOL_VERSION
 from ..proto.wire.messages import (
@@ -107,10 +107,10 @@ class Handoffs:
         """Handle an event of a prefill worker's connection."""
         match event:
             case FromPeer(peer=peer, message=message):
-                self._receiver.peer_heard(peer, now)
+                self._receiver.contacts.heard(peer, now)
                 return self._hear(peer, message, now)
             case PeerGone(peer=peer):
-                self._receiver.peer_gone(peer, now)
+                self._receiver.contacts.gone(peer, now)
                 return []
             case FrameStored():
                 return self._stored(event, now)
@@ -180,7 +180,7 @@ class Handoffs:
         return list(self._grammars.want((message.request, message.attempt), task))
 
     def _stored(self, event: FrameStored, now: float) -> list[Output]:
-        outputs = self._receiver.on_frame(event.frame, intact=event.intact, now=now)
+        outputs = self._receiver.data.on_frame(event.frame, intact=event.intact, now=now)
         if event.intact:
             return [*outputs]
         return [Note("handoff.frame_damaged", {"frame": event.frame.index}), *outputs]

@@ -9,7 +9,7 @@ from ..engine.cache.paged_cache import Allocation
 from ..engine.grammar.constraint import GrammarTask
 from ..engine.models.registry import read_context
 from ..engine.scheduling.sequence import Sequence
-from ..kv_transfer.receiver import Handover
+from ..kv_transfer.receiver_grants import Handover
 from ..proto.contexts.outputs import TokenLogProbs
 from ..proto.contexts.text import TextContext
 from ..proto.errors import HandoffFailed

@@ -13,7 +13,8 @@ from ..engine.loading.warm_up import warm_up
 from ..engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from ..engine.scheduling.step_time import StepTime
 from ..kv_transfer.moves import MovingWriter
-from ..kv_transfer.receiver import Receiver, ReceiverConfig
+from ..kv_transfer.receiver import Receiver
+from ..kv_transfer.receiver_grants import ReceiverConfig
 from ..proto.limits import MAX_KV_FRAME_BYTES
 from ..runtime.keys.keyring import KeyRing
 from ..runtime.net.loop import Loop

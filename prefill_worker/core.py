@@ -21,7 +21,7 @@ from ..engine.scheduling.events import ChunkDone, Failed, Finished, Prefilled, T
 from ..engine.scheduling.events import Event as EngineEvent
 from ..engine.scheduling.scheduler import Scheduler
 from ..engine.scheduling.step_time import StepTime
-from ..kv_transfer import sender as handoff
+from ..kv_transfer import sender_handoff as handoff
 from ..kv_transfer.sender import Sender
 from ..kv_transfer.timeout import HANDOFF_TIMEOUT_S
 from ..proto.errors import BatonError, DeadlineExceeded, InternalError, LimitExceeded

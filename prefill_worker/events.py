@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ..engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
 from ..engine.scheduling.plan import Int32
-from ..kv_transfer import sender as handoff
-from ..kv_transfer.sender import Key
+from ..kv_transfer import sender_handoff as handoff
+from ..kv_transfer.sender_handoff import Key
 from ..proto.wire.messages import Message
 from ..worker.events import (
     AbandonStep,

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 
 from ..engine.cache.paged_cache import Allocation, PagedCache
 from ..engine.scheduling.plan import StepPlan
-from ..kv_transfer import sender as handoff
-from ..kv_transfer.sender import Key, Sender
+from ..kv_transfer import sender_handoff as handoff
+from ..kv_transfer.sender import Sender
+from ..kv_transfer.sender_handoff import Key
 from ..proto.errors import InternalError
 from ..proto.wire.messages import (
     DEVICE,

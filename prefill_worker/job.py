@@ -8,8 +8,8 @@ from enum import Enum
 from ..engine.grammar.constraint import GrammarTask
 from ..engine.models.registry import read_context
 from ..engine.scheduling.sequence import Sequence
-from ..kv_transfer import sender as handoff
-from ..kv_transfer.sender import Key
+from ..kv_transfer import sender_handoff as handoff
+from ..kv_transfer.sender_handoff import Key
 from ..proto.contexts.outputs import TokenLogProbs
 from ..proto.contexts.status import GenerationStatus
 from ..proto.contexts.text import TextContext

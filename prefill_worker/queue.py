@@ -12,7 +12,7 @@ import math
 from collections import Counter
 
 from ..engine.cache.paged_cache import PagedCache
-from ..kv_transfer.sender import Key
+from ..kv_transfer.sender_handoff import Key
 from ..proto.errors import InternalError
 from ..runtime.tables import KeyedHeap
 from ..worker.load_by_router import Shares

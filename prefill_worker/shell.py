@@ -15,7 +15,8 @@ from ..engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from ..engine.scheduling.step_time import StepTime
 from ..kv_transfer.frames import Bytes, FramePacker
 from ..kv_transfer.moves import Give, MovingPacker
-from ..kv_transfer.sender import Sender, SenderConfig
+from ..kv_transfer.sender import Sender
+from ..kv_transfer.sender_handoff import SenderConfig
 from ..proto.wire.messages import DeviceTicket, KVFrame, Message, PoolTicket
 from ..runtime.keys.keyring import KeyRing
 from ..runtime.net.loop import Loop

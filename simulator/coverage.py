@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
-from ..kv_transfer import grants, sender
+from ..kv_transfer import grants, sender_handoff
 from ..router import requests, workers
 
 K = TypeVar("K")
@@ -55,7 +55,7 @@ class Coverage:
     def __init__(self) -> None:
         self._tables: dict[str, _Noting[Any, Any]] = {
             "receiver": _Noting(grants.TRANSITIONS),
-            "sender": _Noting(sender.TRANSITIONS),
+            "sender": _Noting(sender_handoff.TRANSITIONS),
             "request": _Noting(requests.TRANSITIONS),
         }
         self._workers: dict[workers.WorkerState, _NotingSet] = {}
@@ -66,7 +66,7 @@ class Coverage:
     def install(self) -> None:
         """Replace the tables of the state machines by the recording tables."""
         grants.TRANSITIONS = self._tables["receiver"]
-        sender.TRANSITIONS = self._tables["sender"]
+        sender_handoff.TRANSITIONS = self._tables["sender"]
         requests.TRANSITIONS = self._tables["request"]
         workers.WORKER_TRANSITIONS = dict(self._workers)
 
@@ -89,7 +89,7 @@ def observed() -> Iterator[Coverage]:
     """Record the steps of all state machines inside the ``with`` block."""
     before = (
         grants.TRANSITIONS,
-        sender.TRANSITIONS,
+        sender_handoff.TRANSITIONS,
         requests.TRANSITIONS,
         workers.WORKER_TRANSITIONS,
     )
@@ -98,7 +98,7 @@ def observed() -> Iterator[Coverage]:
     try:
         yield coverage
     finally:
-        grants.TRANSITIONS, sender.TRANSITIONS = before[0], before[1]
+        grants.TRANSITIONS, sender_handoff.TRANSITIONS = before[0], before[1]
         requests.TRANSITIONS, workers.WORKER_TRANSITIONS = before[2], before[3]
 
 

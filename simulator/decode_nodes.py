@@ -13,7 +13,8 @@ from ..engine.kernels.reference import NumpyBackend
 from ..engine.scheduling.plan import StepPlan
 from ..engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from ..kv_transfer.frames import FrameWriter
-from ..kv_transfer.receiver import Receiver, ReceiverConfig
+from ..kv_transfer.receiver import Receiver
+from ..kv_transfer.receiver_grants import ReceiverConfig
 from ..proto.errors import ProtocolError
 from ..proto.wire.messages import Credit, KVFrame, Message, PrefillToDecode
 from ..worker.events import Fault, RunStep, StepDone
@@ -107,7 +108,7 @@ class DecodeNode(EngineNode[DecodeCore]):
     def data(self, frame: KVFrame, payload: Bytes) -> None:
         """Handle a KV frame."""
         try:
-            blocks = self.receiver.locate(frame)
+            blocks = self.receiver.data.locate(frame)
         except ProtocolError:
             self.cluster.stats["bad_frames"] += 1
             return

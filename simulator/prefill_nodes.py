@@ -15,7 +15,8 @@ from ..engine.kernels.reference import NumpyBackend
 from ..engine.scheduling.plan import StepPlan
 from ..engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from ..kv_transfer.frames import FramePacker
-from ..kv_transfer.sender import Sender, SenderConfig
+from ..kv_transfer.sender import Sender
+from ..kv_transfer.sender_handoff import SenderConfig
 from ..prefill_worker import events as prefill
 from ..prefill_worker.core import PrefillCore, PrefillLimits
 from ..prefill_worker.embed_core import BatchDone, EmbedCore, EmbedLimits, RunBatch

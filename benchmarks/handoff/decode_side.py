@@ -14,7 +14,8 @@ from ...engine.kernels import load_backend
 from ...engine.pipeline.model import make_pool
 from ...kv_transfer.checksums import envelope_digest
 from ...kv_transfer.frames import FrameWriter
-from ...kv_transfer.receiver import Handover, Output, Receiver, ReceiverConfig, Reply
+from ...kv_transfer.receiver import Receiver
+from ...kv_transfer.receiver_grants import Handover, Output, ReceiverConfig, Reply
 from ...kv_transfer.shared_pool import map_pool
 from ...proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder, decode_kv_header
 from ...proto.wire.messages import Commit, PoolTicket, PrefillToDecode, Reserve
@@ -58,7 +59,7 @@ class Decode:
     def _frame(self) -> None:
         _, header, payload = self.data.recv_multipart(copy=False)
         frame = decode_kv_header(header.bytes)
-        where = self.receiver.locate(frame)
+        where = self.receiver.data.locate(frame)
         if where is None:
             return
         buffer = np.frombuffer(payload.buffer, np.uint8)
@@ -67,7 +68,7 @@ class Decode:
         else:
             intact = self.writer.write(frame, where, buffer)
         self.stamp("frame written")
-        self._perform(self.receiver.on_frame(frame, intact=intact, now=time.monotonic()))
+        self._perform(self.receiver.data.on_frame(frame, intact=intact, now=time.monotonic()))
 
     def _envelope(self) -> None:
         peer, *frames = self.control.recv_multipart()

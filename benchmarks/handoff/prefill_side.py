@@ -13,7 +13,8 @@ from ...engine.kernels import load_backend
 from ...engine.pipeline.model import make_pool
 from ...kv_transfer.checksums import envelope_digest
 from ...kv_transfer.frames import BufferPool, FramePacker
-from ...kv_transfer.sender import CommitMaker, Done, Output, Send, Sender, SenderConfig, SendFrame
+from ...kv_transfer.sender import Sender
+from ...kv_transfer.sender_handoff import CommitMaker, Done, Output, Send, SenderConfig, SendFrame
 from ...kv_transfer.shared_pool import PoolOwner
 from ...proto.wire.context_maps import grown_map
 from ...proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder, encode_kv_header

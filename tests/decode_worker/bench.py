@@ -14,7 +14,8 @@ from baton.engine.grammar.constraint import CompileGrammar
 from baton.engine.scheduling.plan import Sampled, StepPlan, StepResult
 from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from baton.engine.scheduling.step_time import StepTime
-from baton.kv_transfer.receiver import Receiver, ReceiverConfig
+from baton.kv_transfer.receiver import Receiver
+from baton.kv_transfer.receiver_grants import ReceiverConfig
 from baton.proto.hashing import block_hashes, cache_salt
 from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.wire.context_maps import grown_map
@@ -173,7 +174,7 @@ class Bench:
             return 0, 0, 0
         size = 2 * (last - first) * LAYOUT.block_bytes
         frame = KVFrame(grant.grant, 0, 0, 2, first, last - first, size, 77)
-        assert self.receiver.locate(frame) is not None
+        assert self.receiver.data.locate(frame) is not None
         self.feed(FrameStored(frame, True))
         return 1, size, 77
 

@@ -220,7 +220,7 @@ def test_abort_of_a_grant_frees_at_once(bench):
     assert bench.cache.pool.used == 0
     (grant,) = bench.to_peer(Grant)
     frame = KVFrame(grant.grant, 0, 0, 2, 0, 3, 6 * LAYOUT.block_bytes, 77)
-    assert bench.receiver.locate(frame) is None  # late bytes go nowhere
+    assert bench.receiver.data.locate(frame) is None  # late bytes go nowhere
 
 
 def test_abort_of_a_running_request_frees_after_its_step(bench):

@@ -11,7 +11,8 @@ from baton.decode_worker.events import FromPeer, ToPeer
 from baton.decode_worker.handoffs import GrantStore
 from baton.engine.cache.paged_cache import PagedCache
 from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from baton.kv_transfer.receiver import Receiver, ReceiverConfig
+from baton.kv_transfer.receiver import Receiver
+from baton.kv_transfer.receiver_grants import ReceiverConfig
 from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.wire.context_maps import grown_map
 from baton.proto.wire.messages import (
@@ -73,8 +74,8 @@ class Decode:
         grant = action.message.grant
         size = 3 * LAYOUT.block_bytes
         frame = KVFrame(grant, 0, 0, 1, 0, 3, size, 99)
-        assert self.receiver.locate(frame) is not None
-        self.receiver.on_frame(frame, intact=True, now=0.0)
+        assert self.receiver.data.locate(frame) is not None
+        self.receiver.data.on_frame(frame, intact=True, now=0.0)
         context = WireContext(
             tokens=WireTokens(np.arange(10, dtype=np.int32)), max_length=40,
             sampling=WireSampling(max_new_tokens=8),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from baton.engine.cache.paged_cache import Allocation, PagedCache
-from baton.kv_transfer.receiver import Receiver, ReceiverConfig
-from baton.kv_transfer.sender import Sender, SenderConfig
+from baton.kv_transfer.receiver import Receiver
+from baton.kv_transfer.receiver_grants import ReceiverConfig
+from baton.kv_transfer.sender import Sender
+from baton.kv_transfer.sender_handoff import SenderConfig
 from baton.proto.layout import KVLayout
 from baton.proto.wire.context_maps import grown_map
 from baton.proto.wire.messages import Commit, GrantRef, Reserve

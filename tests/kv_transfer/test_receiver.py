@@ -9,14 +9,9 @@ import msgspec
 import pytest
 
 from baton.kv_transfer.grants import TRANSITIONS, GrantState, IllegalTransition
-from baton.kv_transfer.receiver import (
-    Evict,
-    Handover,
-    Receiver,
-    Reply,
-    check_receiver,
-)
-from baton.kv_transfer.sender import SendFrame
+from baton.kv_transfer.receiver import Receiver, check_receiver
+from baton.kv_transfer.receiver_grants import Evict, Handover, Reply
+from baton.kv_transfer.sender_handoff import SendFrame
 from baton.proto.errors import ProtocolError
 from baton.proto.wire.context_maps import grown_map
 from baton.proto.wire.messages import (
@@ -68,8 +63,8 @@ def frames_for(grant: Grant, tokens: int = 10) -> list[KVFrame]:
 def deliver(receiver: Receiver, frames: list[KVFrame], *, intact: bool = True) -> list:
     outputs = []
     for frame in frames:
-        assert receiver.locate(frame) is not None
-        outputs += receiver.on_frame(frame, intact=intact, now=0.0)
+        assert receiver.data.locate(frame) is not None
+        outputs += receiver.data.on_frame(frame, intact=intact, now=0.0)
     return outputs
 
 
@@ -166,7 +161,7 @@ def test_damaged_frame_is_refused_and_taken_when_repeated():
     deliver(receiver, frames[:1], intact=False)
     (reply,) = receiver.on_commit(PEER, manifest(grant, frames), 0.0)
     assert reply.message.frames == [0]
-    assert receiver.damaged == 1
+    assert receiver.data.damaged == 1
     deliver(receiver, frames[:1])
     outputs = receiver.on_commit(PEER, manifest(grant, frames), 0.0)
     assert any(isinstance(o, Handover) for o in outputs)
@@ -208,7 +203,7 @@ def test_new_serial_gets_a_fresh_grant():
     second = grant_of(receiver, reserve(serial=2))
     assert second.grant != first.grant
     assert store.used == used
-    assert receiver.locate(frames_for(first)[0]) is None
+    assert receiver.data.locate(frames_for(first)[0]) is None
 
 
 def test_duplicate_commit_repeats_committed():
@@ -259,7 +254,7 @@ def test_higher_attempt_revokes_the_lower_and_lower_is_refused():
     assert store.used == 4
     (reply,) = receiver.on_reserve(PEER, reserve(attempt=1), 0.0)
     assert isinstance(reply.message, Aborted)
-    assert receiver.locate(frames_for(first)[0]) is None
+    assert receiver.data.locate(frames_for(first)[0]) is None
 
 
 def test_release_frees_and_a_late_frame_is_stale():
@@ -270,8 +265,8 @@ def test_release_frees_and_a_late_frame_is_stale():
     (reply,) = receiver.on_release(PEER, Release(request=REQUEST, attempt=1), 0.0)
     assert isinstance(reply.message, Released)
     assert store.used == 0
-    assert receiver.locate(frames[1]) is None
-    assert receiver.stale == 1
+    assert receiver.data.locate(frames[1]) is None
+    assert receiver._grants.stale == 1
     (again,) = receiver.on_release(PEER, Release(request=REQUEST, attempt=1), 0.0)
     assert again == reply
 
@@ -357,7 +352,7 @@ def test_frames_outside_their_grant_are_errors_before_anything_is_written(change
     receiver, _ = make_receiver()
     frame = frames_for(grant_of(receiver))[0]
     with pytest.raises(ProtocolError):
-        receiver.locate(msgspec.structs.replace(frame, **change))
+        receiver.data.locate(msgspec.structs.replace(frame, **change))
 
 
 def test_overlapping_frames_are_refused():
@@ -365,7 +360,7 @@ def test_overlapping_frames_are_refused():
     frames = frames_for(grant_of(receiver))
     deliver(receiver, frames[:1])
     with pytest.raises(ProtocolError, match="already filled"):
-        receiver.locate(msgspec.structs.replace(frames[0], index=9))
+        receiver.data.locate(msgspec.structs.replace(frames[0], index=9))
 
 
 def test_a_frame_beyond_its_credit_is_refused():
@@ -373,7 +368,7 @@ def test_a_frame_beyond_its_credit_is_refused():
     grant = grant_of(receiver)
     assert grant.credit == 64
     with pytest.raises(ProtocolError, match="credit"):
-        receiver.locate(frames_for(grant)[0])
+        receiver.data.locate(frames_for(grant)[0])
 
 
 def test_foreign_incarnation_slot_or_generation_is_stale():
@@ -386,8 +381,8 @@ def test_foreign_incarnation_slot_or_generation_is_stale():
         GrantRef(ref.incarnation, ref.slot, ref.generation + 1),
         GrantRef(ref.incarnation, -1, ref.generation),
     ):
-        assert receiver.locate(msgspec.structs.replace(frame, grant=foreign)) is None
-    assert receiver.stale == 4
+        assert receiver.data.locate(msgspec.structs.replace(frame, grant=foreign)) is None
+    assert receiver._grants.stale == 4
 
 
 def test_device_path_frees_only_after_the_fence():
@@ -404,7 +399,7 @@ def being_written(receiver, blocks=16):
     """A grant with its first frame located and not yet stored."""
     grant = grant_of(receiver)
     frames = frames_for(grant)
-    assert receiver.locate(frames[0]) is not None
+    assert receiver.data.locate(frames[0]) is not None
     return grant, frames
 
 
@@ -421,15 +416,15 @@ def test_a_grant_that_ends_while_a_frame_is_written_keeps_its_blocks_until_that_
         held = store.used
         end(receiver)
         assert store.used >= held
-        assert receiver.locate(frames[1]) is None, "nothing new is written"
+        assert receiver.data.locate(frames[1]) is None, "nothing new is written"
         receiver.tick(2000.0)
         receiver.tick(4000.0)
         assert store.used >= held, "freed on a timeout"
         after = store.used - held
-        receiver.on_frame(frames[0], intact=True, now=4000.0)
+        receiver.data.on_frame(frames[0], intact=True, now=4000.0)
         assert store.used == after
         assert (
-            receiver.on_frame(frames[0], intact=True, now=4000.0) == []
+            receiver.data.on_frame(frames[0], intact=True, now=4000.0) == []
         )  # of a grant that is gone
 
 
@@ -439,7 +434,7 @@ def test_the_sender_hears_that_its_grant_is_gone_when_nobody_reads_its_memory_an
     release = Release(request=REQUEST, attempt=1)
     assert receiver.on_release(PEER, release, 0.0) == []
     assert receiver.on_release(PEER, release, 0.2) == []  # asked again
-    (reply,) = receiver.on_frame(frames[0], intact=True, now=0.3)
+    (reply,) = receiver.data.on_frame(frames[0], intact=True, now=0.3)
     assert isinstance(reply.message, Released)
     assert store.used == 0
     (again,) = receiver.on_release(PEER, release, 0.4)
@@ -455,7 +450,7 @@ def test_after_an_abort_the_sender_s_words_are_answered_when_the_frame_is_writte
         grant, frames = being_written(receiver)
         assert receiver.abort(REQUEST, 1, 0.0, keep=60.0) == []
         assert ask(receiver, grant, frames) == []
-        (reply,) = receiver.on_frame(frames[0], intact=False, now=0.0)
+        (reply,) = receiver.data.on_frame(frames[0], intact=False, now=0.0)
         assert isinstance(reply.message, answer)
         assert store.used == 0
 
@@ -466,7 +461,7 @@ def test_a_manifest_that_fails_is_refused_when_nothing_is_written_any_more():
     wrong = msgspec.structs.replace(manifest(grant, frames), frames=1000)
     assert receiver.on_commit(PEER, wrong, 0.0) == []
     assert store.used > 0
-    (reply,) = receiver.on_frame(frames[0], intact=True, now=0.0)
+    (reply,) = receiver.data.on_frame(frames[0], intact=True, now=0.0)
     assert isinstance(reply.message, Refused)
     assert store.used == 0
 
@@ -474,14 +469,14 @@ def test_a_manifest_that_fails_is_refused_when_nothing_is_written_any_more():
 def test_frames_being_written_are_neither_asked_for_again_nor_taken_twice():
     receiver, _ = make_receiver()
     grant, frames = being_written(receiver)
-    assert receiver.locate(frames[0]) is None  # a duplicate
+    assert receiver.data.locate(frames[0]) is None  # a duplicate
     other = msgspec.structs.replace(frames[0], index=999)
     with pytest.raises(ProtocolError, match="being written"):
-        receiver.locate(other)
+        receiver.data.locate(other)
     deliver(receiver, frames[1:])
     receiver.on_commit(PEER, manifest(grant, frames), 0.0)
     assert receiver.tick(50.0) == []
-    replies = receiver.on_frame(frames[0], intact=True, now=50.0)
+    replies = receiver.data.on_frame(frames[0], intact=True, now=50.0)
     assert isinstance(replies[0].message, Committed)
 
 
@@ -491,14 +486,14 @@ def test_a_fence_does_not_free_what_is_still_written_here():
     receiver.abort(REQUEST, 1, 0.0, keep=60.0)
     receiver.on_fence(Fence(grant=grant.grant))
     assert store.used > 0
-    receiver.on_frame(frames[0], intact=True, now=0.0)
+    receiver.data.on_frame(frames[0], intact=True, now=0.0)
     assert store.used == 0
 
 
 def test_every_transition_of_the_table_is_legal_and_others_raise():
     receiver, _ = make_receiver()
     grant_of(receiver)
-    slot = next(iter(receiver._grants.live.values()))
+    slot = next(iter(receiver._grants.table.live.values()))
     for state in GrantState:
         for event in {event for _, event in TRANSITIONS}:
             slot.state = state
@@ -601,14 +596,14 @@ def test_a_peer_whose_connection_broke_is_called_and_keeps_its_grant_when_it_ans
     receiver, store = make_receiver(timeout=5.0, lease=100.0)
     grant_of(receiver)
     assert receiver.tick(0.9) == []
-    receiver.peer_gone(PEER, 1.0)
+    receiver.contacts.gone(PEER, 1.0)
     assert [type(o.message) for o in receiver.tick(1.1)] == [Ping]
     assert receiver.tick(1.2) == []
     now = pass_time(receiver, 1.2, 5.9)
-    receiver.peer_heard(PEER, now)
+    receiver.contacts.heard(PEER, now)
     now = pass_time(receiver, now, 6.5)
     assert store.used
-    receiver.peer_gone(PEER, now)
+    receiver.contacts.gone(PEER, now)
     now = pass_time(receiver, now, 11.4)
     assert store.used
     pass_time(receiver, now, 11.7)
@@ -622,7 +617,7 @@ def test_the_time_this_worker_was_stopped_does_not_end_a_grant():
     now = pass_time(receiver, 0.0, 1.5)  # it has been asked by now
     receiver.tick(now + 10.0)
     assert store.used
-    receiver.peer_heard(PEER, now + 10.0)
+    receiver.contacts.heard(PEER, now + 10.0)
     pass_time(receiver, now + 10.0, now + 12.0)
     assert store.used
 
@@ -644,7 +639,7 @@ def test_a_silent_sender_is_asked_and_given_up(filling):
         now += 0.05
         receiver.tick(now)
     assert store.used == 0
-    assert receiver.locate(frames_for(grant)[0]) is None, "a late frame is stale"
+    assert receiver.data.locate(frames_for(grant)[0]) is None, "a late frame is stale"
 
 
 def test_a_revoked_grant_of_a_silent_sender_that_writes_itself_stays_until_its_fence():
@@ -659,10 +654,10 @@ def test_a_revoked_grant_of_a_silent_sender_that_writes_itself_stays_until_its_f
 def test_grants_follow_their_sender_to_its_new_connection():
     receiver, store = make_receiver(timeout=3.0, lease=100.0)
     grant_of(receiver)
-    receiver.peer_gone(PEER, 1.0)
+    receiver.contacts.gone(PEER, 1.0)
     receiver.peer_moved(5, b"prefill-0:2")
     for tenth in range(10, 80):
-        receiver.peer_heard(b"prefill-0:2", tenth / 10)
+        receiver.contacts.heard(b"prefill-0:2", tenth / 10)
         receiver.tick(tenth / 10)
     assert store.used
 
@@ -715,7 +710,7 @@ def test_tables_forget():
     store.free(handover.allocation)
     receiver.close(REQUEST, 1)
     receiver.abort(b"x" * 16, 1, 0.0, 60.0)
-    receiver.peer_gone(b"other", 0.0)
+    receiver.contacts.gone(b"other", 0.0)
     assert receiver.remembered
     receiver.tick(1000.0)
     assert receiver.remembered == 0

@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.kv_transfer.sender import (
+from baton.kv_transfer.sender import Sender
+from baton.kv_transfer.sender_handoff import (
     TRANSITIONS,
     Done,
     Failed,
@@ -18,7 +19,6 @@ from baton.kv_transfer.sender import (
     HandoffState,
     Refusal,
     Send,
-    Sender,
     SenderConfig,
     SendFrame,
 )

@@ -16,8 +16,9 @@ from baton.engine.grammar.constraint import CompileGrammar, DropGrammar, Grammar
 from baton.engine.scheduling.plan import Sampled, StepPlan, StepResult, abandoned_step
 from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from baton.engine.scheduling.step_time import StepTime
-from baton.kv_transfer import sender
-from baton.kv_transfer.sender import Sender, SenderConfig
+from baton.kv_transfer import sender_handoff
+from baton.kv_transfer.sender import Sender
+from baton.kv_transfer.sender_handoff import SenderConfig
 from baton.prefill_worker.core import PrefillCore, PrefillLimits
 from baton.prefill_worker.events import (
     Connect,
@@ -368,7 +369,7 @@ DEVICE_POOL = DeviceTicket("host", b"h" * 64, 512, 4096)
 def test_blocks_are_named_to_who_maps_the_pool_and_sent_to_who_does_not(
     ticket, offered, monkeypatch
 ):
-    monkeypatch.setattr(sender, "MIN_FRAME_BYTES", 1)  # or there were nothing to cut here
+    monkeypatch.setattr(sender_handoff, "MIN_FRAME_BYTES", 1)  # or there were nothing to cut here
     counts = {}
     for transport in offered:
         bench = Bench(ticket=ticket)

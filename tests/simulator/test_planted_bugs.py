@@ -16,8 +16,11 @@ from baton.engine.scheduling.scheduler import Scheduler
 from baton.kv_transfer import receiver
 from baton.kv_transfer.credit import CreditPool
 from baton.kv_transfer.frames import FrameWriter
-from baton.kv_transfer.receiver import Receiver, Reply
-from baton.kv_transfer.sender import HandoffState, Sender
+from baton.kv_transfer.receiver import Receiver
+from baton.kv_transfer.receiver_data import ReceiverData
+from baton.kv_transfer.receiver_grants import ReceiverGrants, Reply
+from baton.kv_transfer.sender import Sender
+from baton.kv_transfer.sender_handoff import Handoff, HandoffState
 from baton.prefill_worker.embed_core import BatchDone, EmbedCore, TextQueue
 from baton.proto.wire.envelope import EnvelopeDecoder
 from baton.proto.wire.messages import Committed, Drain, TokenRun, Tokens
@@ -45,17 +48,17 @@ def around(monkeypatch, owner, name, make):
 
 
 def generation_not_raised_and_digest_not_compared(monkeypatch):
-    monkeypatch.setattr(Receiver, "_manifest_agrees", lambda self, slot, commit: True)
+    monkeypatch.setattr(ReceiverData, "_manifest_agrees", lambda self, slot, commit: True)
     monkeypatch.setattr(receiver, "_another", lambda held, commit: False)
 
     def make(original):
         def free(self, slot):
             original(self, slot)
-            self._grants.at(slot.index).generation -= 1
+            self.table.at(slot.index).generation -= 1
 
         return free
 
-    around(monkeypatch, Receiver, "_free_slot", make)
+    around(monkeypatch, ReceiverGrants, "free", make)
 
 
 def checksum_not_checked(monkeypatch):
@@ -82,13 +85,13 @@ def credit_beyond_the_window(monkeypatch):
 
 def credit_not_heeded(monkeypatch):
     def make(original):
-        def push(self, handoff, now):
-            handoff.credit = 1 << 40
-            return original(self, handoff, now)
+        def push(self, now):
+            self.credit = 1 << 40
+            return original(self, now)
 
         return push
 
-    around(monkeypatch, Sender, "_push", make)
+    around(monkeypatch, Handoff, "push", make)
 
 
 def position_off_by_one_after_adopt(monkeypatch):
@@ -125,7 +128,7 @@ def commit_with_cells_missing(monkeypatch):
 
         return own
 
-    around(monkeypatch, Receiver, "_try_own", make)
+    around(monkeypatch, ReceiverData, "_try_own", make)
 
 
 def abort_frees_twice(monkeypatch):
@@ -139,7 +142,7 @@ def abort_frees_twice(monkeypatch):
 
         return drop
 
-    around(monkeypatch, Receiver, "_drop", make)
+    around(monkeypatch, ReceiverGrants, "drop", make)
 
 
 def abort_frees_nothing(monkeypatch):
@@ -174,7 +177,7 @@ def what_is_given_back_is_said_once(monkeypatch):
 def duplicate_reserve_allocates_again(monkeypatch):
     def make(original):
         def reserve(self, peer, message, now):
-            self._grants.live.pop(message.request, None)
+            self._grants.table.live.pop(message.request, None)
             return original(self, peer, message, now)
 
         return reserve
@@ -363,18 +366,18 @@ def blocks_freed_while_a_frame_is_written(monkeypatch):
     def make(original):
         def locate(self, frame):
             blocks = original(self, frame)
-            slot = self._grants.find(frame.grant)
+            slot = self._grants.table.find(frame.grant)
             if slot is not None:
                 slot.moving.clear()
             return blocks
 
         return locate
 
-    around(monkeypatch, Receiver, "locate", make)
+    around(monkeypatch, ReceiverData, "locate", make)
 
 
 def blocks_freed_while_a_decode_worker_reads_them(monkeypatch):
-    monkeypatch.setattr(Sender, "may_be_read", lambda self, key: False)
+    monkeypatch.setattr(Handoff, "may_be_read", property(lambda self: False))
 
 
 def the_sender_is_told_while_its_blocks_are_read(monkeypatch):
@@ -388,8 +391,8 @@ def the_sender_is_told_while_its_blocks_are_read(monkeypatch):
 
         return part
 
-    around(monkeypatch, Receiver, "_part", make)
-    monkeypatch.setattr(Receiver, "_when_drained", at_once)
+    around(monkeypatch, ReceiverGrants, "part", make)
+    monkeypatch.setattr(ReceiverGrants, "when_drained", at_once)
 
 
 def text_without_a_vector_is_forgotten(monkeypatch):
@@ -440,7 +443,7 @@ def the_timeout_runs_while_frames_are_sent_alone(monkeypatch):
 
 
 def frames_that_never_arrive_are_sent_again_and_again(monkeypatch):
-    monkeypatch.setattr(Sender, "_nothing_arrives", lambda self, handoff, now: False)
+    monkeypatch.setattr(Handoff, "nothing_arrives", lambda self, peer_arrival, now: False)
 
 
 def a_client_stays_with_its_router(monkeypatch):

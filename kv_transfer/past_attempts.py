@@ -1,0 +1,40 @@
+"""What a decode worker remembers of attempts, to answer late and repeated messages."""
+
+from __future__ import annotations
+
+from ..proto.wire.messages import Committed
+from ..runtime.tables import ExpiringMap
+
+
+class PastAttempts:
+    """Aborted, superseded and committed attempts; every entry expires.
+
+    ``committed``: the answer to Commit, by request and attempt.
+    """
+
+    def __init__(self) -> None:
+        self._highest: ExpiringMap[bytes, int] = ExpiringMap()  # highest attempt
+        self._aborted: ExpiringMap[bytes, int] = ExpiringMap()  # aborted up to this attempt
+        self.committed: ExpiringMap[tuple[bytes, int], Committed] = ExpiringMap()
+
+    def reserved(self, request: bytes, attempt: int, until: float) -> None:
+        """Note a grant: lower attempts of the request are over."""
+        self._highest.put(request, attempt, until)
+
+    def abort(self, request: bytes, attempt: int, now: float, keep: float) -> None:
+        """Refuse attempts up to ``attempt`` for ``keep`` seconds."""
+        if attempt >= (self._aborted.get(request, now) or 0):
+            self._aborted.put(request, attempt, now + keep)
+
+    def is_past(self, request: bytes, attempt: int, now: float) -> bool:
+        """True if the attempt is aborted or superseded."""
+        aborted = self._aborted.get(request, now) or 0
+        return attempt <= aborted or attempt < (self._highest.get(request, now) or 0)
+
+    def expire(self, now: float) -> None:
+        """Remove expired entries."""
+        for table in (self._aborted, self.committed, self._highest):
+            table.expire(now)
+
+    def __len__(self) -> int:
+        return len(self._aborted) + len(self.committed) + len(self._highest)
