@@ -23,6 +23,7 @@ def sizes(cluster):
     return view.targets, {role: ready.count(role) for role in ("prefill", "decode")}
 
 
+@pytest.mark.long
 def test_decode_grows_under_load_and_shrinks_after_it_without_a_lost_request(shared_cluster):
     cluster = shared_cluster(
         prefill=1, decode=1, prefill_max=1, decode_max=2, autoscale="on", stabilization_window=4.0,

@@ -19,6 +19,7 @@ from baton.proto import (
 )
 from baton.proto.errors import DecodeFailed, LimitExceeded
 
+from ..suite.short import some_long
 from .test_fuzz_contexts import FACTOR, MARGIN, peak_bytes
 
 T = TypeVar("T")
@@ -111,7 +112,7 @@ DECLARED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("declared", DECLARED, ids=str)
+@pytest.mark.parametrize("declared", [*DECLARED[:8], *some_long(*DECLARED[8:])], ids=str)
 def test_memory_of_declared_types(declared):
     decode = msgpack_numpy_decoder(declared)
 
